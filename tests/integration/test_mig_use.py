@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from yunion_mps import reasons
@@ -188,3 +190,28 @@ def test_a_leased_gpu_put_in_mig_mode_while_stopped_outdates_its_lease(daemon: D
         assert answer["detail"] == "device 00:06.0-0 is unavailable: the control daemon of its lease is gone"
         assert answer["hint"].endswith(f"yunion-mps lease release {lease['id']}")
     assert set(devices(daemon)) > {address for _, address in [big(daemon)]}, "the layout is in effect"
+
+
+def inherit(daemon: Daemon, lease: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """Run a command that prints the instance, in the environment that the lease had when it was granted."""
+    environment = {**daemon.host.env, **lease["environment"]}
+    return run(daemon.host, "--inherit", "printenv", "CUDA_VISIBLE_DEVICES", env=environment)
+
+
+def test_inherit_gets_the_instance_that_is_created_again(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    lease = take(daemon, f"devices={big(daemon)[1]}&holder.name=job&holder.ttl_s=600")
+    before, _ = destroy(daemon)
+    done = inherit(daemon, lease)
+    assert done.stdout.strip() in {one.uuid for one in instances(daemon)} - {before}, done.stderr
+
+
+def test_inherit_refuses_an_instance_that_was_just_destroyed(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    lease = take(daemon, f"devices={big(daemon)[1]}&holder.name=job&holder.ttl_s=600")
+    daemon.host.fail("nvmlDeviceCreateGpuInstanceWithPlacement", "insufficient_resources")
+    destroy(daemon)
+    done = inherit(daemon, lease)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"[{reasons.MIG_INSTANCE_GONE}]" in done.stderr
+    assert f"yunion-mps lease release {lease['id']}" in done.stderr

@@ -170,7 +170,7 @@ class LeaseService:
         """
         self._supervisor.refuse_if_unsafe()
         queued = queued._replace(sent=queued.as_text)
-        await self._follow_destroyed(self.ledger.find_repeated(queued))
+        await self.follow_destroyed(self.ledger.find_repeated(queued))
         lease, is_new = self.ledger.find_repeated(queued), False
         if lease is None:
             queued = self._positions.place(self._admit(queued), time.time(), time.monotonic())
@@ -218,7 +218,7 @@ class LeaseService:
         `release` raises, and HostError if it has another container, or a device is not served as granted.
         """
         find_own = partial(find_own_lease, name, self.ledger.leases, caller, of_any_unit=not caller.unit)
-        await self._follow_destroyed(find_own())
+        await self.follow_destroyed(find_own())
         lease = find_own()
         holder = holder._replace(uid=lease.holder.uid, unit=lease.holder.unit, name=lease.holder.name)
         refuse_unserved(lease, self._supervisor.snapshot())
@@ -246,6 +246,13 @@ class LeaseService:
         self._record(bound, "bound to", "its container started")
         return self._json(bound)
 
+    async def follow_destroyed(self, lease: Lease | None, *, is_new: bool = False) -> Reason:
+        """Ask the driver why the lease cannot have its devices; its MIG instances may be created again."""
+        why = await self.instances.why_unusable(lease, is_new=is_new) if lease else NO_REASON
+        if why:
+            self.follow_instances()
+        return why
+
     # -- internals
 
     async def _wait_for_grant(self, queued: QueuedRequest, wait_s: float) -> Grant:
@@ -261,13 +268,6 @@ class LeaseService:
                 return grant._replace(lease=lease)
         raise self.queue.why_not(queued, self._queries.candidates())
 
-    async def _follow_destroyed(self, lease: Lease | None, *, is_new: bool = False) -> Reason:
-        """Ask the driver why the lease cannot have its devices; its MIG instances may be created again."""
-        why = await self.instances.why_unusable(lease, is_new=is_new) if lease else NO_REASON
-        if why:
-            self.follow_instances()
-        return why
-
     async def _next_grant(self, queued: QueuedRequest, wait_s: float) -> Grant:
         grant: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._grants[queued.position] = grant
@@ -281,7 +281,7 @@ class LeaseService:
             if not grant.done():
                 raise self.queue.why_not(queued, self._queries.candidates())
             lease = grant.result().lease
-            why = await self._follow_destroyed(lease, is_new=True)
+            why = await self.follow_destroyed(lease, is_new=True)
             if why and self.ledger.leases.get(lease.id) == lease:
                 self.end(lease.id, why)
             return grant.result()

@@ -23,6 +23,7 @@ from yunion_mps.enums import (
     WARNING,
 )
 from yunion_mps.identity import gpu_of, physical_gpu
+from yunion_mps.leases.request import find_lease
 from yunion_mps.models import Gpu, Owner
 from yunion_mps.reasons import Reason, hint_of
 from yunion_mps.service.clients import ClientService
@@ -91,8 +92,12 @@ class StatusService:
         return {"leases": leases, "waiting": waiting, "errors": clients["errors"], "total": len(leases)}
 
     async def lease(self, name: str, caller: Owner) -> answers.LeaseDetails:
-        """The lease of this id or name, with its state; raises NotFoundError."""
-        self._leases.lease(name, caller)  # an unknown name is refused at once, even if the driver hangs
+        """The lease of this id or name, with its state; raises NotFoundError.
+
+        A job may be about to start with it, so the driver is asked whether its MIG instances still exist.
+        """
+        # An unknown name is refused at once, even if the driver hangs.
+        await self._leases.follow_destroyed(find_lease(name, self._leases.ledger.leases, caller))
         clients = await self._clients.clients(seen=True)
         (lease,) = self._with_states([self._leases.lease(name, caller)], clients)
         return lease
