@@ -11,6 +11,7 @@ from yunion_mps import reasons
 
 from integration.conftest import MakeDivided
 from integration.daemon_host import Daemon, eventually
+from integration.lease_host import end, start
 from integration.mig_devices import devices, free, gpu, instances, profiles
 from integration.test_mig import BALANCED, MIG, daemon
 from simhost import SimHost
@@ -103,6 +104,18 @@ def test_restore_after_a_kill_restores_the_layout_if_so_configured(daemon: Daemo
     assert daemon.run("--restore") == 0, daemon.log
     assert not daemon.host.gpus[0].mig
     assert "everything is restored" in daemon.log
+
+
+def test_a_lease_whose_process_has_ended_does_not_prevent_a_restore(daemon: Daemon) -> None:
+    daemon.host.divide(f"{MIG}\n  mig_restore: true")
+    daemon.start().wait_ready()
+    job = start(daemon.host)
+    daemon.kill()
+    assert daemon.run("--restore") == 1, daemon.log
+    assert "not restored: it would end lease" in daemon.log
+    end(job)
+    assert daemon.run("--restore") == 0, daemon.log
+    assert not daemon.host.gpus[0].mig
 
 
 def test_restore_leaves_a_layout_that_is_to_stay(daemon: Daemon) -> None:
