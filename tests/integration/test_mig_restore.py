@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -25,6 +26,12 @@ def test_a_stop_restores_the_layout_if_so_configured(daemon: Daemon) -> None:
     assert daemon.host.gpus[0].mig
     assert daemon.stop(signal.SIGTERM) == 0
     assert not daemon.host.gpus[0].mig
+    daemon.host.divide(MIG)
+    daemon.start().wait_ready()
+    events = daemon.host.run(["yunion-mps", "events", "--output", "json"], check=True).stdout
+    causes = [one["cause"] for one in json.loads(events)["events"] if one["kind"] == "mig"]
+    required = "the configuration requires it"
+    assert causes == [required, "the original layout was restored", required]
 
 
 def reset(host: SimHost) -> None:
