@@ -62,6 +62,17 @@ def test_a_gpu_shows_how_it_is_shared(daemon: Daemon) -> None:
     ]
 
 
+def test_an_instance_without_a_compute_instance_is_listed(daemon: Daemon) -> None:
+    daemon.host.gpus[0].mig = True
+    daemon.host.run(("nvidia-smi", "mig", "-i", 0, "-cgi", "3g.40gb"), check=True)
+    daemon.host.divide("mig: [1g.10gb]")
+    daemon.start().wait_ready()
+    found = [row for row in daemon.get("/v1/gpus")[1]["gpus"] if row["mig_profile"] == "3g.40gb"]
+    assert [(row["state"], row["reason"]) for row in found] == [("not used", "it has no compute instance")]
+    assert found[0]["addr"] not in devices(daemon)
+    assert daemon.status()["problems"] == [], "it is none of our business"
+
+
 def test_an_instance_that_another_program_divided_is_listed(daemon: Daemon) -> None:
     daemon.host.gpus[0].mig = True
     smi = ("nvidia-smi", "mig", "-i", 0)

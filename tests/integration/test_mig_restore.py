@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from yunion_mps import reasons
 
 from integration.conftest import MakeDivided
 from integration.daemon_host import Daemon, eventually
+from integration.lease_host import end, start
 from integration.mig_devices import devices, free, gpu, instances, profiles
 from integration.test_mig import BALANCED, MIG, daemon
 from simhost import SimHost
@@ -24,6 +26,12 @@ def test_a_stop_restores_the_layout_if_so_configured(daemon: Daemon) -> None:
     assert daemon.host.gpus[0].mig
     assert daemon.stop(signal.SIGTERM) == 0
     assert not daemon.host.gpus[0].mig
+    daemon.host.divide(MIG)
+    daemon.start().wait_ready()
+    events = daemon.host.run(["yunion-mps", "events", "--output", "json"], check=True).stdout
+    causes = [one["cause"] for one in json.loads(events)["events"] if one["kind"] == "mig"]
+    required = "the configuration requires it"
+    assert causes == [required, "the original layout was restored", required]
 
 
 def reset(host: SimHost) -> None:
@@ -103,6 +111,18 @@ def test_restore_after_a_kill_restores_the_layout_if_so_configured(daemon: Daemo
     assert daemon.run("--restore") == 0, daemon.log
     assert not daemon.host.gpus[0].mig
     assert "everything is restored" in daemon.log
+
+
+def test_a_lease_whose_process_has_ended_does_not_prevent_a_restore(daemon: Daemon) -> None:
+    daemon.host.divide(f"{MIG}\n  mig_restore: true")
+    daemon.start().wait_ready()
+    job = start(daemon.host)
+    daemon.kill()
+    assert daemon.run("--restore") == 1, daemon.log
+    assert "not restored: it would end lease" in daemon.log
+    end(job)
+    assert daemon.run("--restore") == 0, daemon.log
+    assert not daemon.host.gpus[0].mig
 
 
 def test_restore_leaves_a_layout_that_is_to_stay(daemon: Daemon) -> None:

@@ -167,6 +167,24 @@ def test_restore_after_a_kill_restores_the_time_slice(daemon: Daemon) -> None:
     assert daemon.host.gpus[1].time_slice == "default"
 
 
+def test_restore_keeps_the_time_slice_of_a_running_job(daemon: Daemon) -> None:
+    daemon.host.divide(4, f"{SHARED}\n  time_slice: short")
+    daemon.start().wait_ready()
+    sliced = daemon.host.gpus[1]
+    sliced.add_process(os.getpid(), 700)
+    daemon.kill()
+    assert daemon.run("--restore") == 1, daemon.log
+    assert sliced.time_slice == "short"
+    what = "the time slice of GPU 00:07.0 differs from the original; end the processes on it, then run this"
+    assert what in daemon.log
+    sliced.remove_process(os.getpid())
+    daemon.host.fail("nvmlInit*", "driver_not_loaded")
+    assert daemon.run("--restore") == 1, daemon.log
+    daemon.host.clear()
+    assert daemon.run("--restore") == 0, daemon.log
+    assert sliced.time_slice == "default"
+
+
 @pytest.mark.parametrize("command", ["plan", "reload"])
 def test_plan_and_reload_list_settings_that_another_program_changed(daemon: Daemon, command: str) -> None:
     daemon.host.divide(4, f"{SHARED}\n  time_slice: short")

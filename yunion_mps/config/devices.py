@@ -24,6 +24,7 @@ from yunion_mps.config.mapping import MappingReader, Nodes
 from yunion_mps.config.values import (
     MAX_OVERRIDE,
     MAX_TIME_SLICED_DEVICES,
+    SHARING_KEYS,
     Kind,
     boolean,
     layout,
@@ -63,9 +64,7 @@ _OUR_KEYS = (
     "thread_overcommit",
     "reserved_for",
     "over_budget",
-    "time_slice",
-    "mig",
-    "mig_restore",
+    *SHARING_KEYS,
 )
 _KEYS = ("path", "type", *_OUR_KEYS)
 #: The way of sharing by an entry's type.
@@ -329,7 +328,17 @@ class _Reader(MappingReader):
         near = value if value in _TYPES else nearest(value, list(_TYPES))
         if near and near != value:
             self._report(node, f"unknown type {value} (did you mean {near}?)")
+        if near is None:
+            self._check_foreign_entry(quote(node), nodes)
         return _TYPES[near] if near else None
+
+    def _check_foreign_entry(self, entry_type: str, nodes: Nodes) -> None:
+        """Refuse keys that only our entries have: the type, which selects other software, is wrong."""
+        for name in SHARING_KEYS:
+            if name in nodes:
+                what = f"{name} is not allowed in an entry of the type {entry_type}"
+                hint = f"write {' or '.join(f'type: {ours}' for ours in _TYPES)}, or remove it"
+                self._report(nodes[name][0], what, hint)
 
     def _check_merge(self, key: Node, node: Node) -> None:
         """Refuse an entry that gets our type by a merge; one with another type is other software's."""

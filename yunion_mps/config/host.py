@@ -19,6 +19,7 @@ from yunion_mps.config.document import (
 from yunion_mps.config.values import (
     MAX_DEVICES_PER_GPU,
     MAX_OVERRIDE,
+    SHARING_KEYS,
     InvalidValueError,
     Key,
     Kind,
@@ -173,10 +174,13 @@ def _require_mapping(file: str, root: Node | None) -> Node:
 
 
 def _check_foreign_key(file: str, line: int, name: str) -> list[Problem]:
-    """Check a foreign key: it is a problem if it is nearly one of ours or begins like ours."""
+    """Check a foreign key: it is a problem if it is nearly one of ours, or belongs in the device file."""
     near = nearest_key(name, KEYS)
     if near:
         return [Problem(file, line, f"unknown key {name} (did you mean {near}?)")]
+    if name in (*SHARING_KEYS, "virtual_number"):
+        hint = "move it to the entry of a GPU in host_container_device.yml"
+        return [Problem(file, line, f"{name} is not a key of host.conf", hint)]
     if name.startswith(("cuda_mps_", "enable_cuda_mps")):
         keys = ", ".join(sorted(KEYS))
         return [Problem(file, line, f"unknown key {name}", f"remove it; yunion-mps reads these keys: {keys}")]

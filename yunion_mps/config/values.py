@@ -32,6 +32,9 @@ _SHARED = (
     "/var/tmp",
 )
 
+#: Keys of device entries that no other software has.
+SHARING_KEYS = ("time_slice", "mig", "mig_restore")
+
 #: The operator's override for future drivers is at most this.
 MAX_OVERRIDE = 4096
 

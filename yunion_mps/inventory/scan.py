@@ -178,17 +178,17 @@ def gone(gpu: Gpu, there: Mapping[str, Gpu]) -> Gpu:
     return gpu._replace(reason=INSTANCE_GONE if now is None or now.is_whole else _DIVIDED)
 
 
-def divided_instances(gpus: Iterable[Gpu]) -> list[Gpu]:
-    """Return the MIG instances that are not MIG devices because another program divided them, with reasons.
+def unusable_instances(gpus: Iterable[Gpu]) -> list[Gpu]:
+    """Return the MIG instances that are not one MIG device, with reasons.
 
-    An instance that was served before it was divided is left out, because it is among the `gpus`.
+    An instance that was served before that is left out, because it is among the `gpus`.
     """
     there = {gpu.pci_address: gpu for gpu in gpus}
     divided = (
         (instance_gpu(gpu, one), one.compute_instances)
         for gpu in there.values()
         for one in gpu.mig_instances
-        if not one.is_whole
+        if not one.uuid
     )
     return [
         instance._replace(reason=_not_leasable(number))
@@ -199,7 +199,9 @@ def divided_instances(gpus: Iterable[Gpu]) -> list[Gpu]:
 
 def _not_leasable(compute_instances: int) -> Reason:
     text = f"another program divided it into {compute_instances} compute instances"
-    if compute_instances == 1:
+    if compute_instances == 0:
+        text = "it has no compute instance"
+    elif compute_instances == 1:
         text = "another program created a compute instance with only some of its slices"
     return Reason(text, reasons.MIG_FOREIGN_INSTANCE)
 

@@ -146,9 +146,12 @@ def change_to(
 ) -> LayoutChange:
     """Return how to get from the instances that exist to instances at these places.
 
-    Instances with an id in `fixed` are never destroyed: those that occupy a place are `in_the_way`.
+    Instances with an id in `fixed` are never destroyed: those that occupy a place are `in_the_way`. One that
+    is a MIG device, where it should not be whole, is created again without compute instances.
     """
+    shells = {(place.profile.name, place.start) for place in places if not place.is_whole}
     there = {(one.profile, one.start): one for one in existing}
+    there = {at: one for at, one in there.items() if at not in shells or not one.uuid or one.id in fixed}
     kept = [(place, there.get((place.profile.name, place.start))) for place in places]
     keep = tuple(one for _, one in kept if one)
     complete = tuple(one for place, one in kept if one and place.is_whole and not one.compute_instances)

@@ -35,7 +35,7 @@ from yunion_mps.mps.rollover import OrphanedServers
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import below_root
 from yunion_mps.reasons import GPU_LOST
-from yunion_mps.supervisor.compute_modes import COMPUTE_MODE, held_by_jobs
+from yunion_mps.supervisor.compute_modes import COMPUTE_MODE, changed_slices_held_by_jobs, held_by_jobs
 from yunion_mps.supervisor.gpu_settings import name_of, originals, restore_unused
 from yunion_mps.supervisor.mig import carry_out
 from yunion_mps.supervisor.mig_record import MigRecord
@@ -46,6 +46,7 @@ from yunion_mps.supervisor.time_slices import TIME_SLICE
 
 log = logging.getLogger("yunion_mps.daemon")
 
+_AFTER_PROCESSES = "end the processes on it, then run this again: yunion-mps-daemon --restore"
 #: How long the cleanup may take beyond the jobs' timeout, before it reports what is left.
 _GRACE_S = 80
 
@@ -89,10 +90,10 @@ def _restore(paths: Paths, store: Store) -> int:
     processes = left_running(store)
     gpus = load_served(paths).gpus
     layouts_restored = _restore_layouts(paths, store, gpus_of(processes))
-    held = _held_by_processes(store)
+    held, held_slices = _held_by_processes(store)
     used = {*gpus_of(processes), *held}
     errors = restore_unused(COMPUTE_MODE, store, None, used, gpus).not_restored
-    restore_unused(TIME_SLICE, store, None, (), gpus)
+    restore_unused(TIME_SLICE, store, None, held_slices, gpus)
     for process in processes:
         log.error(
             "%s is still running in %s; end it: kill -9 %d", process, process.pipe_directory, process.pid
@@ -103,24 +104,28 @@ def _restore(paths: Paths, store: Store) -> int:
         if uuid in errors and errors[uuid].code == GPU_LOST:
             how = f"reset the GPU (nvidia-smi --gpu-reset -i {uuid}) or reboot the host, then {how}"
         if uuid in held:
-            how = "end the processes on it, then run this again: yunion-mps-daemon --restore"
+            how = _AFTER_PROCESSES
         log.error("the compute mode of %s differs from the original; %s", name, how)
     for uuid, value in slices.items():
-        how = f"nvidia-smi compute-policy -i {uuid} --set-timeslice {TIME_SLICES.index(value)}"
-        log.error("the time slice of %s differs from the original; restore it: %s", name_of(uuid, gpus), how)
+        policy = f"nvidia-smi compute-policy -i {uuid} --set-timeslice {TIME_SLICES.index(value)}"
+        how = _AFTER_PROCESSES if uuid in held_slices else f"restore it: {policy}"
+        log.error("the time slice of %s differs from the original; %s", name_of(uuid, gpus), how)
     if processes or modes or slices or not layouts_restored:
         return 1
     log.info(
-        "everything is restored: no control daemon is running, and the GPUs have their original compute modes"
+        "everything is restored: no control daemon is running, and the GPUs have their original settings"
     )
     return 0
 
 
-def _held_by_processes(store: Store) -> set[str]:
-    """Return the UUIDs of the GPUs whose modes are not restored yet; recorded leases may have ended."""
+def _held_by_processes(store: Store) -> tuple[set[str], set[str]]:
+    """Return the UUIDs of the GPUs whose compute modes, and of those whose time slices, processes need.
+
+    Recorded leases may have ended.
+    """
     with contextlib.suppress(DriverError), Nvml() as nvml:
-        return held_by_jobs(nvml, store, ())
-    return set()
+        return held_by_jobs(nvml, store, ()), changed_slices_held_by_jobs(nvml, store, ())
+    return set(), set()
 
 
 def _restore_layouts(paths: Paths, store: Store, used: Collection[str]) -> bool:

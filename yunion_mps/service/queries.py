@@ -11,7 +11,7 @@ from yunion_mps.enums import FREE, PENDING, READY, RESERVED, TERMINATE, TIME_SLI
 from yunion_mps.errors import HostError, NotFoundError
 from yunion_mps.identity import is_part
 from yunion_mps.inventory.nvml import GpuLoad
-from yunion_mps.inventory.scan import divided_instances, in_order
+from yunion_mps.inventory.scan import in_order, unusable_instances
 from yunion_mps.leases.allocator import refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidates, LeaseRequest, candidates_of, find_gpu, shorten
@@ -156,7 +156,7 @@ class Queries:
         ways, why = ways_in_effect(snapshot.plan), unusable_reasons(snapshot)
         serving = self._serving()  # which counts the devices
         listed = snapshot.inventory.gpus
-        if divided := divided_instances(listed):
+        if divided := unusable_instances(listed):
             listed = in_order([*listed, *divided])
         gpus = [
             gpu_json(

@@ -106,7 +106,7 @@ class Supervisor:
         self._make_fleet(program, leftovers)
         self.fleet.refuse_if_none_can_start(leftovers.running)
         work = self.modes.due(self.desired.plan, None)
-        if work.changes or work.time_slices:
+        if any(work):
             self.note_modes(self.set_modes(work))
             self.modes.refuse_if_none_can_be_set(self.desired.plan)
         self._replan()

@@ -27,7 +27,7 @@ from yunion_mps.supervisor.gpu_settings import (
 )
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import gpus_of, leased_without_mps, left_running
-from yunion_mps.supervisor.time_slices import NO_SLICES, TIME_SLICE, SliceWork, TimeSlices
+from yunion_mps.supervisor.time_slices import NO_SLICES, TIME_SLICE, SliceWork, TimeSlices, differs
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +35,15 @@ COMPUTE_MODE = Setting(records.COMPUTE_MODE, "compute mode", Nvml.set_compute_mo
 
 
 class ModeWork(NamedTuple):
-    """Compute modes to set, original modes to restore, by GPU UUID, and the same of time slices."""
+    """Compute modes to set, original modes to restore, by GPU UUID, and the same of time slices.
+
+    `unchanged` are right already, and recorded as the original modes.
+    """
 
     changes: tuple[ModeChange, ...] = ()
     restore: Mapping[str, str] = {}
     time_slices: SliceWork | tuple[()] = ()
+    unchanged: Mapping[str, str] = {}
 
 
 class ModeResult(NamedTuple):
@@ -76,6 +80,13 @@ def slices_held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str]
     return recorded & _used(nvml, leased) if recorded else set()
 
 
+def changed_slices_held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str]) -> set[str]:
+    """Return those of `slices_held_by_jobs` whose time slices differ from the original; runs nvidia-smi."""
+    held = slices_held_by_jobs(nvml, store, leased)
+    recorded = originals(TIME_SLICE, store) if held else {}
+    return {uuid for uuid in held if differs(uuid, recorded[uuid])}
+
+
 def _used(nvml: Nvml | None, leased: Collection[str]) -> set[str]:
     """Return the UUIDs of the GPUs that are `leased` or have a process."""
     with contextlib.suppress(DriverError, ShortageError):
@@ -109,7 +120,14 @@ class ComputeModes:
         if restore:
             left = gpus_of(left_running(store, self._fleet.known_directories()))
             restore = {uuid: mode for uuid, mode in restore.items() if uuid not in left}
-        return ModeWork(changes, restore, self.time_slices.due(target, store))
+        known = {*recorded, *(change.gpu_uuid for change in changes)}
+        unchanged = {
+            str(gpu.uuid): gpu.compute_mode
+            for gpu in self._gpus.inventory.gpus
+            if gpu.compute_mode and not gpu.reason and gpu.uuid not in known
+            if gpu.compute_mode == target.compute_modes.get(str(gpu.uuid))
+        }
+        return ModeWork(changes, restore, self.time_slices.due(target, store), unchanged)
 
     def find_corrections(
         self, target: Plan, gpus: Iterable[Gpu], slices: Mapping[str, str]
@@ -137,7 +155,8 @@ class ComputeModes:
             if restore:
                 held = held_by_jobs(nvml, store, leased_without_mps(store))
                 restore = {uuid: mode for uuid, mode in restore.items() if uuid not in held}
-            modes = carry_out(COMPUTE_MODE, SettingWork(work.changes, restore), nvml, store, gpus)
+            todo = SettingWork(work.changes, restore, work.unchanged)
+            modes = carry_out(COMPUTE_MODE, todo, nvml, store, gpus)
             slices = work.time_slices
             if slices and slices.restore:
                 through_mps = {uuid for domain in self._fleet.domains for uuid in domain.in_effect.gpu_uuids}
@@ -155,7 +174,7 @@ class ComputeModes:
             gpus = self._gpus.inventory.gpus
             leased = leased_without_mps(store)
             held = held_by_jobs(nvml, store, leased) - set(left)
-            held_slices = slices_held_by_jobs(nvml, store, leased) - set(left)
+            held_slices = changed_slices_held_by_jobs(nvml, store, leased) - set(left)
             for label, uuids in ((COMPUTE_MODE.label, held), (TIME_SLICE.label, held_slices)):
                 for uuid in uuids:
                     what = f"{name_of(uuid, gpus)} keeps its {label}, because jobs without MPS use it"

@@ -28,10 +28,14 @@ class Setting(NamedTuple):
 
 
 class SettingWork(NamedTuple):
-    """Values to set, and original values to restore, by GPU UUID."""
+    """Values to set, and original values to restore, by GPU UUID.
+
+    `unchanged` are right already; they are recorded, because another program may change them later.
+    """
 
     changes: tuple[ModeChange, ...] = ()
     restore: Mapping[str, str] = {}
+    unchanged: Mapping[str, str] = {}
 
 
 class SettingResult(NamedTuple):
@@ -69,8 +73,8 @@ def carry_out(
     values: dict[str, str] = {}
     errors: dict[str, DriverError] = {}
     before = {change.gpu_uuid: change.before for change in work.changes}
-    if before:
-        store.remember(setting.name, before)
+    if before or work.unchanged:
+        store.remember(setting.name, {**before, **work.unchanged})
     for uuid, old, after in work.changes:
         name = name_of(uuid, gpus)
         try:
@@ -80,27 +84,28 @@ def carry_out(
         except DriverError as error:
             log.error("%s: %s cannot be set: %s; %s", name, setting.label, error.message, error.hint)
             errors[uuid] = error
-    not_restored = _restore(setting, work.restore, nvml, store, gpus)
-    values |= {uuid: value for uuid, value in work.restore.items() if uuid not in not_restored}
-    return SettingResult(values, errors, not_restored, before)
+    restored, not_restored = _restore(setting, work.restore, nvml, store, gpus)
+    return SettingResult({**values, **restored}, errors, not_restored, before)
 
 
 def _restore(
     setting: Setting, values: Mapping[str, str], nvml: Nvml, store: Store, gpus: Collection[Gpu]
-) -> dict[str, YunionError]:
-    """Restore the values and delete their records; return the errors by GPU UUID."""
+) -> tuple[dict[str, str], dict[str, YunionError]]:
+    """Restore the values and delete their records; return those that differed, and the errors."""
+    restored: dict[str, str] = {}
     errors: dict[str, YunionError] = {}
     for uuid, value in values.items():
         what = f"{name_of(uuid, gpus)}: {setting.label} {value}"
         try:
             if setting.restore(nvml, uuid, value):
                 log.info("%s was restored", what)
+                restored[uuid] = value
         except YunionError as error:
             log.error("%s cannot be restored: %s; %s", what, error.message, error.hint)
             errors[uuid] = error
         else:
             _forget(setting, uuid, what, store)
-    return errors
+    return restored, errors
 
 
 def _forget(setting: Setting, uuid: str, what: str, store: Store) -> None:

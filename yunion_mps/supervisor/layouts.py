@@ -134,7 +134,8 @@ class MigLayouts:
         """Restore the layouts whose entries say so, except where GPUs or instances are `used` (UUIDs)."""
         with self._lock:  # wait for work that is under way
             layouts, gpus = self._desired.plan.layouts, self._gpus.inventory.gpus
-            self.note(restore(layouts, gpus, nvml, store, used, keeps_requests=True))
+            result = restore(layouts, gpus, nvml, store, used, keeps_requests=True)
+            self.note(result, cause="the original layout was restored")
 
     def losses(
         self, plan: Plan, inventory: Inventory, leased: Collection[str], nvml: Nvml, store: Store
@@ -149,7 +150,9 @@ class MigLayouts:
         tasks = [LayoutTask(layout, gpus[layout.gpu_uuid], busy) for layout in layouts]
         return find_losses(tasks, Mig(nvml), store)
 
-    def note(self, result: LayoutResult, *, is_final: bool = True) -> None:
+    def note(
+        self, result: LayoutResult, *, is_final: bool = True, cause: str = "the configuration requires it"
+    ) -> None:
         """Record what was changed, and why layouts are not in effect; the caller applies the inventory.
 
         What another program changed before the GPUs were scanned makes a layout due again.
@@ -160,10 +163,8 @@ class MigLayouts:
         configured = {layout.gpu_uuid for layout in self._desired.plan.layouts}
         for uuid, what in result.changes.items():
             address = gpus[uuid].address if uuid in gpus else uuid
-            cause = "the configuration requires it"
-            if uuid not in configured:
-                cause = "the configuration no longer has a MIG layout for this GPU"
-            self._emit(Event("info", "mig", address, what, cause))
+            removed = "the configuration no longer has a MIG layout for this GPU"
+            self._emit(Event("info", "mig", address, what, cause if uuid in configured else removed))
         for layout in self._desired.plan.layouts:
             if layout.gpu_uuid not in result.reasons or layout.gpu_uuid not in gpus:
                 continue

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError
+from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
@@ -117,12 +118,14 @@ def _places(record: MigRecord, gpu: Gpu) -> tuple[Placement, ...]:
 
 
 def _leases(store: Store) -> list[_Lease]:
-    """Return the recorded leases of devices; a damaged row holds nothing."""
+    """Return the recorded leases of devices; a damaged row, or one whose process has ended, holds nothing."""
     leases = []
     for (text,) in store.read("SELECT value FROM lease"):
         with contextlib.suppress(ValueError, TypeError, KeyError):
             row = json.loads(text)
             holder = row["holder"]
+            if holder.get("pid") and started_ticks(holder["pid"]) != holder["started"]:
+                continue
             name = holder["name"] if holder["binding"] == "name" else row["id"]
             leases += [_Lease(name, device["addr"], device["gpu_uuid"]) for device in row["devices"]]
     return leases

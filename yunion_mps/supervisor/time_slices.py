@@ -44,6 +44,14 @@ def read_time_slices(plan: Plan) -> dict[str, str]:
     return found
 
 
+def differs(uuid: str, value: str) -> bool:
+    """Whether the GPU's time slice is another one, or cannot be read; runs nvidia-smi."""
+    try:
+        return time_slice_of(uuid) != value
+    except DriverError:
+        return True
+
+
 class TimeSlices:
     """Decides which time slices to set and restore.
 
@@ -88,6 +96,7 @@ class TimeSlices:
         if not work:
             return NO_SLICES
         changes: list[ModeChange] = []
+        unchanged: dict[str, str] = {}
         errors: dict[str, DriverError] = {}
         for uuid, after in work.desired.items():
             try:
@@ -98,7 +107,12 @@ class TimeSlices:
                 continue
             if before != after:
                 changes.append(ModeChange(uuid, before, after))
-        todo = SettingWork(tuple(changes), work.restore)
+            else:
+                unchanged[uuid] = before
+        if unchanged:
+            recorded = originals(TIME_SLICE, store)
+            unchanged = {uuid: value for uuid, value in unchanged.items() if uuid not in recorded}
+        todo = SettingWork(tuple(changes), work.restore, unchanged)
         result = carry_out(TIME_SLICE, todo, nvml, store, self._gpus.inventory.gpus)
         return result._replace(errors={**errors, **result.errors})
 

@@ -165,6 +165,13 @@ def test_a_misspelt_key_is_named_with_the_nearest_real_one(files: Files, misspel
     assert files.messages() == [f"{HOST}:2: unknown key {misspelt} (did you mean {real}?)"]
 
 
+@pytest.mark.parametrize("key", ["mig", "mig_restore", "time_slice", "virtual_number"])
+def test_a_key_of_the_device_file_is_named_with_that_file(files: Files, key: str) -> None:
+    files.write(f"hypervisor: kvm\n{key}: 2\n")
+    hint = "move it to the entry of a GPU in host_container_device.yml"
+    assert files.messages() == [f"{HOST}:2: {key} is not a key of host.conf: {hint}"]
+
+
 def test_an_unknown_key_that_begins_like_ours_is_named_with_all_of_ours(files: Files) -> None:
     files.write("cuda_mps_colour: red\n")
     assert files.messages() == [

@@ -53,6 +53,25 @@ def test_a_gpu_whose_mode_is_right_already_is_not_touched(make_host: MakeHost, s
     assert modes(host) == ["exclusive_process"]
 
 
+def test_a_mode_that_was_right_already_is_the_original(begin: Begin) -> None:
+    host, made = begin([{"kind": "v100", "compute_mode": "exclusive_process"}])
+    host.gpus[0].compute_mode = "default"
+    made.rescan()
+    made.set_modes()
+    made.stop()
+    assert modes(host) == ["exclusive_process"]
+
+
+def test_a_gpu_with_its_original_mode_is_given_up_without_a_change(begin: Begin) -> None:
+    two = [*V100, {"kind": "v100", "compute_mode": "exclusive_process"}]
+    host, made = begin(two)
+    host.divide(2)
+    made.reload()
+    assert made.supervisor.store().former("compute_mode").keys() == {host.gpus[0].uuid}
+    assert modes(host) == ["exclusive_process", "exclusive_process"]
+    assert "00:07.0" not in {event.subject for event in made.events if event.kind == "compute_mode"}
+
+
 @pytest.mark.parametrize("scope", ["host", "gpu"])
 def test_a_gpu_whose_mode_cannot_be_set_is_not_served_and_the_others_are(
     make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture, scope: str

@@ -63,6 +63,21 @@ def test_instances_are_restored_at_their_places_without_their_divisions(mig_host
     assert places(host) == [("1g.10gb", 2, 1), ("2g.20gb", 0, 0), ("3g.40gb", 4, 0)]
 
 
+def test_an_instance_that_had_no_compute_instance_gets_none_of_ours(mig_host: MakeMigHost) -> None:
+    host = mig_host([{"kind": "h100", "mig": True}])
+    host.sim.run(["nvidia-smi", "mig", "-cgi", "1g.10gb"], check=True)
+    before = places(host)
+    host.apply("all-1g.10gb", force=True)
+    assert host.has == "7 x 1g.10gb"
+    assert restored(host, "all-1g.10gb") == ""
+    assert places(host) == before
+    host.sim.run(["nvidia-smi", "mig", "-cci", "-gi", host.gpu.mig_instances[0].id], check=True)
+    (others,) = host.gpu.mig_instances
+    host.apply("1g.10gb", "2g.20gb")
+    assert restored(host, "1g.10gb", "2g.20gb") == ""
+    assert others in host.gpu.mig_instances, "another program has created its compute instance"
+
+
 @pytest.mark.parametrize(("was", "names"), [(False, ["all-1g.5gb"]), (True, [DISABLED])])
 def test_a_stop_leaves_a_mode_alone_that_a_reset_brings(
     mig_host: MakeMigHost, caplog: pytest.LogCaptureFixture, was: bool, names: list[str]

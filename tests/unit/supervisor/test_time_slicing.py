@@ -83,6 +83,8 @@ def test_a_mode_that_another_program_sets_makes_the_devices_unavailable(begin: B
     assert unusable_reasons(made.snapshot)[host.gpus[1].uuid].code == COMPUTE_MODE_CHANGED
     made.set_modes()
     assert (modes(host)[1], of_second(made)) == ("default", [(TIME_SLICING, FREE)] * 3)
+    made.stop()
+    assert modes(host)[1] == "default", "the mode from before the daemon"
 
 
 def test_an_idle_gpu_changes_its_way_of_sharing_at_once_and_back(begin: Begin) -> None:
@@ -316,14 +318,30 @@ def test_a_time_slice_that_cannot_be_read_now_is_compared_later(begin: Begin) ->
     assert slices(host) == ["short", "default"]
 
 
-def test_a_time_slice_that_is_right_already_is_neither_set_nor_restored(begin: Begin) -> None:
+def test_a_time_slice_that_is_right_already_is_recorded_as_the_original(begin: Begin) -> None:
     host, made = begin(TWO, shared("default"), SHARED)
+    assert "gpu" not in {event.kind for event in made.events}, "it is not set"
+    store = Store(made.paths)
+    assert store.former("time_slice") == {host.gpus[0].uuid: "default"}
+    store.close()
+    host.gpus[0].time_slice = host.gpus[1].time_slice = "long"
+    made.supervisor.modes.time_slices.compare()
+    made.set_modes()
+    made.stop()
+    assert slices(host) == ["default", "long"]
+
+
+def test_a_stop_says_nothing_of_a_time_slice_that_is_the_original(
+    begin: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, made = begin(TWO, 4, shared("default"))
+    host.gpus[1].add_process(os.getpid(), 100)
+    made.stop()
+    host.gpus[1].remove_process(os.getpid())
+    assert "time slice" not in caplog.text
     store = Store(made.paths)
     assert store.former("time_slice") == {}
     store.close()
-    host.gpus[1].time_slice = "long"
-    made.stop()
-    assert slices(host) == ["default", "long"]
 
 
 def test_after_a_daemon_that_was_killed_the_original_is_restored(begin: Begin) -> None:
