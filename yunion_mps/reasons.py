@@ -127,7 +127,7 @@ COMPUTE_MODE_PROHIBITED = _code("compute_mode_prohibited",
     "The GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep.",
     "change it: nvidia-smi -i {gpu} -c DEFAULT; then: yunion-mps reload")
 COMPUTE_MODE_EXCLUSIVE = _code("compute_mode_exclusive",
-    "The GPU's compute mode is not Default, which time-slicing requires.",
+    "The GPU's compute mode is not Default, which time-slicing and MIG require.",
     "set it: yunion-mps reload; if cuda_mps_compute_mode is keep: nvidia-smi -i {gpu} -c DEFAULT, and reload")
 TIME_SLICE_REFUSED = _code("time_slice_refused",
     "The GPU's time slice cannot be set, so its devices have the one that it had before.",

@@ -17,7 +17,7 @@ from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import load_served
-from yunion_mps.models import DomainPlan, Event, PlannedGpu
+from yunion_mps.models import DomainPlan, Event, Gpu, PlannedGpu
 from yunion_mps.mps.control_daemon import create_adoption_order
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.domain import Domain
@@ -88,7 +88,7 @@ def _restore(paths: Paths, store: Store) -> int:
     processes = left_running(store)
     gpus = load_served(paths).gpus
     layouts_restored = _restore_layouts(paths, store, gpus_of(processes))
-    held = _held_by_processes(store)
+    held = _held_by_processes(store, gpus)
     used = {*gpus_of(processes), *held}
     errors = restore_unused(COMPUTE_MODE, store, None, used, gpus).not_restored
     restore_unused(TIME_SLICE, store, None, (), gpus)
@@ -115,10 +115,10 @@ def _restore(paths: Paths, store: Store) -> int:
     return 0
 
 
-def _held_by_processes(store: Store) -> set[str]:
+def _held_by_processes(store: Store, gpus: Collection[Gpu]) -> set[str]:
     """Return the UUIDs of the GPUs whose modes are not restored yet; recorded leases may have ended."""
     with contextlib.suppress(DriverError), Nvml() as nvml:
-        return held_by_jobs(nvml, store, ())
+        return held_by_jobs(nvml, store, (), gpus)
     return set()
 
 

@@ -24,6 +24,7 @@ from yunion_mps.supervisor.gpu_settings import (
     name_of,
     originals,
     restore_unused,
+    with_parents,
 )
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import gpus_of, leased_without_mps, left_running
@@ -54,20 +55,20 @@ class ModeResult(NamedTuple):
     time_slices: SettingResult = NO_SLICES
 
 
-def held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str]) -> set[str]:
+def held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str], gpus: Collection[Gpu]) -> set[str]:
     """Return the UUIDs of the GPUs whose original modes would keep out processes of jobs without MPS.
 
     Existing contexts continue in such a mode, but a job that starts, or creates another context, fails. So
-    these modes wait until the GPU is not `leased` and has no process. A GPU whose mode is not Default now has
-    no such jobs: what uses it is an MPS server.
+    these modes wait until the GPU, or each of its MIG instances, is not `leased` and has no process; `gpus`
+    has the instances. A GPU whose mode is not Default now has no such jobs: what uses it is an MPS server.
     """
     strict = {uuid for uuid, mode in originals(COMPUTE_MODE, store).items() if mode != DEFAULT}
     if not strict or nvml is None:
-        return strict.intersection(leased)
+        return strict & with_parents(leased, gpus)
     with contextlib.suppress(DriverError, ShortageError):
         now = nvml.compute_modes()
         strict = {uuid for uuid in strict if now.get(uuid, DEFAULT) == DEFAULT}
-    return strict & _used(nvml, leased) if strict else set()
+    return strict & with_parents(_used(nvml, leased), gpus) if strict else set()
 
 
 def slices_held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str]) -> set[str]:
@@ -102,12 +103,14 @@ class ComputeModes:
         changes = self._changes(target, self._gpus.inventory.gpus)
         recorded = {} if store is None else originals(COMPUTE_MODE, store)
         restore = {uuid: mode for uuid, mode in recorded.items() if uuid not in target.compute_modes}
-        used = self._fleet.gpus_in_use() if restore else set()
+        gpus = self._gpus.inventory.gpus
+        used = with_parents(self._fleet.gpus_in_use(), gpus) if restore else set()
+        held = used & set(restore)
         for domain in self._fleet.domains:
-            domain.hold_modes(holds=not (used & set(restore)).isdisjoint(domain.in_effect.gpu_uuids))
+            domain.hold_modes(holds=not held.isdisjoint(with_parents(domain.in_effect.gpu_uuids, gpus)))
         restore = {uuid: mode for uuid, mode in restore.items() if uuid not in used}
         if restore:
-            left = gpus_of(left_running(store, self._fleet.known_directories()))
+            left = with_parents(gpus_of(left_running(store, self._fleet.known_directories())), gpus)
             restore = {uuid: mode for uuid, mode in restore.items() if uuid not in left}
         return ModeWork(changes, restore, self.time_slices.due(target, store))
 
@@ -125,7 +128,8 @@ class ComputeModes:
 
     def _changes(self, target: Plan, gpus: Iterable[Gpu]) -> tuple[ModeChange, ...]:
         through_mps = {uuid for domain in self._fleet.domains for uuid in domain.in_effect.gpu_uuids}
-        held = through_mps & {gpu.uuid for gpu in target.direct}  # until its control daemon has ended
+        loose = {uuid for uuid, mode in target.compute_modes.items() if mode == DEFAULT}
+        held = through_mps & loose  # until its control daemon has ended
         return mode_changes(target, [gpu for gpu in gpus if not gpu.reason and gpu.uuid not in held])
 
     def set(self, work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
@@ -135,7 +139,7 @@ class ComputeModes:
                 return ModeResult({}, {})
             gpus, restore = self._gpus.inventory.gpus, work.restore
             if restore:
-                held = held_by_jobs(nvml, store, leased_without_mps(store))
+                held = held_by_jobs(nvml, store, leased_without_mps(store), gpus)
                 restore = {uuid: mode for uuid, mode in restore.items() if uuid not in held}
             modes = carry_out(COMPUTE_MODE, SettingWork(work.changes, restore), nvml, store, gpus)
             slices = work.time_slices
@@ -154,7 +158,7 @@ class ComputeModes:
         with self._lock:  # wait for work that is under way
             gpus = self._gpus.inventory.gpus
             leased = leased_without_mps(store)
-            held = held_by_jobs(nvml, store, leased) - set(left)
+            held = held_by_jobs(nvml, store, leased, gpus) - set(left)
             held_slices = slices_held_by_jobs(nvml, store, leased) - set(left)
             for label, uuids in ((COMPUTE_MODE.label, held), (TIME_SLICE.label, held_slices)):
                 for uuid in uuids:
