@@ -47,6 +47,7 @@ def _code(name: str, meaning: str, hint: str) -> str:
 def hint_of(code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str = "") -> str:
     """What the operator should do; a general hint for an unknown code, such as one from a newer daemon.
 
+    `gpu` is an address or a UUID; that of a MIG instance's GPU is shown, because nvidia-smi takes no other.
     Without a `lease`, advice to release it is left out if there is other advice.
     """
     if code not in CODES:
@@ -54,7 +55,7 @@ def hint_of(code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str =
     hint = CODES[code].hint
     if not lease:
         hint = "; ".join(part for part in hint.split("; ") if "{lease}" not in part) or hint
-    hint = hint.replace("{gpu}", gpu).replace("{lease}", lease or "LEASE")
+    hint = hint.replace("{gpu}", gpu.partition("-g")[0]).replace("{lease}", lease or "LEASE")
     return hint.replace("{pid}", str(pid or "PID"))
 
 
@@ -127,7 +128,7 @@ COMPUTE_MODE_PROHIBITED = _code("compute_mode_prohibited",
     "The GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep.",
     "change it: nvidia-smi -i {gpu} -c DEFAULT; then: yunion-mps reload")
 COMPUTE_MODE_EXCLUSIVE = _code("compute_mode_exclusive",
-    "The GPU's compute mode is not Default, which time-slicing requires.",
+    "The GPU's compute mode is not Default, which time-slicing and MIG require.",
     "set it: yunion-mps reload; if cuda_mps_compute_mode is keep: nvidia-smi -i {gpu} -c DEFAULT, and reload")
 TIME_SLICE_REFUSED = _code("time_slice_refused",
     "The GPU's time slice cannot be set, so its devices have the one that it had before.",

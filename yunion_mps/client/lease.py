@@ -32,6 +32,7 @@ from yunion_mps.http.transport import (
     take,
     with_devices,
 )
+from yunion_mps.identity import gpu_of
 from yunion_mps.reasons import GPU_GONE, INVALID_REQUEST, hint_of
 from yunion_mps.units import mebibytes
 
@@ -243,12 +244,13 @@ class BaseLease:
             hint = "take a new one; see what ended it: yunion-mps events --kind lease"
             raise NotFoundError(f"the lease of {', '.join(self.devices)} has ended", hint)
         listed = (await self._transport.call(GET_DEVICES, limit=0))["isolated_devices"]
-        reasons = {row["addr"]: (row["reason"], row["reason_code"], row["gpu_uuid"]) for row in listed}
+        reasons = {row["addr"]: (row["reason"], row["reason_code"]) for row in listed}
         usable = {row["addr"] for row in listed if row["state"] != "unavailable"}
         for address in self.devices:
             if address not in usable:
-                reason, code, gpu = reasons.get(address, ("its GPU is no longer present", GPU_GONE, "GPU"))
-                raise HostError(f"device {address} is unavailable: {reason}", hint_of(code, gpu=gpu), code)
+                reason, code = reasons.get(address, ("its GPU is no longer present", GPU_GONE))
+                hint = hint_of(code, gpu=gpu_of(address))
+                raise HostError(f"device {address} is unavailable: {reason}", hint, code)
 
     def _renew(self, ttl_s: int) -> None:
         wait_s = ttl_s / _RENEWALS

@@ -173,17 +173,10 @@ def compute_mode(host: Host) -> Findings:
     """The compute modes, which decide what programs outside MPS can do."""
     planned = host.plan()[0].compute_modes
     is_served = _is_served(host)
-    sharing = host.plan()[0].sharing
-    ours = [gpu for gpu in host.our_gpus() if gpu.compute_mode]
-    findings = [
-        finding
-        for gpu in ours
-        if (
-            finding := _check_mode(
-                gpu, planned.get(gpu.uuid or ""), sharing.get(gpu.pci_address, MPS), is_served=is_served
-            )
-        )
-    ]
+    uuids = {gpu.parent or gpu.uuid for gpu in host.our_gpus()}
+    ours = [gpu for gpu in host.inventory().gpus if gpu.uuid in uuids and gpu.compute_mode]
+    checked = (_check_mode(gpu, planned.get(gpu.uuid or ""), is_served=is_served) for gpu in ours)
+    findings = [finding for finding in checked if finding]
     if findings:
         return findings
     if not ours:
@@ -197,7 +190,7 @@ def compute_mode(host: Host) -> Findings:
     return [ok(modes if is_served else f"{modes}; the daemon will set {future} when it starts")]
 
 
-def _check_mode(gpu: Gpu, planned: str | None, sharing: str, *, is_served: bool) -> Finding | None:
+def _check_mode(gpu: Gpu, planned: str | None, *, is_served: bool) -> Finding | None:
     setting = f"nvidia-smi -i {gpu.pci_address} -c"
     if gpu.compute_mode == PROHIBITED and (is_served or planned is None):
         return problem(
@@ -208,7 +201,7 @@ def _check_mode(gpu: Gpu, planned: str | None, sharing: str, *, is_served: bool)
         what = f"{_gpu_name(gpu)} is in compute mode {gpu.compute_mode} instead of {planned}"
         hint = f"find what changed it (yunion-mps events --kind compute_mode); {setting} {planned.upper()}"
         means = "programs that bypass the control daemon run without limits"
-        if sharing == TIME_SLICING:
+        if planned == DEFAULT:
             means = "a single program would keep all others out, so its devices are unavailable"
         return problem(f"{what}: {means}", hint)
     if not is_served and gpu.compute_mode == EXCLUSIVE_PROCESS:

@@ -247,6 +247,7 @@ def instance_gpu(parent: Gpu, instance: MigInstance) -> Gpu:
         f"{parent.pci_address}-g{instance.id}",
         name=f"{parent.name} MIG {instance.profile}",
         minor=parent.minor,
+        compute_mode=parent.compute_mode,
         compute_capability=parent.compute_capability,
         vendor_device_id=parent.vendor_device_id,
         numa_node=parent.numa_node,

@@ -81,11 +81,12 @@ def unusable_reason(gpu: Gpu, config: Config, sharing: str = MPS) -> Reason:
             what = "the GPU is in MIG mode, so it cannot be time-sliced as a whole"
         return Reason(what, reasons.MIG_ENABLED)
     keeps_mode = config.cuda_mps_compute_mode == "keep"
+    is_strict = keeps_mode and gpu.compute_mode in (EXCLUSIVE_PROCESS, PROHIBITED)
+    if is_strict and (gpu.parent or sharing == TIME_SLICING):
+        what = "MIG requires" if gpu.parent else "time-slicing requires"
+        what += f" compute mode Default, but it is {gpu.compute_mode}, and cuda_mps_compute_mode is keep"
+        return Reason(what, reasons.COMPUTE_MODE_EXCLUSIVE)
     if sharing == TIME_SLICING:
-        if keeps_mode and gpu.compute_mode in (EXCLUSIVE_PROCESS, PROHIBITED):
-            what = f"time-slicing requires compute mode Default, but it is {gpu.compute_mode}, "
-            what += "and cuda_mps_compute_mode is keep"
-            return Reason(what, reasons.COMPUTE_MODE_EXCLUSIVE)
         return NO_REASON
     capability = gpu.compute_capability
     if capability is not None and capability < _FIRST_WITH_MPS:

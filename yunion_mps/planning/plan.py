@@ -85,9 +85,7 @@ def make_plan(
     order = {str(gpu.uuid): place for place, gpu in enumerate(inventory.gpus)}
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     keep = config.cuda_mps_compute_mode == "keep"
-    modes = (
-        {} if keep else {str(gpu.uuid): MODES[sharing[gpu.pci_address]] for gpu in planned if not gpu.parent}
-    )
+    modes = {} if keep else {gpu.parent or str(gpu.uuid): mode_of(gpu, sharing) for gpu in planned}
     reserved = {str(gpu.uuid): entries[gpu.pci_address].reserved_for for gpu in planned}
     reserved = {uuid: use for uuid, use in reserved.items() if use}
     actions = {
@@ -101,6 +99,11 @@ def make_plan(
         sharing, time_slices=slices, layouts=layouts,
     )  # fmt: skip
     return plan, problems
+
+
+def mode_of(gpu: Gpu, sharing: Mapping[str, str]) -> str:
+    """Return the compute mode that the GPU requires; an instance requires Default of its GPU."""
+    return DEFAULT if gpu.parent else MODES[sharing[gpu.pci_address]]
 
 
 def mode_changes(plan: Plan, gpus: Iterable[Gpu]) -> tuple[ModeChange, ...]:

@@ -70,8 +70,10 @@ def why_unusable(gpu: Gpu | None, name: str, domain: DomainStatus | None, plan: 
         return _GONE
     if gpu.reason:
         return gpu.reason
-    if not name:
-        return _why_not_shared(gpu, plan)
+    if not name or gpu.parent:
+        why = _why_wrong_mode(gpu, plan)
+        if why or not name:
+            return why
     if domain is None:
         return NO_DOMAIN
     if gpu.uuid not in domain.plan.gpu_uuids:
@@ -82,12 +84,13 @@ def why_unusable(gpu: Gpu | None, name: str, domain: DomainStatus | None, plan: 
     return NO_REASON
 
 
-def _why_not_shared(gpu: Gpu, plan: Plan) -> Reason:
-    """Why the devices of a GPU without a domain cannot be used: a single process would keep others out."""
-    mode = plan.compute_modes.get(gpu.uuid or "", gpu.compute_mode)
+def _why_wrong_mode(gpu: Gpu, plan: Plan) -> Reason:
+    """Why devices that require mode Default cannot be used: a single process would keep others out."""
+    mode = plan.compute_modes.get(gpu.parent or gpu.uuid or "", gpu.compute_mode)
     if mode == gpu.compute_mode:
         return NO_REASON
-    return Reason(f"its compute mode is {gpu.compute_mode}, not {mode}", codes.COMPUTE_MODE_CHANGED)
+    whose = "the compute mode of its GPU" if gpu.parent else "its compute mode"
+    return Reason(f"{whose} is {gpu.compute_mode}, not {mode}", codes.COMPUTE_MODE_CHANGED)
 
 
 def refuse_unserved(lease: Lease, snapshot: Snapshot) -> None:

@@ -17,7 +17,7 @@ from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import load_served
-from yunion_mps.models import DomainPlan, Event, PlannedGpu
+from yunion_mps.models import DomainPlan, Event, Gpu, PlannedGpu
 from yunion_mps.mps.control_daemon import create_adoption_order
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.domain import Domain
@@ -90,7 +90,7 @@ def _restore(paths: Paths, store: Store) -> int:
     processes = left_running(store)
     gpus = load_served(paths).gpus
     layouts_restored = _restore_layouts(paths, store, gpus_of(processes))
-    held, held_slices = _held_by_processes(store)
+    held, held_slices = _held_by_processes(store, gpus)
     used = {*gpus_of(processes), *held}
     errors = restore_unused(COMPUTE_MODE, store, None, used, gpus).not_restored
     restore_unused(TIME_SLICE, store, None, held_slices, gpus)
@@ -118,13 +118,13 @@ def _restore(paths: Paths, store: Store) -> int:
     return 0
 
 
-def _held_by_processes(store: Store) -> tuple[set[str], set[str]]:
+def _held_by_processes(store: Store, gpus: Collection[Gpu]) -> tuple[set[str], set[str]]:
     """Return the UUIDs of the GPUs whose compute modes, and of those whose time slices, processes need.
 
     Recorded leases may have ended.
     """
     with contextlib.suppress(DriverError), Nvml() as nvml:
-        return held_by_jobs(nvml, store, ()), changed_slices_held_by_jobs(nvml, store, ())
+        return held_by_jobs(nvml, store, (), gpus), changed_slices_held_by_jobs(nvml, store, ())
     return set(), set()
 
 

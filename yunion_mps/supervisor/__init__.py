@@ -387,9 +387,9 @@ class Supervisor:
         self._snapshots.leftovers = leftovers.notice
         if store:
             leased = leased_without_mps(store)
-            held = held_by_jobs(self.nvml, store, leased)
-            needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running), *held}
             gpus = self._gpus.inventory.gpus
+            held = held_by_jobs(self.nvml, store, leased, gpus)
+            needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running), *held}
             restore_unused(COMPUTE_MODE, store, self.nvml, needed, gpus)
             sliced = slices_held_by_jobs(self.nvml, store, leased) - set(gpus_of(leftovers.running))
             restore_unused(TIME_SLICE, store, self.nvml, {*self.desired.plan.time_slices, *sliced}, gpus)

@@ -24,6 +24,7 @@ from yunion_mps.supervisor.gpu_settings import (
     name_of,
     originals,
     restore_unused,
+    with_parents,
 )
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import gpus_of, leased_without_mps, left_running
@@ -58,20 +59,20 @@ class ModeResult(NamedTuple):
     time_slices: SettingResult = NO_SLICES
 
 
-def held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str]) -> set[str]:
+def held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str], gpus: Collection[Gpu]) -> set[str]:
     """Return the UUIDs of the GPUs whose original modes would keep out processes of jobs without MPS.
 
     Existing contexts continue in such a mode, but a job that starts, or creates another context, fails. So
-    these modes wait until the GPU is not `leased` and has no process. A GPU whose mode is not Default now has
-    no such jobs: what uses it is an MPS server.
+    these modes wait until the GPU, or each of its MIG instances, is not `leased` and has no process; `gpus`
+    has the instances. A GPU whose mode is not Default now has no such jobs: what uses it is an MPS server.
     """
     strict = {uuid for uuid, mode in originals(COMPUTE_MODE, store).items() if mode != DEFAULT}
     if not strict or nvml is None:
-        return strict.intersection(leased)
+        return strict & with_parents(leased, gpus)
     with contextlib.suppress(DriverError, ShortageError):
         now = nvml.compute_modes()
         strict = {uuid for uuid in strict if now.get(uuid, DEFAULT) == DEFAULT}
-    return strict & _used(nvml, leased) if strict else set()
+    return strict & with_parents(_used(nvml, leased), gpus) if strict else set()
 
 
 def slices_held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str]) -> set[str]:
@@ -110,20 +111,22 @@ class ComputeModes:
 
         Without a store there is nothing to restore. Modes that wait for servers are pending in their domains.
         """
-        changes = self._changes(target, self._gpus.inventory.gpus)
+        gpus = self._gpus.inventory.gpus
+        changes = self._changes(target, gpus)
         recorded = {} if store is None else originals(COMPUTE_MODE, store)
         restore = {uuid: mode for uuid, mode in recorded.items() if uuid not in target.compute_modes}
-        used = self._fleet.gpus_in_use() if restore else set()
+        used = with_parents(self._fleet.gpus_in_use(), gpus) if restore else set()
+        held = used & set(restore)
         for domain in self._fleet.domains:
-            domain.hold_modes(holds=not (used & set(restore)).isdisjoint(domain.in_effect.gpu_uuids))
+            domain.hold_modes(holds=not held.isdisjoint(with_parents(domain.in_effect.gpu_uuids, gpus)))
         restore = {uuid: mode for uuid, mode in restore.items() if uuid not in used}
         if restore:
-            left = gpus_of(left_running(store, self._fleet.known_directories()))
+            left = with_parents(gpus_of(left_running(store, self._fleet.known_directories())), gpus)
             restore = {uuid: mode for uuid, mode in restore.items() if uuid not in left}
         known = {*recorded, *(change.gpu_uuid for change in changes)}
         unchanged = {
             str(gpu.uuid): gpu.compute_mode
-            for gpu in self._gpus.inventory.gpus
+            for gpu in gpus
             if gpu.compute_mode and not gpu.reason and gpu.uuid not in known
             if gpu.compute_mode == target.compute_modes.get(str(gpu.uuid))
         }
@@ -143,7 +146,8 @@ class ComputeModes:
 
     def _changes(self, target: Plan, gpus: Iterable[Gpu]) -> tuple[ModeChange, ...]:
         through_mps = {uuid for domain in self._fleet.domains for uuid in domain.in_effect.gpu_uuids}
-        held = through_mps & {gpu.uuid for gpu in target.direct}  # until its control daemon has ended
+        loose = {uuid for uuid, mode in target.compute_modes.items() if mode == DEFAULT}
+        held = through_mps & loose  # until its control daemon has ended
         return mode_changes(target, [gpu for gpu in gpus if not gpu.reason and gpu.uuid not in held])
 
     def set(self, work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
@@ -153,7 +157,7 @@ class ComputeModes:
                 return ModeResult({}, {})
             gpus, restore = self._gpus.inventory.gpus, work.restore
             if restore:
-                held = held_by_jobs(nvml, store, leased_without_mps(store))
+                held = held_by_jobs(nvml, store, leased_without_mps(store), gpus)
                 restore = {uuid: mode for uuid, mode in restore.items() if uuid not in held}
             todo = SettingWork(work.changes, restore, work.unchanged)
             modes = carry_out(COMPUTE_MODE, todo, nvml, store, gpus)
@@ -173,7 +177,7 @@ class ComputeModes:
         with self._lock:  # wait for work that is under way
             gpus = self._gpus.inventory.gpus
             leased = leased_without_mps(store)
-            held = held_by_jobs(nvml, store, leased) - set(left)
+            held = held_by_jobs(nvml, store, leased, gpus) - set(left)
             held_slices = changed_slices_held_by_jobs(nvml, store, leased) - set(left)
             for label, uuids in ((COMPUTE_MODE.label, held), (TIME_SLICE.label, held_slices)):
                 for uuid in uuids:

@@ -54,6 +54,12 @@ def name_of(uuid: str, gpus: Iterable[Gpu]) -> str:
     return next((f"GPU {gpu.address}" for gpu in gpus if gpu.uuid == uuid), uuid)
 
 
+def with_parents(uuids: Iterable[str], gpus: Iterable[Gpu]) -> set[str]:
+    """Return the UUIDs and, for those of MIG instances, the UUIDs of their GPUs."""
+    some = set(uuids)
+    return some | {gpu.parent for gpu in gpus if gpu.parent and gpu.uuid in some}
+
+
 def carry_out(
     setting: Setting, work: SettingWork, nvml: Nvml | None, store: Store, gpus: Collection[Gpu]
 ) -> SettingResult:
@@ -129,5 +135,6 @@ def restore_unused(
     setting: Setting, store: Store, nvml: Nvml | None, used: Collection[str], gpus: Collection[Gpu]
 ) -> SettingResult:
     """Restore the values of all GPUs except those `used` (UUIDs); `gpus` give their addresses."""
-    values = {uuid: value for uuid, value in originals(setting, store).items() if uuid not in used}
+    kept = with_parents(used, gpus)
+    values = {uuid: value for uuid, value in originals(setting, store).items() if uuid not in kept}
     return carry_out(setting, SettingWork(restore=values), nvml, store, gpus)

@@ -87,10 +87,10 @@ class Gpus:
         return event._replace(severity="error", consequence=consequence, code=reasons.GPU_FAULT)
 
     def note_modes(self, modes: Mapping[str, str], errors: Mapping[str, DriverError]) -> None:
-        """Record compute modes that were set, and GPUs that refused, by UUID."""
+        """Record compute modes that were set, and GPUs that refused, by UUID, also for their instances."""
         self.mode_errors.update(errors)
         for gpu in self.inventory.gpus:
-            uuid = gpu.uuid or ""
+            uuid = gpu.parent or gpu.uuid or ""
             if uuid in modes:
                 self.mode_errors.pop(uuid, None)
                 self._replace(gpu._replace(compute_mode=modes[uuid]))
@@ -138,7 +138,7 @@ class Gpus:
         self.inventory = self.inventory._replace(gpus=tuple(gpus))
 
     def _with_mode_error(self, gpu: Gpu) -> Gpu:
-        error = self.mode_errors.get(gpu.uuid or "")
+        error = self.mode_errors.get(gpu.parent or gpu.uuid or "")
         if error is None:
             return gpu
         what = f"its compute mode cannot be set: {error.message}"

@@ -96,7 +96,8 @@ class MigLayouts:
     def due(self, busy: Collection[str] | None, restoring: Collection[str]) -> tuple[LayoutTask, ...]:
         """Return the layouts of GPUs that have changed since theirs came into effect.
 
-        Those of GPUs that are `restoring` their compute modes (UUIDs) wait for that; lost GPUs have none.
+        Those of GPUs without MIG mode that are `restoring` their compute modes (UUIDs) wait for that; lost
+        GPUs have none.
         """
         users = self._desired.users().by_gpu()
         known = None if busy is None else frozenset(busy)
@@ -107,11 +108,12 @@ class MigLayouts:
             last = self._reasons.get(layout.gpu_uuid, NO_REASON)
             if gpu is None or gpu.reason:
                 continue
-            if layout.gpu_uuid in restoring:
-                if layout.enabled and not gpu.mig_enabled:
-                    awaited = users.get(layout.gpu_uuid) or ITS_USERS
-                    self._reasons[layout.gpu_uuid] = why = waits(MODE_ON, awaited, reasons.MIG_IN_USE)
-                    self._report(gpu, why)
+            is_restoring = layout.gpu_uuid in restoring and not gpu.mig_enabled
+            if is_restoring and layout.enabled:
+                awaited = users.get(layout.gpu_uuid) or ITS_USERS
+                self._reasons[layout.gpu_uuid] = why = waits(MODE_ON, awaited, reasons.MIG_IN_USE)
+                self._report(gpu, why)
+            if is_restoring:
                 continue
             state = _State.of(layout, gpu)
             settled = self._settled.get(layout.gpu_uuid)

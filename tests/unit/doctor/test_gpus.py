@@ -251,6 +251,16 @@ def test_a_compute_mode_that_is_to_be_kept_is_no_mistake(tmp_path: Path) -> None
     )
 
 
+def test_a_prohibited_gpu_in_mig_mode_is_found_and_named_once(tmp_path: Path) -> None:
+    entry = "devices:\n- {path: '81:00.0', type: NVIDIA_MPS, mig: all-3g.40gb}\n"
+    write(tmp_path / "etc/yunion/host_container_device.yml", entry)
+    now = snapshots.mig()
+    gpus = [gpu._replace(compute_mode="Prohibited") for gpu in now.inventory.gpus[1:]]
+    found = one(host_of(tmp_path, *gpus, snapshot=now), "compute mode", "problem")
+    assert "is in compute mode Prohibited: no CUDA program can use it" in found.what
+    assert found.hint == "nvidia-smi -i 0000:81:00.0 -c DEFAULT"
+
+
 def test_a_gpu_in_mig_mode_is_reported_once(tmp_path: Path) -> None:
     host = host_of(tmp_path, FIRST._replace(mig_enabled=True))
     assert one(host, "MIG", "problem")

@@ -125,6 +125,7 @@ def in_instances(gpu: Gpu, *names: str) -> list[Gpu]:
             f"{whole.name} MIG {one.profile}",
             memory_mib=_PROFILES[one.profile].memory_mib,
             compute_capability=(9, 0),
+            compute_mode=whole.compute_mode,
             parent=str(whole.uuid),
             identity=f"{whole.uuid}/{one.profile}@{one.start}",
         )
