@@ -70,7 +70,7 @@ def all_of(users: Iterable[Users]) -> Users:
     )
 
 
-def waits(what: str, users: Users | str, code: str) -> Reason:
+def wait_reason(what: str, users: Users | str, code: str) -> Reason:
     """Return the reason why `what`, a noun in the singular, has not happened yet."""
     return Reason(f"{what} waits for {users} to end", code)
 
@@ -89,7 +89,7 @@ class LeaseWait(NamedTuple):
 
     @property
     def reason(self) -> Reason:
-        return waits("the new division of the GPU", self.users, LEASES_PENDING)
+        return wait_reason("the new division of the GPU", self.users, LEASES_PENDING)
 
 
 def describe_servers(pids: Collection[int], verb: str = "") -> str:

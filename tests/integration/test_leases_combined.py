@@ -38,6 +38,21 @@ def test_a_lease_with_a_time_sliced_share_names_what_is_unenforced(instances: Da
     assert (lease["sharing"], lease["unenforced_gpus"]) == ("time-slicing", [SHARE.rpartition("-")[0]])
 
 
+@pytest.mark.gpus({"kind": "v100"})
+def test_the_budget_of_a_combined_lease_is_that_of_its_environment(daemon: Daemon) -> None:
+    daemon.configure(cuda_mps_combine=2)
+    daemon.start().wait_ready()
+    take = ("yunion-mps", "lease", "take", "job", "--ttl", "1h", "--count", "2")
+    taken = daemon.host.run(take, check=True).stdout
+    assert "Budget:      8192 MiB, 50 % of the SM threads\n" in taken
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50\n" in taken
+    (lease,) = daemon.get("/v1/leases")[1]["leases"]
+    assert (lease["thread_percentage"], [one["thread_percentage"] for one in lease["budgets"]]) == (
+        50,
+        [25, 25],
+    )
+
+
 def test_run_across_an_instance_and_a_share_names_what_is_unenforced(instances: Daemon) -> None:
     words = ("yunion-mps", "run", "--count", "2", "--across", "--allow-unlimited")
     shown = instances.host.run((*words, "--dry-run"), check=True)

@@ -339,7 +339,9 @@ class LeaseRecord(HolderFields):
     devices: Annotated[list[str], Field("The devices' addresses.")]
     gpus: Annotated[list[str], Field("Their GPUs' addresses.")]
     budgets: Annotated[list[DeviceBudget], Field("The budget and use of each device.")]
-    thread_percentage: Annotated[Percentage, Field("The smallest percentage among the devices.")]
+    thread_percentage: Annotated[
+        Percentage, Field("Share of each GPU's SM threads that a process may use; shares of a GPU add up.")
+    ]
     budget_enforced: Annotated[
         bool,
         Field("Whether their budgets are enforced: through MPS from Volta on, and never by time-slicing."),

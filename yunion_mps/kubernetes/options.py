@@ -208,7 +208,9 @@ KEYS = {
         boolean, default=False, help="Whether to refuse containers that request several devices."
     ),
     "preferred": Key(
-        one_of(*PLACEMENTS), BINPACK, "Whether GPUs with the fewest or the most free devices are preferred."
+        one_of(*PLACEMENTS),
+        BINPACK,
+        "Which GPUs are used first: by the number of free devices of a resource.",
     ),
     "memoryResource": Key(
         _resource, "yunion.io/mps-memory", "The extended resource that counts units of the memory of pools."

@@ -5,9 +5,10 @@ If a GPU's memory is handed out in units, it creates a device of the requested s
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from yunion_mps import reasons
 from yunion_mps.enums import SPREAD
@@ -63,7 +64,13 @@ def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
         request, [pool._replace(reason=NO_REASON) for pool in pools], candidates
     ):
         return
-    _refuse_uncombinable(request, candidates)
+    try:
+        _refuse_uncombinable(request, candidates)
+    except InfeasibleError:
+        if not request.allow_unlimited:
+            with contextlib.suppress(InfeasibleError):
+                _refuse_enforced(request, candidates)
+        raise
     matching = matching_devices(request, candidates)
     by_gpu = group_by_gpu(candidate.device for candidate in matching)
     if len(matching) >= len(request.devices) and place(request, by_gpu, candidates):
@@ -71,10 +78,7 @@ def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
     if not matching and candidates.waiting_for(request):
         return
     if not request.allow_unlimited:
-        anywhere = request._replace(allow_unlimited=True)
-        _refuse_unsuitable(anywhere, candidates)
-        hint = "to use it anyway, set allow_unlimited"
-        raise HostError(_describe_unenforced(anywhere, candidates), hint, BUDGET_NOT_ENFORCED)
+        _refuse_enforced(request, candidates)
     number = len(matching)
     places = _describe_places([candidate.device for candidate in matching], across=request.across)
     there = f"{count(number, 'such device')} on {places}" if number else "no such devices"
@@ -86,6 +90,17 @@ def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
         there = ", ".join(sizes) or "neither a GPU whose memory is leased in units nor a slice of that size"
         hint = _hint_for_memory(request, candidates, pools)
     raise InfeasibleError(f"{request} can never be allocated: the host has {there}", hint)
+
+
+def _refuse_enforced(request: LeaseRequest, candidates: Candidates) -> NoReturn:
+    """Refuse a request that GPUs with enforced budgets cannot satisfy.
+
+    Raises HostError if those without could, InfeasibleError if not even they could.
+    """
+    anywhere = request._replace(allow_unlimited=True)
+    _refuse_unsuitable(anywhere, candidates)
+    hint = "to use it anyway, set allow_unlimited"
+    raise HostError(_describe_unenforced(anywhere, candidates), hint, BUDGET_NOT_ENFORCED)
 
 
 def _describe_places(devices: Sequence[Device], *, across: bool) -> str:

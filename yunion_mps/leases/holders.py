@@ -18,7 +18,7 @@ from yunion_mps.host.proc import command_of, started_ticks, user_name
 from yunion_mps.host.processes import Process, refuse_if_no_file_can_be_opened
 from yunion_mps.leases.request import QueuedRequest
 from yunion_mps.models import CDI_KIND, Device, Holder, Lease
-from yunion_mps.planning.environment import sharing_of
+from yunion_mps.planning.environment import process_percentage, sharing_of
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def lease_json(
             }
             for device in lease.devices
         ],
-        "thread_percentage": min(device.thread_percentage for device in lease.devices),
+        "thread_percentage": process_percentage(lease.devices, lease.environment),
         "budget_enforced": all(device.budget_enforced for device in lease.devices),
         "unenforced_gpus": _gpus(device for device in lease.devices if not device.budget_enforced),
         "sharing": sharing_of(lease.devices),

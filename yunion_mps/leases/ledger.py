@@ -217,7 +217,7 @@ def group_by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
     return groups
 
 
-def kind_across(device: Device) -> tuple[bool, str]:
+def combinable_kind(device: Device) -> tuple[bool, str]:
     """What all devices of a lease have in common: whether they are on MIG instances, and their domain."""
     return device.is_on_instance, device.domain
 
@@ -229,7 +229,7 @@ def groups_across(devices: Iterable[Device]) -> list[list[Device]]:
     """
     groups: dict[tuple[bool, str], list[Device]] = {}
     for device in devices:
-        groups.setdefault(kind_across(device), []).append(device)
+        groups.setdefault(combinable_kind(device), []).append(device)
     kinds = sorted(groups, key=lambda kind: kind[0])
     return [of_different_gpus(groups[kind]) for kind in kinds]
 

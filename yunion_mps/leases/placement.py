@@ -6,7 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from yunion_mps.enums import SPREAD
 from yunion_mps.identity import physical_gpu
-from yunion_mps.leases.ledger import group_by_gpu, groups_across, kind_across, needs_mib, of_different_gpus
+from yunion_mps.leases.ledger import (
+    combinable_kind,
+    group_by_gpu,
+    groups_across,
+    needs_mib,
+    of_different_gpus,
+)
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest
 from yunion_mps.models import Device
 
@@ -54,8 +60,8 @@ def largest_group_across(
     Kinds of devices that could not satisfy the request if everything were free are left out.
     """
     possible = groups_across(candidate.device for candidate in matching_devices(request, candidates))
-    kinds = {kind_across(group[0]) for group in possible if len(group) >= request.number}
-    free = groups_across(devices[0] for devices in by_gpu if kind_across(devices[0]) in kinds)
+    kinds = {combinable_kind(group[0]) for group in possible if len(group) >= request.number}
+    free = groups_across(devices[0] for devices in by_gpu if combinable_kind(devices[0]) in kinds)
     return max(free, key=len, default=[])[: request.number]
 
 

@@ -22,7 +22,7 @@ from yunion_mps.mps.conversation import (
 from yunion_mps.mps.log_file import log_hint
 from yunion_mps.mps.processes import GRACE_S, UNKILLABLE_S, running_servers, signal_server
 from yunion_mps.reasons import CONTROL_DAEMON_BUSY, Reason
-from yunion_mps.users import describe_servers, waits
+from yunion_mps.users import describe_servers, wait_reason
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class Recovery(ControlTask):
         what = f"the control daemon (PID {pid}) does not serve: {why}"
         if self.spared_for:
             servers = f"{describe_servers(self.spared_for)}, which may have jobs,"
-            until = waits("its replacement", servers, why.code)
+            until = wait_reason("its replacement", servers, why.code)
             sooner = f"to end it now, at the risk of its jobs: kill -9 {pid}"
             if self._is_busy:
                 sooner = "to avoid the wait, end the processes that keep it busy"

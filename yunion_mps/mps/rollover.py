@@ -24,7 +24,7 @@ from yunion_mps.mps.processes import (
     running_servers,
     signal_server,
 )
-from yunion_mps.users import Servers, Users, describe_servers, waits
+from yunion_mps.users import Servers, Users, describe_servers, wait_reason
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ class Rollover:
 
 
 def _wait(what: str, servers: tuple[int, ...]) -> str:
-    return waits(what, Users(servers=(Servers(servers),)), reasons.LIMITS_PENDING)
+    return wait_reason(what, Users(servers=(Servers(servers),)), reasons.LIMITS_PENDING)
 
 
 def _shutdown_command(pid: int, *, force: bool) -> str:

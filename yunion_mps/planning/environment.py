@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from yunion_mps.enums import JAX_VARIABLE, MEMORY_VARIABLE, NORMAL, NOT_SHARED, PRIORITIES
 from yunion_mps.errors import InfeasibleError
@@ -12,6 +12,16 @@ from yunion_mps.reasons import LIMITS_PENDING, hint_of
 
 #: Lists the addresses of the devices that a process uses; CUDA ignores it.
 DEVICE_VARIABLE = "YUNION_MPS_DEVICE"
+_THREADS_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+
+
+def process_percentage(devices: Sequence[Device], environment: Mapping[str, str]) -> float:
+    """Return what a process with this environment may use of the SM threads of each of its GPUs.
+
+    Under MPS, devices of one GPU add up; devices that are not shared through MPS do not.
+    """
+    limit = environment.get(_THREADS_VARIABLE)
+    return float(limit) if limit else min(device.thread_percentage for device in devices)
 
 
 def sharing_of(devices: Sequence[Device]) -> str:
@@ -50,7 +60,7 @@ def _mps_variables(devices: Sequence[Device], domain: DomainPlan | None) -> dict
         percentage[gpu] = min(100.0, round(percentage.get(gpu, 0.0) + device.thread_percentage, 1))
     limits = (f"{number}={mib}M" for number, mib in enumerate(memory_mib.values()))
     environment |= {
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": decimal(min(percentage.values())),
+        _THREADS_VARIABLE: decimal(min(percentage.values())),
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": ",".join(limits),
         "CUDA_MPS_PIPE_DIRECTORY": domain.pipe_directory,
     }
@@ -85,7 +95,7 @@ def whole_environment(devices: Sequence[Device], domain: DomainPlan | None) -> d
     return {
         **client_environment(devices, domain),
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": ",".join(f"{number}={mib}M" for number, mib in enumerate(most)),
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": decimal(domain.thread_percentage),
+        _THREADS_VARIABLE: decimal(domain.thread_percentage),
     }
 
 

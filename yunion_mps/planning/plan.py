@@ -152,7 +152,7 @@ def devices_of(host: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Devic
     return devices
 
 
-def above_root(domain: DomainPlan, paths: Paths) -> DomainPlan:
+def without_root(domain: DomainPlan, paths: Paths) -> DomainPlan:
     """Return the domain with the directories that it had before `below_root`."""
     root = paths.under("")
     return domain._replace(

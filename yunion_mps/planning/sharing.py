@@ -9,7 +9,7 @@ from yunion_mps.identity import uuid5
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, Device, DirectGpu, DomainPlan, Gpu, Plan
 from yunion_mps.reasons import LEASES_PENDING
 from yunion_mps.settings import DeviceEntry
-from yunion_mps.users import NO_USERS, Users, waits
+from yunion_mps.users import NO_USERS, Users, wait_reason
 
 #: The compute mode that each way of sharing requires.
 MODES = {MPS: EXCLUSIVE_PROCESS, TIME_SLICING: DEFAULT}
@@ -91,7 +91,7 @@ def keep_sharing(
         has_mode = uuid in kept.compute_modes or uuid in former.compute_modes
         modes = {**kept.compute_modes, **({uuid: MODES[before]} if has_mode else {})}
         what = _CHANGES.get(desired, f"the change to {desired}")
-        why = waits(what, users_of(uuid) or "the leases of its devices", LEASES_PENDING)
+        why = wait_reason(what, users_of(uuid) or "the leases of its devices", LEASES_PENDING)
         plan = kept._replace(
             compute_modes=modes,
             sharing={**kept.sharing, gpu.pci_address: before},

@@ -38,7 +38,7 @@ from yunion_mps.models import (
 from yunion_mps.planning.division import enforces_budgets, thread_tenths
 from yunion_mps.planning.mig import describe_layout
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.users import Servers, Users, waits
+from yunion_mps.users import Servers, Users, wait_reason
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -47,7 +47,7 @@ NO_DOMAIN = Reason("no control daemon serves it", codes.NO_DOMAIN)
 _GONE = Reason("its GPU is no longer present", codes.GPU_GONE)
 _OUTDATED = Reason("the control daemon of its lease is gone", codes.LEASE_OUTDATED)
 _NEXT_ONE = "the running control daemon does not serve its GPU; the next one"
-_NOT_SERVED = waits(_NEXT_ONE, "the running one", codes.GPU_NOT_SERVED)
+_NOT_SERVED = wait_reason(_NEXT_ONE, "the running one", codes.GPU_NOT_SERVED)
 
 
 def unusable_reasons(snapshot: Snapshot) -> dict[str, Reason]:
@@ -78,7 +78,7 @@ def why_unusable(gpu: Gpu | None, name: str, domain: DomainStatus | None, plan: 
         return NO_DOMAIN
     if gpu.uuid not in domain.plan.gpu_uuids:
         awaited = Users(servers=(Servers(domain.waits_for),))
-        return waits(_NEXT_ONE, awaited, codes.GPU_NOT_SERVED) if domain.waits_for else _NOT_SERVED
+        return wait_reason(_NEXT_ONE, awaited, codes.GPU_NOT_SERVED) if domain.waits_for else _NOT_SERVED
     if domain.state != READY:
         return Reason(f"its domain is {domain.state}: {domain.reason}", codes.DOMAIN_NOT_READY)
     return NO_REASON

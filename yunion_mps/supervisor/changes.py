@@ -30,7 +30,7 @@ from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import Preflight, with_leased_domains
 from yunion_mps.supervisor.users import GpuUsers, servers_of
 from yunion_mps.text import count
-from yunion_mps.users import AT_ONCE, LeaseWait, Users, all_of, waits
+from yunion_mps.users import AT_ONCE, LeaseWait, Users, all_of, wait_reason
 
 log = logging.getLogger(__name__)
 
@@ -358,12 +358,15 @@ def _leaving(
         for uuid in domain.in_effect.gpu_uuids:
             if uuid not in stay:
                 change = what.get(uuid, "the removal of its devices")
-                yield uuid, waits(change, users, reasons.LIMITS_PENDING)
+                yield uuid, wait_reason(change, users, reasons.LIMITS_PENDING)
             elif domain.is_draining and (other := waiting.get(uuid)):
                 why = f"GPU {addresses.get(other, other)} is pending: {desired.pending[other]}"
                 yield uuid, Reason(f"its control daemon is drained, because {why}", reasons.LEASES_PENDING)
             elif domain.is_draining:
-                yield uuid, waits("the replacement of its control daemon", users, reasons.LIMITS_PENDING)
+                yield (
+                    uuid,
+                    wait_reason("the replacement of its control daemon", users, reasons.LIMITS_PENDING),
+                )
 
 
 def order_of(gpus: Iterable[Gpu]) -> dict[str | None, int]:

@@ -28,7 +28,7 @@ from yunion_mps.supervisor.mig import (
     find_losses,
 )
 from yunion_mps.supervisor.mig_restore import restore
-from yunion_mps.users import waits
+from yunion_mps.users import wait_reason
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class MigLayouts:
             is_restoring = layout.gpu_uuid in restoring and not gpu.mig_enabled
             if is_restoring and layout.enabled:
                 awaited = users.get(layout.gpu_uuid) or ITS_USERS
-                self._reasons[layout.gpu_uuid] = why = waits(MODE_ON, awaited, reasons.MIG_IN_USE)
+                self._reasons[layout.gpu_uuid] = why = wait_reason(MODE_ON, awaited, reasons.MIG_IN_USE)
                 self._report(gpu, why)
             if is_restoring:
                 continue

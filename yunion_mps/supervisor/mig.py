@@ -21,7 +21,7 @@ from yunion_mps.models import Gpu, Inventory
 from yunion_mps.planning.mig import LayoutChange, Placement, change, change_to
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.supervisor.mig_record import MigRecord
-from yunion_mps.users import NO_USERS, Users, waits
+from yunion_mps.users import NO_USERS, Users, wait_reason
 
 log = logging.getLogger(__name__)
 
@@ -283,7 +283,7 @@ class _LayoutWork:
     def _in_use(self, what: str, users: Users | str) -> Reason:
         if self._task.places is not None:
             return Reason(f"it would end {users}", reasons.MIG_IN_USE)
-        return waits(what, users, reasons.MIG_IN_USE)
+        return wait_reason(what, users, reasons.MIG_IN_USE)
 
     # -- steps, each recorded
 

@@ -35,7 +35,7 @@ from yunion_mps.mps.processes import (
 )
 from yunion_mps.paths import Paths
 from yunion_mps.planning.mig import with_layouts
-from yunion_mps.planning.plan import above_root, make_plan
+from yunion_mps.planning.plan import make_plan, without_root
 from yunion_mps.planning.sharing import MODES, ways_of_sharing
 from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config
@@ -280,7 +280,7 @@ def with_leased_domains(
         needed = missing if directory in running else missing & can_start
         uuids = [uuid for uuid in recorded.plan.gpu_uuids if uuid in needed] if recorded else []
         if recorded and uuids:
-            domains.append(above_root(recorded.plan.for_gpus(uuids), paths))
+            domains.append(without_root(recorded.plan.for_gpus(uuids), paths))
             missing.difference_update(uuids)
     kept = {uuid for domain in domains for uuid in domain.gpu_uuids}
     changed = {str(gpu.uuid) for gpu in gpus if not gpu.parent and config.cuda_mps_compute_mode != "keep"}

@@ -14,9 +14,9 @@ from yunion_mps.supervisor.changes import DesiredState, order_of
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.layouts import MigLayouts, layout_pending
-from yunion_mps.users import waits
+from yunion_mps.users import wait_reason
 
-_WAITS = waits("its control daemon", "the one that now serves its GPUs", reasons.LIMITS_PENDING)
+_WAITS = wait_reason("its control daemon", "the one that now serves its GPUs", reasons.LIMITS_PENDING)
 
 
 class Snapshots:

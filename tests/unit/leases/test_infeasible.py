@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.errors import InfeasibleError, NothingFreeError
+from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
 from yunion_mps.leases.allocator import Allocator, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
-from yunion_mps.reasons import GPU_LOST, INFEASIBLE, MIG_IN_USE, Reason, hint_of
+from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate, Unenforced
+from yunion_mps.reasons import BUDGET_NOT_ENFORCED, GPU_LOST, INFEASIBLE, MIG_IN_USE, Reason, hint_of
 
 from unit.leases.shares import candidates, device, lease, pool
 
@@ -109,6 +109,24 @@ def test_devices_of_several_control_daemons_are_infeasible() -> None:
         refuse_infeasible(
             LeaseRequest(devices=("all",)), there._replace(devices=[*there.devices, other], domains=both)
         )
+
+
+def test_kinds_that_only_unenforced_budgets_can_complete_need_permission() -> None:
+    """One of the two GPUs with MPS is too old for limits; the third GPU is not shared through MPS."""
+    old = Candidate(device(1, 0)._replace(budget_enforced=False))
+    whole = Candidate(device(2, 0)._replace(domain=""))
+    there = candidates(1)
+    host = there._replace(
+        devices=[*there.devices, old, whole],
+        unenforced={"GPU-1": Unenforced("01:00.0 (P40)", "older than Volta")},
+    )
+    two = LeaseRequest(2, across=True)
+    with pytest.raises(HostError, match=r"no budget is enforced on GPU 01:00\.0") as caught:
+        refuse_infeasible(two, host)
+    assert caught.value.code == BUDGET_NOT_ENFORCED
+    refuse_infeasible(two._replace(allow_unlimited=True), host)
+    with pytest.raises(InfeasibleError, match="some of these devices are shared through MPS"):
+        refuse_infeasible(two, host._replace(devices=[*there.devices, whole]))
 
 
 def test_all_devices_get_at_most_what_one_process_may_use() -> None:
