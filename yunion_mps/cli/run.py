@@ -23,22 +23,14 @@ from yunion_mps.cli.options import (
 )
 from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
 from yunion_mps.enums import BUDGET_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE, NOT_SHARED
-from yunion_mps.errors import HostError, NotFoundError, YunionError
-from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, GET_LEASE, MAX_WAIT_S
+from yunion_mps.errors import YunionError
+from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, MAX_WAIT_S
 from yunion_mps.http.transport import RequestMembers, refuse_unreachable, with_devices
-from yunion_mps.identity import physical_gpu
-from yunion_mps.reasons import (
-    CONTROL_DAEMON_SILENT,
-    DAEMON_UNREACHABLE,
-    DISABLED,
-    MIG_FOREIGN_INSTANCE,
-    MIG_INSTANCE_GONE,
-    hint_of,
-)
+from yunion_mps.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABLED
 from yunion_mps.text import command_line
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseDetails, LeaseRecord
+    from yunion_mps.answers import LeaseRecord
 
 #: The default of `--safe-stop`, shorter than the grace periods of systemd, Kubernetes and Slurm.
 _GRACE_S = 10
@@ -139,14 +131,18 @@ def run(
         raise click.UsageError("COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]...")
     command = command_line([engine, "run", *argv] if engine else argv)
     request["holder"] = {"command": command[:COMMAND_LENGTH]}
-    inherited = _inherited_devices() if inherit else {}
+    inherited: Mapping[str, str] = {}
+    if inherit:
+        from yunion_mps.cli.inherit import inherited_devices  # with what only --inherit needs
+
+        inherited = inherited_devices()
     report_lease: Callable[[str], None] = _ignore_lease
     if grace_s is not None:
         from yunion_mps.cli.safe_stop import remain_as_parent  # imports what only a parent needs
 
         report_lease = remain_as_parent(grace_s, engine)
     if inherit:
-        _become(argv, {**_inherit_environment(with_device=True), **inherited})
+        _become(argv, with_devices(_inherit_environment(), inherited))
     if engine:
         from yunion_mps.cli.engines import run_container  # with what only containers need
 
@@ -213,54 +209,10 @@ def _ignore_lease(lease_id: str) -> None:
     """Do nothing: this process becomes COMMAND."""
 
 
-def _inherited_devices() -> Mapping[str, str]:
-    """Return the variables to replace because the MIG instances in the environment were created again.
-
-    Raises HostError unless the environment names a device that can be reached and is still leased.
-    """
-    hint = "request one, in Slurm: srun --gres=gpu:mps:1; or lease one: omit --inherit"
-    if not os.environ.get("YUNION_MPS_DEVICE"):
-        raise HostError("--inherit: this environment has no device: YUNION_MPS_DEVICE is not set", hint)
-    replaced: Mapping[str, str] = {}
-    if name := os.environ.get("YUNION_MPS_LEASE"):
-        try:
-            lease = call(GET_LEASE, lease=name)
-        except NotFoundError:
-            what = (
-                f"--inherit: lease {name} of this environment has ended, so another job may have its devices"
-            )
-            raise HostError(what, hint) from None
-        except YunionError:  # a Slurm job's user need not be in the daemon's group
-            pass
-        else:
-            replaced = _replaced_instances(lease)
-    refuse_unreachable({**os.environ, **replaced})
-    return replaced
-
-
-def _replaced_instances(lease: LeaseDetails) -> Mapping[str, str]:
-    """Return the lease's environment if ours names MIG instances that have been replaced; otherwise none.
-
-    Raises HostError if an instance is missing.
-    """
-    code = lease.get("reason_code")
-    if code in (MIG_INSTANCE_GONE, MIG_FOREIGN_INSTANCE):
-        hint = hint_of(code, gpu=physical_gpu(lease["devices"][0]), lease=lease["id"])
-        raise HostError(f"--inherit: {lease['reason']}", hint, code)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    now = lease["environment"]["CUDA_VISIBLE_DEVICES"].split(",")
-    if not any(uuid.startswith("MIG-") for uuid in {*visible}.difference(now)):
-        return {}
-    if len(os.environ["YUNION_MPS_DEVICE"].split(",")) != len(lease["devices"]):  # a job's step may have some
-        what = "--inherit: the MIG instance of this environment was destroyed, and another one created"
-        raise HostError(what, "start the job's step again", MIG_INSTANCE_GONE)
-    return lease["environment"]
-
-
-def _inherit_environment(*, with_device: bool = False) -> dict[str, str]:
-    """Return our environment without the locale set by Python and, by default, a device's variables."""
-    excluded = set() if with_device else set(BUDGET_VARIABLES)
-    if excluded and MEMORY_VARIABLE in os.environ:  # then this is that of a device, too
+def _inherit_environment() -> dict[str, str]:
+    """Return our environment without the locale set by Python, and without a device's variables."""
+    excluded = set(BUDGET_VARIABLES)
+    if MEMORY_VARIABLE in os.environ:  # then this is that of a device, too
         excluded.add(JAX_VARIABLE)
     inherited = {name: value for name, value in os.environ.items() if name not in excluded}
     with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:

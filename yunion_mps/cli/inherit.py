@@ -1,0 +1,107 @@
+"""The environment of `run --inherit`: the devices that ours names, as their lease has them now.
+
+Ours may be incomplete, as after sudo or `env -i`, or out of date. The daemon knows better, but cannot always
+be asked: a Slurm job's user need not be in its group, and a container need not have its socket.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from yunion_mps.cli.calls import call
+from yunion_mps.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE
+from yunion_mps.errors import HostError, NotFoundError, YunionError
+from yunion_mps.http.operations import GET_DEVICE, GET_LEASE
+from yunion_mps.http.transport import refuse_unreachable
+from yunion_mps.identity import gpu_of, physical_gpu
+from yunion_mps.reasons import MIG_FOREIGN_INSTANCE, MIG_INSTANCE_GONE, hint_of
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import LeaseDetails
+
+_DEVICE, _LEASE = "YUNION_MPS_DEVICE", "YUNION_MPS_LEASE"
+_VISIBLE, _PIPE_DIRECTORY = "CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY"
+_LIMITS = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+_WITHOUT = "request one, in Slurm: srun --gres=gpu:mps:1; or lease one: omit --inherit"
+
+
+def inherited_devices() -> Mapping[str, str]:
+    """Return all variables of the devices that our environment names.
+
+    Raises HostError unless they are still leased and can be reached, and every limit is known.
+    """
+    if not os.environ.get(_DEVICE):
+        raise HostError(f"--inherit: this environment has no device: {_DEVICE} is not set", _WITHOUT)
+    if name := os.environ.get(_LEASE):
+        try:
+            lease = call(GET_LEASE, lease=name)
+        except NotFoundError:
+            what = (
+                f"--inherit: lease {name} of this environment has ended, so another job may have its devices"
+            )
+            raise HostError(what, _WITHOUT) from None
+        except YunionError as error:
+            environment = _own_environment(f", and its lease is not known: {error.message}")
+        else:
+            environment = _present_environment(lease)
+    else:
+        environment = _own_environment("")
+    refuse_unreachable(environment)
+    return environment
+
+
+def _own_environment(why_not_asked: str) -> Mapping[str, str]:
+    """Return our variables of the devices; raises HostError if a limit is missing."""
+    own = {name: os.environ[name] for name in (*DEVICE_VARIABLES, JAX_VARIABLE) if name in os.environ}
+    if missing := [name for name in _required(own) if not own.get(name)]:
+        what = f"--inherit: this environment lacks {', '.join(missing)}, so the command would have no limits"
+        hint = "keep the job's environment (sudo --preserve-env, su without -, no env -i)"
+        raise HostError(f"{what}{why_not_asked}", hint)
+    return own
+
+
+def _required(own: Mapping[str, str]) -> Iterator[str]:
+    """The variables that hold the limits of the devices: without MPS, those of time-slicing or MIG."""
+    yield _VISIBLE
+    are_whole_instances = all(gpu_of(address) == address for address in own[_DEVICE].split(","))
+    if MEMORY_VARIABLE not in own and not are_whole_instances:
+        yield from (_PIPE_DIRECTORY, *_LIMITS)
+
+
+def _present_environment(lease: LeaseDetails) -> Mapping[str, str]:
+    """Return the environment of all of the lease's devices, or of one if ours names one, as in a job's step.
+
+    Raises HostError if a MIG instance is missing, or if ours names devices that have no common budget.
+    """
+    names = os.environ[_DEVICE].split(",")
+    if len(names) == len(lease["devices"]):  # a device on an instance created again may have a new address
+        _refuse_missing(lease, lease["reason_code"], lease["reason"])
+        return _narrowed(lease["environment"])
+    if len(names) > 1:
+        what = f"--inherit: {len(names)} of the {len(lease['devices'])} devices of this lease have no budget"
+        raise HostError(what, f"set {_DEVICE} to one of them or to all: {','.join(lease['devices'])}")
+    if names[0] not in lease["devices"]:
+        what = "--inherit: the MIG instance of this environment was destroyed, and another one created"
+        raise HostError(what, "start the job's step again", MIG_INSTANCE_GONE)
+    device = call(GET_DEVICE, id=names[0])
+    _refuse_missing(lease, device["reason_code"], device["reason"])
+    if not device["client_environment"]:
+        what = f"--inherit: device {names[0]} is unavailable: {device['reason']}"
+        raise HostError(what, "see: yunion-mps status", device["reason_code"])
+    return {**device["client_environment"], _LEASE: lease["id"]}
+
+
+def _refuse_missing(lease: LeaseDetails, code: str, reason: str) -> None:
+    if code in (MIG_INSTANCE_GONE, MIG_FOREIGN_INSTANCE):
+        hint = hint_of(code, gpu=physical_gpu(lease["devices"][0]), lease=lease["id"])
+        raise HostError(f"--inherit: {reason}", hint, code)
+
+
+def _narrowed(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment with only those of its GPUs that ours has; with MPS, limits are of all GPUs."""
+    chosen = os.environ.get(_VISIBLE, "")
+    if _PIPE_DIRECTORY in environment or not {*chosen.split(",")} <= {*environment[_VISIBLE].split(",")}:
+        return environment
+    return {**environment, _VISIBLE: chosen}
