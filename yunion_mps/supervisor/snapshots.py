@@ -127,7 +127,7 @@ def _notice(
             why, code = "; ".join([*waits, *others]), layouts[0][1].code
         else:
             each = "; ".join(others) or "no GPU was found"
-            why, code = f"no GPU on this host can serve MPS devices ({each})", reasons.NO_USABLE_GPU
+            why, code = f"no GPU on this host can serve devices ({each})", reasons.NO_USABLE_GPU
     text = "; ".join(part for part in (why, leftovers) if part)
     return Reason(text, code if text else "")
 
