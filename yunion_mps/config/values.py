@@ -190,8 +190,11 @@ def layout(key: str, node: Node) -> tuple[str, ...]:
         return tuple(_profile(key, item) for item in node.value)
     value = value_of(node)
     if not isinstance(value, str) or not re.fullmatch(_LAYOUT, value):
-        example = "for example all-1g.10gb, all-balanced, or a list of profiles such as [3g.40gb, 1g.10gb]"
-        raise InvalidValueError(key, node, "not a MIG layout", f"write a layout, {example}")
+        hint = "write a layout, "
+        hint += "for example all-1g.10gb, all-balanced, or a list of profiles such as [3g.40gb, 1g.10gb]"
+        if value is False:  # YAML's value of `off`
+            hint = f"to switch MIG mode off, write mig: {DISABLED}"
+        raise InvalidValueError(key, node, "not a MIG layout", hint)
     return (value,)
 
 

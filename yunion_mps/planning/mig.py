@@ -332,7 +332,8 @@ def _profile(name: str, gpu: Gpu) -> MigProfile:
         if name in (profile.name, _layout_name(profile.name)):
             return profile
     names = ", ".join(profile.name for profile in _smallest_first(gpu))
-    raise LayoutError(f"{_name(gpu)} has no MIG profile {name}", f"use one of its profiles: {names}")
+    meant = re.sub(r"(gb)\.", r"\1+", name)  # the inverse of _layout_name
+    raise LayoutError(f"{_name(gpu)} has no MIG profile {meant}", f"use one of its profiles: {names}")
 
 
 def _layout_name(profile: str) -> str:

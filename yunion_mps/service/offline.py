@@ -39,8 +39,8 @@ from yunion_mps.supervisor.compute_modes import COMPUTE_MODE, changed_slices_hel
 from yunion_mps.supervisor.gpu_settings import name_of, originals, restore_unused
 from yunion_mps.supervisor.mig import carry_out
 from yunion_mps.supervisor.mig_record import MigRecord
+from yunion_mps.supervisor.mig_restore import how_to_restore, withdrawn
 from yunion_mps.supervisor.mig_restore import restore as restore_layouts
-from yunion_mps.supervisor.mig_restore import withdrawn
 from yunion_mps.supervisor.preflight import Preflight, gpus_of, left_running, run_preflight
 from yunion_mps.supervisor.time_slices import TIME_SLICE
 
@@ -164,13 +164,11 @@ def _cancel_requests(preflight: Preflight, store: Store) -> bool:
     """Cancel mode changes that no entry wants anymore; return whether none is left, as far as is known."""
     if preflight.nvml is None or preflight.problems:
         return True  # what cannot be decided is reported
-    gpus = preflight.inventory.gpus
-    tasks = withdrawn(preflight.plan.layouts, gpus, lambda: store)
-    failures = {
-        uuid: why for uuid, why in carry_out(tasks, Mig(preflight.nvml), store).reasons.items() if why
-    }
-    for uuid, why in failures.items():
-        log.error("%s: %s; then: yunion-mps-daemon --restore", name_of(uuid, gpus), why)
+    tasks = withdrawn(preflight.plan.layouts, preflight.inventory.gpus, lambda: store)
+    reasons = carry_out(tasks, Mig(preflight.nvml), store).reasons
+    failures = [(task.gpu, why) for task in tasks if (why := reasons.get(task.layout.gpu_uuid))]
+    for gpu, why in failures:
+        log.error("GPU %s: %s; %s", gpu.address, why, how_to_restore(why, gpu))
     return not failures
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from yunion_mps import reasons
@@ -204,9 +204,26 @@ class MigLayouts:
         if settled.enabled == state.enabled and set(settled.instances) <= set(state.instances):
             return  # another program created an instance beside ours
         what = f"{settled} -> {state}"
+        if str(settled) == str(state):
+            what = "; ".join(_what_was_changed(settled.instances, state.instances))
         consequence = "the layout is brought into effect again, unless something uses the GPU"
         cause, code = "another program changed it", reasons.MIG_CHANGED
         self._emit(Event("warning", "mig", gpu.address, what, cause, consequence, code))
+
+
+def _what_was_changed(before: Iterable[MigInstance], now: Iterable[MigInstance]) -> Iterator[str]:
+    """Yield what happened to instances, for example that one has lost its compute instance."""
+    found = {one.place: one for one in now}
+    for one in sorted(set(before).difference(found.values())):
+        after, name = found.get(one.place), f"instance g{one.id} ({one.profile})"
+        if after is None:
+            yield f"{name} was destroyed"
+        elif not after.compute_instances:
+            yield f"the compute instance of {name} was destroyed"
+        elif after.is_whole:
+            yield f"{name} was created again"
+        else:
+            yield f"{name} was divided into compute instances"
 
 
 def layout_pending(address: str, reason: Reason) -> str:

@@ -127,7 +127,6 @@ class _LayoutWork:
         self._mig = mig
         self._store = store
         self._record = MigRecord.read(store, self._uuid)
-        self._recorded = self._record.created
         self._made: list[MigInstance] = []
         #: What was changed, as text.
         self.done: list[str] = []
@@ -201,6 +200,7 @@ class _LayoutWork:
             self._create(place)
         for instance in done.complete:
             self._begin_step()
+            self._note_created(instance)
             self._mig.create_compute(self._uuid, instance.id)
             self.done.append(f"completed g{instance.id} ({instance.profile})")
         self.settled = (*(one for one in existing if one not in done.destroy), *self._made)
@@ -233,19 +233,20 @@ class _LayoutWork:
         return tuple(one for one in existing if self._is_ours(one) and one not in (*done.keep, *done.destroy))
 
     def _empty(self, existing: Iterable[MigInstance]) -> set[int]:
-        """Return the ids of other programs' instances that have no compute instance yet.
-
-        An instance at the place of one of ours is not among them: its compute instance is created again.
-        """
-        places = {one.place for one in self._recorded}
-        return {one.id for one in existing if not (one.compute_instances or one.place in places)}
+        """Return the ids of other programs' instances that have no compute instance yet."""
+        return {one.id for one in existing if not (one.compute_instances or self._is_ours(one))}
 
     def _fixed(self, existing: Iterable[MigInstance]) -> set[int]:
         """Return the ids of the instances that must not be destroyed."""
         return {one.id for one in existing if not self._is_ours(one) or self._is_busy(one) or self._pids(one)}
 
     def _is_ours(self, instance: MigInstance) -> bool:
-        return self._record.owns(instance)
+        return self._record.owns(self._recorded(instance))
+
+    def _recorded(self, instance: MigInstance) -> MigInstance:
+        """Return the instance; what is recorded of it if another program destroyed its compute instance."""
+        before = (one for one in self._record.created if one.place == instance.place)
+        return instance if instance.compute_instances else next(before, instance)
 
     def _is_busy(self, instance: MigInstance) -> bool:
         busy = self._task.busy
@@ -299,7 +300,7 @@ class _LayoutWork:
 
         A later one of another program with the same id is then not taken for ours.
         """
-        ours = tuple(one for one in existing if self._is_ours(one))
+        ours = tuple(self._recorded(one) for one in existing if self._is_ours(one))
         if self._task.last.code == reasons.DRIVER_HUNG:
             there = {one.id for one in ours}
             late = (one for one in self._record.created if one.id not in there)
@@ -322,11 +323,16 @@ class _LayoutWork:
         profile = place.profile
         number = self._mig.create(self._uuid, profile, place.start)
         made = MigInstance(number, profile.name, place.start, profile.size, "", 0)
-        self._write(self._record._replace(created=(*self._record.created, made)))
+        self._note_created(made)
         self._made.append(made)
         if place.is_whole:
             self._mig.create_compute(self._uuid, number)
         self.done.append(f"created g{number} ({profile.name})")
+
+    def _note_created(self, made: MigInstance) -> None:
+        """Record the instance, or its new compute instance, before it has a UUID."""
+        others = (one for one in self._record.created if one.place != made.place)
+        self._write(self._record._replace(created=(*others, made)))
 
     def _begin_step(self) -> None:
         if self._is_ended():

@@ -25,6 +25,16 @@ from yunion_mps.users import NO_USERS, Users
 log = logging.getLogger(__name__)
 
 
+#: By reason code, what has to be done before the layout can be restored.
+_FIRST_STEPS = {
+    reasons.MIG_RESET_REQUIRED: "reset it: nvidia-smi --gpu-reset -i {gpu}; then",
+    reasons.GPU_LOST: "reset it, or reboot the host; then",
+    reasons.MIG_FOREIGN_INSTANCE: "destroy it: nvidia-smi mig -i {gpu} -dci -gi ID, then -dgi -gi ID; then",
+    reasons.MIG_IN_USE: "once nothing uses it",
+}
+_OTHERWISE = "once the cause is removed"
+
+
 class _Lease(NamedTuple):
     """A recorded lease of a device: what `yunion-mps lease release` calls it, and what the device is."""
 
@@ -72,7 +82,7 @@ def restore(
         task, record = tasks[uuid], MigRecord.read(store, uuid)
         if why:
             what = f"the MIG layout of GPU {task.gpu.address} is not restored: {why}"
-            log.error("%s; %s", what, _what_to_do(why, task.gpu, leases))
+            log.error("%s; %s", what, how_to_restore(why, task.gpu, leases))
         elif record.created and task.layout.enabled:
             MigRecord(created=record.created).write(store, uuid)
         else:
@@ -139,12 +149,12 @@ def _users(leases: Iterable[_Lease]) -> dict[str, Users]:
     return users
 
 
-def _what_to_do(why: Reason, gpu: Gpu, leases: Iterable[_Lease]) -> str:
+def how_to_restore(why: Reason, gpu: Gpu, leases: Iterable[_Lease] = ()) -> str:
+    """Return the steps after which a restoration that failed succeeds."""
     parts = {str(gpu.uuid), *(one.uuid for one in gpu.mig_instances)}
     names = sorted({lease.name for lease in leases if lease.gpu_uuid in parts})
     if why.code == reasons.MIG_IN_USE and names:
         release = "; ".join(f"yunion-mps lease release {name}" for name in names)
         start, stop = (f"systemctl {verb} yunion-mps-daemon" for verb in ("start", "stop"))
         return f"release what is leased: {start}; {release}; {stop}"
-    reset = f"reset it: nvidia-smi --gpu-reset -i {gpu.uuid}; then: "
-    return f"{reset if why.code == reasons.MIG_RESET_REQUIRED else 'then: '}yunion-mps-daemon --restore"
+    return f"{_FIRST_STEPS.get(why.code, _OTHERWISE).format(gpu=gpu.uuid)}: yunion-mps-daemon --restore"

@@ -92,7 +92,7 @@ class Snapshots:
                 why, code = "; ".join([*pending, *others]), layouts[0][1].code
             else:
                 each = "; ".join(others) or "no GPU was found"
-                why, code = f"no GPU on this host can serve MPS devices ({each})", reasons.NO_USABLE_GPU
+                why, code = f"no GPU on this host can serve devices ({each})", reasons.NO_USABLE_GPU
         text = "; ".join(part for part in (why, self.leftovers) if part)
         return Reason(text, code if text else "")
 

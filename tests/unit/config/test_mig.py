@@ -54,6 +54,7 @@ PROFILES = "write the profiles of instances, for example [3g.40gb, 1g.10gb, 1g.1
     ("text", "message"),
     [
         ("mig: balanced", f'4: mig is "balanced", not a MIG layout: {LAYOUT}'),
+        ("mig: off", "4: mig is off, not a MIG layout: to switch MIG mode off, write mig: all-disabled"),
         ("mig: 7", f"4: mig is 7, not a MIG layout: {LAYOUT}"),
         ("mig: []", f"4: mig is an empty list, not a MIG layout: {LAYOUT}"),
         ("mig: [all-1g.10gb]", f'4: mig is "all-1g.10gb", not a MIG profile: {PROFILES}'),

@@ -68,7 +68,7 @@ def snapshot(
     pid = 4242 if state == READY else None
     why = Reason(reason, code) if reason else NO_REASON
     domains = tuple(DomainStatus(domain, state, why, pid, 0.0, 0) for domain in plan.domains)
-    none = Reason("no GPU of this host can serve MPS devices", NO_USABLE_GPU)
+    none = Reason("no GPU of this host can serve devices", NO_USABLE_GPU)
     notice = NO_REASON if domains else none
     return Snapshot(1, True, notice, plan, inventory, domains)
 

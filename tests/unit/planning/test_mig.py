@@ -136,6 +136,7 @@ def test_all_disabled_has_no_instances(kind: str) -> None:
     [
         (["1g.5gb"], "has no MIG profile 1g.5gb", "1g.10gb, 1g.10gb+me, 1g.20gb, 2g.20gb"),
         (["all-1g.5gb"], "has no MIG profile 1g.5gb", "use one of its profiles"),
+        (["all-3g.40gb.me"], "has no MIG profile 3g.40gb+me", "use one of its profiles"),
         (["4g.40gb", "4g.40gb"], "2 x 4g.40gb do not fit", "all-1g.10gb, all-1g.10gb.me, all-1g.20gb"),
         (["1g.10gb+me"] * 2, "2 x 1g.10gb+me do not fit", "write fewer"),
         (["3g.40gb", *["1g.10gb"] * 5], "5 x 1g.10gb + 1 x 3g.40gb do not fit", "write fewer"),

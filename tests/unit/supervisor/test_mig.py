@@ -328,6 +328,17 @@ def test_an_instance_of_ours_gets_its_compute_instance_again(mig_host: MakeMigHo
     assert host.apply("all-7g.80gb") == ""
     (now,) = host.gpu.mig_instances
     assert (now.place, now.is_whole, now.uuid != "") == (ours.place, True, True)
+    assert host.ours == [ours.id]
+    assert host.apply("all-1g.10gb") == "", "it is not another program's"
+
+
+def test_an_instance_of_ours_without_its_compute_instance_is_replaced(mig_host: MakeMigHost) -> None:
+    host = mig_host()
+    host.apply("all-7g.80gb")
+    (ours,) = host.gpu.mig_instances
+    host.sim.run(["nvidia-smi", "mig", "-dci", "-gi", ours.id], check=True)
+    assert host.apply("all-1g.10gb") == ""
+    assert host.has == "7 x 1g.10gb"
 
 
 def test_an_instance_of_ours_that_another_program_divided_is_called_so(mig_host: MakeMigHost) -> None:

@@ -173,6 +173,19 @@ def test_an_instance_that_is_destroyed_is_reported_and_made_again(begun: Begun) 
     assert (reasons.MIG_CHANGED, "00:06.0") in {(event.code, event.subject) for event in made.events}
 
 
+def test_the_event_of_a_compute_instance_that_was_destroyed_says_so(begun: Begun) -> None:
+    host, made = begun("type: NVIDIA_MPS; mig: all-1g.10gb")
+    host.run(["nvidia-smi", "mig", "-i", "0", "-dci", "-gi", "7"], check=True)
+    apply_layouts(made)
+    (event,) = (event for event in made.events if event.code == reasons.MIG_CHANGED)
+    assert event.what == "the compute instance of instance g7 (1g.10gb) was destroyed"
+    assert made.available == 7
+    host.divide("type: NVIDIA_MPS; mig: all-7g.80gb")
+    made.reload()
+    apply_layouts(made)
+    assert (made.available, waits(made)) == (1, NO_REASON), "the instance is still ours"
+
+
 def test_an_instance_that_was_divided_is_not_said_to_be_gone(begun: Begun) -> None:
     host, made = begun(MIG)
     number = host.gpus[0].mig_devices()[0].gpu_instance

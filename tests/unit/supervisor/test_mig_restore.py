@@ -7,8 +7,9 @@ import json
 import pytest
 from yunion_mps import reasons
 from yunion_mps.mig import DISABLED, MigInstance
-from yunion_mps.supervisor.mig_restore import restore, withdrawn
+from yunion_mps.supervisor.mig_restore import how_to_restore, restore, withdrawn
 
+from unit import builders
 from unit.mig_host import MakeMigHost, MigHost
 
 
@@ -165,6 +166,24 @@ def test_an_instance_whose_profile_no_longer_exists_is_not_restored(mig_host: Ma
     gpu, layout = host.gpu._replace(mig_profiles=profiles), host.layout("all-7g.80gb", restore=True)
     assert not any(restore([layout], [gpu], host.nvml, host.store, (), keeps_requests=True).reasons.values())
     assert host.has == "1 x 3g.40gb"
+
+
+@pytest.mark.parametrize(
+    ("code", "first"),
+    [
+        (reasons.MIG_IN_USE, "once nothing uses it: "),
+        (reasons.MIG_RESET_REQUIRED, "reset it: nvidia-smi --gpu-reset -i GPU-1; then: "),
+        (reasons.GPU_LOST, "reset it, or reboot the host; then: "),
+        (
+            reasons.MIG_FOREIGN_INSTANCE,
+            "destroy it: nvidia-smi mig -i GPU-1 -dci -gi ID, then -dgi -gi ID; then: ",
+        ),
+        (reasons.MIG_REFUSED, "once the cause is removed: "),
+    ],
+)
+def test_what_is_not_restored_has_a_first_step(code: str, first: str) -> None:
+    steps = how_to_restore(reasons.Reason("why", code), builders.gpu(1, uuid="GPU-1"))
+    assert steps == f"{first}yunion-mps-daemon --restore"
 
 
 def test_a_damaged_record_of_a_lease_holds_nothing(mig_host: MakeMigHost) -> None:

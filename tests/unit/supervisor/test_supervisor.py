@@ -64,7 +64,7 @@ def test_unusable_gpus_are_reported_and_nothing_is_started(begin: Begin) -> None
     host, made = begin([{"kind": "a100", "mig": True}])
     reason = made.snapshot.plan.unavailable[FIRST]
     assert reason.startswith("the GPU is in MIG mode")
-    assert made.snapshot.notice == f"no GPU on this host can serve MPS devices (00:06.0: {reason})"
+    assert made.snapshot.notice == f"no GPU on this host can serve devices (00:06.0: {reason})"
     assert devices_json(made.snapshot, Ledger()) == []
     assert not (host.root / "tmp/nvidia-mps").exists()
 
