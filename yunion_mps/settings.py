@@ -90,3 +90,9 @@ class Config(NamedTuple):
     sources: Mapping[str, Source] = {}
     gpu_memory_unit_mib: int = 1024
     gpu_memory_unit_at: Source = Source("default", None)
+
+    @property
+    def also_disabled(self) -> str:
+        """What is not served besides MPS devices while `enable_cuda_mps` is false, to be appended to that."""
+        has_others = any(not entry.uses_mps for entry in self.devices)
+        return "; time-sliced GPUs and MIG instances are not served either" if has_others else ""

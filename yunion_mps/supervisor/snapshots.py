@@ -113,7 +113,7 @@ def _notice(
     """
     why, code = "", reasons.CONTROL_DAEMON_LEFT
     if not config.enable_cuda_mps:
-        why = f"MPS is disabled: enable_cuda_mps is false in {host_conf}"
+        why = f"MPS is disabled: enable_cuda_mps is false in {host_conf}{config.also_disabled}"
         code = reasons.DISABLED
     elif not desired.domains and not desired.direct and not serves:
         waits = [layout_pending(gpu.address, reason) for gpu, reason in layouts]
