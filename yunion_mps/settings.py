@@ -33,7 +33,7 @@ class DeviceEntry(NamedTuple):
     proportion to memory. `time_slice` is that of a time-sliced GPU; if it is empty, it is left alone.
 
     `mig` has the profiles of the GPU's instances, or the name of a layout; each instance is divided, or one
-    device if `virtual_number` is 0.
+    device if `virtual_number` is 0. `mig_at` is the place of the layout, None if there is none.
     """
 
     path: str
@@ -51,6 +51,7 @@ class DeviceEntry(NamedTuple):
     time_slice: str = ""
     mig: tuple[str, ...] = ()
     mig_restore: bool = False
+    mig_at: Source | None = None
 
     @property
     def uses_mps(self) -> bool:
@@ -90,3 +91,9 @@ class Config(NamedTuple):
     sources: Mapping[str, Source] = {}
     gpu_memory_unit_mib: int = 1024
     gpu_memory_unit_at: Source = Source("default", None)
+
+    @property
+    def also_disabled(self) -> str:
+        """What is not served besides MPS devices while `enable_cuda_mps` is false, to be appended to that."""
+        has_others = any(not entry.uses_mps for entry in self.devices)
+        return "; time-sliced GPUs and MIG instances are not served either" if has_others else ""

@@ -73,6 +73,13 @@ def test_an_instance_without_a_compute_instance_is_listed(daemon: Daemon) -> Non
     assert daemon.status()["problems"] == [], "it is none of our business"
 
 
+def test_a_gpu_without_instances_yet_enforces_no_budget(make_divided: MakeDivided) -> None:
+    entry = "type: NVIDIA_GPU_SHARE\n  mig: all-3g.20gb\n  virtual_number: 2"
+    daemon = make_divided([{"kind": "a100"}], entry, cuda_mps_pipe_directory="/run/mps").start().wait_ready()
+    row = daemon.host.run(["yunion-mps", "gpus"], check=True).stdout.splitlines()[1]
+    assert row.partition(" mig ")[2].split()[0] == "-", row
+
+
 def test_an_instance_that_another_program_divided_is_listed(daemon: Daemon) -> None:
     daemon.host.gpus[0].mig = True
     smi = ("nvidia-smi", "mig", "-i", 0)

@@ -91,7 +91,7 @@ def test_nvidia_smi_shows_what_we_show_after_each_change_of_a_layout(daemon: Dae
         assert (len(shown.instances), shown.slices) == (number, ["default", time_slice])
 
 
-def test_instances_made_with_nvidia_smi_are_shown_once_they_are_whole(daemon: Daemon) -> None:
+def test_instances_made_with_nvidia_smi_have_a_uuid_once_they_are_whole(daemon: Daemon) -> None:
     daemon.host.divide("mig: 3g.40gb")
     daemon.start().wait_ready()
 
@@ -103,8 +103,10 @@ def test_instances_made_with_nvidia_smi_are_shown_once_they_are_whole(daemon: Da
             daemon.polls()
             theirs = shown_by_nvidia_smi(daemon)
             rows = daemon.get("/v1/gpus")[1]["gpus"]
-            ours = {int(row["addr"].rpartition("-g")[2]) for row in rows if row["parent"]}
-            return (ours, len(theirs.instances)) == (theirs.computes, in_all) and len(ours) == whole
+            listed = {int(row["addr"].rpartition("-g")[2]): row for row in rows if row["parent"]}
+            ours = {number for number, row in listed.items() if row["uuid"]}
+            counts = (len(ours), len(listed), len(theirs.instances))
+            return ours == theirs.computes and counts == (whole, in_all, in_all)
 
         eventually(same, f"{whole} of {in_all} instances")
 

@@ -285,8 +285,9 @@ def plan_json(preflight: Preflight) -> PlanRecord:
 
 
 def _notice(preflight: Preflight) -> str:
-    is_off = not preflight.config.enable_cuda_mps
-    notices = ["MPS is disabled: enable_cuda_mps is false"] if is_off else []
+    config = preflight.config
+    why = f"MPS is disabled: enable_cuda_mps is false{config.also_disabled}"
+    notices = [] if config.enable_cuda_mps else [why]
     return "; ".join([*notices, *preflight.warnings])
 
 

@@ -22,7 +22,7 @@ from yunion_mps.cli.output import (
     wide_output_option,
     wrapped,
 )
-from yunion_mps.enums import FREE, TIME_SLICING, WHY_UNENFORCED
+from yunion_mps.enums import FREE, MIG, TIME_SLICING, WHY_UNENFORCED
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, MAX_LIMIT, MAX_NUMBER
 from yunion_mps.identity import gpu_of, is_part
 from yunion_mps.overview import way_of
@@ -91,15 +91,14 @@ _GPU_FIELDS = (
     "vendor_device_id", "numa_node", "render_node", "index", "device_minor", "utilization", "memory_used_mib",
     "temperature_c", "power_w", "power_limit_w", "parent", "mig_profile", "time_slice", "mig_layout",
 )  # fmt: skip
+
 _GPUS = (
     Column("ADDRESS", "addr"),
     Column("NAME", lambda record: _name(record), least=9, drop=2),
     Column("MEMORY", lambda record: mib(record["memory_mib"]), numeric=True),
     Column("DEVICES", "devices", numeric=True),
     Column("SHARING", lambda record: way_of(record), drop=1),
-    Column(
-        "ENFORCED", lambda record: record["budget_enforced"] if record["compute_capability"] else None, drop=3
-    ),
+    Column("ENFORCED", lambda record: record["budget_enforced"] if _has_budgets(record) else None, drop=3),
     Column("STATE", "state"),
     Column("UTIL %", "utilization", numeric=True, drop=4),
     Column("USED", lambda record: mib(record["memory_used_mib"]), numeric=True, wide=True, drop=5),
@@ -172,6 +171,11 @@ def _note(device: Device) -> str:
         return device["reason"]
     cause = "the GPU is time-sliced, so budgets" if device["sharing"] == TIME_SLICING else "budgets"
     return f"{cause} are not enforced: lease its devices with --allow-unlimited"
+
+
+def _has_budgets(gpu: Gpu) -> bool:
+    """Whether the GPU can have budgets: one without the instances of its MIG layout has none yet."""
+    return bool(gpu["compute_capability"]) and (gpu["sharing"] != MIG or bool(gpu["devices"]))
 
 
 def _name(gpu: Gpu) -> str | None:

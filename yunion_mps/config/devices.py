@@ -200,7 +200,8 @@ class _Reader(MappingReader):
             self._report(nodes["mig_restore"][0], "mig_restore is not allowed without mig", "remove it")
         if "mig" not in nodes or names == (DISABLED,):
             way = self._time_sliced if sharing == TIME_SLICING else self._division
-            return way(item, nodes)._replace(mig=names, mig_restore=restore)
+            mig_at = self._at(nodes["mig"][0]) if names else None
+            return way(item, nodes)._replace(mig=names, mig_restore=restore, mig_at=mig_at)
         for name in _NOT_WITH_MIG:
             if name in nodes and name in _VALID[sharing]:  # another one's problem is reported
                 hint = "remove it; virtual_number divides each instance"
@@ -208,8 +209,14 @@ class _Reader(MappingReader):
         number = self._read_optional("virtual_number", whole_number(1, self._max_devices), nodes) or 0
         if not names:  # its problem is reported; without a layout, the GPU itself is divided
             number = number or 1
-        places = self._places(nodes["mig"][0])
-        return DeviceEntry("", number, *places, sharing=sharing, mig=names, mig_restore=restore)
+        places = self._places(nodes["virtual_number" if "virtual_number" in nodes else "mig"][0])
+        mig_at = self._at(nodes["mig"][0])
+        return DeviceEntry(
+            "", number, *places, sharing=sharing, mig=names, mig_restore=restore, mig_at=mig_at
+        )
+
+    def _at(self, node: Node) -> Source:
+        return Source(self._file, line_of(node))
 
     def _time_sliced(self, item: Node, nodes: Nodes) -> DeviceEntry:
         """Return the entry of a time-sliced GPU; one device if its number is invalid."""

@@ -41,7 +41,7 @@ from yunion_mps.paths import MAX_SOCKET_PATH, Paths
 from yunion_mps.settings import Config, Source
 
 KEYS: dict[str, Key] = {
-    "enable_cuda_mps": Key(boolean, default=False, help="whether this host offers MPS devices"),
+    "enable_cuda_mps": Key(boolean, default=False, help="whether this host offers devices, MPS or not"),
     "container_device_config_file": Key(
         absolute_path, "/etc/yunion/host_container_device.yml", "the file that divides the GPUs"
     ),

@@ -330,7 +330,7 @@ def _layout_error(entry: DeviceEntry, gpu: Gpu) -> list[Problem]:
         if entry.mig:
             layout_of(entry, gpu)
     except LayoutError as error:
-        return [Problem(*entry.divided_at, error.what, error.hint)]
+        return [Problem(*(entry.mig_at or entry.divided_at), error.what, error.hint)]
     return []
 
 

@@ -270,7 +270,9 @@ class Supervisor:
         if not layouts:
             return cancels
         busy = None if leased is None else self.snapshot().plan.offered.union(leased)
-        restoring = originals(COMPUTE_MODE, self._store) if self._store else {}
+        recorded = originals(COMPUTE_MODE, self._store) if self._store else {}
+        modes = {gpu.uuid: gpu.compute_mode for gpu in self._gpus.inventory.gpus}
+        restoring = [uuid for uuid, mode in recorded.items() if modes.get(uuid) != mode]
         before = self.layouts.pending
         tasks = self.layouts.due(busy, restoring)
         if self.layouts.pending != before:

@@ -44,6 +44,14 @@ def test_a_gpu_whose_mig_mode_is_switched_off_is_divided_as_usual(files: Files) 
     assert (found.mig, len(found.slices)) == (("all-disabled",), 1)
 
 
+@pytest.mark.parametrize("layout", ["all-balanced", "all-disabled"])
+def test_a_layout_and_the_division_of_its_instances_know_their_lines(files: Files, layout: str) -> None:
+    found = entry(files, f"{MPS}  mig: {layout}\n  virtual_number: 49\n")
+    assert found.divided_at.line == 5
+    assert found.mig_at is not None
+    assert found.mig_at.line == 4
+
+
 LAYOUT = (
     "write a layout, for example all-1g.10gb, all-balanced, or a list of profiles such as [3g.40gb, 1g.10gb]"
 )

@@ -90,6 +90,12 @@ def test_mps_can_be_turned_off_and_on_again(begin: Begin) -> None:
     assert modes(host) == ["default"] * 2
     assert devices_json(made.snapshot, Ledger()) == []
     assert made.snapshot.notice.startswith("MPS is disabled: enable_cuda_mps is false")
+    assert "either" not in made.snapshot.notice
+    for entry in ("type: NVIDIA_GPU_SHARE; virtual_number: 2", "type: NVIDIA_MPS; mig: all-balanced"):
+        host.divide(entry)
+        made.reload()
+        assert made.snapshot.notice.endswith("; time-sliced GPUs and MIG instances are not served either")
+    host.divide(4, 4)
     configure(host)
     made.reload()
     assert (modes(host), made.available) == (["exclusive_process"] * 2, 8)
