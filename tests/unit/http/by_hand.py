@@ -249,7 +249,7 @@ class FakeLeases(_ByHand, LeaseService):
         self.done.append(f"renew {name} for {caller.uid}")
         return self.given
 
-    def bind(self, name: str, caller: Owner, holder: Holder) -> Any:
+    async def bind(self, name: str, caller: Owner, holder: Holder) -> Any:
         self.done.append(f"bind {name} for {caller.uid} to {holder.pid}")
         return self.given
 
