@@ -6,7 +6,7 @@ import pytest
 
 from integration.daemon_host import Daemon
 from integration.lease_host import given, needs_root, run, stranger, take
-from simhost.host import IN_UNITS
+from simhost.host import IN_UNITS, SHARED
 
 pytestmark = pytest.mark.gpus({"kind": "v100", "count": 2})
 
@@ -36,6 +36,18 @@ def test_run_takes_no_reserved_device_and_says_why(reserving: Daemon) -> None:
         ],
     )
     assert take(reserving, f"devices={SECOND}&reserved_for=kubernetes")["devices"] == [SECOND]
+
+
+@pytest.mark.parametrize("option", [(), ("--allow-unlimited",)])
+def test_what_enforces_no_budget_and_is_reserved_is_refused_as_reserved(
+    daemon: Daemon, option: tuple[str, ...]
+) -> None:
+    daemon.host.divide(4, f"{SHARED}\n  reserved_for: kubernetes")
+    daemon.start().wait_ready()
+    for of in (("--gpu", "00:07.0"), ("--device", SECOND), ("--gpu", "00:07.0", "--count", "2")):
+        done = run(daemon.host, *option, *of, "--", "true")
+        assert (done.returncode, "reserved for kubernetes [reserved]" in done.stderr) == (1, True), done
+        assert "allow-unlimited" not in done.stderr
 
 
 def test_reserved_devices_are_listed_and_counted(reserving: Daemon) -> None:
@@ -89,3 +101,12 @@ def test_only_root_may_ask_for_what_is_reserved(reserving: Daemon) -> None:
         status, answer = connection.ask("POST", "/v1/leases", "reserved_for=kubernetes")
     assert (status, answer["code"]) == (403, "not_allowed")
     assert given(reserving) == []
+
+
+def test_a_gpu_that_is_not_reserved_is_still_offered_with_allow_unlimited(daemon: Daemon) -> None:
+    daemon.host.divide(SHARED, f"{SHARED}\n  reserved_for: kubernetes")
+    daemon.start().wait_ready()
+    refused = run(daemon.host, "--", "true")
+    assert "[budget_not_enforced]" in refused.stderr
+    assert "use it anyway: --allow-unlimited" in refused.stderr
+    run(daemon.host, "--allow-unlimited", "--", "true", check=True)

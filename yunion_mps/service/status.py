@@ -23,7 +23,6 @@ from yunion_mps.enums import (
     WARNING,
 )
 from yunion_mps.identity import gpu_of, physical_gpu
-from yunion_mps.leases.request import find_lease
 from yunion_mps.models import Gpu, Owner
 from yunion_mps.reasons import Reason, hint_of
 from yunion_mps.service.clients import ClientService
@@ -96,8 +95,8 @@ class StatusService:
 
         A job may be about to start with it, so the driver is asked whether its MIG instances still exist.
         """
-        # An unknown name is refused at once, even if the driver hangs.
-        await self._leases.follow_destroyed(find_lease(name, self._leases.ledger.leases, caller))
+        found = self._leases.lease(name, caller)  # an unknown name is refused even if the driver hangs
+        await self._leases.follow_destroyed(self._leases.ledger.leases.get(found["id"]))
         clients = await self._clients.clients(seen=True)
         (lease,) = self._with_states([self._leases.lease(name, caller)], clients)
         return lease

@@ -16,7 +16,9 @@ from unit.http.server_host import PATIENCE_S
 
 def test_a_client_that_cannot_be_disconnected_does_not_affect_the_others(own: Cli, tmp_path: Path) -> None:
     """MPS servers differ: one may be hung, while another can still disconnect its clients."""
-    own.env |= {"YUNION_MPS_DEVICE": "00:06.0-1", "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    device = {"YUNION_MPS_DEVICE": "00:06.0-1", "CUDA_VISIBLE_DEVICES": "GPU-1"}
+    limits = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=5760M"}
+    own.env |= {**device, **limits, "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
     (tmp_path / "control").touch()
     script = "trap '' TERM; sleep 600 & echo $$ $!; exec sleep 600"
     with own.start("run", "--inherit", "--safe-stop=0s", "--", "sh", "-c", script) as job:

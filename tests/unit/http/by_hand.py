@@ -15,6 +15,7 @@ from yunion_mps.enums import OPENMETRICS
 from yunion_mps.errors import YunionError
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.router import Router
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Holder, Owner
 from yunion_mps.service.clients import ClientService
@@ -209,6 +210,7 @@ class FakeLeases(_ByHand, LeaseService):
 
     def __init__(self) -> None:
         super().__init__()
+        self.ledger = Ledger()
         self.requested: list[tuple[LeaseRequest, Holder, float]] = []
         #: Raises what a request is refused with.
         self.check: Callable[[LeaseRequest], object] = lambda _: None
