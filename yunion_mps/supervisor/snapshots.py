@@ -78,7 +78,8 @@ class Snapshots:
         """
         why, code = "", reasons.CONTROL_DAEMON_LEFT
         if not self._desired.config.enable_cuda_mps:
-            why = f"MPS is disabled: enable_cuda_mps is false in {self._host_conf}"
+            also = self._desired.config.also_disabled
+            why = f"MPS is disabled: enable_cuda_mps is false in {self._host_conf}{also}"
             code = reasons.DISABLED
         elif not (plan.domains or plan.direct or self._fleet.domains):
             pending = [layout_pending(gpu.address, reason) for gpu, reason in layouts]
