@@ -134,7 +134,8 @@ TIME_SLICE_REFUSED = _code("time_slice_refused",
     "The GPU's time slice cannot be set, so its devices have the one that it had before.",
     "see why: nvidia-smi compute-policy -i {gpu} --list; or remove time_slice from the entry of the GPU")
 COMPUTE_MODE_REFUSED = _code("compute_mode_refused", "The GPU's compute mode cannot be set.",
-    "set it manually: nvidia-smi -i {gpu} -c EXCLUSIVE_PROCESS; or set cuda_mps_compute_mode: keep")
+    "set it manually: nvidia-smi -i {gpu} -c EXCLUSIVE_PROCESS, or DEFAULT for a GPU without MPS "
+    "or in MIG mode; or set cuda_mps_compute_mode: keep")
 COMPUTE_MODE_CHANGED = _code("compute_mode_changed",
     "The GPU's compute mode differs from the configured one.",
     "set it again: yunion-mps reload; or leave it unmanaged: cuda_mps_compute_mode: keep")

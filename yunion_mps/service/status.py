@@ -150,16 +150,15 @@ def _service_problems(
             text = f"domain {domain['name']} is {domain['state']}: {domain['reason']}"
             yield _problem(PROBLEM, domain["reason_code"], text)
     for gpu in gpus:
-        if gpu["state"] == UNAVAILABLE and gpu["reason_code"] != reasons.DOMAIN_NOT_READY:
-            code = gpu["reason_code"]
+        code = gpu["reason_code"]
+        hint = hint_of(code, gpu=gpu["parent"] or gpu["uuid"] or gpu["pci_address"])
+        if gpu["state"] == UNAVAILABLE and code != reasons.DOMAIN_NOT_READY:
             name = f" ({gpu['name']})" if gpu["name"] else ""
-            hint = hint_of(code, gpu=gpu["parent"] or gpu["uuid"] or gpu["pci_address"])
             yield _problem(PROBLEM, code, f"GPU {gpu['addr']}{name}: {gpu['reason']}", hint, gpu=gpu["addr"])
         elif gpu["state"] == PENDING:
-            code = gpu["reason_code"]
             level = PENDING if code in reasons.LAYOUT_WAITS else PROBLEM
             text = layout_pending(gpu["addr"], Reason(gpu["reason"], code))
-            yield _problem(level, code, text, hint_of(code, gpu=gpu["uuid"] or ""), gpu=gpu["addr"])
+            yield _problem(level, code, text, hint, gpu=gpu["addr"])
     for warning, its_gpu in warnings:
         yield _problem(WARNING, warning.code, warning, gpu=its_gpu and its_gpu.address)
     for domain in service["domains"]:
