@@ -79,6 +79,8 @@ class Daemon(Closes):
             self.env.pop(name, None)
         #: Every datagram since the last start, in order, e.g. "READY=1\nSTATUS=4 of 4 devices ...".
         self.messages: list[str] = []
+        #: How many descriptors it can open from the next start on; None: as many as we can.
+        self.descriptor_limit: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._log_file = host.root / "var/log/yunion-mps-daemon.stderr"
         self._log_start = 0
@@ -105,8 +107,9 @@ class Daemon(Closes):
         coverage = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
         with self._log_file.open("ab") as log:
             self._log_start = log.tell()
+            limit = [] if self.descriptor_limit is None else ["prlimit", f"--nofile={self.descriptor_limit}:"]
             self._process = subprocess.Popen(
-                [program, *arguments],
+                [*limit, program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

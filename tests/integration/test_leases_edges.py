@@ -143,14 +143,11 @@ def test_a_shortage_of_descriptors_ends_no_running_process_s_lease(
         take(daemon, f"holder.pid={sleeper.pid}")
     used = daemon.descriptors
     daemon.kill()
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used - 24, most[1]))
-    try:
-        daemon.start()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    daemon.descriptor_limit = used - 24
+    daemon.start()
     daemon.wait()
     assert "Too many open files" in daemon.log
+    daemon.descriptor_limit = None
     daemon.start().wait_ready()
     assert len(given(daemon)) == 48
 

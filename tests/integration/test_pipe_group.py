@@ -117,7 +117,7 @@ def test_the_group_is_pending_while_a_job_runs(make_at_work: MakeAtWork) -> None
     daemon.configure(cuda_mps_pipe_group=GROUP)
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     pending = [domain["pending"] for domain in daemon.status()["domains"] if domain["pid"] == control]
-    assert "its MPS servers have ended" in pending[0]
+    assert "the control daemon waits for the MPS server (PID" in pending[0]
     assert daemon.pipe_directory.stat().st_mode & 0o777 == 0o755
     job.end()
     end(jobs)

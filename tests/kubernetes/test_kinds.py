@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from integration.daemon_host import Daemon, eventually
+from integration.device_nodes import publish_nodes
 from integration.lease_host import leases_of, take
 from kubernetes.conftest import StartContainer
 from kubernetes.kubelet import INSTANCES, MEMORY, RESOURCE, TIME_SLICED, Kubelet, KubeletPlugin, Reconciler
@@ -30,7 +31,9 @@ FILE = "etc/features.d/yunion-mps"
 @pytest.fixture
 def ready_daemon(daemon: Daemon) -> Daemon:
     daemon.configure(cuda_mps_scope="gpu")
-    return daemon.start().wait_ready()
+    daemon.start().wait_ready()
+    publish_nodes(daemon)
+    return daemon
 
 
 @pytest.fixture
