@@ -38,9 +38,9 @@ def smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[t
 
 
 def matching_devices(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
-    """The suitable devices, for a request for memory the smallest slices first, and no equal shares.
+    """The suitable devices; if the request is for memory, the smallest first.
 
-    For a request for several devices, GPUs whose devices can never be combined are left out.
+    If it is for several devices, GPUs whose devices can never be combined are left out.
     """
     matching = candidates.suitable(request)
     if request.number > 1 and not request.across:

@@ -155,7 +155,7 @@ def test_a_client_that_waits_for_its_turn_is_asked_for_again_as_well(
         loop, lock = asyncio.get_running_loop(), terminator._clients.conversation
         await lock.acquire()
         ending = asyncio.ensure_future(terminator.terminate_all(itemgetter("clients"), 0))
-        while not lock._waiters:  # noqa: ASYNC110 - a lock tells nobody
+        while not lock._waiters:  # noqa: ASYNC110 - a lock has no event to wait for
             await asyncio.sleep(0.001)
         turn_s = loop.time() + 2 * module._OCCUPIED_S
         monkeypatch.setattr(loop, "time", lambda: turn_s)
