@@ -17,7 +17,8 @@ from yunion_mps.host.proc import all_pids
 
 #: The uid of a client over TCP, which the kernel does not know.
 UNKNOWN_UID = -1
-#: The time limit of the search of all processes' descriptors, because it blocks the event loop.
+#: The CPU time of the search of all processes' descriptors, limited because it blocks the event loop. Elapsed
+#: time would be spent waiting for the CPU on a loaded host.
 _SEARCH_S = 0.5
 #: From linux/netlink.h, linux/sock_diag.h and linux/unix_diag.h; Python has no names for them.
 _NETLINK_SOCK_DIAG = 4
@@ -59,12 +60,12 @@ def count_open(pid: int, links: Collection[str]) -> int:
 
 
 def socket_holders(inodes: Collection[int], search_s: float = _SEARCH_S) -> dict[int, int]:
-    """The number of these sockets that each process has open, by PID, as far as found within `search_s`."""
-    end_s = time.monotonic() + search_s
+    """The number of these sockets that each process has open, by PID, as found in `search_s` of CPU time."""
+    end_s = time.thread_time() + search_s
     links = {f"socket:[{inode}]" for inode in inodes}
     counts = {}
     for pid in all_pids() if links else []:
-        if time.monotonic() > end_s:
+        if time.thread_time() > end_s:
             break
         if count := count_open(pid, links):
             counts[pid] = count

@@ -1,7 +1,7 @@
 """Conversations with a control daemon: which process it is, its answers to commands, and why it has none.
 
-Nothing here blocks, except for half a second of diagnosis: a conversation or a probe is polled with the time,
-and has a deadline.
+Nothing here blocks, except for half a second of CPU time for the diagnosis: a conversation or a probe is
+polled with the time, and has a deadline.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class OccupiedError(ControlError):
 
 
 def occupied_error(pipe_directory: str) -> OccupiedError:
-    """The error with the other front-end's process; takes up to half a second."""
+    """The error with the other front-end's process; takes up to half a second of CPU time."""
     return OccupiedError(pipe_directory, front_end_at(pipe_directory))
 
 
@@ -264,7 +264,7 @@ class Probe:
 
 
 def diagnose(pid: int, pipe_directory: str) -> Reason:
-    """The cause, empty if none is found. Never raises; takes up to half a second."""
+    """The cause, empty if none is found. Never raises; takes up to half a second of CPU time."""
     with contextlib.suppress(Exception):
         stopped = _stopped_process(pid)
         if stopped:
