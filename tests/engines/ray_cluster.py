@@ -18,6 +18,8 @@ from simhost.environment import CHECKOUT
 from simhost.host import Closes
 from waiting import readable
 
+#: A node takes minutes to start on a machine under load: five processes import Ray, one after another.
+_START_S = 15 * PATIENCE_S
 #: `ray`, whose nodes have the address 127.0.0.1, which it would replace by the machine's own; it waits for
 #: longer than 30 s until a node has started.
 _RAY = f"""\
@@ -27,7 +29,7 @@ import time
 from ray._private import services
 from ray.scripts.scripts import main
 
-def get_node(*arguments, get=services.get_node, end_s=time.monotonic() + {4 * PATIENCE_S}):
+def get_node(*arguments, get=services.get_node, end_s=time.monotonic() + {_START_S}):
     while True:
         try:
             return get(*arguments)
@@ -57,11 +59,11 @@ _SETTINGS = {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_failure_threshold": "2",
     "RAY_health_check_timeout_ms": "60000",
-    "RAY_gcs_server_port_wait_time_s": "300",
-    "RAY_gcs_rpc_server_connect_timeout_s": "300",
-    "RAY_py_gcs_connect_timeout_s": "300",
-    "RAY_agent_register_timeout_ms": "300000",
-    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_gcs_server_port_wait_time_s": f"{_START_S:.0f}",
+    "RAY_gcs_rpc_server_connect_timeout_s": f"{_START_S:.0f}",
+    "RAY_py_gcs_connect_timeout_s": f"{_START_S:.0f}",
+    "RAY_agent_register_timeout_ms": f"{_START_S:.0f}000",
+    "RAY_worker_register_timeout_seconds": f"{_START_S:.0f}",
 }
 
 
@@ -91,7 +93,9 @@ class Ray(Closes):
         return (self.folder / "ray_current_cluster").read_text()
 
     def start(self) -> Ray:
-        self._start(0, "--head", "--port=0", "--include-dashboard=false", f"--temp-dir={self.folder}")
+        self._start(
+            0, "--head", "--port=0", "--no-monitor", "--include-dashboard=false", f"--temp-dir={self.folder}"
+        )
         for number in range(1, len(self.daemons)):
             self.start_node(number)
         return self
@@ -111,7 +115,7 @@ class Ray(Closes):
                 capture_output=False,
                 stdout=file,
                 stderr=file,
-                timeout=5 * PATIENCE_S,
+                timeout=_START_S,
             )
         assert done.returncode == 0, log.read_text()
 
