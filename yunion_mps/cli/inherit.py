@@ -100,8 +100,15 @@ def _refuse_missing(lease: LeaseDetails, code: str, reason: str) -> None:
 
 
 def _narrowed(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment with only those of its GPUs that ours has; with MPS, limits are of all GPUs."""
-    chosen = os.environ.get(_VISIBLE, "")
-    if _PIPE_DIRECTORY in environment or not {*chosen.split(",")} <= {*environment[_VISIBLE].split(",")}:
+    """Return the environment with only those of its GPUs that ours has; with MPS, limits are of all GPUs.
+
+    Raises HostError if ours has fewer GPUs and one of them is none of the lease's: it was an instance.
+    """
+    chosen, leased = os.environ.get(_VISIBLE, ""), environment[_VISIBLE]
+    names, present = chosen.split(","), leased.split(",")
+    if _PIPE_DIRECTORY in environment or not chosen or (len(names) >= len(present) and {*names} - {*present}):
         return environment
+    if unknown := sorted({*names} - {*present}):
+        what = f"--inherit: {_VISIBLE} has {', '.join(unknown)}, but the GPUs of this lease are {leased}"
+        raise HostError(what, f"set {_VISIBLE} to one of them, or unset it for all", MIG_INSTANCE_GONE)
     return {**environment, _VISIBLE: chosen}
