@@ -110,3 +110,17 @@ def test_a_gpu_that_is_not_reserved_is_still_offered_with_allow_unlimited(daemon
     assert "[budget_not_enforced]" in refused.stderr
     assert "use it anyway: --allow-unlimited" in refused.stderr
     run(daemon.host, "--allow-unlimited", "--", "true", check=True)
+
+
+@pytest.mark.gpus({"kind": "h100", "count": 2})
+def test_a_gpu_is_reserved_while_its_layout_waits_for_another_programs_instance(daemon: Daemon) -> None:
+    daemon.host.divide("mig: all-1g.10gb; reserved_for: slurm", SHARED)
+    daemon.host.run(["nvidia-smi", "-i", 0, "-mig", 1], check=True)
+    daemon.host.create_mig_devices(0, "7g.80gb")
+    daemon.start().wait_ready()
+    assert [one["reserved_for"] for one in daemon.get("/v1/gpus")[1]["gpus"]] == ["slurm", "slurm", None]
+    done = daemon.host.run(["yunion-mps", "slurm", "gres-conf"])
+    assert (done.returncode, done.stdout) == (1, ""), "not the devices of the other GPU"
+    assert "[mig_foreign_instance]" in done.stderr
+    done = run(daemon.host, "--", "true")
+    assert (done.returncode, "--allow-unlimited" in done.stderr) == (1, True), done.stderr

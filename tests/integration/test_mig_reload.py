@@ -56,6 +56,15 @@ def test_reload_now_names_what_it_takes_away_and_then_does(daemon: Daemon) -> No
     assert losses(daemon) == {}
 
 
+def test_another_layout_leaves_the_compute_mode_as_it_is(daemon: Daemon) -> None:
+    daemon.host.divide("mig: [3g.40gb, 1g.10gb]")
+    daemon.start().wait_ready()
+    daemon.host.divide("mig: 7g.80gb")
+    assert {change["kind"] for change in daemon.get("/v1/plan")[1]["changes"]} == {"MIG layout", "budget"}
+    daemon.host.run(["yunion-mps", "reload", "--drain"], check=True)
+    assert gpu(daemon)["compute_mode"] == "Default"
+
+
 def test_reload_now_destroys_later_only_what_it_has_named(daemon: Daemon) -> None:
     daemon.host.divide("mig: 3g.40gb")
     daemon.start().wait_ready()

@@ -91,6 +91,7 @@ def gpu_of(gpu: int, instance: int = 0, profile: str = "") -> answers.Gpu:
         "pci_address": f"00000000:{gpu:02x}:00.0{suffix}",
         "compute_capability": "8.6",
         "parent": uuid_of(gpu) if profile else None,
+        "reserved_for": None,
         "mig_profile": profile or None,
     }
     return cast("answers.Gpu", made)
@@ -111,6 +112,8 @@ def facts(
             profile = (one["model"] or "").rpartition(" ")[2]
             made = gpu_of(int(gpu, 16), int(number, 16), profile)
             gpus.update({one["gpu_uuid"]: made, uuid_of(int(gpu, 16)): gpu_of(int(gpu, 16))})
+    for row in (*(devices or []), *(pools or [])):
+        gpus[row["gpu_uuid"]]["reserved_for"] = row["reserved_for"]
     limits = {"memory_limits_mib": [memory_limit_mib] * len(uuids), "thread_percentage": thread_percentage}
     domain = cast("answers.Domain", {"name": "host", "gpus": list(uuids), **limits})
     domains, roots = dict.fromkeys(uuids, domain), dict.fromkeys(uuids, "pci0000:00")

@@ -236,6 +236,9 @@ def test_only_reserved_gpus_are_offered_if_there_are_any() -> None:
     assert [one.address for one in offered_devices(facts(devices))] == ["07:00.0-0"]
     reserved = offered_devices(facts(devices[:1], [pool(9, reserved_for="kubernetes"), pool(10)]))
     assert [one.address for one in reserved] == ["09:00.0"]
+    host = facts(devices)
+    without_devices = host._replace(devices=[devices[0], devices[2]])
+    assert offered_devices(without_devices) == [], "as long as a MIG layout is pending"
 
 
 def test_devices_that_are_made_for_leases_are_not_offered() -> None:

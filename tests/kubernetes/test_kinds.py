@@ -136,6 +136,19 @@ def test_a_leased_device_keeps_its_kind_until_its_lease_ends(
     wait_healthy(kubelet, {RESOURCE: 0, TIME_SLICED: 6})
 
 
+@pytest.mark.divided("mig: [3g.40gb, 1g.10gb]; reserved_for: kubernetes", SHARED)
+def test_a_reservation_outlasts_a_layout_that_waits_for_a_pod(
+    kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, start_container: StartContainer
+) -> None:
+    wait_healthy(kubelet, {INSTANCES: 2})
+    pod = kubelet.request(INSTANCES).run_pod("trainer", 1)
+    start_container(pod)
+    reload_as(ready_daemon, "mig: [4g.40gb, 2g.20gb]; reserved_for: kubernetes", SHARED)
+    kubelet.request(INSTANCES).wait_healthy(1)
+    assert kubelet.healthy == [*pod.devices]
+    assert not kubelet.request(TIME_SLICED).lists, "the other GPU is not reserved"
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_container_does_not_start_again_on_a_device_of_another_kind(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, restarts: bool

@@ -10,10 +10,10 @@ from yunion_mps.cli.calls import call, listed_devices
 from yunion_mps.cli.output import print_notice
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.errors import HostError
-from yunion_mps.http.operations import GET_STATUS
+from yunion_mps.http.operations import GET_GPUS, GET_STATUS
 from yunion_mps.paths import Paths
 from yunion_mps.slurm.devices import (
-    devices_for_slurm,
+    gpus_for_slurm,
     gres_lines,
     install,
     node_lines,
@@ -63,15 +63,16 @@ def gres_conf(node: str | None, installs: bool, shards: bool) -> None:
       yunion-mps slurm gres-conf --shards --install
     """
     paths, name = Paths.from_environment(), node or node_name()
-    devices = devices_for_slurm(listed_devices())
+    gpus = {gpu["addr"]: gpu["uuid"] for gpu in gpus_for_slurm(call(GET_GPUS)["gpus"])}
+    if change := pending_change(gpus, call(GET_STATUS)["problems"]):
+        what = f"gres.conf cannot be written yet: {change}"
+        raise HostError(what, "repeat this once the change is in effect: yunion-mps status", change.code)
+    devices = [device for device in listed_devices() if device["gpu_uuid"] in gpus.values()]
     if not devices:
         what = "this host has no devices for Slurm"
         raise HostError(
             what, "divide a GPU with virtual_number or slices: man yunion-mps-host_container_device.yml"
         )
-    if change := pending_change((device["addr"] for device in devices), call(GET_STATUS)["problems"]):
-        what = f"gres.conf cannot be written yet: {change}"
-        raise HostError(what, "repeat this once the change is in effect: yunion-mps status", change.code)
     record = record_of(devices, shards=shards)
     if installs:
         install(record, paths)

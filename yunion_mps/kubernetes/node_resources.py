@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from yunion_mps.errors import YunionError
 from yunion_mps.http.client import AsyncDaemonClient
+from yunion_mps.http.operations import GET_GPUS
 from yunion_mps.kubernetes.daemon_watch import DaemonWatch
 from yunion_mps.kubernetes.features import GpuKind
 from yunion_mps.kubernetes.leases import ContainerLeases
@@ -24,7 +25,7 @@ from yunion_mps.kubernetes.resources import (
     KnownDevice,
     MemoryResource,
     ResourceHealth,
-    only_reserved,
+    offered_of,
 )
 from yunion_mps.tasks import cancel, first_of
 
@@ -111,6 +112,7 @@ class OfferWatch:
     def __init__(
         self, daemon: AsyncDaemonClient, resources: NodeResources, leases: ContainerLeases, counts: Counts
     ) -> None:
+        self._daemon = daemon
         self._resources = resources
         self._leases = leases
         self._watch = DaemonWatch(daemon, counts, self._read, self._lose, _OUTAGE_S)
@@ -123,7 +125,8 @@ class OfferWatch:
         pools = await self._watch.pools()
         devices = await self._watch.devices(KnownDevice)
         leases = await self._leases.all()  # after the devices, as DeviceResource.update needs them
-        self._resources.update(*only_reserved(devices, pools), leases)
+        gpus = (await self._daemon.call(GET_GPUS))["gpus"]
+        self._resources.update(*offered_of(devices, pools, gpus), leases)
 
     def _lose(self, error: YunionError) -> None:
         self._resources.lose(error.message)

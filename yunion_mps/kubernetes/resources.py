@@ -27,7 +27,7 @@ from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseRecord, Pool
+    from yunion_mps.answers import Gpu, LeaseRecord, Pool
 
 log = logging.getLogger(__name__)
 
@@ -356,8 +356,10 @@ class MemoryResource(ExtendedResource):
         return sources.pop()
 
 
-def only_reserved(devices: Iterable[DeviceT], pools: Iterable[Pool]) -> tuple[list[DeviceT], list[Pool]]:
-    """What is offered: what is reserved for Kubernetes if anything is, otherwise everything.
+def offered_of(
+    devices: Iterable[DeviceT], pools: Iterable[Pool], gpus: Iterable[Gpu]
+) -> tuple[list[DeviceT], list[Pool]]:
+    """What is offered of the GPUs that are reserved for Kubernetes or, if none is, of those not reserved.
 
     The devices of leases come last: those of a replaced GPU have the same addresses as the new GPU's.
     """
@@ -365,10 +367,9 @@ def only_reserved(devices: Iterable[DeviceT], pools: Iterable[Pool]) -> tuple[li
     for device in devices:
         if not _is_made_for_a_lease(device):
             by_address.setdefault(device["addr"], device)
-    offered = list(by_address.values())
-    reserved = [device for device in offered if device["reserved_for"] == KUBERNETES]
-    reserved_pools = [pool for pool in pools if pool["reserved_for"] == KUBERNETES]
-    return (reserved, reserved_pools) if reserved or reserved_pools else (offered, list(pools))
+    use = KUBERNETES if any(gpu["reserved_for"] == KUBERNETES for gpu in gpus) else None
+    offered = [device for device in by_address.values() if device["reserved_for"] == use]
+    return offered, [pool for pool in pools if pool["reserved_for"] == use]
 
 
 def _is_made_for_a_lease(device: KnownDevice) -> bool:

@@ -294,7 +294,7 @@ class Allocator:
         """The message, hint and code of a NothingFreeError."""
         pools = candidates.matching_pools(request)
         if not matching and not pools and (waiting := candidates.waiting_for(request)):
-            gpu, reason = waiting
+            gpu, reason, _ = waiting
             what = f"{request} cannot be allocated now: GPU {gpu}: {reason}"
             return what, hint_of(reason.code, gpu=gpu), reason.code
         if not matching and not pools:

@@ -127,6 +127,14 @@ class PoolCandidate(NamedTuple):
     reason: Reason = NO_REASON
 
 
+class WaitingGpu(NamedTuple):
+    """A GPU whose MIG layout is not in effect, and why: it has no devices yet, or not all of them."""
+
+    gpu: str  # its address
+    reason: Reason
+    reserved_for: str | None = None
+
+
 class Unenforced(NamedTuple):
     """A GPU that enforces no budgets, as errors name it, and why."""
 
@@ -139,8 +147,7 @@ class Candidates(NamedTuple):
 
     `domains` are the domains of all devices, by name: as they serve, or as planned if they do not serve.
     `planned` are those that are configured, whose limits may wait for MPS servers to end. `reserved` says, by
-    GPU UUID, what devices are reserved for. `waiting` has the GPUs whose MIG layouts are not in effect, by
-    address, and why: they have no devices yet, or not all of them.
+    GPU UUID, what devices are reserved for.
     """
 
     devices: Sequence[Candidate] = ()
@@ -149,11 +156,13 @@ class Candidates(NamedTuple):
     domains: Mapping[str, DomainPlan] = {}
     planned: Mapping[str, DomainPlan] = {}
     reserved: Mapping[str, str] = {}
-    waiting: Mapping[str, Reason] = {}
+    waiting: Sequence[WaitingGpu] = ()
 
-    def waiting_for(self, request: LeaseRequest) -> tuple[str, Reason] | None:
-        """The GPU whose layout the request may wait for, and why that is not in effect; None if none is."""
-        return next((one for one in self.waiting.items() if request.gpu in ("", one[0])), None)
+    def waiting_for(self, request: LeaseRequest) -> WaitingGpu | None:
+        """The GPU whose layout the request may wait for; None if there is none."""
+        uses = (None, request.reserved_for)
+        fit = (one for one in self.waiting if request.gpu in ("", one.gpu) and one.reserved_for in uses)
+        return next(fit, None)
 
     def usable_pools(self, request: LeaseRequest) -> list[PoolCandidate]:
         return [
@@ -238,11 +247,11 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
     domains = {domain.name: domain for domain in (*plan.parked, *plan.domains, *serving)}
     planned = {domain.name: domain for domain in plan.domains}
     layouts = {layout.gpu_uuid for layout in plan.layouts}
-    waiting = {
-        gpu.address: reason
+    waiting = [
+        WaitingGpu(gpu.address, reason, plan.reserved.get(gpu.uuid))
         for gpu in gpus
         if gpu.uuid in layouts and (reason := gpu.reason or plan.unavailable.get(gpu.pci_address))
-    }
+    ]
     return Candidates(devices, pools, unenforced, domains, planned, plan.reserved, waiting)
 
 

@@ -60,6 +60,7 @@ def make_plan(
     if not config.enable_cuda_mps:
         return Plan(host), []
     entries, problems = _entries_of(config, inventory)
+    reserved = _reservations(entries, inventory.gpus)
     entries, layouts, waiting = _with_instances(entries, inventory.gpus, used)
     divided = [gpu for gpu in inventory.gpus if gpu.pci_address in entries]
     sharing = {gpu.pci_address: entries[gpu.pci_address].sharing for gpu in divided}
@@ -85,9 +86,8 @@ def make_plan(
     order = {str(gpu.uuid): place for place, gpu in enumerate(inventory.gpus)}
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     keep = config.cuda_mps_compute_mode == "keep"
-    modes = {} if keep else {gpu.parent or str(gpu.uuid): mode_of(gpu, sharing) for gpu in planned}
-    reserved = {str(gpu.uuid): entries[gpu.pci_address].reserved_for for gpu in planned}
-    reserved = {uuid: use for uuid, use in reserved.items() if use}
+    modes = {gpu.parent or str(gpu.uuid): mode_of(gpu, sharing) for gpu in planned}
+    modes |= {layout.gpu_uuid: DEFAULT for layout in layouts if layout.enabled}  # before it has its instances
     actions = {
         str(gpu.uuid): entries[gpu.pci_address].over_budget or config.over_budget
         for gpu in planned
@@ -95,7 +95,7 @@ def make_plan(
     }
     unavailable |= waiting
     plan = Plan(
-        host, domains, modes, tuple(devices), unavailable, tuple(pools), parked, reserved, actions, direct,
+        host, domains, {} if keep else modes, tuple(devices), unavailable, tuple(pools), parked, reserved, actions, direct,
         sharing, time_slices=slices, layouts=layouts,
     )  # fmt: skip
     return plan, problems
@@ -236,6 +236,15 @@ def _entries_of(config: Config, inventory: Inventory) -> tuple[dict[str, DeviceE
             entries[gpu.pci_address] = DeviceEntry(gpu.pci_address, config.cuda_mps_replicas, at, at)
             problems += _too_many("cuda_mps_replicas", config.cuda_mps_replicas, gpu, config, inventory, at)
     return entries, problems
+
+
+def _reservations(entries: Mapping[str, DeviceEntry], gpus: Sequence[Gpu]) -> dict[str, str]:
+    """Return what GPUs and their MIG instances (UUIDs) are reserved for, also if they have no devices now."""
+    entries_by_gpu = {gpu.uuid: entries.get(gpu.pci_address) for gpu in gpus}
+    found = {gpu.uuid: entries_by_gpu.get(gpu.parent or gpu.uuid) for gpu in gpus}
+    return {
+        uuid: entry.reserved_for for uuid, entry in found.items() if uuid and entry and entry.reserved_for
+    }
 
 
 def _with_instances(

@@ -20,10 +20,17 @@ from yunion_mps.errors import HostError, NotAllowedError, NotFoundError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.identity import gpu_of, physical_gpu
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import LEASES_PENDING, MIG_IN_USE, MIG_PENDING, SLURM_DEVICES_CHANGED, Reason, hint_of
+from yunion_mps.reasons import (
+    LAYOUT_NEEDS,
+    LAYOUT_WAITS,
+    LEASES_PENDING,
+    SLURM_DEVICES_CHANGED,
+    Reason,
+    hint_of,
+)
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, StatusProblem
+    from yunion_mps.answers import Device, Gpu, StatusProblem
 
 #: A major number for local use (Documentation/admin-guide/devices.txt of the kernel): no driver has it, and
 #: Slurm only looks at the type of the nodes.
@@ -31,8 +38,8 @@ _MAJOR = 60
 _DIRECTORY = "/dev/yunion-mps"
 #: The types of shares in gres.conf, by the way of sharing.
 _TYPES = {MPS: "mps", TIME_SLICING: "time-sliced"}
-#: Codes of GPUs that will be divided otherwise, or have other MIG instances, once their jobs have ended.
-_CHANGES = (LEASES_PENDING, MIG_IN_USE, MIG_PENDING)
+#: Codes of GPUs that will be divided otherwise, or have other MIG instances.
+_CHANGES = {LEASES_PENDING, *LAYOUT_WAITS, *LAYOUT_NEEDS}
 
 
 class RecordedDevice(NamedTuple):
@@ -109,15 +116,15 @@ class Record(NamedTuple):
         return {index: [one.current_address(devices) for one in entries[index]] for index in indices}
 
 
-def devices_for_slurm(devices: Sequence[Device]) -> list[Device]:
-    """The devices that are reserved for Slurm or, if there are none, those that are not reserved."""
-    reserved = [device for device in devices if device["reserved_for"] == SLURM]
-    return reserved or [device for device in devices if device["reserved_for"] is None]
+def gpus_for_slurm(gpus: Sequence[Gpu]) -> list[Gpu]:
+    """The GPUs that are reserved for Slurm or, if none is, those that are not reserved."""
+    reserved = [gpu for gpu in gpus if gpu["reserved_for"] == SLURM]
+    return reserved or [gpu for gpu in gpus if gpu["reserved_for"] is None]
 
 
 def pending_change(addresses: Iterable[str], problems: Iterable[StatusProblem]) -> Reason | None:
-    """Why a GPU of these devices will have others; None if that is not to be expected."""
-    gpus = {gpu for addr in addresses for gpu in (gpu_of(addr), physical_gpu(addr))}
+    """Why a GPU of these devices (or itself) will have others; None if that is not to be expected."""
+    gpus = {gpu for addr in addresses for gpu in (addr, gpu_of(addr), physical_gpu(addr))}
     for problem in problems:
         if problem["gpu"] in gpus and problem["code"] in _CHANGES:
             return Reason(problem["text"], problem["code"])

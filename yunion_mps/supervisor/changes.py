@@ -215,7 +215,7 @@ def changes_to(
             shown = (old_slice or "original", new_slice or "original")
             changes.append(Change("time slice", gpu.address, *shown, kept_by.effect))
         old_use, new_use = (some.reserved.get(gpu.uuid or "", "") for some in (before, plan))
-        if old_use != new_use:
+        if old_use != new_use and not gpu.parent:
             changes.append(Change("reservation", gpu.address, old_use, new_use, AT_ONCE))
         old_action, new_action = (some.over_budget.get(gpu.uuid or "", "") for some in (before, plan))
         if old_action and new_action and old_action != new_action:

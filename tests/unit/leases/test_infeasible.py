@@ -6,7 +6,14 @@ import pytest
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
 from yunion_mps.leases.allocator import Allocator, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate, Unenforced
+from yunion_mps.leases.request import (
+    Candidate,
+    Candidates,
+    LeaseRequest,
+    PoolCandidate,
+    Unenforced,
+    WaitingGpu,
+)
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, GPU_LOST, INFEASIBLE, MIG_IN_USE, Reason, hint_of
 
 from unit.leases.shares import candidates, device, lease, pool
@@ -196,7 +203,7 @@ def test_on_a_host_without_devices_the_hint_names_status() -> None:
 
 
 def test_a_request_for_a_gpu_whose_layout_is_pending_is_feasible() -> None:
-    host = candidates(1)._replace(waiting={"09:00.0": Reason("its layout waits", MIG_IN_USE)})
+    host = candidates(1)._replace(waiting=[WaitingGpu("09:00.0", Reason("its layout waits", MIG_IN_USE))])
     there, elsewhere = LeaseRequest(gpu="09:00.0"), LeaseRequest(gpu="08:00.0")
     refuse_infeasible(there, host)
     with pytest.raises(InfeasibleError, match="the host has no such devices"):
@@ -205,3 +212,11 @@ def test_a_request_for_a_gpu_whose_layout_is_pending_is_feasible() -> None:
         Allocator(Ledger()).choose(there, host)
     assert caught.value.message.endswith("cannot be allocated now: GPU 09:00.0: its layout waits")
     assert (caught.value.code, caught.value.hint) == (MIG_IN_USE, hint_of(MIG_IN_USE, gpu="09:00.0"))
+
+
+def test_a_request_does_not_wait_for_the_layout_of_a_reserved_gpu() -> None:
+    waiting = [WaitingGpu("09:00.0", Reason("its layout waits", MIG_IN_USE), "slurm")]
+    host = candidates(1)._replace(waiting=waiting)
+    refuse_infeasible(LeaseRequest(gpu="09:00.0", reserved_for="slurm"), host)
+    with pytest.raises(InfeasibleError, match="the host has no such devices"):
+        refuse_infeasible(LeaseRequest(gpu="09:00.0"), host)

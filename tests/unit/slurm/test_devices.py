@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from yunion_mps.errors import HostError, NotFoundError
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import SLURM_DEVICES_CHANGED
 from yunion_mps.slurm.devices import (
-    devices_for_slurm,
+    gpus_for_slurm,
     gres_lines,
     node_lines,
     read_record,
     record_of,
 )
 from yunion_mps.slurm.node import counts_of
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Gpu
 
 from unit.slurm.rows import MIXED, RECORD, device, instance, sliced, write_record
 
@@ -111,11 +115,8 @@ def test_all_shards_have_to_be_shared_in_the_same_way() -> None:
         assert "omit --shards" in caught.value.hint
 
 
-def test_only_reserved_devices_are_offered_if_there_are_any() -> None:
-    free, pods, ours = (
-        device("a-0"),
-        device("b-0", reserved_for="kubernetes"),
-        device("c-0", reserved_for="slurm"),
-    )
-    assert devices_for_slurm([free, pods, ours]) == [ours]
-    assert devices_for_slurm([free, pods]) == [free]
+def test_only_reserved_gpus_are_offered_if_there_are_any() -> None:
+    gpus = [cast("Gpu", {"reserved_for": use}) for use in (None, "kubernetes", "slurm")]
+    free, pods, ours = gpus
+    assert gpus_for_slurm(gpus) == [ours]
+    assert gpus_for_slurm([free, pods]) == [free]
