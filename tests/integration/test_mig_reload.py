@@ -96,6 +96,18 @@ def test_a_leased_instance_stays_whole_until_its_lease_ends(daemon: Daemon) -> N
     eventually(lambda: {f"{leased}-0", f"{leased}-1"} <= devices(daemon).keys(), "the new division")
 
 
+def test_a_service_with_only_leased_instances_has_not_failed(daemon: Daemon) -> None:
+    daemon.host.divide("mig: [3g.40gb, 1g.10gb]")
+    daemon.start().wait_ready()
+    leased = lease(daemon, "3g.40gb")
+    daemon.host.divide("mig: 7g.80gb")
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    assert daemon.status()["state"] == "ready"
+    rows = {row["addr"]: (row["sharing"], row["state"]) for row in daemon.get("/v1/gpus")[1]["gpus"]}
+    assert rows["00:06.0"] == ("mig", "pending")
+    assert rows[leased] == ("none", "available")
+
+
 def test_without_mig_a_leased_instance_names_its_lease(daemon: Daemon) -> None:
     daemon.host.divide("mig: [3g.40gb, 1g.10gb]")
     daemon.start().wait_ready()

@@ -153,8 +153,10 @@ class Queries:
     def gpus(self) -> answers.GpuList:
         """Every GPU and MIG instance as of the last poll; one that cannot be leased has a reason."""
         snapshot = self._snapshot()
-        ways, why = ways_in_effect(snapshot.plan), unusable_reasons(snapshot)
-        serving = self._serving()  # which counts the devices
+        leased = [device for device in self.all_devices() if device["lease"]]  # counts the devices, too
+        ways = {one["gpu_uuid"]: one["sharing"] for one in leased if one["state"] != UNAVAILABLE}
+        ways |= ways_in_effect(snapshot.plan)
+        why, serving = unusable_reasons(snapshot), self._serving()
         listed = snapshot.inventory.gpus
         if divided := unusable_instances(listed):
             listed = in_order([*listed, *divided])
@@ -223,7 +225,7 @@ class Queries:
             return "disabled"
         serving = sum(domain.state == READY for domain in snapshot.domains)
         unusable = unusable_reasons(snapshot)
-        if not serving and all(unusable[gpu.uuid] for gpu in snapshot.plan.direct):
+        if not serving and not used and all(unusable[gpu.uuid] for gpu in snapshot.plan.direct):
             return "failed"
         broken = any(
             reason and not (reason.code in LAYOUT_WAITS and is_layout_pending(gpu, snapshot, used))
@@ -294,7 +296,7 @@ class Queries:
         """Why no device can be used although MPS is enabled, one line each; empty if one can."""
         snapshot = self._snapshot()
         unusable = unusable_reasons(snapshot)
-        if not snapshot.enabled or not all(unusable.values()):
+        if not snapshot.enabled or not all(unusable.values()) or self._serving():
             return []
         lines: list[str] = [snapshot.notice]
         lines += [
