@@ -51,6 +51,12 @@ def test_the_budget_of_a_combined_lease_is_that_of_its_environment(daemon: Daemo
         50,
         [25, 25],
     )
+    daemon.host.run(("yunion-mps", "lease", "release", "job"), check=True)
+    whole = daemon.host.run((*take[:6], "--device", "all"), check=True).stdout
+    assert "Budget:      8192 MiB, 50 % of the SM threads\n" in whole, (
+        "more than two devices are not combined"
+    )
+    assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=8192M\n" in whole
 
 
 def test_run_across_an_instance_and_a_share_names_what_is_unenforced(instances: Daemon) -> None:

@@ -215,3 +215,15 @@ def test_inherit_refuses_an_instance_that_was_just_destroyed(daemon: Daemon) -> 
     assert (done.returncode, done.stdout) == (1, "")
     assert f"[{reasons.MIG_INSTANCE_GONE}]" in done.stderr
     assert f"yunion-mps lease release {lease['id']}" in done.stderr
+
+
+def test_inherit_refuses_a_destroyed_instance_also_without_a_lease(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    instance, address = big(daemon)
+    bare = {"environment": daemon.get(f"/v1/devices/{address}")[1]["client_environment"]}
+    assert inherit(daemon, bare).stdout.strip() == instance.uuid
+    daemon.host.fail("nvmlDeviceCreateGpuInstanceWithPlacement", "insufficient_resources")
+    destroy(daemon)
+    eventually(lambda: f"[{reasons.MIG_INSTANCE_GONE}]" in inherit(daemon, bare).stderr, "the refusal")
+    daemon.kill()
+    assert inherit(daemon, bare).returncode == 0, "nobody knows it"

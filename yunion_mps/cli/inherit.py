@@ -6,16 +6,17 @@ be asked: a Slurm job's user need not be in its group, and a container need not 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from yunion_mps.cli.calls import call
 from yunion_mps.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE
-from yunion_mps.errors import HostError, NotFoundError, YunionError
+from yunion_mps.errors import HostError, NotFoundError, UnreachableError, YunionError
 from yunion_mps.http.operations import GET_DEVICE, GET_LEASE
 from yunion_mps.http.transport import refuse_unreachable
-from yunion_mps.identity import gpu_of, physical_gpu
+from yunion_mps.identity import gpu_of, is_on_instance, physical_gpu
 from yunion_mps.reasons import MIG_FOREIGN_INSTANCE, MIG_INSTANCE_GONE, hint_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _DEVICE, _LEASE = "YUNION_MPS_DEVICE", "YUNION_MPS_LEASE"
 _VISIBLE, _PIPE_DIRECTORY = "CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY"
 _LIMITS = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+#: Codes of devices whose MIG instance does not exist.
+_MISSING = (MIG_INSTANCE_GONE, MIG_FOREIGN_INSTANCE)
 _WITHOUT = "request one, in Slurm: srun --gres=gpu:mps:1; or lease one: omit --inherit"
 
 
@@ -48,6 +51,7 @@ def inherited_devices() -> Mapping[str, str]:
             environment = _present_environment(lease)
     else:
         environment = _own_environment("")
+        _refuse_destroyed(environment)
     refuse_unreachable(environment)
     return environment
 
@@ -79,12 +83,15 @@ def _present_environment(lease: LeaseDetails) -> Mapping[str, str]:
     if len(names) == len(lease["devices"]):  # a device on an instance created again may have a new address
         _refuse_missing(lease, lease["reason_code"], lease["reason"])
         return _narrowed(lease["environment"])
+    hint = f"set {_DEVICE} to one of them or to all: {','.join(lease['devices'])}"
     if len(names) > 1:
         what = f"--inherit: {len(names)} of the {len(lease['devices'])} devices of this lease have no budget"
-        raise HostError(what, f"set {_DEVICE} to one of them or to all: {','.join(lease['devices'])}")
+        raise HostError(what, hint)
     if names[0] not in lease["devices"]:
-        what = "--inherit: the MIG instance of this environment was destroyed, and another one created"
-        raise HostError(what, "start the job's step again", MIG_INSTANCE_GONE)
+        if is_on_instance(names[0]):
+            what = "--inherit: the MIG instance of this environment was destroyed, and another one created"
+            raise HostError(what, "start the job's step again", MIG_INSTANCE_GONE)
+        raise HostError(f"--inherit: {names[0]} is not among the devices of lease {lease['id']}", hint)
     device = call(GET_DEVICE, id=names[0])
     _refuse_missing(lease, device["reason_code"], device["reason"])
     if not device["client_environment"]:
@@ -93,8 +100,26 @@ def _present_environment(lease: LeaseDetails) -> Mapping[str, str]:
     return {**device["client_environment"], _LEASE: lease["id"]}
 
 
+def _refuse_destroyed(environment: Mapping[str, str]) -> None:
+    """Raise HostError if a MIG instance of an environment without a lease no longer exists.
+
+    If the daemon cannot be asked, nothing is refused.
+    """
+    visible = environment[_VISIBLE].split(",")
+    for name in filter(is_on_instance, environment[_DEVICE].split(",")):
+        with contextlib.suppress(UnreachableError):
+            try:
+                device = call(GET_DEVICE, id=name)
+            except NotFoundError:
+                device = None
+            if device is None or device["gpu_uuid"] not in visible or device["reason_code"] in _MISSING:
+                what = f"--inherit: the MIG instance of {name} was destroyed"
+                hint = f"if there is another one, use its environment: yunion-mps env {name}"
+                raise HostError(what, hint, MIG_INSTANCE_GONE)
+
+
 def _refuse_missing(lease: LeaseDetails, code: str, reason: str) -> None:
-    if code in (MIG_INSTANCE_GONE, MIG_FOREIGN_INSTANCE):
+    if code in _MISSING:
         hint = hint_of(code, gpu=physical_gpu(lease["devices"][0]), lease=lease["id"])
         raise HostError(f"--inherit: {reason}", hint, code)
 

@@ -258,7 +258,7 @@ def _lease_text(lease: LeaseRecord, state: str = "") -> str:
         **({"Command": command} if command else {}),
         "Devices": ", ".join(lease["devices"]),
         **({"State": state} if state else {}),
-        "Budget": f"{_memory_mib(lease)} MiB, {cell(lease['thread_percentage'])} % of the SM threads"
+        "Budget": f"{_process_memory_mib(lease)} MiB, {cell(lease['thread_percentage'])} % of the SM threads"
         + unenforced,
         **({"Peak memory": mib(peak_mib)} if peak_mib else {}),
         "Since": f"{date_and_time(lease['since'])} ({age_of(lease['since'])} ago)",
@@ -285,6 +285,12 @@ def _with_totals(lease: LeaseRecord) -> dict[str, object]:
 
 def _memory_mib(lease: LeaseRecord) -> int:
     return sum(budget["memory_mib"] for budget in lease["budgets"])
+
+
+def _process_memory_mib(lease: LeaseRecord) -> int:
+    """What a process may allocate, which is less than all devices add up to if MPS combines only some."""
+    limits = re.findall(r"=(\d+)M", lease["environment"].get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", ""))
+    return sum(map(int, limits)) if limits else _memory_mib(lease)
 
 
 def _peak_mib(lease: LeaseRecord) -> int | None:
@@ -331,9 +337,8 @@ def print_environment(device: str, output: str) -> None:
     with failing_reader(output):
         answer = call(GET_DEVICE, id=one_device(device))
         if answer["reason"]:
-            raise HostError(
-                f"device {answer['addr']} is unavailable: {answer['reason']}", "see: yunion-mps status"
-            )
+            what = f"device {answer['addr']} is unavailable: {answer['reason']}"
+            raise HostError(what, "see: yunion-mps status", answer["reason_code"])
         show_environment(answer["client_environment"], output)
     warn_unenforced([] if answer["budget_enforced"] else [gpu_of(answer["addr"])], answer["sharing"])
 

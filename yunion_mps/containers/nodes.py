@@ -53,7 +53,9 @@ def missing_nodes(paths: Paths, gpus: Iterable[Gpu]) -> dict[str, MissingNodes]:
         if gpu.uuid is None or gpu.minor is None or not gpu.is_instance:
             continue
         files = _capability_files(paths, gpu.minor, gpu.pci_address)
-        missing = {path: name for path, name in files.items() if not _is_device(paths.under(f"/dev/{name}"))}
+        missing = {
+            path: name for path, name in files.items() if not os.path.exists(paths.under(f"/dev/{name}"))
+        }
         if missing:
             nodes = ", ".join(f"/dev/{name}" for name in missing.values())
             create = " ".join(f"-f {path}" for path in missing)

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator
 
+from yunion_mps.containers.nodes import missing_nodes
 from yunion_mps.doctor.checks import (
     WITHOUT_MPS,
     Finding,
@@ -109,7 +110,8 @@ def _library_findings(host: Host) -> list[Finding]:
 @check("device nodes", DEVICE_NODES)
 def nodes(host: Host) -> Findings:
     """The device nodes: an MPS server runs as its client's user, so all users must have access."""
-    minors = {f"nvidia{gpu.minor}" for gpu in host.our_gpus() if gpu.minor is not None}
+    ours = host.our_gpus()
+    minors = {f"nvidia{gpu.minor}" for gpu in ours if gpu.minor is not None}
     if not minors:
         raise SkipError
     missing, closed, groups = [], [], set()
@@ -134,6 +136,8 @@ def nodes(host: Host) -> Findings:
             "nvidia module"
         )
         return [problem(f"{', '.join(closed)}: accessible only to root", hint)]
+    if of_instances := missing_nodes(host.paths, ours):
+        return [problem(one.message, one.hint) for one in of_instances.values()]
     restriction = (
         f", but only by root and group {', '.join(str(gid) for gid in sorted(groups))}" if groups else ""
     )

@@ -95,8 +95,8 @@ def make_plan(
     }
     unavailable |= waiting
     plan = Plan(
-        host, domains, {} if keep else modes, tuple(devices), unavailable, tuple(pools), parked, reserved, actions, direct,
-        sharing, time_slices=slices, layouts=layouts,
+        host, domains, {} if keep else modes, tuple(devices), unavailable, tuple(pools), parked, reserved,
+        actions, direct, sharing, time_slices=slices, layouts=layouts,
     )  # fmt: skip
     return plan, problems
 

@@ -278,6 +278,24 @@ def test_mig_instances_are_not_counted_as_gpus(tmp_path: Path) -> None:
     assert one(host, "configuration", "ok").what == "both files are valid; 6 devices on 2 GPUs"
 
 
+def test_a_missing_node_of_a_mig_instance_is_found(tmp_path: Path) -> None:
+    entry = "devices: [{path: '81:00.0', type: NVIDIA_MPS, mig: all-3g.40gb}]\n"
+    write(tmp_path / "etc/yunion/host_container_device.yml", entry)
+    _, gpu, *instances = (gpu._replace(minor=1) for gpu in snapshots.mig().inventory.gpus)
+    host = host_of(tmp_path, gpu, *instances, snapshot=snapshots.mig())
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia1"):
+        write(tmp_path / "dev" / name).chmod(0o666)
+    place = tmp_path / "proc/driver/nvidia/capabilities/gpu1/mig"
+    for number, file in enumerate(("gi1/access", "gi1/ci0/access", "gi2/access", "gi2/ci0/access")):
+        write(place / file, f"DeviceFileMinor: {number}\n")
+        write(tmp_path / f"dev/nvidia-caps/nvidia-cap{number}")
+    assert one(host, "device nodes", "ok")
+    (tmp_path / "dev/nvidia-caps/nvidia-cap3").unlink()
+    finding = one(host, "device nodes", "problem")
+    assert finding.what == "MIG instance 81:00.0-g2: no such device node: /dev/nvidia-caps/nvidia-cap3"
+    assert finding.hint.startswith(f"create it: nvidia-modprobe -f {place}/gi2/ci0/access; ")
+
+
 def test_without_gpus_that_are_divided_a_check_is_skipped(tmp_path: Path) -> None:
     write(tmp_path / "etc/yunion/host_container_device.yml", "devices: []\n")
     host = host_of(tmp_path, FIRST, enable_cuda_mps="false")
