@@ -80,11 +80,10 @@ def _present_environment(lease: LeaseDetails) -> Mapping[str, str]:
         _refuse_missing(lease, lease["reason_code"], lease["reason"])
         return _narrowed(lease["environment"])
     if len(names) > 1:
-        number = len(lease["devices"])
-        what = f"--inherit: a command uses one device of a lease or all, not {len(names)} of {number}"
+        what = f"--inherit: {len(names)} of the {len(lease['devices'])} devices of this lease have no budget"
         raise HostError(what, f"set {_DEVICE} to one of them or to all: {','.join(lease['devices'])}")
     if names[0] not in lease["devices"]:
-        what = "--inherit: the MIG instance of this environment was destroyed and replaced by another"
+        what = "--inherit: the MIG instance of this environment was destroyed, and another one created"
         raise HostError(what, "start the job's step again", MIG_INSTANCE_GONE)
     device = call(GET_DEVICE, id=names[0])
     _refuse_missing(lease, device["reason_code"], device["reason"])
