@@ -47,7 +47,7 @@ def _code(name: str, meaning: str, hint: str) -> str:
 def hint_of(code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str = "") -> str:
     """What the operator should do; a general hint for an unknown code, such as one from a newer daemon.
 
-    `gpu` is an address or a UUID; that of a MIG instance's GPU is shown, because nvidia-smi takes no other.
+    `gpu` is an address or a UUID. For a MIG instance, the hint has its GPU, because nvidia-smi needs that.
     Without a `lease`, advice to release it is left out if there is other advice.
     """
     if code not in CODES:

@@ -33,7 +33,7 @@ class DeviceEntry(NamedTuple):
     proportion to memory. `time_slice` is that of a time-sliced GPU; if it is empty, it is left alone.
 
     `mig` has the profiles of the GPU's instances, or the name of a layout; each instance is divided, or one
-    device if `virtual_number` is 0. `mig_at` is the place of the layout, None if there is none.
+    device if `virtual_number` is 0. `mig_at` is where the layout is configured, None without one.
     """
 
     path: str
@@ -94,6 +94,6 @@ class Config(NamedTuple):
 
     @property
     def also_disabled(self) -> str:
-        """What is not served besides MPS devices while `enable_cuda_mps` is false, to be appended to that."""
+        """What else is not served while `enable_cuda_mps` is false, to be appended to a message about MPS."""
         has_others = any(not entry.uses_mps for entry in self.devices)
         return "; time-sliced GPUs and MIG instances are not served either" if has_others else ""

@@ -239,8 +239,8 @@ def test_a_change_that_waits_for_jobs_on_all_devices_drains_the_node(
     slurm.wait(lambda: slurm.state() == "mixed", "the end of the drain")
 
 
-def test_a_layout_that_waits_for_a_job_is_why_until_the_job_ends(slurm: Slurm, daemon: Daemon) -> None:
-    """The unleased instance has no device any more, but gres.conf cannot be written until the end."""
+def test_a_pending_layout_is_the_drain_reason_until_the_job_ends(slurm: Slurm, daemon: Daemon) -> None:
+    """The free instance no longer has a device, but gres.conf cannot be written before the job ends."""
     running = slurm.submit(slurm.until_told, "--gres=gpu:1g.10gb:1")
     slurm.wait(lambda: given(daemon) == INSTANCES[:1], "its lease")
     daemon.host.divide(*DIVISIONS[:2], "mig: 2g.20gb", DIVISIONS[3])

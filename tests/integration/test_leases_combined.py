@@ -1,4 +1,4 @@
-"""Leases of several devices, also of such that are not shared in the same way."""
+"""Leases of several devices, including devices that are shared in different ways."""
 
 from __future__ import annotations
 

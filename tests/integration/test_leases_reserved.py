@@ -39,7 +39,7 @@ def test_run_takes_no_reserved_device_and_says_why(reserving: Daemon) -> None:
 
 
 @pytest.mark.parametrize("option", [(), ("--allow-unlimited",)])
-def test_what_enforces_no_budget_and_is_reserved_is_refused_as_reserved(
+def test_a_reserved_gpu_without_enforcement_is_refused_as_reserved(
     daemon: Daemon, option: tuple[str, ...]
 ) -> None:
     daemon.host.divide(4, f"{SHARED}\n  reserved_for: kubernetes")

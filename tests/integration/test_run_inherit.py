@@ -1,4 +1,4 @@
-"""`yunion-mps run --inherit`: the command gets the limits of the lease, whatever is left of them."""
+"""`yunion-mps run --inherit`: the command gets the limits of the lease, even if its environment has none."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_without_the_daemon_only_a_complete_environment_is_used(mixed: Daemon) -
     assert devices_in(inherit(mixed, environment)) == environment
     done = inherit(mixed, {name: environment[name] for name in NAMES})
     assert (done.returncode, done.stdout) == (1, "")
-    assert "so the command would have no limits, and its lease is not known: " in done.stderr
+    assert "so the command would have no limits; the lease cannot be read: " in done.stderr
 
 
 def test_without_mps_a_command_may_choose_among_the_gpus_of_its_lease(daemon: Daemon) -> None:

@@ -180,6 +180,6 @@ def test_without_cdi_an_instance_without_capabilities_is_refused(
         without_cdi.call(api.ALLOCATE, api.AllocateRequest((api.ContainerAllocateRequest((device,)),)))
     driver.with_name("hidden").rename(driver)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    told = f"the capabilities of MIG instance 0000:{device} are not below"
+    told = f"the capabilities of MIG instance 0000:{device} are missing from"
     assert told in str(caught.value.details())
     eventually(lambda: without_cdi.admit("trainer", (device,)), "a later attempt")

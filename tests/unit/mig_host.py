@@ -62,7 +62,7 @@ class MigHost(NamedTuple):
         return self.result(task._replace(confirmed=confirmed)).reasons[str(self.gpu.uuid)]
 
     def losses(self, task: LayoutTask) -> Losses:
-        """What `reload --now` would name."""
+        """What `reload --now` would list."""
         return find_losses([task], self.mig, self.store)[task.layout.gpu_uuid]
 
     def result(self, task: LayoutTask) -> LayoutResult:

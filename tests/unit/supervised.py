@@ -84,7 +84,7 @@ class Supervised:
         return changes
 
     def losses(self, leased: Collection[str]) -> dict[str, Losses]:
-        """What `reload --now` would name."""
+        """What `reload --now` would list."""
         of, nvml = self.supervisor, self.preflight.nvml
         assert isinstance(nvml, Nvml)
         inventory = of.snapshot().inventory

@@ -1,7 +1,7 @@
-"""The environment of `run --inherit`: the devices that ours names, as their lease has them now.
+"""The environment of `run --inherit`: the devices that our environment names, as their lease has them now.
 
-Ours may be incomplete, as after sudo or `env -i`, or out of date. The daemon knows better, but cannot always
-be asked: a Slurm job's user need not be in its group, and a container need not have its socket.
+Ours may be incomplete, as after sudo or `env -i`, or out of date. The daemon has the current one, but cannot
+always be asked: a Slurm job's user need not be in its group, and a container need not have its socket.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def inherited_devices() -> Mapping[str, str]:
             )
             raise HostError(what, _WITHOUT) from None
         except YunionError as error:
-            environment = _own_environment(f", and its lease is not known: {error.message}")
+            environment = _own_environment(f"; the lease cannot be read: {error.message}")
         else:
             environment = _present_environment(lease)
     else:

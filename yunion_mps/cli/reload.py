@@ -183,14 +183,14 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
 
 
 def _with(answer: ChangeList, later: ChangeList) -> ChangeList:
-    """Return the answer of a reload with what a later one also changed, and with what is pending since."""
+    """Return a reload's answer with the further changes of a later reload, and what is pending after that."""
     listed = {(change["kind"], change["subject"]) for change in answer["changes"]}
     others = [one for one in later["changes"] if (one["kind"], one["subject"]) not in listed]
     return {**later, "changes": [*answer["changes"], *others]}
 
 
 def _in_effect(answer: ChangeList) -> ChangeList:
-    """Return the answer of a reload after all of its changes have taken effect."""
+    """Return a reload's answer as it is once all of its changes are in effect."""
     changes: list[Change] = [{**change, "effect": AT_ONCE, "at_once": True} for change in answer["changes"]]
     return {**answer, "changes": changes, "pending": []}
 

@@ -41,7 +41,9 @@ from yunion_mps.paths import MAX_SOCKET_PATH, Paths
 from yunion_mps.settings import Config, Source
 
 KEYS: dict[str, Key] = {
-    "enable_cuda_mps": Key(boolean, default=False, help="whether this host offers devices, MPS or not"),
+    "enable_cuda_mps": Key(
+        boolean, default=False, help="whether this host offers devices, with or without MPS"
+    ),
     "container_device_config_file": Key(
         absolute_path, "/etc/yunion/host_container_device.yml", "the file that divides the GPUs"
     ),

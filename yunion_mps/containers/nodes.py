@@ -47,7 +47,7 @@ def gpu_nodes(paths: Paths, gpus: Iterable[Gpu]) -> dict[str, tuple[DeviceNode, 
 
 
 def missing_nodes(paths: Paths, gpus: Iterable[Gpu]) -> dict[str, MissingNodes]:
-    """The MIG instances (by UUID) whose capabilities have no nodes; an engine would not notice that."""
+    """The MIG instances (by UUID) whose capabilities have no nodes; engines do not check that."""
     found = {}
     for gpu in gpus:
         if gpu.uuid is None or gpu.minor is None or not gpu.is_instance:
@@ -61,12 +61,12 @@ def missing_nodes(paths: Paths, gpus: Iterable[Gpu]) -> dict[str, MissingNodes]:
             create = " ".join(f"-f {path}" for path in missing)
             found[gpu.uuid] = MissingNodes(
                 f"MIG instance {gpu.address}: no such device node: {nodes}",
-                f"create it: nvidia-modprobe {create}; containers have it 10 seconds later",
+                f"create it: nvidia-modprobe {create}; containers get it within 10 seconds",
             )
         elif len(files) < INSTANCE_CAPABILITIES:
             found[gpu.uuid] = MissingNodes(
-                f"MIG instance {gpu.address}: its capabilities are not below {paths.capabilities}",
-                "wait until the instance is there again: yunion-mps gpus",
+                f"MIG instance {gpu.address}: its capabilities are missing from {paths.capabilities}",
+                "wait until the instance exists again: yunion-mps gpus",
             )
     return found
 

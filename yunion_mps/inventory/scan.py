@@ -179,9 +179,9 @@ def gone(gpu: Gpu, there: Mapping[str, Gpu]) -> Gpu:
 
 
 def unusable_instances(gpus: Iterable[Gpu]) -> list[Gpu]:
-    """Return the MIG instances that are not one MIG device, with reasons.
+    """Return the MIG instances that are not MIG devices, and so cannot be leased, with reasons.
 
-    An instance that was served before that is left out, because it is among the `gpus`.
+    One that was served before is left out, because it is among the `gpus`.
     """
     there = {gpu.pci_address: gpu for gpu in gpus}
     divided = (

@@ -80,10 +80,9 @@ class ContainerLeases:
             minor, address = gpu["device_minor"], gpu["pci_address"]
             capabilities = [] if minor is None else capability_nodes(self._paths, minor, address)
             if gpu["parent"] and len(capabilities) < INSTANCE_CAPABILITIES:
-                what = f"the capabilities of MIG instance {address} are not below {self._paths.capabilities}"
-                raise HostError(
-                    what, "wait until the instance is there again, or use deviceListStrategy: cdi"
-                )
+                place = self._paths.capabilities
+                what = f"the capabilities of MIG instance {address} are missing from {place}"
+                raise HostError(what, "wait until the instance exists again, or use deviceListStrategy: cdi")
             if minor is not None:
                 nodes += [f"/dev/{name}" for name in (f"nvidia{minor}", *capabilities)]
         return list(dict.fromkeys(nodes))

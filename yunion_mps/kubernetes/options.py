@@ -210,7 +210,7 @@ KEYS = {
     "preferred": Key(
         one_of(*PLACEMENTS),
         BINPACK,
-        "Which GPUs are used first: by the number of free devices of a resource.",
+        "Whether GPUs with the fewest or the most free devices of the resource are used first.",
     ),
     "memoryResource": Key(
         _resource, "yunion.io/mps-memory", "The extended resource that counts units of the memory of pools."

@@ -169,7 +169,7 @@ class Hooks:
         for device in devices:
             if device["addr"] in addresses and _is_refused(device):
                 return Reason(f"device {device['addr']}: {device['reason']}", device["reason_code"])
-        # Devices that a problem names, and that no job can have, have been found above.
+        # If a problem names devices, those that no job can have were found above.
         return pending_change(addresses, [one for one in problems if not one["devices"]]) or held
 
     def _disconnect(
@@ -265,9 +265,9 @@ def _remove(files: Iterable[str]) -> None:
 def _addresses(
     record: Record, indices: Sequence[int], devices: Sequence[Device], leases: JobLeases
 ) -> dict[int, list[str]]:
-    """The addresses of the devices of each index; raises NotFoundError unless they are as recorded.
+    """The addresses of the devices of each index; raises NotFoundError if the devices have changed.
 
-    If a change is pending, that is the reason: gres.conf cannot be written before it is in effect.
+    A pending change is the reason, if there is one: gres.conf cannot be written until it is in effect.
     """
     try:
         return record.addresses(indices, devices)

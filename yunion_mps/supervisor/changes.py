@@ -115,7 +115,7 @@ class DesiredState:
         return in_effect(self.plan, self._fleet.domains, self._gpus.inventory.gpus, self.waiting())
 
     def waiting(self) -> dict[str, str]:
-        """Return the GPUs (UUIDs) whose control daemon will change after leases, and the GPU of those."""
+        """Return the GPUs (UUIDs) whose control daemon is replaced after leases, each with a leased GPU."""
         domains = [*self.plan.domains, *self._target.domains]
         awaited = [(domain, self.plan.pending.keys() & domain.gpu_uuids) for domain in domains]
         return {uuid: min(leased) for domain, leased in awaited if leased for uuid in domain.gpu_uuids}
@@ -325,7 +325,7 @@ def in_effect(
 ) -> Plan:
     """Return the plan with the devices and pools that clients get now, perhaps of an earlier plan.
 
-    `waiting` has the GPUs whose control daemon will change after leases, and the GPU of those.
+    `waiting` has the GPUs (UUIDs) whose control daemon is replaced after leases, each with a leased GPU.
     """
     served = {uuid for domain in domains for uuid in domain.in_effect.gpu_uuids}
     rest = [gpu for gpu in gpus if gpu.uuid not in served]

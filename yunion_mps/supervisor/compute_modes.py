@@ -28,7 +28,7 @@ from yunion_mps.supervisor.gpu_settings import (
 )
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import gpus_of, leased_without_mps, left_running
-from yunion_mps.supervisor.time_slices import NO_SLICES, TIME_SLICE, SliceWork, TimeSlices, differs
+from yunion_mps.supervisor.time_slices import NO_SLICES, TIME_SLICE, SliceWork, TimeSlices, time_slice_differs
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ COMPUTE_MODE = Setting(records.COMPUTE_MODE, "compute mode", Nvml.set_compute_mo
 class ModeWork(NamedTuple):
     """Compute modes to set, original modes to restore, by GPU UUID, and the same of time slices.
 
-    `unchanged` are right already, and recorded as the original modes.
+    `unchanged` modes are already as planned; they are recorded as the original ones.
     """
 
     changes: tuple[ModeChange, ...] = ()
@@ -85,7 +85,7 @@ def changed_slices_held_by_jobs(nvml: Nvml | None, store: Store, leased: Collect
     """Return those of `slices_held_by_jobs` whose time slices differ from the original; runs nvidia-smi."""
     held = slices_held_by_jobs(nvml, store, leased)
     recorded = originals(TIME_SLICE, store) if held else {}
-    return {uuid for uuid in held if differs(uuid, recorded[uuid])}
+    return {uuid for uuid in held if time_slice_differs(uuid, recorded[uuid])}
 
 
 def _used(nvml: Nvml | None, leased: Collection[str]) -> set[str]:

@@ -30,7 +30,7 @@ class Setting(NamedTuple):
 class SettingWork(NamedTuple):
     """Values to set, and original values to restore, by GPU UUID.
 
-    `unchanged` are right already; they are recorded, because another program may change them later.
+    `unchanged` values are already as planned; they are recorded, because another program may change them.
     """
 
     changes: tuple[ModeChange, ...] = ()

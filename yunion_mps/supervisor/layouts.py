@@ -57,10 +57,10 @@ class MigLayouts:
         return {uuid: why for uuid, why in self._reasons.items() if uuid in working}
 
     def confirm(self, losses: Mapping[str, Losses]) -> None:
-        """Do not wait for what the operator has confirmed to lose, by GPU UUID; forget what was before.
+        """Let layouts remove, without waiting for leases, what the operator has confirmed, by GPU UUID.
 
-        Layouts that are already in effect lose nothing: later changes of their GPUs, such as another
-        program's, do not belong to this reload.
+        Earlier confirmations are forgotten. Layouts that are already in effect lose nothing: later changes of
+        their GPUs, such as another program's, do not belong to this reload.
         """
         gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
         self._confirmed = {
@@ -96,8 +96,8 @@ class MigLayouts:
     def due(self, busy: Collection[str] | None, restoring: Collection[str]) -> tuple[LayoutTask, ...]:
         """Return the layouts of GPUs that have changed since theirs came into effect.
 
-        Those of GPUs without MIG mode that are `restoring` their compute modes (UUIDs) wait for that; lost
-        GPUs have none.
+        Until the original compute mode is restored, a GPU that is not in MIG mode has none (`restoring` has
+        the UUIDs of these); nor has a lost GPU.
         """
         users = self._desired.users().by_gpu()
         known = None if busy is None else frozenset(busy)
@@ -205,14 +205,14 @@ class MigLayouts:
             return  # another program created an instance beside ours
         what = f"{settled} -> {state}"
         if str(settled) == str(state):
-            what = "; ".join(_what_was_changed(settled.instances, state.instances))
+            what = "; ".join(_instance_changes(settled.instances, state.instances))
         consequence = "the layout is brought into effect again, unless something uses the GPU"
         cause, code = "another program changed it", reasons.MIG_CHANGED
         self._emit(Event("warning", "mig", gpu.address, what, cause, consequence, code))
 
 
-def _what_was_changed(before: Iterable[MigInstance], now: Iterable[MigInstance]) -> Iterator[str]:
-    """Yield what happened to instances, for example that one has lost its compute instance."""
+def _instance_changes(before: Iterable[MigInstance], now: Iterable[MigInstance]) -> Iterator[str]:
+    """Yield what was done to each instance, for example that its compute instance was destroyed."""
     found = {one.place: one for one in now}
     for one in sorted(set(before).difference(found.values())):
         after, name = found.get(one.place), f"instance g{one.id} ({one.profile})"

@@ -45,7 +45,7 @@ class LayoutTask(NamedTuple):
     """A layout to bring into effect on `gpu`; `busy` has the UUIDs of GPUs and MIG devices that must stay.
 
     They are leased, or can be leased while the layout is brought into effect. If `busy` is None, because the
-    leases are not known yet, nothing is taken away. What the operator `confirmed` to lose waits neither for
+    leases are not known yet, nothing is taken away. Losses that the operator has `confirmed` wait neither for
     leases nor for other programs. `last` is why it was not in effect before, and `users` has the leases and
     MPS servers of GPUs and MIG devices (UUIDs).
 
@@ -244,7 +244,7 @@ class _LayoutWork:
         return self._record.owns(self._recorded(instance))
 
     def _recorded(self, instance: MigInstance) -> MigInstance:
-        """Return the instance; what is recorded of it if another program destroyed its compute instance."""
+        """Return the instance as it was before another program destroyed its compute instance, if one did."""
         before = (one for one in self._record.created if one.place == instance.place)
         return instance if instance.compute_instances else next(before, instance)
 

@@ -44,8 +44,8 @@ def read_time_slices(plan: Plan) -> dict[str, str]:
     return found
 
 
-def differs(uuid: str, value: str) -> bool:
-    """Whether the GPU's time slice is another one, or cannot be read; runs nvidia-smi."""
+def time_slice_differs(uuid: str, value: str) -> bool:
+    """Whether the GPU has another time slice, or it cannot be read; runs nvidia-smi."""
     try:
         return time_slice_of(uuid) != value
     except DriverError:

@@ -65,9 +65,7 @@ def test_entries_of_other_types_are_ignored_whatever_they_contain(files: Files) 
 
 @pytest.mark.parametrize("written", ["mig: all-1g.10gb", "mig_restore: true", "time_slice: short"])
 @pytest.mark.parametrize("entry_type", ["NVIDIA_GPU", "NVIDIA_MIG"])
-def test_a_key_of_ours_in_an_entry_of_another_type_is_named(
-    files: Files, entry_type: str, written: str
-) -> None:
+def test_our_key_in_an_entry_of_another_type_is_reported(files: Files, entry_type: str, written: str) -> None:
     files.write(devices=f"devices:\n- path: 00:06.0\n  type: {entry_type}\n  {written}\n")
     what = f'{written.partition(":")[0]} is not allowed in an entry of the type "{entry_type}"'
     hint = "write type: NVIDIA_MPS or type: NVIDIA_GPU_SHARE, or remove it"

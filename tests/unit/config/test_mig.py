@@ -45,7 +45,7 @@ def test_a_gpu_whose_mig_mode_is_switched_off_is_divided_as_usual(files: Files) 
 
 
 @pytest.mark.parametrize("layout", ["all-balanced", "all-disabled"])
-def test_a_layout_and_the_division_of_its_instances_know_their_lines(files: Files, layout: str) -> None:
+def test_errors_of_a_layout_and_of_its_division_name_their_lines(files: Files, layout: str) -> None:
     found = entry(files, f"{MPS}  mig: {layout}\n  virtual_number: 49\n")
     assert found.divided_at.line == 5
     assert found.mig_at is not None

@@ -71,8 +71,8 @@ def test_an_instance_without_the_nodes_of_its_capabilities_is_found(host: SimHos
     access = f"{paths.capabilities}/gpu1/mig/gi{made.gpu_instance}/ci0/access"
     (missing,) = missing_nodes(paths, [whole, gpu]).values()
     assert missing.message == f"MIG instance {gpu.address}: no such device node: {node}"
-    assert missing.hint == f"create it: nvidia-modprobe -f {access}; containers have it 10 seconds later"
+    assert missing.hint == f"create it: nvidia-modprobe -f {access}; containers get it within 10 seconds"
     host.gpus[1].end_instances(made.gpu_instance)
     (missing,) = missing_nodes(paths, [gpu]).values()
-    what = f"MIG instance {gpu.address}: its capabilities are not below {paths.capabilities}"
+    what = f"MIG instance {gpu.address}: its capabilities are missing from {paths.capabilities}"
     assert missing.message == what

@@ -251,7 +251,7 @@ def test_a_compute_mode_that_is_to_be_kept_is_no_mistake(tmp_path: Path) -> None
     )
 
 
-def test_a_prohibited_gpu_in_mig_mode_is_found_and_named_once(tmp_path: Path) -> None:
+def test_a_prohibited_gpu_in_mig_mode_is_reported_once(tmp_path: Path) -> None:
     entry = "devices:\n- {path: '81:00.0', type: NVIDIA_MPS, mig: all-3g.40gb}\n"
     write(tmp_path / "etc/yunion/host_container_device.yml", entry)
     now = snapshots.mig()

@@ -118,7 +118,7 @@ def test_devices_of_several_control_daemons_are_infeasible() -> None:
         )
 
 
-def test_kinds_that_only_unenforced_budgets_can_complete_need_permission() -> None:
+def test_a_request_that_needs_an_unenforced_gpu_needs_permission() -> None:
     """One of the two GPUs with MPS is too old for limits; the third GPU is not shared through MPS."""
     old = Candidate(device(1, 0)._replace(budget_enforced=False))
     whole = Candidate(device(2, 0)._replace(domain=""))

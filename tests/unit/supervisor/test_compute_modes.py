@@ -53,7 +53,7 @@ def test_a_gpu_whose_mode_is_right_already_is_not_touched(make_host: MakeHost, s
     assert modes(host) == ["exclusive_process"]
 
 
-def test_a_mode_that_was_right_already_is_the_original(begin: Begin) -> None:
+def test_a_mode_that_is_already_set_is_recorded_as_the_original(begin: Begin) -> None:
     host, made = begin([{"kind": "v100", "compute_mode": "exclusive_process"}])
     host.gpus[0].compute_mode = "default"
     made.rescan()

@@ -205,7 +205,7 @@ def test_what_now_would_take_away_is_what_it_takes(
     assert {one.uuid for one in losses.others} == gone - ours
 
 
-def test_what_was_not_confirmed_waits_although_something_else_was(mig_host: MakeMigHost) -> None:
+def test_a_confirmation_does_not_cover_what_was_not_listed(mig_host: MakeMigHost) -> None:
     host = mig_host()
     host.apply("3g.40gb", "1g.10gb")
     first, second = host.gpu.mig_instances

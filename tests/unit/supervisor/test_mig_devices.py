@@ -173,7 +173,7 @@ def test_an_instance_that_is_destroyed_is_reported_and_made_again(begun: Begun) 
     assert (reasons.MIG_CHANGED, "00:06.0") in {(event.code, event.subject) for event in made.events}
 
 
-def test_the_event_of_a_compute_instance_that_was_destroyed_says_so(begun: Begun) -> None:
+def test_an_event_names_the_compute_instance_that_was_destroyed(begun: Begun) -> None:
     host, made = begun("type: NVIDIA_MPS; mig: all-1g.10gb")
     host.run(["nvidia-smi", "mig", "-i", "0", "-dci", "-gi", "7"], check=True)
     apply_layouts(made)

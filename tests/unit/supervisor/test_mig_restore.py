@@ -181,7 +181,7 @@ def test_an_instance_whose_profile_no_longer_exists_is_not_restored(mig_host: Ma
         (reasons.MIG_REFUSED, "once the cause is removed: "),
     ],
 )
-def test_what_is_not_restored_has_a_first_step(code: str, first: str) -> None:
+def test_how_to_restore_begins_with_what_the_cause_requires(code: str, first: str) -> None:
     steps = how_to_restore(reasons.Reason("why", code), builders.gpu(1, uuid="GPU-1"))
     assert steps == f"{first}yunion-mps-daemon --restore"
 

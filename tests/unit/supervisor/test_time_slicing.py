@@ -181,7 +181,7 @@ def test_a_drain_for_a_change_to_mps_lasts_until_it_is_in_effect(put_to_work: Pu
     ledger.remove("0" * 36)
     made.rescan()
     assert made.snapshot.domains[0].waits_for == tuple(jobs.servers())
-    job.end()  # that no poll sees, so only the drain ends the server
+    job.end()  # no poll sees this, so only the drain can end the server
     made.until(lambda: made.available == 8)
 
 
@@ -318,7 +318,7 @@ def test_a_time_slice_that_cannot_be_read_now_is_compared_later(begin: Begin) ->
     assert slices(host) == ["short", "default"]
 
 
-def test_a_time_slice_that_is_right_already_is_recorded_as_the_original(begin: Begin) -> None:
+def test_a_time_slice_that_is_already_set_is_recorded_as_the_original(begin: Begin) -> None:
     host, made = begin(TWO, shared("default"), SHARED)
     assert "gpu" not in {event.kind for event in made.events}, "it is not set"
     store = Store(made.paths)
@@ -331,7 +331,7 @@ def test_a_time_slice_that_is_right_already_is_recorded_as_the_original(begin: B
     assert slices(host) == ["default", "long"]
 
 
-def test_a_stop_says_nothing_of_a_time_slice_that_is_the_original(
+def test_a_stop_does_not_report_an_original_time_slice(
     begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
     host, made = begin(TWO, 4, shared("default"))
