@@ -113,7 +113,7 @@ def test_a_gpu_that_is_not_reserved_is_still_offered_with_allow_unlimited(daemon
 
 
 @pytest.mark.gpus({"kind": "h100", "count": 2})
-def test_a_gpu_is_reserved_while_its_layout_waits_for_another_programs_instance(daemon: Daemon) -> None:
+def test_a_gpu_stays_reserved_while_its_layout_is_pending(daemon: Daemon) -> None:
     daemon.host.divide("mig: all-1g.10gb; reserved_for: slurm", SHARED)
     daemon.host.run(["nvidia-smi", "-i", 0, "-mig", 1], check=True)
     daemon.host.create_mig_devices(0, "7g.80gb")

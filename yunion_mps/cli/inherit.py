@@ -85,11 +85,11 @@ def _present_environment(lease: LeaseDetails) -> Mapping[str, str]:
         return _narrowed(lease["environment"])
     hint = f"set {_DEVICE} to one of them or to all: {','.join(lease['devices'])}"
     if len(names) > 1:
-        what = f"--inherit: {len(names)} of the {len(lease['devices'])} devices of this lease have no budget"
+        what = f"--inherit: {_DEVICE} has {len(names)} of the {len(lease['devices'])} devices of this lease"
         raise HostError(what, hint)
     if names[0] not in lease["devices"]:
         if is_on_instance(names[0]):
-            what = "--inherit: the MIG instance of this environment was destroyed, and another one created"
+            what = "--inherit: the MIG instance of this environment was destroyed and replaced by another"
             raise HostError(what, "start the job's step again", MIG_INSTANCE_GONE)
         raise HostError(f"--inherit: {names[0]} is not among the devices of lease {lease['id']}", hint)
     device = call(GET_DEVICE, id=names[0])

@@ -38,7 +38,7 @@ _MAJOR = 60
 _DIRECTORY = "/dev/yunion-mps"
 #: The types of shares in gres.conf, by the way of sharing.
 _TYPES = {MPS: "mps", TIME_SLICING: "time-sliced"}
-#: Codes of GPUs that will be divided otherwise, or have other MIG instances.
+#: Codes of GPUs that will be divided differently, or have other MIG instances.
 _CHANGES = {LEASES_PENDING, *LAYOUT_WAITS, *LAYOUT_NEEDS}
 
 
@@ -123,7 +123,7 @@ def gpus_for_slurm(gpus: Sequence[Gpu]) -> list[Gpu]:
 
 
 def pending_change(addresses: Iterable[str], problems: Iterable[StatusProblem]) -> Reason | None:
-    """Why a GPU of these devices (or itself) will have others; None if that is not to be expected."""
+    """Why one of these GPUs (or of these devices) will have other devices; None if nothing is pending."""
     gpus = {gpu for addr in addresses for gpu in (addr, gpu_of(addr), physical_gpu(addr))}
     for problem in problems:
         if problem["gpu"] in gpus and problem["code"] in _CHANGES:
