@@ -75,16 +75,6 @@ def test_slurm_conf_must_list_the_types_in_the_recorded_order(gres: str) -> None
     assert caught.value.code == SLURM_DEVICES_CHANGED
 
 
-def test_the_lines_name_a_range_for_each_gpu() -> None:
-    devices = [device("00:06.0-0"), device("00:06.0-1"), device("00:07.0-0")]
-    record = record_of(devices, shards=False)
-    assert gres_lines(record, "n1", Paths()) == [
-        "NodeName=n1 Name=gpu Type=mps File=/dev/yunion-mps/mps[0-1]",
-        "NodeName=n1 Name=gpu Type=mps File=/dev/yunion-mps/mps2",
-    ]
-    assert node_lines(record, "n1") == ["GresTypes=gpu", "NodeName=n1 Gres=gpu:mps:3"]
-
-
 def test_with_shards_an_index_is_a_gpu_with_all_of_its_devices() -> None:
     devices = [device("00:06.0-0"), device("00:06.0-1"), device("00:07.0-0")]
     record = record_of(devices, shards=True)

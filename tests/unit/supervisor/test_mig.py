@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from yunion_mps import reasons
 from yunion_mps.mig import DISABLED
+from yunion_mps.models import MigInstance
 from yunion_mps.supervisor.mig import LayoutTask, Losses
 
-from unit.mig_host import NOTHING_BUSY, MakeMigHost
+from unit.mig_host import NOTHING_BUSY, MakeMigHost, MigHost
 
 # -- what is applied
 
@@ -320,11 +321,17 @@ def test_an_instance_without_compute_instance_is_left_to_its_program(mig_host: M
     assert all(one.uuid for one in host.gpu.mig_instances)
 
 
-def test_an_instance_of_ours_gets_its_compute_instance_again(mig_host: MakeMigHost) -> None:
+def without_compute_instance(mig_host: MakeMigHost) -> tuple[MigHost, MigInstance]:
+    """A host with an instance of ours, whose compute instance another program has destroyed."""
     host = mig_host()
     host.apply("all-7g.80gb")
     (ours,) = host.gpu.mig_instances
     host.sim.run(["nvidia-smi", "mig", "-dci", "-gi", ours.id], check=True)
+    return host, ours
+
+
+def test_an_instance_of_ours_gets_its_compute_instance_again(mig_host: MakeMigHost) -> None:
+    host, ours = without_compute_instance(mig_host)
     assert host.apply("all-7g.80gb") == ""
     (now,) = host.gpu.mig_instances
     assert (now.place, now.is_whole, now.uuid != "") == (ours.place, True, True)
@@ -333,19 +340,13 @@ def test_an_instance_of_ours_gets_its_compute_instance_again(mig_host: MakeMigHo
 
 
 def test_an_instance_of_ours_without_its_compute_instance_is_replaced(mig_host: MakeMigHost) -> None:
-    host = mig_host()
-    host.apply("all-7g.80gb")
-    (ours,) = host.gpu.mig_instances
-    host.sim.run(["nvidia-smi", "mig", "-dci", "-gi", ours.id], check=True)
+    host, _ = without_compute_instance(mig_host)
     assert host.apply("all-1g.10gb") == ""
     assert host.has == "7 x 1g.10gb"
 
 
 def test_an_instance_of_ours_that_another_program_divided_is_called_so(mig_host: MakeMigHost) -> None:
-    host = mig_host()
-    host.apply("all-7g.80gb")
-    (ours,) = host.gpu.mig_instances
-    host.sim.run(["nvidia-smi", "mig", "-dci", "-gi", ours.id], check=True)
+    host, ours = without_compute_instance(mig_host)
     host.sim.run(["nvidia-smi", "mig", "-cci", "0,0", "-gi", ours.id], check=True)
     for names in (["all-7g.80gb"], ["all-1g.10gb"]):
         why = host.apply(*names)
