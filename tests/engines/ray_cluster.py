@@ -108,7 +108,7 @@ class Ray(Closes):
         own = f'--resources={{"node{number}": 8}}'
         command = ["yunion-mps", "ray", "start", own, *_OPTIONS, *options]
         log = self.folder / "start.log"
-        with log.open("a") as file:
+        with log.open("a") as file, contextlib.suppress(subprocess.TimeoutExpired):
             done = self.daemons[number].host.run(
                 command,
                 env=self.env(number),
@@ -117,7 +117,9 @@ class Ray(Closes):
                 stderr=file,
                 timeout=_START_S,
             )
-        assert done.returncode == 0, log.read_text()
+            if done.returncode == 0:
+                return
+        raise AssertionError(f"{log.read_text()}\n{self.logs()}")
 
     def raylet(self, number: int) -> int:
         """The PID of the node's raylet, the parent of its workers."""
