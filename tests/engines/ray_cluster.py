@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import secrets
 import signal
+import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,8 @@ _OPTIONS = (
     "--include-log-monitor=false",
     "--disable-usage-stats",
 )
+#: Of a node; if one is not given, the raylet ends unless the agent has chosen it within 15 s.
+_PORTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
 #: A node that is lost is noticed soon, and one that is slow is not taken for lost.
 _SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",
@@ -106,7 +110,8 @@ class Ray(Closes):
 
     def _start(self, number: int, *options: str) -> None:
         own = f'--resources={{"node{number}": 8}}'
-        command = ["yunion-mps", "ray", "start", own, *_OPTIONS, *options]
+        ports = [f"--{name}-port={port}" for name, port in zip(_PORTS, _unused_ports())]
+        command = ["yunion-mps", "ray", "start", own, *_OPTIONS, *ports, *options]
         log = self.folder / "start.log"
         with log.open("a") as file, contextlib.suppress(subprocess.TimeoutExpired):
             done = self.daemons[number].host.run(
@@ -148,6 +153,15 @@ class Ray(Closes):
     def logs(self) -> str:
         found = sorted(self.folder.glob("session_latest/logs/*.*"))
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in found)
+
+
+def _unused_ports() -> Iterator[int]:
+    """Ports below those from which the kernel chooses, so that they stay unused."""
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as made, contextlib.suppress(OSError):
+            made.bind(("127.0.0.1", port))
+            yield port
 
 
 class Driver(Closes):
