@@ -241,18 +241,27 @@ def _without_layout(gpu: Gpu) -> tuple[str, str]:
     return (describe(gpu.mig_instances), "as it is") if gpu.mig_instances else (now, now)
 
 
+def with_layouts_at_once(changes: Iterable[Change], gpus: Collection[str]) -> list[Change]:
+    """Return the changes; the MIG layouts of these GPUs (addresses) take effect at once."""
+    return [
+        one._replace(effect=AT_ONCE) if one.kind == "MIG layout" and one.subject in gpus else one
+        for one in changes
+    ]
+
+
 def as_made(changes: Iterable[Change], domains: Iterable[Domain], laid_out: Collection[str]) -> list[Change]:
     """Return the changes; those that a reload has made meanwhile took effect at once.
 
-    `laid_out` has the addresses of the GPUs whose MIG layouts it has brought into effect.
+    `laid_out` has the addresses of the GPUs whose MIG layouts are in effect.
     """
     running = {(one.in_effect.name, _describe_control_daemon(one.in_effect)) for one in domains}
 
     def is_made(change: Change) -> bool:
         if change.kind == "control daemon":
             return ((change.subject, change.after or change.before) in running) == bool(change.after)
+        comes_or_goes = change.kind == "budget" and not (change.before and change.after)
         gpu = change.subject.partition("-")[0]
-        return change.kind in ("MIG layout", "budget") and gpu in laid_out
+        return (change.kind == "MIG layout" or comes_or_goes) and gpu in laid_out
 
     return [change._replace(effect=AT_ONCE) if is_made(change) else change for change in changes]
 
