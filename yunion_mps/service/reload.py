@@ -114,7 +114,9 @@ class Reloader:
                 self._control.tick()
             done += await self.set_modes()  # of GPUs whose control daemons have ended meanwhile
             done += await self.apply_layouts()
-            changes = as_made(changes, self._supervisor.domains, self._supervisor.layouts.in_effect())
+            planned = self._supervisor.desired.target_domains()
+            laid_out = self._supervisor.layouts.in_effect()
+            changes = as_made(changes, planned, self._supervisor.domains, laid_out)
             changes = _with(changes, done)
         log.info(
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"
