@@ -203,6 +203,24 @@ def test_plan_and_reload_list_settings_that_another_program_changed(daemon: Daem
     assert sliced.time_slice == ("short" if command == "reload" else "long")
 
 
+def control_daemons(daemon: Daemon, method: str, path: str) -> list[bool]:
+    """Return of each end and start of a control daemon whether a plan or reload says that it is at once."""
+    changes = daemon.ask(method, path)[1]["changes"]
+    return [change["at_once"] for change in changes if change["kind"] == "control daemon"]
+
+
+@pytest.mark.parametrize("leased", [True, False], ids=["leased", "idle"])
+def test_gpus_that_swap_their_ways_of_sharing_swap_the_control_daemon(mixed: Daemon, leased: bool) -> None:
+    """Before and after, it serves one GPU in the same pipe directory."""
+    if leased:
+        for name, address in (("m", "00:06.0-0"), ("t", "00:07.0-0")):
+            take(mixed, f"holder.name={name}&holder.ttl_s=600&devices={address}&allow_unlimited=true")
+    mixed.host.divide(SHARED, 4)
+    expected = [not leased] * 2
+    assert control_daemons(mixed, "GET", "/v1/plan") == expected
+    assert control_daemons(mixed, "POST", "/v1/reload") == expected
+
+
 @pytest.fixture
 def exclusive(daemon: Daemon) -> Daemon:
     """Its time-sliced GPU was in a mode that keeps a second process out."""

@@ -22,8 +22,8 @@ from yunion_mps.supervisor.mig import (
     LayoutTask,
     Losses,
     carry_out,
-    find_losses,
 )
+from yunion_mps.supervisor.mig_forecast import make_forecast
 from yunion_mps.supervisor.mig_record import MigRecord
 
 from simhost import Description, SimHost
@@ -63,7 +63,7 @@ class MigHost(NamedTuple):
 
     def losses(self, task: LayoutTask) -> Losses:
         """What `reload --now` would list."""
-        return find_losses([task], self.mig, self.store)[task.layout.gpu_uuid]
+        return make_forecast([task], self.mig, self.store).losses[task.layout.gpu_uuid]
 
     def result(self, task: LayoutTask) -> LayoutResult:
         return carry_out([task], self.mig, self.store)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -83,12 +83,12 @@ class Supervised:
         self.supervisor.apply(time.monotonic())
         return changes
 
-    def losses(self, leased: Collection[str]) -> dict[str, Losses]:
+    def losses(self, leased: Collection[str]) -> Mapping[str, Losses]:
         """What `reload --now` would list."""
         of, nvml = self.supervisor, self.preflight.nvml
         assert isinstance(nvml, Nvml)
         inventory = of.snapshot().inventory
-        return of.layouts.losses(of.desired.plan, inventory, leased, nvml, of.store())
+        return of.layouts.forecast(of.desired.plan, inventory, leased, nvml, of.store()).losses
 
     def reload(self) -> list[Change]:
         """As a reload of the daemon does: until every domain is ready or has said why it is not."""

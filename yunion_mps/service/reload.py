@@ -21,10 +21,11 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import Reason
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
-from yunion_mps.supervisor.changes import as_made
+from yunion_mps.supervisor.changes import as_made, with_layouts_at_once
 from yunion_mps.supervisor.compute_modes import COMPUTE_MODE
 from yunion_mps.supervisor.layouts import layout_pending
 from yunion_mps.supervisor.mig import Losses
+from yunion_mps.supervisor.mig_forecast import Forecast
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 from yunion_mps.supervisor.time_slices import TIME_SLICE, read_time_slices
 from yunion_mps.text import count, decode_line
@@ -80,7 +81,9 @@ class Reloader:
             try:
                 plan, changes = self._supervisor.desired.plan_for(preflight, self._ledger.lease_waits)
                 changes = _with(changes, await self._corrections(preflight))
-                losses = self._rows_of(await self._losses(plan, preflight), preflight)
+                forecast = await self._forecast(plan, preflight)
+                changes = with_layouts_at_once(changes, forecast.at_once)
+                losses = self._rows_of(forecast.losses, preflight)
             finally:
                 self._close(preflight)
         return self._answer(changes, losses)
@@ -111,9 +114,9 @@ class Reloader:
                 self._control.tick()
             done += await self.set_modes()  # of GPUs whose control daemons have ended meanwhile
             done += await self.apply_layouts()
-            waiting = {address for address, _ in self._pending_layouts()}
-            laid_out = {change.subject for change in done if change.kind == "MIG layout"} - waiting
-            changes = as_made(changes, self._supervisor.domains, laid_out)
+            planned = self._supervisor.desired.target_domains()
+            laid_out = self._supervisor.layouts.in_effect()
+            changes = as_made(changes, planned, self._supervisor.domains, laid_out)
             changes = _with(changes, done)
         log.info(
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"
@@ -230,18 +233,19 @@ class Reloader:
         """What a reload may remove now, and later only this: the operator has confirmed nothing else."""
         try:
             plan, _ = self._supervisor.desired.plan_for(preflight, self._ledger.lease_waits)
-            return await self._losses(plan, preflight)
+            return (await self._forecast(plan, preflight)).losses
         except YunionError:
             self._close(preflight)
             raise
 
-    async def _losses(self, plan: Plan, preflight: Preflight) -> Mapping[str, Losses]:
-        """What MIG layouts remove if they wait neither for leases nor for other programs' instances."""
-        supervisor, leased, nvml = self._supervisor, self._ledger.ways_of_sharing().keys(), preflight.nvml
+    async def _forecast(self, plan: Plan, preflight: Preflight) -> Forecast:
+        """What the MIG layouts of a plan remove, and which of them wait for nothing."""
+        supervisor, nvml = self._supervisor, preflight.nvml
+        used = self._ledger.ways_of_sharing().keys() | supervisor.desired.users().by_gpu().keys()
         if nvml is None or not plan.layouts:
-            return {}
+            return Forecast()
         return await on_thread(
-            lambda: supervisor.layouts.losses(plan, preflight.inventory, leased, nvml, supervisor.store())
+            lambda: supervisor.layouts.forecast(plan, preflight.inventory, used, nvml, supervisor.store())
         )
 
     def _rows_of(self, found: Mapping[str, Losses], preflight: Preflight) -> list[answers.Loss]:

@@ -107,6 +107,10 @@ class DesiredState:
         """Return the plan's domains, with their directories below our root directory."""
         return [below_root(domain, self._paths) for domain in (plan or self.plan).domains]
 
+    def target_domains(self) -> list[DomainPlan]:
+        """Return the domains as configured, whatever leases keep as it is."""
+        return self.domains(self._target)
+
     def users(self) -> GpuUsers:
         """Return what uses GPUs and MIG instances now."""
         return GpuUsers(self.leases(), self._fleet.domains, self._gpus.inventory.gpus)
@@ -241,18 +245,35 @@ def _without_layout(gpu: Gpu) -> tuple[str, str]:
     return (describe(gpu.mig_instances), "as it is") if gpu.mig_instances else (now, now)
 
 
-def as_made(changes: Iterable[Change], domains: Iterable[Domain], laid_out: Collection[str]) -> list[Change]:
-    """Return the changes; those that a reload has made meanwhile took effect at once.
+def with_layouts_at_once(changes: Iterable[Change], gpus: Collection[str]) -> list[Change]:
+    """Return the changes; the MIG layouts of these GPUs (addresses) take effect at once."""
+    return [
+        one._replace(effect=AT_ONCE) if one.kind == "MIG layout" and one.subject in gpus else one
+        for one in changes
+    ]
 
-    `laid_out` has the addresses of the GPUs whose MIG layouts it has brought into effect.
+
+def as_made(
+    changes: Iterable[Change],
+    planned: Sequence[DomainPlan],
+    domains: Iterable[Domain],
+    laid_out: Collection[str],
+) -> list[Change]:
+    """Return the changes; those that a reload to the `planned` domains has made took effect at once.
+
+    `laid_out` has the addresses of the GPUs whose MIG layouts are in effect.
     """
-    running = {(one.in_effect.name, _describe_control_daemon(one.in_effect)) for one in domains}
+    running = [domain.in_effect for domain in domains]
+    started = _names(new for new in planned if any(new.same_control_daemon(one) for one in running))
+    left = _names(old for old in running if not any(old.same_control_daemon(one) for one in planned))
 
     def is_made(change: Change) -> bool:
         if change.kind == "control daemon":
-            return ((change.subject, change.after or change.before) in running) == bool(change.after)
+            name = (change.subject, change.after or change.before)
+            return name in started if change.after else name not in left
+        comes_or_goes = change.kind == "budget" and not (change.before and change.after)
         gpu = change.subject.partition("-")[0]
-        return change.kind in ("MIG layout", "budget") and gpu in laid_out
+        return (change.kind == "MIG layout" or comes_or_goes) and gpu in laid_out
 
     return [change._replace(effect=AT_ONCE) if is_made(change) else change for change in changes]
 
@@ -300,6 +321,11 @@ def _control_daemons(plan: Plan, domains: Sequence[Domain], keepers: GpuUsers) -
         when = effect([domain for domain in old if blocks(domain, planned)], [planned])
         rows.append((planned.name, "", _describe_control_daemon(planned), when))
     return [Change("control daemon", *row) for row in rows]
+
+
+def _names(plans: Iterable[DomainPlan]) -> set[tuple[str, str]]:
+    """Return the names and descriptions of control daemons, by which changes name them."""
+    return {(plan.name, _describe_control_daemon(plan)) for plan in plans}
 
 
 def _describe_control_daemon(plan: DomainPlan) -> str:

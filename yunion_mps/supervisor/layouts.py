@@ -25,8 +25,8 @@ from yunion_mps.supervisor.mig import (
     LayoutTask,
     Losses,
     carry_out,
-    find_losses,
 )
+from yunion_mps.supervisor.mig_forecast import Forecast, make_forecast
 from yunion_mps.supervisor.mig_restore import restore
 from yunion_mps.users import wait_reason
 
@@ -68,6 +68,13 @@ class MigLayouts:
             for one in self._desired.plan.layouts
             if one.gpu_uuid in losses and not self._is_in_effect(one, gpus.get(one.gpu_uuid))
         }
+
+    def in_effect(self) -> set[str]:
+        """Return the GPUs (addresses) whose layouts are in effect."""
+        gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
+        layouts = self._desired.plan.layouts
+        found = [gpus.get(one.gpu_uuid) for one in layouts if self._is_in_effect(one, gpus.get(one.gpu_uuid))]
+        return {gpu.address for gpu in found if gpu}
 
     def _is_in_effect(self, layout: MigLayout, gpu: Gpu | None) -> bool:
         settled = self._settled.get(layout.gpu_uuid)
@@ -139,18 +146,18 @@ class MigLayouts:
             result = restore(layouts, gpus, nvml, store, used, keeps_requests=True)
             self.note(result, cause="the original layout was restored")
 
-    def losses(
-        self, plan: Plan, inventory: Inventory, leased: Collection[str], nvml: Nvml, store: Store
-    ) -> dict[str, Losses]:
-        """Return by GPU UUID what a `reload --now` to this plan would take away; raises DriverError.
+    def forecast(
+        self, plan: Plan, inventory: Inventory, used: Collection[str], nvml: Nvml, store: Store
+    ) -> Forecast:
+        """Return what a reload to this plan would do; raises DriverError.
 
-        `leased` has the UUIDs of leased GPUs. Run it on a thread, because it calls the driver.
+        `used` has the UUIDs of leased and served GPUs. Run it on a thread, because it calls the driver.
         """
         gpus = {gpu.uuid: gpu for gpu in inventory.gpus if not gpu.reason}
-        busy = frozenset({*leased, *plan.offered})
+        busy = frozenset({*used, *plan.offered})
         layouts = (layout for layout in plan.layouts if layout.gpu_uuid in gpus)
         tasks = [LayoutTask(layout, gpus[layout.gpu_uuid], busy) for layout in layouts]
-        return find_losses(tasks, Mig(nvml), store)
+        return make_forecast(tasks, Mig(nvml), store)
 
     def note(
         self, result: LayoutResult, *, is_final: bool = True, cause: str = "the configuration requires it"

@@ -88,7 +88,7 @@ def carry_out(
     settled: dict[str, tuple[MigInstance, ...]] = {}
     for task in tasks:
         uuid, name = task.layout.gpu_uuid, f"GPU {task.gpu.address}"
-        work = _LayoutWork(task, mig, store, is_ended)
+        work = LayoutWork(task, mig, store, is_ended)
         try:
             why[uuid] = work.apply()
             settled[uuid] = work.settled
@@ -102,21 +102,13 @@ def carry_out(
     return LayoutResult(why, changes, settled)
 
 
-def find_losses(tasks: Iterable[LayoutTask], mig: Mig, store: Store) -> dict[str, Losses]:
-    """Return by GPU UUID what the layouts remove if they do not wait for leases; changes nothing.
-
-    Raises DriverError.
-    """
-    return {task.layout.gpu_uuid: _Forecast(task, mig, store).losses() for task in tasks}
-
-
 _CODES = (
     reasons.MIG_IN_USE, reasons.MIG_RESET_REQUIRED, reasons.MIG_NO_PERMISSION, reasons.MIG_NOT_SUPPORTED,
     reasons.MIG_INSUFFICIENT_RESOURCES, reasons.DRIVER_HUNG, reasons.GPU_LOST,
 )  # fmt: skip
 
 
-class _LayoutWork:
+class LayoutWork:
     """One GPU on its way to its layout: the mode first, then the instances, as NVIDIA's mig-parted does."""
 
     def __init__(self, task: LayoutTask, mig: Mig, store: Store, is_ended: Callable[[], bool] = bool) -> None:
@@ -154,10 +146,7 @@ class _LayoutWork:
 
     def _switch(self, mode: MigMode, existing: Sequence[MigInstance]) -> Reason:
         to = self._layout.enabled
-        stay = [one for one in existing if one.id in self._fixed(existing)]
-        stay = [one for one in stay if self._pids(one) or not self._is_confirmed(one)]
-        why = self._why_gpu_is_busy() if to else (self._why_in_the_way(stay) if stay else NO_REASON)
-        if why:
+        if why := self._why_not_switched(existing):
             return why
         if mode.pending == to and self._task.last.code == reasons.MIG_RESET_REQUIRED:
             return self._task.last
@@ -175,6 +164,13 @@ class _LayoutWork:
             return Reason(what, reasons.MIG_IN_USE)
         what = f"MIG mode will be {shown} after the next reset of the GPU"
         return Reason(what, reasons.MIG_RESET_REQUIRED)
+
+    def _why_not_switched(self, existing: Sequence[MigInstance]) -> Reason:
+        if self._layout.enabled:
+            return self._why_gpu_is_busy()
+        stay = [one for one in existing if one.id in self._fixed(existing)]
+        stay = [one for one in stay if self._pids(one) or not self._is_confirmed(one)]
+        return self._why_in_the_way(stay) if stay else NO_REASON
 
     def _why_gpu_is_busy(self) -> Reason:
         task = self._task
@@ -354,27 +350,6 @@ def _what_was_done(instance: MigInstance) -> str:
 def _as_found(one: MigInstance, found: Iterable[MigInstance]) -> MigInstance:
     """Return the instance with its UUID, unless another one has taken its place meanwhile."""
     return next((other for other in found if one.is_same(other)), one)
-
-
-class _Forecast(_LayoutWork):
-    """What a layout leads to once no process uses its GPU."""
-
-    def losses(self) -> Losses:
-        mode = self._mig.mode(self._uuid)
-        if self._layout.enabled and not mode.enabled:
-            return Losses(frozenset({self._uuid}), ())
-        existing = self._instances() if mode.enabled else ()
-        goes = self._change(existing).destroy if self._layout.enabled else existing
-        others = tuple(one for one in goes if not self._is_ours(one))
-        return Losses(frozenset(one.uuid for one in goes if one.uuid), others)
-
-    def _is_confirmed(self, instance: MigInstance) -> bool:
-        del instance
-        return True
-
-    def _pids(self, instance: MigInstance) -> set[int]:
-        del instance
-        return set()
 
 
 def _name(instance: MigInstance) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from yunion_mps import reasons
-from yunion_mps.mig import DISABLED
-from yunion_mps.models import MigInstance
+from yunion_mps.mig import DISABLED, MigInstance
 from yunion_mps.supervisor.mig import LayoutTask, Losses
 
 from unit.mig_host import NOTHING_BUSY, MakeMigHost, MigHost
