@@ -105,7 +105,8 @@ LAYOUT_NEEDS = frozenset({
 MIG_CHANGED = _code("mig_changed", "Another program changed the MIG mode or the instances of a GPU.",
     f"find what else manages MIG, such as nvidia-mig-manager, and stop it; {_EVENTS}")
 MIG_INSTANCE_GONE = _code("mig_instance_gone", "The MIG instance of the devices no longer exists.",
-    "wait until it is created again: yunion-mps gpus; or release its lease: yunion-mps lease release {lease}")
+    "wait until it is created again, if the MIG layout has it: yunion-mps gpus; "
+    "or release its lease: yunion-mps lease release {lease}")
 MPS_UNSUPPORTED = _code("mps_unsupported", "The GPU is too old for MPS.",
     "remove it from the device file, then: yunion-mps reload")
 TIME_SLICE_CHANGED = _code("time_slice_changed", "Another program changed the time slice of a GPU.",
