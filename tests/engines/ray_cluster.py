@@ -22,12 +22,15 @@ from waiting import readable
 
 #: A node takes minutes to start on a machine under load: five processes import Ray, one after another.
 _START_S = 15 * PATIENCE_S
-#: `ray`, whose nodes have the address 127.0.0.1, which it would replace by the machine's own; it waits for
-#: longer than 30 s until a node has started.
+#: `ray`, whose nodes have the address 127.0.0.1, which it would replace by the machine's own. It waits for
+#: longer than 30 s until a node has started, and writes the file with the agent's port in advance: a raylet
+#: ends unless that exists within 15 s.
 _RAY = f"""\
 #!{ENGINES}/python
+import inspect
 import sys
 import time
+from pathlib import Path
 from ray._private import services
 from ray.scripts.scripts import main
 
@@ -40,7 +43,14 @@ def get_node(*arguments, get=services.get_node, end_s=time.monotonic() + {_START
                 raise
             time.sleep(0.1)
 
+def start_raylet(*arguments, start=services.start_raylet, **named):
+    given = inspect.signature(start).bind(*arguments, **named).arguments
+    file = "dashboard_agent_listen_port_" + given["node_id"]
+    Path(given["session_dir"], file).write_text(str(given["dashboard_agent_listen_port"]))
+    return start(*arguments, **named)
+
 services.get_node = get_node
+services.start_raylet = start_raylet
 services.get_node_ip_address = lambda address=None: "127.0.0.1"
 sys.exit(main())
 """
@@ -54,7 +64,7 @@ _OPTIONS = (
     "--include-log-monitor=false",
     "--disable-usage-stats",
 )
-#: Of a node; if one is not given, the raylet ends unless the agent has chosen it within 15 s.
+#: Of a node; for one that is not given, the raylet waits 15 s, too.
 _PORTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
 #: A node that is lost is noticed soon, and one that is slow is not taken for lost.
 _SETTINGS = {

@@ -20,14 +20,22 @@ from simhost import SimHost
 __all__ = ["daemon"]
 
 
-def test_a_stop_restores_the_layout_if_so_configured(daemon: Daemon) -> None:
+def compute_mode(host: SimHost) -> str:
+    done = host.run(["nvidia-smi", "-i", 0, "--query-gpu=compute_mode", "--format=csv,noheader"], check=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("original", ["Default", "Exclusive_Process", "Prohibited"])
+def test_a_stop_restores_the_layout_if_so_configured(daemon: Daemon, original: str) -> None:
+    daemon.host.run(["nvidia-smi", "-c", original.upper()], check=True)
     daemon.host.divide(f"{MIG}\n  mig_restore: true")
     daemon.start().wait_ready()
-    assert daemon.host.gpus[0].mig
+    eventually(lambda: daemon.host.gpus[0].mig, "MIG mode, once the compute mode has been recorded")
     assert daemon.stop(signal.SIGTERM) == 0
-    assert not daemon.host.gpus[0].mig
+    assert (daemon.host.gpus[0].mig, compute_mode(daemon.host)) == (False, original)
     daemon.host.divide(MIG)
     daemon.start().wait_ready()
+    eventually(lambda: daemon.host.gpus[0].mig, "MIG mode")
     events = daemon.host.run(["yunion-mps", "events", "--output", "json"], check=True).stdout
     causes = [one["cause"] for one in json.loads(events)["events"] if one["kind"] == "mig"]
     required = "the configuration requires it"
@@ -38,21 +46,24 @@ def reset(host: SimHost) -> None:
     host.run(["nvidia-smi", "--gpu-reset", "-i", host.gpus[0].uuid], check=True)
 
 
+@pytest.mark.parametrize("original", ["Default", "Exclusive_Process"])
 @pytest.mark.parametrize("restores", ["", "\n  mig_restore: true"])
 @pytest.mark.parametrize("how", [reset, SimHost.reboot])
 def test_the_hint_of_a_mode_that_needs_a_reset_leads_to_the_layout(
-    make_divided: MakeDivided, restores: str, how: Callable[[SimHost], None]
+    make_divided: MakeDivided, original: str, restores: str, how: Callable[[SimHost], None]
 ) -> None:
-    daemon = requested(make_divided, restores)
-    assert daemon.host.gpus[0].mig_pending
+    daemon = requested(make_divided, restores, original)
+    assert (daemon.host.gpus[0].mig_pending, compute_mode(daemon.host)) == (True, original)
     how(daemon.host)
     daemon.start().wait_ready()
     eventually(lambda: free(daemon) == 2, "its devices")
 
 
-def requested(make_divided: MakeDivided, restores: str = "") -> Daemon:
+def requested(make_divided: MakeDivided, restores: str = "", original: str = "Default") -> Daemon:
     """A daemon that has ended before the reset that its layout waits for."""
-    daemon = make_divided([{"kind": "a100"}], f"mig: all-3g.20gb{restores}").start().wait_ready()
+    daemon = make_divided([{"kind": "a100"}], f"mig: all-3g.20gb{restores}")
+    daemon.host.run(["nvidia-smi", "-c", original.upper()], check=True)
+    daemon.start().wait_ready()
     eventually(lambda: gpu(daemon)["reason_code"] == reasons.MIG_RESET_REQUIRED, "the reason")
     assert daemon.stop(signal.SIGTERM) == 0
     return daemon

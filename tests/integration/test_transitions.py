@@ -58,8 +58,15 @@ def all_changes() -> list[tuple[Way, Way]]:
     return list(itertools.pairwise(circuit))
 
 
+@pytest.fixture(params=["Default", "Exclusive_Process"])
+def original(request: pytest.FixtureRequest) -> str:
+    """The compute mode before the daemon, and without it."""
+    return str(request.param)
+
+
 @pytest.fixture
-def daemon(daemon: Daemon) -> Daemon:
+def daemon(daemon: Daemon, original: str) -> Daemon:
+    nvidia_smi(daemon, "-i", "1", "-c", original.upper())
     daemon.configure(cuda_mps_scope="gpu", cuda_mps_pipe_directory="/run/nvidia-mps/pipe")
     daemon.host.divide(2)
     return daemon.start().wait_ready()
@@ -79,13 +86,13 @@ def reload(daemon: Daemon, *options: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def check(daemon: Daemon, before: Way, way: Way) -> None:
+def check(daemon: Daemon, original: str, before: Way, way: Way) -> None:
     """Nothing of `before` is left, except for the instances of a GPU without an entry."""
     rows = devices(daemon).values()
     assert [(row["state"], row["sharing"]) for row in rows] == [("free", way.sharing)] * way.devices
-    mode = nvidia_smi(daemon, "-i", "1", "--query-gpu=compute_mode", "--format=csv,noheader")
-    assert mode.strip() == way.mode
     instances = before.instances if way.instances is None else way.instances
+    mode = nvidia_smi(daemon, "-i", "1", "--query-gpu=compute_mode", "--format=csv,noheader")
+    assert mode.strip() == (way.mode if way.entry or instances else original)
     assert nvidia_smi(daemon, "-L").count("MIG ") == instances
     status = daemon.status()
     assert status["problems"] == []
@@ -97,15 +104,15 @@ def test_the_walk_has_each_change_once() -> None:
     assert sorted(all_changes(), key=repr) == sorted(itertools.permutations(WAYS, 2), key=repr)
 
 
-def test_each_change_of_an_idle_gpu_is_in_effect_after_a_reload(daemon: Daemon) -> None:
+def test_each_change_of_an_idle_gpu_is_in_effect_after_a_reload(daemon: Daemon, original: str) -> None:
     for before, after in all_changes():
         daemon.host.divide(2, *([after.entry] if after.entry else []))
         reload(daemon)
-        check(daemon, before, after)
+        check(daemon, original, before, after)
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["running", "stopped-meanwhile"])
-def test_each_change_of_a_leased_gpu_waits_for_the_lease(daemon: Daemon, stops: bool) -> None:
+def test_each_change_of_a_leased_gpu_waits_for_the_lease(daemon: Daemon, original: str, stops: bool) -> None:
     for before, after in all_changes():
         daemon.host.divide(2, *([after.entry] if after.entry else []))
         if not before.devices:
@@ -125,4 +132,4 @@ def test_each_change_of_a_leased_gpu_waits_for_the_lease(daemon: Daemon, stops: 
         (lease,) = leases_of(daemon)
         assert daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
         reload(daemon, "--drain")
-        check(daemon, before, after)
+        check(daemon, original, before, after)

@@ -272,9 +272,10 @@ class Supervisor:
         busy = None if leased is None else self.snapshot().plan.offered.union(leased)
         recorded = originals(COMPUTE_MODE, self._store) if self._store else {}
         modes = {gpu.uuid: gpu.compute_mode for gpu in self._gpus.inventory.gpus}
-        restoring = [uuid for uuid, mode in recorded.items() if modes.get(uuid) != mode]
+        desired = {**recorded, **self.desired.plan.compute_modes}
+        other_mode = [uuid for uuid, mode in desired.items() if modes.get(uuid) != mode]
         before = self.layouts.pending
-        tasks = self.layouts.due(busy, restoring)
+        tasks = self.layouts.due(busy, other_mode)
         if self.layouts.pending != before:
             self._changed()
         return (*tasks, *cancels)

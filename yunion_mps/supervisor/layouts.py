@@ -28,7 +28,7 @@ from yunion_mps.supervisor.mig import (
 )
 from yunion_mps.supervisor.mig_forecast import Forecast, make_forecast
 from yunion_mps.supervisor.mig_restore import restore
-from yunion_mps.users import wait_reason
+from yunion_mps.users import Users, wait_reason
 
 log = logging.getLogger(__name__)
 
@@ -100,11 +100,11 @@ class MigLayouts:
                 what, cause = "the pending layout was withdrawn", "the configuration was reloaded"
                 self._emit(Event("info", "mig", gpu.address, what, cause))
 
-    def due(self, busy: Collection[str] | None, restoring: Collection[str]) -> tuple[LayoutTask, ...]:
+    def due(self, busy: Collection[str] | None, other_mode: Collection[str]) -> tuple[LayoutTask, ...]:
         """Return the layouts of GPUs that have changed since theirs came into effect.
 
-        Until the original compute mode is restored, a GPU that is not in MIG mode has none (`restoring` has
-        the UUIDs of these); nor has a lost GPU.
+        A GPU that is not in MIG mode has none before its compute mode is as planned (`other_mode` has the
+        UUIDs of those where it is not), because the switch resets the mode; nor has a lost GPU.
         """
         users = self._desired.users().by_gpu()
         known = None if busy is None else frozenset(busy)
@@ -115,12 +115,10 @@ class MigLayouts:
             last = self._reasons.get(layout.gpu_uuid, NO_REASON)
             if gpu is None or gpu.reason:
                 continue
-            is_restoring = layout.gpu_uuid in restoring and not gpu.mig_enabled
-            if is_restoring and layout.enabled:
-                awaited = users.get(layout.gpu_uuid) or ITS_USERS
-                self._reasons[layout.gpu_uuid] = why = wait_reason(MODE_ON, awaited, reasons.MIG_IN_USE)
-                self._report(gpu, why)
-            if is_restoring:
+            if layout.gpu_uuid in other_mode and not gpu.mig_enabled:
+                if layout.enabled:
+                    by = users.get(layout.gpu_uuid) or (ITS_USERS if layout.gpu_uuid in (busy or ()) else "")
+                    self._note_wait_for_mode(gpu, by)
                 continue
             state = _State.of(layout, gpu)
             settled = self._settled.get(layout.gpu_uuid)
@@ -129,6 +127,15 @@ class MigLayouts:
                 confirmed = self._confirmed.get(layout, NO_LOSSES)
                 tasks.append(LayoutTask(layout, gpu, known, confirmed, last, users))
         return tuple(tasks)
+
+    def _note_wait_for_mode(self, gpu: Gpu, users: Users | str) -> None:
+        """Note why the GPU is not in its compute mode yet: `users`, or else it is about to be set."""
+        if users:
+            why = wait_reason(MODE_ON, users, reasons.MIG_IN_USE)
+            self._report(gpu, why)
+        else:
+            why = Reason(f"{MODE_ON} waits until its compute mode is set", reasons.MIG_PENDING)
+        self._reasons[str(gpu.uuid)] = why
 
     def apply(self, tasks: Iterable[LayoutTask], nvml: Nvml, store: Store) -> LayoutResult:
         """Do the tasks until a stop begins; run it on a thread, because it calls the driver."""
