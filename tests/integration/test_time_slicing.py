@@ -11,7 +11,7 @@ import pytest
 from yunion_mps import reasons
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import leases_of, take
+from integration.lease_host import end, leases_of, start, take
 from simhost.host import SHARED
 
 ADDRESS = "00:07.0-0"
@@ -165,6 +165,20 @@ def test_restore_after_a_kill_restores_the_time_slice(daemon: Daemon) -> None:
     daemon.kill()
     assert daemon.run("--restore") == 0, daemon.log
     assert daemon.host.gpus[1].time_slice == "default"
+
+
+def test_restore_keeps_the_settings_of_a_leased_job_without_a_context(daemon: Daemon) -> None:
+    daemon.host.run(["nvidia-smi", "-i", 1, "-c", "EXCLUSIVE_PROCESS"], check=True)
+    daemon.host.divide(4, f"{SHARED}; time_slice: short")
+    daemon.start().wait_ready()
+    sliced = daemon.host.gpus[1]
+    job = start(daemon.host, "--allow-unlimited", "--gpu", sliced.uuid)
+    daemon.kill()
+    assert daemon.run("--restore") == 1, daemon.log
+    assert (sliced.compute_mode, sliced.time_slice) == ("default", "short")
+    end(job)
+    assert daemon.run("--restore") == 0, daemon.log
+    assert (sliced.compute_mode, sliced.time_slice) == ("exclusive_process", "default")
 
 
 def test_restore_keeps_the_time_slice_of_a_running_job(daemon: Daemon) -> None:

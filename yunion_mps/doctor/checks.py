@@ -144,7 +144,7 @@ class Host:
         return {
             address: gpu
             for address, gpu in self.known_gpus().items()
-            if (gpu["devices"] and gpu["sharing"] != MIG) or gpu["memory_free_mib"] is not None
+            if (gpu["devices"] and gpu["sharing"] not in (None, MIG)) or gpu["memory_free_mib"] is not None
         }
 
     def known_pids(self) -> dict[str, int | None]:

@@ -89,6 +89,9 @@ def mig(host: Host) -> Findings:
             hint = f"nvidia-smi -i {gpu.pci_address} -mig 0, or write mig in its entry to use its instances"
             if is_changing:
                 hint = f"reset the GPU to switch it off: {hint_of(MIG_RESET_REQUIRED, gpu=gpu.pci_address)}"
+            known = host.known_gpus().get(gpu.pci_address)
+            if known and known["devices"]:
+                hint = f"once no job has its instances (yunion-mps lease list): {hint}"
             yield problem(f"{_gpu_name(gpu)} is in MIG mode, so it cannot be shared as a whole", hint)
         elif is_changing and gpu.mig_pending != modes.get(str(gpu.uuid), False):
             yield _foreign_mode_change(gpu)

@@ -9,14 +9,15 @@ import time
 from collections.abc import Collection
 
 from yunion_mps.config import load
-from yunion_mps.enums import STOPPED, TIME_SLICES
+from yunion_mps.enums import MPS, STOPPED, TIME_SLICES
 from yunion_mps.errors import DriverError, HostError, YunionError
-from yunion_mps.host.proc import environment_of, program_of
+from yunion_mps.host.proc import environment_of, program_of, started_ticks
 from yunion_mps.host.processes import Watchable, drive, earliest
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import load_served
+from yunion_mps.leases.storage import recorded_ledger
 from yunion_mps.models import DomainPlan, Event, Gpu, PlannedGpu
 from yunion_mps.mps.control_daemon import create_adoption_order
 from yunion_mps.mps.conversation import peer_of
@@ -90,7 +91,7 @@ def _restore(paths: Paths, store: Store) -> int:
     processes = left_running(store)
     gpus = load_served(paths).gpus
     layouts_restored = _restore_layouts(paths, store, gpus_of(processes))
-    held, held_slices = _held_by_processes(store, gpus)
+    held, held_slices = _held_by_jobs(paths, store, gpus)
     used = {*gpus_of(processes), *held}
     errors = restore_unused(COMPUTE_MODE, store, None, used, gpus).not_restored
     restore_unused(TIME_SLICE, store, None, held_slices, gpus)
@@ -118,13 +119,18 @@ def _restore(paths: Paths, store: Store) -> int:
     return 0
 
 
-def _held_by_processes(store: Store, gpus: Collection[Gpu]) -> tuple[set[str], set[str]]:
-    """Return the UUIDs of the GPUs whose compute modes, and of those whose time slices, processes need.
+def _held_by_jobs(paths: Paths, store: Store, gpus: Collection[Gpu]) -> tuple[set[str], set[str]]:
+    """Return the UUIDs of the GPUs whose compute modes, and of those whose time slices, jobs need.
 
-    Recorded leases may have ended.
+    A recorded lease counts while its process runs: without a daemon, other leases end unnoticed.
     """
+    recorded = recorded_ledger(store, paths.lease_copies).leases.values()
+    running = (
+        one for one in recorded if one.holder.pid and started_ticks(one.holder.pid) == one.holder.started
+    )
+    leased = {device.gpu_uuid for lease in running for device in lease.devices if device.sharing != MPS}
     with contextlib.suppress(DriverError), Nvml() as nvml:
-        return held_by_jobs(nvml, store, (), gpus), changed_slices_held_by_jobs(nvml, store, ())
+        return held_by_jobs(nvml, store, leased, gpus), changed_slices_held_by_jobs(nvml, store, leased)
     return set(), set()
 
 
