@@ -30,12 +30,13 @@ def test_a_stop_restores_the_layout_if_so_configured(daemon: Daemon, original: s
     daemon.host.run(["nvidia-smi", "-c", original.upper()], check=True)
     daemon.host.divide(f"{MIG}\n  mig_restore: true")
     daemon.start().wait_ready()
-    eventually(lambda: daemon.host.gpus[0].mig, "MIG mode, once the compute mode has been recorded")
+    eventually(lambda: gpu(daemon)["state"] == "available", "the layout, once the compute mode is recorded")
+    assert daemon.host.gpus[0].mig
     assert daemon.stop(signal.SIGTERM) == 0
     assert (daemon.host.gpus[0].mig, compute_mode(daemon.host)) == (False, original)
     daemon.host.divide(MIG)
     daemon.start().wait_ready()
-    eventually(lambda: daemon.host.gpus[0].mig, "MIG mode")
+    eventually(lambda: gpu(daemon)["state"] == "available", "the layout")
     events = daemon.host.run(["yunion-mps", "events", "--output", "json"], check=True).stdout
     causes = [one["cause"] for one in json.loads(events)["events"] if one["kind"] == "mig"]
     required = "the configuration requires it"
