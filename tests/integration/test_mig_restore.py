@@ -43,6 +43,21 @@ def test_a_stop_restores_the_layout_if_so_configured(daemon: Daemon, original: s
     assert causes == [required, "the original layout was restored", required]
 
 
+def test_a_start_with_mps_disabled_keeps_the_mode_of_a_leased_instance(daemon: Daemon) -> None:
+    daemon.host.run(["nvidia-smi", "-i", 0, "-c", "PROHIBITED"], check=True)
+    daemon.host.divide(MIG)
+    daemon.start().wait_ready()
+    eventually(lambda: gpu(daemon)["state"] == "available", "the layout")
+    job = start(daemon.host)
+    daemon.configure(enable_cuda_mps=False)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    assert daemon.stop(signal.SIGTERM) == 0
+    daemon.start().wait_ready()
+    assert compute_mode(daemon.host) == "Default"
+    end(job)
+    eventually(lambda: compute_mode(daemon.host) == "Prohibited", "the original mode")
+
+
 def reset(host: SimHost) -> None:
     host.run(["nvidia-smi", "--gpu-reset", "-i", host.gpus[0].uuid], check=True)
 

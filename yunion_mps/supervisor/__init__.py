@@ -14,7 +14,7 @@ from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
-from yunion_mps.inventory.scan import Scanner
+from yunion_mps.inventory.scan import Scanner, load_served
 from yunion_mps.models import Inventory, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
@@ -390,7 +390,7 @@ class Supervisor:
         self._snapshots.leftovers = leftovers.notice
         if store:
             leased = leased_without_mps(store)
-            gpus = self._gpus.inventory.gpus
+            gpus = self._gpus.inventory.gpus or load_served(self._paths).gpus
             held = held_by_jobs(self.nvml, store, leased, gpus)
             needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running), *held}
             restore_unused(COMPUTE_MODE, store, self.nvml, needed, gpus)
