@@ -275,3 +275,13 @@ def test_a_gpu_that_is_given_up_gets_its_mode_back_after_its_jobs(exclusive: Dae
     assert modes(exclusive)[1] == "default"
     exclusive.host.gpus[1].remove_process(os.getpid())
     eventually(lambda: exclusive.polls() and modes(exclusive)[1] == "exclusive_process", "its mode")
+
+
+def test_doctor_advises_no_other_mode_while_a_lease_keeps_the_present_one(daemon: Daemon) -> None:
+    daemon.host.divide(4, SHARED)
+    daemon.start().wait_ready()
+    for address in ("00:06.0-0", "00:07.0-0"):
+        take(daemon, f"holder.name=job-{address[4]}&holder.ttl_s=600&allow_unlimited=true&devices={address}")
+    daemon.host.divide(SHARED, 4)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    assert "in compute mode" not in daemon.host.run(["yunion-mps", "doctor"]).stdout

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, warning
-from yunion_mps.enums import MPS, TERMINATE, TIME_SLICING
+from yunion_mps.enums import MIG, MPS, TERMINATE, TIME_SLICING
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import name_of
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu
@@ -173,10 +173,15 @@ def job_budgets(host: Host) -> Findings:
 
 @check("compute mode", COMPUTE_MODE_CHANGED)
 def compute_mode(host: Host) -> Findings:
-    """The compute modes, which decide what programs outside MPS can do."""
-    planned = host.plan()[0].compute_modes
+    """The compute modes, which decide what programs outside MPS can do.
+
+    A GPU that leases keep from its planned way of sharing has the mode of its present way.
+    """
+    planned, sharing = host.plan()[0].compute_modes, host.plan()[0].sharing
     is_served = _is_served(host)
-    uuids = {gpu.parent or gpu.uuid for gpu in host.our_gpus()}
+    ways = {address: gpu["sharing"] for address, gpu in host.known_gpus().items() if gpu["sharing"]}
+    kept = {address for address, way in ways.items() if way != sharing.get(address, MIG)}
+    uuids = {gpu.parent or gpu.uuid for gpu in host.our_gpus() if gpu.pci_address not in kept}
     ours = [gpu for gpu in host.inventory().gpus if gpu.uuid in uuids and gpu.compute_mode]
     checked = (_check_mode(gpu, planned.get(gpu.uuid or ""), is_served=is_served) for gpu in ours)
     findings = [finding for finding in checked if finding]
