@@ -51,12 +51,14 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
     """
     try:
         _refuse_unsuitable(request, candidates)
-    except (InfeasibleError, HostError):
+    except (InfeasibleError, HostError) as refusal:
         try:
             _refuse_unsuitable(request, candidates._replace(reserved={}))
         except HostError as error:
             if error.code == BUDGET_NOT_ENFORCED:  # if those GPUs are reserved, allow_unlimited does not help
                 refuse_infeasible(request._replace(allow_unlimited=True), candidates)
+            raise
+        if refusal.code == BUDGET_NOT_ENFORCED:  # GPUs that are not reserved could satisfy it
             raise
         uses = ", ".join(sorted(set(candidates.reserved.values())))
         what = f"{request} cannot be allocated: reserved for {uses}"

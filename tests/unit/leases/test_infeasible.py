@@ -167,6 +167,16 @@ def test_a_request_that_needs_reserved_devices_is_refused_as_such(requested: Lea
     refuse_infeasible(requested._replace(reserved_for="kubernetes"), there)
 
 
+def test_a_gpu_without_enforced_budgets_is_hinted_at_if_not_reserved() -> None:
+    old, reserved = Candidate(device(0, 0)._replace(budget_enforced=False)), Candidate(device(1, 0))
+    unenforced = {"GPU-0": Unenforced("00:00.0 (P40)", "older than Volta")}
+    there = candidates(2)._replace(devices=[old, reserved], reserved=RESERVED, unenforced=unenforced)
+    with pytest.raises(HostError, match=r"no budget is enforced on GPU 00:00\.0") as caught:
+        refuse_infeasible(LeaseRequest(), there)
+    assert caught.value.code == BUDGET_NOT_ENFORCED
+    refuse_infeasible(LeaseRequest(allow_unlimited=True), there)
+
+
 def test_reserved_devices_are_left_to_what_they_are_reserved_for() -> None:
     there = candidates(2, 1)._replace(reserved=RESERVED)
     allocator = Allocator(Ledger())
