@@ -131,8 +131,12 @@ def test_modes_stay_while_a_server_without_its_control_daemon_runs(put_to_work: 
     assert modes(host) == ["exclusive_process"] * 2
     at_work.end()
     made.until(lambda: our_processes() == [])
-    made.set_modes()
-    assert modes(host) == ["default"] * 2
+
+    def are_restored() -> bool:
+        made.set_modes()  # as at every poll
+        return modes(host) == ["default"] * 2
+
+    made.until(are_restored)
 
 
 def test_an_unrecorded_control_daemon_is_reported(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
