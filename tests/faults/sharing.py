@@ -136,13 +136,9 @@ def reset_required(scene: Scene) -> None:
     scene.host.divide("mig: 3g.20gb\n  mig_restore: true")
     scene.inject(scene.daemon.start, answers=False)
     scene.daemon.wait_ready()
-
-    def gpu() -> dict[str, str]:
-        (one,) = scene.daemon.get("/v1/gpus")[1]["gpus"]
-        return dict(one)
-
-    until(lambda: gpu()["reason_code"] == reasons.MIG_RESET_REQUIRED, "the reason, once the mode is Default")
-    scene.words = gpu()["reason"]
+    (gpu,) = scene.daemon.get("/v1/gpus")[1]["gpus"]
+    assert gpu["reason_code"] == reasons.MIG_RESET_REQUIRED
+    scene.words = gpu["reason"]
     scene.note("reported after {}")
 
     def reset() -> None:

@@ -30,13 +30,11 @@ def test_a_stop_restores_the_layout_if_so_configured(daemon: Daemon, original: s
     daemon.host.run(["nvidia-smi", "-c", original.upper()], check=True)
     daemon.host.divide(f"{MIG}\n  mig_restore: true")
     daemon.start().wait_ready()
-    eventually(lambda: gpu(daemon)["state"] == "available", "the layout, once the compute mode is recorded")
     assert daemon.host.gpus[0].mig
     assert daemon.stop(signal.SIGTERM) == 0
     assert (daemon.host.gpus[0].mig, compute_mode(daemon.host)) == (False, original)
     daemon.host.divide(MIG)
     daemon.start().wait_ready()
-    eventually(lambda: gpu(daemon)["state"] == "available", "the layout")
     events = daemon.host.run(["yunion-mps", "events", "--output", "json"], check=True).stdout
     causes = [one["cause"] for one in json.loads(events)["events"] if one["kind"] == "mig"]
     required = "the configuration requires it"
@@ -47,7 +45,6 @@ def test_a_start_with_mps_disabled_keeps_the_mode_of_a_leased_instance(daemon: D
     daemon.host.run(["nvidia-smi", "-i", 0, "-c", "PROHIBITED"], check=True)
     daemon.host.divide(MIG)
     daemon.start().wait_ready()
-    eventually(lambda: gpu(daemon)["state"] == "available", "the layout")
     job = start(daemon.host)
     daemon.configure(enable_cuda_mps=False)
     assert daemon.ask("POST", "/v1/reload")[0] == 200

@@ -6,14 +6,13 @@ always be asked: a Slurm job's user need not be in its group, and a container ne
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from yunion_mps.cli.calls import call
 from yunion_mps.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE
-from yunion_mps.errors import HostError, NotFoundError, UnreachableError, YunionError
+from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.http.operations import GET_DEVICE, GET_LEASE
 from yunion_mps.http.transport import refuse_unreachable
 from yunion_mps.identity import gpu_of, is_on_instance, physical_gpu
@@ -107,15 +106,16 @@ def _refuse_destroyed(environment: Mapping[str, str]) -> None:
     """
     visible = environment[_VISIBLE].split(",")
     for name in filter(is_on_instance, environment[_DEVICE].split(",")):
-        with contextlib.suppress(UnreachableError):
-            try:
-                device = call(GET_DEVICE, id=name)
-            except NotFoundError:
-                device = None
-            if device is None or device["gpu_uuid"] not in visible or device["reason_code"] in _MISSING:
-                what = f"--inherit: the MIG instance of {name} was destroyed"
-                hint = f"if there is another one, use its environment: yunion-mps env {name}"
-                raise HostError(what, hint, MIG_INSTANCE_GONE)
+        try:
+            device = call(GET_DEVICE, id=name)
+        except NotFoundError:
+            device = None
+        except YunionError:  # the daemon cannot be asked
+            return
+        if device is None or device["gpu_uuid"] not in visible or device["reason_code"] in _MISSING:
+            what = f"--inherit: the MIG instance of {name} was destroyed"
+            hint = f"if there is another one, use its environment: yunion-mps env {name}"
+            raise HostError(what, hint, MIG_INSTANCE_GONE)
 
 
 def _refuse_missing(lease: LeaseDetails, code: str, reason: str) -> None:

@@ -32,7 +32,7 @@ from yunion_mps.supervisor.compute_modes import (
 )
 from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
-from yunion_mps.supervisor.gpu_settings import originals, restore_unused
+from yunion_mps.supervisor.gpu_settings import restore_unused
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.layouts import MigLayouts
 from yunion_mps.supervisor.mig import LayoutResult, LayoutTask
@@ -98,7 +98,7 @@ class Supervisor:
         """
         self._keep_leased_gpus()
         leftovers = self._settle_leftovers()
-        self._create_instances()
+        self._create_instances(gpus_of(leftovers.running))
         needs_mps = bool(self.desired.plan.domains or leftovers.known)
         if not needs_mps and not self.desired.plan.direct:
             return
@@ -270,12 +270,8 @@ class Supervisor:
         if not layouts:
             return cancels
         busy = None if leased is None else self.snapshot().plan.offered.union(leased)
-        recorded = originals(COMPUTE_MODE, self._store) if self._store else {}
-        modes = {gpu.uuid: gpu.compute_mode for gpu in self._gpus.inventory.gpus}
-        desired = {**recorded, **self.desired.plan.compute_modes}
-        other_mode = [uuid for uuid, mode in desired.items() if modes.get(uuid) != mode]
         before = self.layouts.pending
-        tasks = self.layouts.due(busy, other_mode)
+        tasks = self.layouts.due(busy, self.modes.not_as_desired(self.desired.plan, self._store))
         if self.layouts.pending != before:
             self._changed()
         return (*tasks, *cancels)
@@ -366,8 +362,13 @@ class Supervisor:
         if Store.exists(self._paths):
             self.desired.keep_leased(leased_gpus(self.store()), self.store())
 
-    def _create_instances(self) -> None:
-        """Bring MIG layouts into effect; if there may be leases, without taking anything away."""
+    def _create_instances(self, used: Collection[str]) -> None:
+        """Bring MIG layouts into effect; if there may be leases, without taking anything away.
+
+        The compute modes of their GPUs come first, except where MPS processes of ours run (`used`, UUIDs).
+        """
+        if (work := self.modes.for_layouts(self.desired.plan, used)).changes:
+            self.note_modes(self.set_modes(work))
         is_final = self._has_no_leases()
         tasks = self.layout_tasks(() if is_final else None)
         if tasks:

@@ -132,6 +132,19 @@ class ComputeModes:
         }
         return ModeWork(changes, restore, self.time_slices.due(target, store), unchanged)
 
+    def for_layouts(self, target: Plan, used: Collection[str]) -> ModeWork:
+        """Return the modes to set before MIG mode is switched on, except of GPUs that are `used` (UUIDs)."""
+        to_mig = {layout.gpu_uuid for layout in target.layouts if layout.enabled} - set(used)
+        gpus = [gpu for gpu in self._gpus.inventory.gpus if gpu.uuid in to_mig and not gpu.mig_enabled]
+        return ModeWork(self._changes(target, gpus))
+
+    def not_as_desired(self, target: Plan, store: Store | None) -> set[str]:
+        """Return the GPUs (UUIDs) that are to be set to a planned mode, or restored to the original one."""
+        recorded = {} if store is None else originals(COMPUTE_MODE, store)
+        modes = {gpu.uuid: gpu.compute_mode for gpu in self._gpus.inventory.gpus}
+        desired = {**recorded, **target.compute_modes}
+        return {uuid for uuid, mode in desired.items() if modes.get(uuid) != mode}
+
     def find_corrections(
         self, target: Plan, gpus: Iterable[Gpu], slices: Mapping[str, str]
     ) -> Iterator[tuple[Setting, ModeChange]]:
