@@ -6,7 +6,7 @@ import pytest
 
 from integration.conftest import MakeDivided
 from integration.daemon_host import Daemon
-from integration.mig_devices import instances
+from integration.mig_devices import gpu, instances
 from integration.test_mig import daemon
 
 __all__ = ["daemon"]
@@ -94,3 +94,29 @@ def test_a_plan_does_not_promise_a_mode_that_may_need_a_reset(make_divided: Make
     daemon = make_divided([{"kind": "a100"}], "virtual_number: 2").start().wait_ready()
     daemon.host.divide("mig: 3g.20gb")
     assert AT_ONCE not in of_layout(daemon)
+
+
+@pytest.mark.parametrize("entry", ["type: NVIDIA_GPU_SHARE\n  virtual_number: 2", ""])
+def test_an_original_compute_mode_waits_for_the_lease_of_an_instance(daemon: Daemon, entry: str) -> None:
+    daemon.host.divide("mig: 3g.40gb")
+    daemon.start().wait_ready()
+    take(daemon, f"00:06.0-g{instances(daemon)[0].gpu_instance}")
+    if entry:
+        daemon.host.divide(entry)
+    else:
+        daemon.write_host_conf({"enable_cuda_mps": False})
+    planned, made = (effects(daemon, *call) for call in (("GET", "/v1/plan"), ("POST", "/v1/reload")))
+    assert planned["compute mode", "00:06.0"] == "once lease job of root has ended"
+    assert made == planned
+
+
+def test_a_gpu_that_leaves_mig_mode_keeps_its_original_compute_mode(daemon: Daemon) -> None:
+    daemon.host.gpus[0].compute_mode = "prohibited"
+    daemon.host.divide("mig: 3g.40gb")
+    daemon.start().wait_ready()
+    daemon.host.divide("mig: all-disabled\n  virtual_number: 2")
+    assert ("compute mode", "00:06.0") not in effects(daemon, "GET", "/v1/plan")
+    effects(daemon, "POST", "/v1/reload")
+    assert gpu(daemon)["compute_mode"] == "Exclusive_Process"
+    daemon.stop()
+    assert daemon.host.gpus[0].compute_mode == "prohibited"

@@ -87,7 +87,8 @@ def make_plan(
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     keep = config.cuda_mps_compute_mode == "keep"
     modes = {gpu.parent or str(gpu.uuid): mode_of(gpu, sharing) for gpu in planned}
-    modes |= {layout.gpu_uuid: DEFAULT for layout in layouts if layout.enabled}  # before it has its instances
+    in_mig_mode = {gpu.uuid for gpu in inventory.gpus if gpu.mig_enabled}
+    modes |= {one.gpu_uuid: DEFAULT for one in layouts if one.enabled or one.gpu_uuid in in_mig_mode}
     actions = {
         str(gpu.uuid): entries[gpu.pci_address].over_budget or config.over_budget
         for gpu in planned

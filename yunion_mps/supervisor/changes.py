@@ -203,7 +203,7 @@ def changes_to(
             changes.append(Change("budget", gpu.address, old, new, effect))
         old_mode, new_mode = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
         if old_mode != new_mode:
-            when = (kept_by if new_mode and uuid in through_mps else keepers.of(uuid)).effect
+            when = (kept_by if new_mode and uuid in through_mps else keepers.with_instances(uuid)).effect
             shown = (old_mode or "original", new_mode or "original")
             changes.append(Change("compute mode", gpu.address, *shown, when))
         old_layout, new_layout = (describe_layout(some, gpu) for some in (before, plan))
@@ -212,7 +212,7 @@ def changes_to(
         if old_layout != new_layout:
             now = describe(gpu.mig_instances) if gpu.mig_enabled else "MIG mode off"
             has_layout = any(layout.gpu_uuid == gpu.uuid for layout in plan.layouts)
-            when = _unused(plan, gpus, gpu, users) if has_layout and new_layout != now else AT_ONCE
+            when = _unused(plan, gpu, users) if has_layout and new_layout != now else AT_ONCE
             changes.append(Change("MIG layout", gpu.address, old_layout, new_layout, when))
         old_slice, new_slice = (some.time_slices.get(gpu.uuid or "") for some in (before, plan))
         if old_slice != new_slice:
@@ -229,10 +229,9 @@ def changes_to(
     return changes
 
 
-def _unused(plan: Plan, gpus: Iterable[Gpu], gpu: Gpu, users: GpuUsers) -> str:
+def _unused(plan: Plan, gpu: Gpu, users: GpuUsers) -> str:
     """Return when a GPU gets its layout: once nothing uses what the plan does not have."""
-    parts = [str(one.uuid) for one in gpus if gpu.uuid in (one.uuid, one.parent)]
-    known = all_of(users.of(one) for one in parts if one not in plan.offered)
+    known = users.with_instances(str(gpu.uuid), but=plan.offered)
     what = "uses what the layout removes"
     return f"{known.effect}, and nothing else {what}" if known else f"once nothing {what}"
 

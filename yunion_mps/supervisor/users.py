@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from yunion_mps.models import DomainPlan, Gpu
 from yunion_mps.mps.domain import Domain
@@ -19,10 +19,11 @@ def servers_of(domain: Domain, gpus: Iterable[str] = ()) -> Users:
 class GpuUsers:
     """What uses GPUs and MIG instances (UUIDs); `leases` has the leases of each."""
 
-    def __init__(self, leases: Mapping[str, Users], domains: Sequence[Domain], gpus: Iterable[Gpu]) -> None:
+    def __init__(self, leases: Mapping[str, Users], domains: Sequence[Domain], gpus: Collection[Gpu]) -> None:
         self._leases = leases
         self._domains = domains
         self._addresses = {str(gpu.uuid): gpu.address for gpu in gpus}
+        self._parents = {str(gpu.uuid): gpu.parent for gpu in gpus}
 
     def leases(self, uuids: Iterable[str]) -> Users:
         return all_of(self._leases.get(uuid, NO_USERS) for uuid in uuids)
@@ -38,6 +39,11 @@ class GpuUsers:
 
     def of(self, uuid: str, planned: Iterable[DomainPlan] = ()) -> Users:
         return all_of([self.leases([uuid]), self.servers(uuid, planned)])
+
+    def with_instances(self, uuid: str, *, but: Collection[str] = ()) -> Users:
+        """Return the users of the GPU and of its MIG instances, except of those in `but` (UUIDs)."""
+        parts = (part for part, parent in self._parents.items() if uuid in (part, parent))
+        return all_of(self.of(part) for part in parts if part not in but)
 
     def by_gpu(self) -> dict[str, Users]:
         served = (uuid for domain in self._domains for uuid in domain.in_effect.gpu_uuids)
