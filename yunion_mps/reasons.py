@@ -131,6 +131,8 @@ COMPUTE_MODE_PROHIBITED = _code("compute_mode_prohibited",
 COMPUTE_MODE_EXCLUSIVE = _code("compute_mode_exclusive",
     "The GPU's compute mode is not Default, which time-slicing and MIG require.",
     "set it: yunion-mps reload; if cuda_mps_compute_mode is keep: nvidia-smi -i {gpu} -c DEFAULT, and reload")
+#: Codes of GPUs that do not serve as configured until the operator changes their modes.
+MODE_NEEDS = frozenset({MIG_ENABLED, COMPUTE_MODE_PROHIBITED, COMPUTE_MODE_EXCLUSIVE})
 TIME_SLICE_REFUSED = _code("time_slice_refused",
     "The GPU's time slice cannot be set, so its devices have the one that it had before.",
     "see why: nvidia-smi compute-policy -i {gpu} --list; or remove time_slice from the entry of the GPU")

@@ -120,3 +120,17 @@ def test_a_gpu_that_leaves_mig_mode_keeps_its_original_compute_mode(daemon: Daem
     assert gpu(daemon)["compute_mode"] == "Exclusive_Process"
     daemon.stop()
     assert daemon.host.gpus[0].compute_mode == "prohibited"
+
+
+@pytest.mark.parametrize("way", ["NVIDIA_MPS", "NVIDIA_GPU_SHARE"])
+def test_a_plan_says_what_to_do_if_mig_mode_keeps_an_entry_from_effect(daemon: Daemon, way: str) -> None:
+    daemon.host.divide("mig: 3g.40gb")
+    daemon.start().wait_ready()
+    daemon.host.divide(f"type: {way}\n  virtual_number: 2")
+    for command in (["plan"], ["reload"], ["plan"]):
+        shown = " ".join(daemon.host.run(["yunion-mps", *command], check=True).stdout.split())
+        assert "Pending: GPU 00:06.0: the GPU is in MIG mode, so " in shown
+        assert f"disable MIG mode: nvidia-smi -i {gpu(daemon)['uuid']} -mig 0" in shown
+    drained = daemon.host.run(["yunion-mps", "reload", "--drain"])
+    assert drained.returncode == 1
+    assert "still pending: " in drained.stderr

@@ -35,6 +35,7 @@ from yunion_mps.reasons import (
     LAYOUT_WAITS,
     LEASES_PENDING,
     LIMITS_PENDING,
+    MODE_NEEDS,
     SETTLING,
     hint_of,
 )
@@ -67,7 +68,7 @@ _UNREACHABLE_TIMEOUT_S, _REEXEC_TIMEOUT_S = 60.0, 120.0
 _NOW_S = 60
 #: What ends by itself, as leases and jobs do, is awaited, unlike what lasts until the operator acts.
 _AWAITED = {LIMITS_PENDING, LEASES_PENDING, *LAYOUT_WAITS}
-_NEEDS = {*LAYOUT_NEEDS, DRIVER_HUNG}
+_NEEDS = {*LAYOUT_NEEDS, *MODE_NEEDS, DRIVER_HUNG}
 _REST = "everything else is in effect"
 #: States in which a control daemon does not serve for a reason.
 _NOT_SERVING = ("failed", "backoff", "wedged")

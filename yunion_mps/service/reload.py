@@ -18,7 +18,7 @@ from yunion_mps.leases.holders import describe_holder
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event, Plan
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import Reason
+from yunion_mps.reasons import MODE_NEEDS, NO_REASON, Reason, hint_of
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import as_made, with_layouts_at_once
@@ -86,7 +86,7 @@ class Reloader:
                 losses = self._rows_of(forecast.losses, preflight)
             finally:
                 self._close(preflight)
-        return self._answer(changes, losses)
+        return self._answer(changes, plan, losses)
 
     async def reload(
         self, requester: str = "a client", *, drain: bool = False, now: bool = False
@@ -122,7 +122,7 @@ class Reloader:
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"
         )
         self._control.poll_now.set()
-        return self._answer(changes)
+        return self._answer(changes, self._supervisor.desired.plan)
 
     async def set_modes(self) -> list[Change]:
         """Set and restore the compute modes and time slices that are due; the caller holds the lock.
@@ -277,7 +277,9 @@ class Reloader:
         gpus = {gpu.uuid: gpu.address for gpu in self._supervisor.snapshot().inventory.gpus}
         return [(gpus.get(uuid, uuid), why) for uuid, why in self._supervisor.layouts.pending.items()]
 
-    def _answer(self, changes: Sequence[Change], losses: Sequence[answers.Loss] = ()) -> answers.ChangeList:
+    def _answer(
+        self, changes: Sequence[Change], plan: Plan, losses: Sequence[answers.Loss] = ()
+    ) -> answers.ChangeList:
         snapshot = self._supervisor.snapshot()
         pending: list[answers.Pending] = [
             {
@@ -308,6 +310,15 @@ class Reloader:
         pending += [
             {"domain": "", "pending": layout_pending(address, why), "leases": []}
             for address, why in self._pending_layouts()
+        ]
+        pending += [
+            {
+                "domain": "",
+                "pending": f"GPU {gpu.address}: {why}; {hint_of(why.code, gpu=str(gpu.uuid))}",
+                "leases": [],
+            }
+            for gpu in snapshot.inventory.gpus
+            if (why := plan.unavailable.get(gpu.pci_address, NO_REASON)).code in MODE_NEEDS
         ]
         rows: list[answers.Change] = [
             {
