@@ -123,6 +123,7 @@ def test_a_stop_names_the_lease_because_of_which_nothing_is_restored(daemon: Dae
 
 
 def test_restore_after_a_kill_restores_the_layout_if_so_configured(daemon: Daemon) -> None:
+    daemon.host.run(["nvidia-smi", "-i", 0, "-c", "EXCLUSIVE_PROCESS"], check=True)
     daemon.host.divide(f"{MIG}\n  mig_restore: true")
     daemon.start().wait_ready()
     daemon.kill()
@@ -135,6 +136,19 @@ def test_restore_after_a_kill_restores_the_layout_if_so_configured(daemon: Daemo
     assert daemon.run("--restore") == 0, daemon.log
     assert not daemon.host.gpus[0].mig
     assert "everything is restored" in daemon.log
+    assert "GPU 00:06.0: compute mode Exclusive_Process was restored" in daemon.log
+
+
+def test_restore_restores_the_layout_although_mps_is_disabled(daemon: Daemon) -> None:
+    daemon.host.run(["nvidia-smi", "-i", 0, "-c", "PROHIBITED"], check=True)
+    daemon.host.divide(f"{MIG}\n  mig_restore: true")
+    daemon.start().wait_ready()
+    daemon.configure(enable_cuda_mps=False)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    assert daemon.stop(signal.SIGTERM) == 0
+    assert daemon.host.gpus[0].mig
+    assert daemon.run("--restore") == 0, daemon.log
+    assert (daemon.host.gpus[0].mig, compute_mode(daemon.host)) == (False, "Prohibited")
 
 
 def test_a_lease_whose_process_has_ended_does_not_prevent_a_restore(daemon: Daemon) -> None:

@@ -143,17 +143,20 @@ def _restore_layouts(paths: Paths, store: Store, used: Collection[str]) -> bool:
     if not _changed_layouts(store):
         return True
     try:
-        preflight = run_preflight(paths)
+        preflight = run_preflight(paths, even_if_disabled=True)
     except YunionError as error:
         log.error("MIG layouts are not restored: %s; %s", error.message, error.hint)
         return False
     gpus, layouts = preflight.inventory.gpus, preflight.plan.layouts
+    to_restore = _changed_layouts(store) & {one.gpu_uuid for one in layouts if one.restore}
+    modes = {str(gpu.uuid): gpu.compute_mode for gpu in gpus if gpu.uuid in to_restore and gpu.compute_mode}
+    store.remember(COMPUTE_MODE.name, modes)  # which a change of the MIG mode resets
     try:
         restore_layouts(layouts, gpus, preflight.nvml, store, used, keeps_requests=False)
         is_cancelled = _cancel_requests(preflight, store)
     finally:
         preflight.close()
-    changed, to_restore = _changed_layouts(store), {one.gpu_uuid for one in layouts if one.restore}
+    changed = _changed_layouts(store)
     cause = preflight.driver_error and preflight.driver_error.message
     if preflight.problems:
         cause = "the configuration has errors; see: yunion-mps config check"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from yunion_mps.errors import DriverError, HostError, YunionError
 from yunion_mps.host.store import Store
+from yunion_mps.identity import physical_gpu
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.models import Gpu
 from yunion_mps.planning.plan import ModeChange
@@ -50,8 +51,8 @@ class SettingResult(NamedTuple):
 
 
 def name_of(uuid: str, gpus: Iterable[Gpu]) -> str:
-    """Return `GPU 00:06.0` if it is among `gpus`, otherwise its UUID, which begins with `GPU-`."""
-    return next((f"GPU {gpu.address}" for gpu in gpus if gpu.uuid == uuid), uuid)
+    """Return `GPU 00:06.0` if it or an instance of it is among `gpus`, otherwise its UUID (`GPU-…`)."""
+    return next((f"GPU {physical_gpu(gpu.address)}" for gpu in gpus if uuid in (gpu.uuid, gpu.parent)), uuid)
 
 
 def with_parents(uuids: Iterable[str], gpus: Iterable[Gpu]) -> set[str]:

@@ -99,13 +99,15 @@ class Preflight(NamedTuple):
             self.nvml.close()
 
 
-def run_preflight(paths: Paths, opened: Nvml | None = None) -> Preflight:
+def run_preflight(paths: Paths, opened: Nvml | None = None, *, even_if_disabled: bool = False) -> Preflight:
     """Read both files and scan the GPUs, by way of `nvml` if it is open already; changes nothing.
 
-    Raises HostError if there is no machine id.
+    If MPS is disabled, the GPUs are not scanned, or else as if it were enabled (`even_if_disabled`). Raises
+    HostError if there is no machine id.
     """
     host = machine_id(paths)
     config, problems = load(paths)
+    config = config._replace(enable_cuda_mps=config.enable_cuda_mps or even_if_disabled)
     config, warnings = _without_multiuser(config, paths)
     nvml, inventory, driver_error = None, Inventory(Driver("", None), ()), None
     gone: set[str] = set()
