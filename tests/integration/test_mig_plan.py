@@ -90,10 +90,27 @@ def test_a_layout_waits_for_a_process_on_an_instance_that_it_removes(daemon: Dae
     assert of_layout(daemon) == ("once nothing uses what the layout removes",) * 2
 
 
-def test_a_plan_does_not_promise_a_mode_that_may_need_a_reset(make_divided: MakeDivided) -> None:
+def test_a_plan_says_that_a_layout_may_require_a_reset(make_divided: MakeDivided) -> None:
     daemon = make_divided([{"kind": "a100"}], "virtual_number: 2").start().wait_ready()
     daemon.host.divide("mig: 3g.20gb")
-    assert AT_ONCE not in of_layout(daemon)
+    perhaps, certain = "after a reset of the GPU, if the driver requires one", "after the next reset of the GPU"
+    assert of_layout(daemon) == (perhaps, certain)
+    daemon.host.divide("mig: 2g.10gb")
+    assert of_layout(daemon) == (certain, certain)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_layout_waits_for_an_instance_of_another_program(daemon: Daemon, is_used: bool) -> None:
+    daemon.host.divide("mig: 3g.40gb")
+    daemon.start().wait_ready()
+    daemon.host.create_mig_devices(0, "1g.10gb")
+    (foreign,) = [one for one in instances(daemon) if one.profile == "1g.10gb"]
+    if is_used:
+        daemon.host.gpus[0].add_process(4321, 100, on=(foreign.gpu_instance, 0))
+    daemon.host.divide("mig: 7g.80gb")
+    assert of_layout(daemon) == ("once other programs' instances are no longer in its way",) * 2
+    named = "another program created" + " and the process (PID 4321) uses" * is_used
+    assert f"g{foreign.gpu_instance} (1g.10gb), which {named}, is in the way" in gpu(daemon)["reason"]
 
 
 @pytest.mark.parametrize("entry", ["type: NVIDIA_GPU_SHARE\n  virtual_number: 2", ""])

@@ -21,11 +21,11 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import MODE_NEEDS, NO_REASON, Reason, hint_of
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
-from yunion_mps.supervisor.changes import as_made, with_layouts_at_once
+from yunion_mps.supervisor.changes import as_made, with_layout_effects
 from yunion_mps.supervisor.compute_modes import COMPUTE_MODE
 from yunion_mps.supervisor.layouts import layout_pending
 from yunion_mps.supervisor.mig import Losses
-from yunion_mps.supervisor.mig_forecast import Forecast
+from yunion_mps.supervisor.mig_forecast import Forecast, effects_of
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 from yunion_mps.supervisor.time_slices import TIME_SLICE, read_time_slices
 from yunion_mps.text import count, decode_line
@@ -82,7 +82,7 @@ class Reloader:
                 plan, changes = self._supervisor.desired.plan_for(preflight, self._ledger.lease_waits)
                 changes = _with(changes, await self._corrections(preflight))
                 forecast = await self._forecast(plan, preflight)
-                changes = with_layouts_at_once(changes, forecast.at_once)
+                changes = with_layout_effects(changes, forecast.effects)
                 losses = self._rows_of(forecast.losses, preflight)
             finally:
                 self._close(preflight)
@@ -117,6 +117,7 @@ class Reloader:
             planned = self._supervisor.desired.target_domains()
             laid_out = self._supervisor.layouts.in_effect()
             changes = as_made(changes, planned, self._supervisor.domains, laid_out)
+            changes = with_layout_effects(changes, effects_of(self._pending_layouts()))
             changes = _with(changes, done)
         log.info(
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"

@@ -244,10 +244,10 @@ def _without_layout(gpu: Gpu) -> tuple[str, str]:
     return (describe(gpu.mig_instances), "as it is") if gpu.mig_instances else (now, now)
 
 
-def with_layouts_at_once(changes: Iterable[Change], gpus: Collection[str]) -> list[Change]:
-    """Return the changes; the MIG layouts of these GPUs (addresses) take effect at once."""
+def with_layout_effects(changes: Iterable[Change], effects: Mapping[str, str]) -> list[Change]:
+    """Return the changes; the MIG layouts of these GPUs (addresses) take effect as `effects` says."""
     return [
-        one._replace(effect=AT_ONCE) if one.kind == "MIG layout" and one.subject in gpus else one
+        one._replace(effect=effects.get(one.subject, one.effect)) if one.kind == "MIG layout" else one
         for one in changes
     ]
 

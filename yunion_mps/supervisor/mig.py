@@ -269,9 +269,13 @@ class LayoutWork:
     def _why_in_the_way(self, instances: Iterable[MigInstance]) -> Reason:
         users = {one: self._users(one.uuid, self._pids(one)) for one in instances}
         for one, its_users in users.items():
-            if not (self._is_ours(one) or self._is_confirmed(one) or its_users.processes):
-                what = f"{_name(one)}, which another program {_what_was_done(one)}, is in the way"
-                return Reason(f"{what} of its MIG layout", reasons.MIG_FOREIGN_INSTANCE)
+            if self._is_ours(one) or self._is_confirmed(one):
+                continue
+            if its_users.processes and self._task.places is not None:
+                continue  # the end of the process comes first, because the operator would destroy it by hand
+            use = f" and {its_users} use{'' if len(its_users.processes) > 1 else 's'}" if its_users else ""
+            what = f"{_name(one)}, which another program {_what_was_done(one)}{use}, is in the way"
+            return Reason(f"{what} of its MIG layout", reasons.MIG_FOREIGN_INSTANCE)
         if self._task.busy is None and not any(users.values()):
             return Reason(f"{_LAYOUT} waits until the leases are known", reasons.MIG_PENDING)
         used = (f"{some or 'leases and MPS servers'} on {_name(one)}" for one, some in users.items())

@@ -2,46 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.mig import MigInstance
+from yunion_mps.reasons import MIG_FOREIGN_INSTANCE, MIG_RESET_REQUIRED, Reason
 from yunion_mps.supervisor.mig import LayoutTask, LayoutWork, Losses
+from yunion_mps.users import AT_ONCE
 
 #: GPUs since Hopper switch MIG mode without a reset (NVIDIA's MIG user guide).
 _SWITCHES_WITHOUT_RESET = (9, 0)
+#: When layouts take effect that wait for the operator, by the code of the reason.
+_EFFECTS = {
+    MIG_RESET_REQUIRED: "after the next reset of the GPU",
+    MIG_FOREIGN_INSTANCE: "once other programs' instances are no longer in its way",
+}
+_PERHAPS_RESET = "after a reset of the GPU, if the driver requires one"
 
 
 class Forecast(NamedTuple):
-    """What `reload --now` would remove, by GPU UUID; and GPUs (addresses) whose layouts wait for nothing."""
+    """What `reload --now` would remove, by GPU UUID; and when layouts take effect, by GPU address.
+
+    It has no layouts that wait for what uses their GPUs.
+    """
 
     losses: Mapping[str, Losses] = {}
-    at_once: Collection[str] = ()
+    effects: Mapping[str, str] = {}
 
 
 def make_forecast(tasks: Sequence[LayoutTask], mig: Mig, store: Store) -> Forecast:
     """Return what the layouts would do; raises DriverError."""
     losses = {task.layout.gpu_uuid: _Forced(task, mig, store).losses() for task in tasks}
-    at_once = {task.gpu.address for task in tasks if _Unforced(task, mig, store).is_at_once()}
-    return Forecast(losses, at_once)
+    effects = {task.gpu.address: _Unforced(task, mig, store).effect() for task in tasks}
+    return Forecast(losses, {address: effect for address, effect in effects.items() if effect})
+
+
+def effects_of(pending: Iterable[tuple[str, Reason]]) -> dict[str, str]:
+    """Return when pending layouts take effect, by GPU address, like a forecast."""
+    return {address: _EFFECTS[why.code] for address, why in pending if why.code in _EFFECTS}
 
 
 class _Unforced(LayoutWork):
     """What a layout leads to while its GPU is used as it is."""
 
-    def is_at_once(self) -> bool:
-        """Whether the layout waits for nothing; false if the driver may require a reset for the mode."""
+    def effect(self) -> str:
+        """Return when the layout takes effect; empty if it waits for what uses the GPU."""
         mode = self._mig.mode(self._uuid)
         existing = self._instances() if mode.enabled else ()
         if mode.enabled != self._layout.enabled:
+            if why := self._why_not_switched(existing):
+                return _EFFECTS.get(why.code, "")
+            if mode.pending == self._layout.enabled:
+                return _EFFECTS[MIG_RESET_REQUIRED]
             switches_at_once = (self._task.gpu.compute_capability or ()) >= _SWITCHES_WITHOUT_RESET
-            return switches_at_once and not self._why_not_switched(existing)
+            return AT_ONCE if switches_at_once else _PERHAPS_RESET
         if not self._layout.enabled:
-            return True
+            return AT_ONCE
         done = self._change(existing)
-        return not (done.in_the_way or self._left(done, existing))
+        stay = done.in_the_way or self._left(done, existing)
+        return _EFFECTS.get(self._why_in_the_way(stay).code, "") if stay else AT_ONCE
 
 
 class _Forced(LayoutWork):
