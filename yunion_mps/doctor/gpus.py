@@ -18,11 +18,13 @@ from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
     CLIENT_LIMIT,
     COMPUTE_MODE_CHANGED,
+    COMPUTE_MODE_EXCLUSIVE,
     GPU_ERROR,
     LAYOUT_WAITS,
     MIG_ENABLED,
     MIG_PENDING,
     MIG_RESET_REQUIRED,
+    MODE_NEEDS,
     NO_DOMAIN,
     PROCESS_MEMORY_UNKNOWN,
     TEMPORARY,
@@ -66,7 +68,8 @@ def gpus(host: Host) -> Findings:
         if not reason and answer and answer["reason_code"] not in _OF_DOMAINS:
             reason = Reason(answer["reason"], answer["reason_code"])
         if reason:
-            findings.append(problem(f"{_gpu_name(gpu)}: {reason}", hint, reason.code))
+            mode_hint = hint_of(reason.code, gpu=gpu.pci_address) if reason.code in MODE_NEEDS else ""
+            findings.append(problem(f"{_gpu_name(gpu)}: {reason}", mode_hint or hint, reason.code))
     instances = sum(gpu.is_instance for gpu in ours)
     means = f" ({count(instances, 'MIG instance')})" if instances else ""
     return findings or [ok(f"{len({gpu.physical_address for gpu in ours})} divided{means}, all working")]
@@ -181,6 +184,8 @@ def compute_mode(host: Host) -> Findings:
     is_served = _is_served(host)
     ways = {address: gpu["sharing"] for address, gpu in host.known_gpus().items() if gpu["sharing"]}
     kept = {address for address, way in ways.items() if way != sharing.get(address, MIG)}
+    unavailable = host.plan()[0].unavailable.items()  # which `GPUs` reports
+    kept |= {address for address, reason in unavailable if reason.code == COMPUTE_MODE_EXCLUSIVE}
     uuids = {gpu.parent or gpu.uuid for gpu in host.our_gpus() if gpu.pci_address not in kept}
     ours = [gpu for gpu in host.inventory().gpus if gpu.uuid in uuids and gpu.compute_mode]
     checked = (_check_mode(gpu, planned.get(gpu.uuid or ""), is_served=is_served) for gpu in ours)

@@ -251,6 +251,17 @@ def test_a_compute_mode_that_is_to_be_kept_is_no_mistake(tmp_path: Path) -> None
     )
 
 
+def test_a_kept_mode_that_time_slicing_cannot_use_is_reported_once(tmp_path: Path) -> None:
+    gpu = FIRST._replace(compute_mode=EXCLUSIVE)
+    host = served(tmp_path, gpu, cuda_mps_compute_mode="keep")
+    entry = f"- {{path: {gpu.pci_address}, type: NVIDIA_GPU_SHARE, virtual_number: 2}}"
+    write(tmp_path / "etc/yunion/host_container_device.yml", f"devices:\n{entry}\n")
+    found = one(host, "GPUs", "problem")
+    assert "time-slicing requires compute mode Default, but it is Exclusive_Process" in found.what
+    assert f"nvidia-smi -i {gpu.pci_address} -c DEFAULT" in found.hint
+    assert one(host, "compute mode", "skipped")
+
+
 def test_a_prohibited_gpu_in_mig_mode_is_reported_once(tmp_path: Path) -> None:
     entry = "devices:\n- {path: '81:00.0', type: NVIDIA_MPS, mig: all-3g.40gb}\n"
     write(tmp_path / "etc/yunion/host_container_device.yml", entry)
