@@ -226,7 +226,9 @@ class Daemon(Closes):
             connection.sock.connect(str(self.socket_path))
             connection.request(method, path, body, headers)
             response = connection.getresponse()
-            return response.status, json.loads(response.read())
+            text = response.read().decode()
+            is_plain = response.headers["Content-Type"].startswith("text/plain")
+            return response.status, text if is_plain else json.loads(text)
 
     def status(self) -> dict[str, Any]:
         code, answer = self.get("/v1/status")

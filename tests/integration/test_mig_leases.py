@@ -130,6 +130,14 @@ def test_while_its_instance_is_missing_a_lease_is_a_problem(daemon: Daemon) -> N
     assert [one["id"] for one in leases_of(daemon)] == [job["id"]], "it is kept"
 
 
+def test_a_host_whose_only_device_is_a_leased_instance_is_ready(make_divided: MakeDivided) -> None:
+    daemon = make_divided([{"kind": "h100"}], "mig: 3g.40gb").start().wait_ready()
+    take(daemon, f"devices={device_of(daemon)['addr']}&holder.name=job-17&holder.ttl_s=600")
+    daemon.host.divide("mig: all-disabled\n  virtual_number: 2")
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    assert (daemon.status()["state"], daemon.get("/readyz")) == ("ready", (200, "ok\n"))
+
+
 def test_what_a_job_starts_later_has_the_instance_created_again(daemon: Daemon) -> None:
     device = device_of(daemon)
     job = start(daemon.host, "--device", device["addr"])
