@@ -95,6 +95,18 @@ def test_containers_of_each_kind_have_their_own_nodes_and_variables(
         assert ("/tmp/nvidia-mps" in mounts) == bool(limits)
 
 
+def test_an_option_replaces_the_jax_variable_only_if_the_device_has_none(
+    ready_daemon: Daemon, podman: Podman, engine: str
+) -> None:
+    option = "XLA_PYTHON_CLIENT_MEM_FRACTION=.9"
+    for address, is_replaced in {"00:06.0-1": True, "00:07.0-0": False}.items():
+        command = ["yunion-mps", "run", engine, "--allow-unlimited", "--device", address, "--"]
+        done = ready_daemon.host.run([*command, "--rm", "--env", option, IMAGE, "env"])
+        assert (option in done.stdout.splitlines()) == is_replaced, done.stderr
+        assert done.returncode == 0 or "would override the device's value" in done.stderr
+    eventually(lambda: given(ready_daemon) == [], "the end of the leases")
+
+
 def test_a_container_with_two_instances_has_the_nodes_of_both(
     ready_daemon: Daemon, podman: Podman, engine: str
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -57,13 +57,10 @@ def run_container(
         words = ["--device", f"{CDI_KIND}={lease['id']}", "--label", _label(lease["id"])]
     else:
         # CDI sets variables after the user's own; without CDI, the user's would silently loosen the budget.
-        for name in sorted(set_variables(argv).intersection(DEVICE_VARIABLES)):
-            what = (
-                f"--env {name} would override the device's value, because this {engine} does not support CDI"
-            )
-            raise click.UsageError(f"{what}: omit it.")
+        _refuse_overrides(argv, DEVICE_VARIABLES, engine)
         with _binder(program) as (pid, lease_ids):
             lease = take({**request, "holder": {**request["holder"], "pid": pid}}, wait_s)
+            _refuse_overrides(argv, lease["environment"], engine)  # also of a variable that few devices have
             refuse_unreachable(lease["environment"])
             words = [*_options_without_cdi(lease), "--label", _label(lease["id"])]
             os.write(lease_ids, lease["id"].encode())
@@ -73,6 +70,12 @@ def run_container(
         os.execve(program, [engine, "run", *words, *argv], environment)  # noqa: S606 - no shell is the point
     except OSError as error:
         raise HostError(f"{program} cannot be started: {error.strerror}", "reinstall it") from None
+
+
+def _refuse_overrides(argv: Sequence[str], variables: Iterable[str], engine: str) -> None:
+    for name in sorted(set_variables(argv).intersection(variables)):
+        what = f"--env {name} would override the device's value, because this {engine} does not support CDI"
+        raise click.UsageError(f"{what}: omit it.")
 
 
 def _supports_cdi(engine: str, program: str) -> bool:

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from yunion_mps.containers.nodes import missing_nodes
+from yunion_mps.containers.nodes import capability_nodes, missing_nodes
 from yunion_mps.doctor.checks import (
     WITHOUT_MPS,
     Finding,
@@ -115,15 +115,20 @@ def nodes(host: Host) -> Findings:
     if not minors:
         raise SkipError
     missing, closed, groups = [], [], set()
-    for name in ["nvidiactl", "nvidia-uvm", *sorted(minors)]:
+    needed = dict.fromkeys(["nvidiactl", "nvidia-uvm", *sorted(minors)], 0o6)
+    of_instances = missing_nodes(host.paths, ours)
+    for gpu in ours:
+        if gpu.minor is not None and gpu.uuid not in of_instances:
+            needed |= dict.fromkeys(capability_nodes(host.paths, gpu.minor, gpu.pci_address), 0o4)
+    for name, mode in needed.items():
         path = host.paths.under(f"/dev/{name}")
         try:
             info = os.stat(path)
         except OSError:
             missing.append(path)
             continue
-        if info.st_mode & 0o006 != 0o006:
-            if info.st_mode & 0o060 == 0o060 and info.st_gid != 0:
+        if info.st_mode & mode != mode:
+            if (info.st_mode >> 3) & mode == mode and info.st_gid != 0:
                 groups.add(info.st_gid)
             else:
                 closed.append(path)
@@ -132,11 +137,11 @@ def nodes(host: Host) -> Findings:
         return [problem(f"{', '.join(missing)}: missing, so no CUDA program can run", hint)]
     if closed:
         hint = (
-            "until the next boot: chmod a+rw; permanently: set the option NVreg_DeviceFileMode=0666 of the "
-            "nvidia module"
+            "until the next boot: chmod a+rw (a+r in nvidia-caps); permanently: set the option "
+            "NVreg_DeviceFileMode=0666 of the nvidia module"
         )
         return [problem(f"{', '.join(closed)}: accessible only to root", hint)]
-    if of_instances := missing_nodes(host.paths, ours):
+    if of_instances:
         return [problem(one.message, one.hint) for one in of_instances.values()]
     restriction = (
         f", but only by root and group {', '.join(str(gid) for gid in sorted(groups))}" if groups else ""

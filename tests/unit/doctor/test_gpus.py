@@ -289,7 +289,7 @@ def test_mig_instances_are_not_counted_as_gpus(tmp_path: Path) -> None:
     assert one(host, "configuration", "ok").what == "both files are valid; 6 devices on 2 GPUs"
 
 
-def test_a_missing_node_of_a_mig_instance_is_found(tmp_path: Path) -> None:
+def test_a_missing_or_closed_node_of_a_mig_instance_is_found(tmp_path: Path) -> None:
     entry = "devices: [{path: '81:00.0', type: NVIDIA_MPS, mig: all-3g.40gb}]\n"
     write(tmp_path / "etc/yunion/host_container_device.yml", entry)
     _, gpu, *instances = (gpu._replace(minor=1) for gpu in snapshots.mig().inventory.gpus)
@@ -301,7 +301,10 @@ def test_a_missing_node_of_a_mig_instance_is_found(tmp_path: Path) -> None:
         write(place / file, f"DeviceFileMinor: {number}\n")
         write(tmp_path / f"dev/nvidia-caps/nvidia-cap{number}")
     assert one(host, "device nodes", "ok")
-    (tmp_path / "dev/nvidia-caps/nvidia-cap3").unlink()
+    node = tmp_path / "dev/nvidia-caps/nvidia-cap3"
+    node.chmod(0o600)
+    assert one(host, "device nodes", "problem").what == f"{node}: accessible only to root"
+    node.unlink()
     finding = one(host, "device nodes", "problem")
     assert finding.what == "MIG instance 81:00.0-g2: no such device node: /dev/nvidia-caps/nvidia-cap3"
     assert finding.hint.startswith(f"create it: nvidia-modprobe -f {place}/gi2/ci0/access; ")
