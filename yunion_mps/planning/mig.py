@@ -167,7 +167,7 @@ def change_to(
 class Instances(NamedTuple):
     """How MIG entries divide their GPUs: by the entry of each instance, by its address.
 
-    `waiting` says, by GPU address, why layouts are not in effect. Instances that exist already are used.
+    `waiting` says, by GPU address, why layouts are not in effect. Instances that already exist are used.
     """
 
     entries: Mapping[str, DeviceEntry] = {}

@@ -23,7 +23,6 @@ from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import as_made, with_layouts_at_once
 from yunion_mps.supervisor.compute_modes import COMPUTE_MODE
-from yunion_mps.supervisor.layouts import layout_pending
 from yunion_mps.supervisor.mig import Losses
 from yunion_mps.supervisor.mig_forecast import Forecast
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
@@ -306,7 +305,7 @@ class Reloader:
             if uuid not in layouts
         ]
         pending += [
-            {"domain": "", "pending": layout_pending(address, why), "leases": []}
+            {"domain": "", "pending": f"GPU {address}: {why}", "leases": []}
             for address, why in self._pending_layouts()
         ]
         rows: list[answers.Change] = [

@@ -206,8 +206,8 @@ class MigLayouts:
         if why != before:
             is_wrong = why.code not in (*LAYOUT_WAITS, reasons.BUSY)
             severity = "warning" if is_wrong else "info"
-            log.log(logging.getLevelName(severity.upper()), "%s", layout_pending(gpu.address, why))
-            consequence = "instances of the layout that exist already keep serving"
+            log.log(logging.getLevelName(severity.upper()), "GPU %s: %s", gpu.address, why)
+            consequence = "instances of the layout that already exist keep serving"
             self._emit(Event(severity, "mig", gpu.address, "pending", why, consequence, why.code))
 
     def _note_external_change(self, settled: _State | None, state: _State, gpu: Gpu) -> None:
@@ -238,10 +238,6 @@ def _instance_changes(before: Iterable[MigInstance], now: Iterable[MigInstance])
             yield f"{name} was created again"
         else:
             yield f"{name} was divided into compute instances"
-
-
-def layout_pending(address: str, reason: Reason) -> str:
-    return f"the MIG layout of GPU {address} is pending: {reason}"
 
 
 class _State(NamedTuple):

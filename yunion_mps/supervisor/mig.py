@@ -26,9 +26,9 @@ from yunion_mps.users import NO_USERS, Users, wait_reason
 log = logging.getLogger(__name__)
 
 _LAYOUT = "its MIG layout"
-MODE_ON = "switching MIG mode on"
+MODE_ON = "the switch to MIG mode"
 #: The text for the users of a GPU if they are not known.
-ITS_USERS = "its leases and its control daemon"
+ITS_USERS = "the GPU's leases and control daemon"
 
 
 class Losses(NamedTuple):
@@ -279,7 +279,7 @@ class LayoutWork:
 
     def _in_use(self, what: str, users: Users | str) -> Reason:
         if self._task.places is not None:
-            return Reason(f"it would end {users}", reasons.MIG_IN_USE)
+            return Reason(f"that would end {users}", reasons.MIG_IN_USE)
         return wait_reason(what, users, reasons.MIG_IN_USE)
 
     # -- steps, each recorded

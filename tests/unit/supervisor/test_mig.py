@@ -81,7 +81,7 @@ def test_no_mode_is_switched_on_a_gpu_with_processes_or_leases(mig_host: MakeMig
     host.sim.gpus[0].add_process(4321, 100)
     why = host.apply("all-1g.10gb", force=True)
     assert (why, why.code) == (
-        "switching MIG mode on waits for the process (PID 4321) to end",
+        "the switch to MIG mode waits for the process (PID 4321) to end",
         reasons.MIG_IN_USE,
     )
     host.sim.gpus[0].remove_process(4321)
