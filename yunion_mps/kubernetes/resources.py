@@ -356,10 +356,10 @@ class MemoryResource(ExtendedResource):
         return sources.pop()
 
 
-def offered_of(
+def select_offered(
     devices: Iterable[DeviceT], pools: Iterable[Pool], gpus: Iterable[Gpu]
 ) -> tuple[list[DeviceT], list[Pool]]:
-    """What is offered of the GPUs that are reserved for Kubernetes or, if none is, of those not reserved.
+    """Return what is offered: of GPUs reserved for Kubernetes or, if there are none, of those not reserved.
 
     The devices of leases come last: those of a replaced GPU have the same addresses as the new GPU's.
     """

@@ -213,7 +213,7 @@ def instances_of(entry: DeviceEntry, gpu: Gpu, gpus: Iterable[Gpu], used: Collec
 
 
 def layout_of(entry: DeviceEntry, gpu: Gpu) -> MigLayout:
-    """Return the layout that the entry wants of its GPU; raises LayoutError."""
+    """Return the layout that the entry specifies for its GPU; raises LayoutError."""
     enabled = entry.mig != (DISABLED,)
     return MigLayout(str(gpu.uuid), enabled, resolve(entry.mig, gpu), entry.mig_restore)
 

@@ -87,7 +87,7 @@ def make_plan(
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     keep = config.cuda_mps_compute_mode == "keep"
     modes = {gpu.parent or str(gpu.uuid): mode_of(gpu, sharing) for gpu in planned}
-    modes |= {layout.gpu_uuid: DEFAULT for layout in layouts if layout.enabled}  # before it has its instances
+    modes |= {layout.gpu_uuid: DEFAULT for layout in layouts if layout.enabled}  # before the instances exist
     actions = {
         str(gpu.uuid): entries[gpu.pci_address].over_budget or config.over_budget
         for gpu in planned
@@ -239,7 +239,7 @@ def _entries_of(config: Config, inventory: Inventory) -> tuple[dict[str, DeviceE
 
 
 def _reservations(entries: Mapping[str, DeviceEntry], gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return what GPUs and their MIG instances (UUIDs) are reserved for, also if they have no devices now."""
+    """Return what GPUs and their MIG instances (UUIDs) are reserved for, even those without devices now."""
     entries_by_gpu = {gpu.uuid: entries.get(gpu.pci_address) for gpu in gpus}
     found = {gpu.uuid: entries_by_gpu.get(gpu.parent or gpu.uuid) for gpu in gpus}
     return {

@@ -229,7 +229,7 @@ class Reloader:
         ]
 
     async def _confirmed(self, preflight: Preflight) -> Mapping[str, Losses]:
-        """What a reload may remove now, and later only this: the operator has confirmed nothing else."""
+        """What this reload may remove, now or later: only what the operator has confirmed."""
         try:
             plan, _ = self._supervisor.desired.plan_for(preflight, self._ledger.lease_waits)
             return (await self._forecast(plan, preflight)).losses
@@ -238,7 +238,7 @@ class Reloader:
             raise
 
     async def _forecast(self, plan: Plan, preflight: Preflight) -> Forecast:
-        """What the MIG layouts of a plan remove, and which of them wait for nothing."""
+        """What the MIG layouts of a plan would remove, and which of them wait for nothing."""
         supervisor, nvml = self._supervisor, preflight.nvml
         used = self._ledger.ways_of_sharing().keys() | supervisor.desired.users().by_gpu().keys()
         if nvml is None or not plan.layouts:
