@@ -96,7 +96,7 @@ MIG_INSUFFICIENT_RESOURCES = _code("mig_insufficient_resources",
     "see what is there: nvidia-smi mig -i {gpu} -lgi; replace what nothing uses: yunion-mps reload --now")
 MIG_REFUSED = _code("mig_refused", "The driver refused to change the MIG mode or its instances.",
     "see: nvidia-smi mig -i {gpu} -lgi; dmesg | grep -i nvidia; the daemon retries automatically")
-#: Codes of layouts that wait for what ends by itself, as leases and jobs do, or for the operator.
+#: Codes of layouts that wait for what ends by itself, such as leases and jobs, or for the operator.
 LAYOUT_WAITS = frozenset({MIG_PENDING, MIG_IN_USE})
 LAYOUT_NEEDS = frozenset({
     MIG_FOREIGN_INSTANCE, MIG_RESET_REQUIRED, MIG_REFUSED, MIG_NO_PERMISSION, MIG_NOT_SUPPORTED,

@@ -246,7 +246,7 @@ def _pool(one: answers.Pool, facts: HostFacts, common: GpuAttributes) -> Offered
     """A GPU whose memory can be allocated many times, and its SM threads if they are not in proportion.
 
     The capacities are what claims can have together, so they lack what other programs have leased. What is
-    consumed includes the memory that is reserved beside each lease, in whole units. Otherwise, the
+    consumed includes the memory that is reserved in addition to each lease, in whole units. Otherwise, the
     scheduler would allocate more than there is.
     """
     unit_mib = one["memory_unit_mib"]

@@ -330,7 +330,7 @@ def _found_by_every_program(gpu: Gpu, config: Config, how: str) -> list[Problem]
     if config.cuda_mps_scope != "host" or config.cuda_mps_pipe_directory != DEFAULT_PIPE_DIRECTORY:
         return []
     what = f"cuda_mps_pipe_directory is {DEFAULT_PIPE_DIRECTORY}, where every program finds the control "
-    what += f"daemon, also on GPU {gpu.address} ({gpu.name}), which is {how}"
+    what += f"daemon, even one on GPU {gpu.address} ({gpu.name}), which is {how}"
     return [Problem(*at, what, "write another directory, such as /run/nvidia-mps/pipe")]
 
 
