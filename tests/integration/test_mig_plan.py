@@ -21,7 +21,7 @@ def effects(daemon: Daemon, method: str, path: str) -> dict[tuple[str, str], str
     return {(one["kind"], one["subject"]): one["effect"] for one in answer["changes"]}
 
 
-def layout_effects(daemon: Daemon) -> tuple[str, str]:
+def of_layout(daemon: Daemon) -> tuple[str, str]:
     """Return when the layout takes effect, according to `plan` and to the `reload` after it."""
     planned, made = (
         effects(daemon, *call)["MIG layout", "00:06.0"]
@@ -50,7 +50,7 @@ def test_a_layout_that_waits_for_nothing_takes_effect_at_once(
     daemon.host.divide(f"mig: {before}\n  virtual_number: 2")
     daemon.start().wait_ready()
     daemon.host.divide(f"mig: {after}\n  virtual_number: 2")
-    assert layout_effects(daemon) == (AT_ONCE, AT_ONCE)
+    assert of_layout(daemon) == (AT_ONCE, AT_ONCE)
 
 
 def test_a_layout_does_not_wait_for_leases_on_instances_that_it_keeps(daemon: Daemon) -> None:
@@ -58,7 +58,7 @@ def test_a_layout_does_not_wait_for_leases_on_instances_that_it_keeps(daemon: Da
     daemon.start().wait_ready()
     take(daemon, f"00:06.0-g{sorted(one.gpu_instance for one in instances(daemon))[2]}")
     daemon.host.divide("mig: all-balanced")
-    assert layout_effects(daemon) == (AT_ONCE, AT_ONCE)
+    assert of_layout(daemon) == (AT_ONCE, AT_ONCE)
 
 
 def test_a_budget_waits_for_the_lease_of_its_instance(daemon: Daemon) -> None:
@@ -78,7 +78,7 @@ def test_a_layout_that_another_program_has_made_takes_effect_at_once(daemon: Dae
     for profile in ("2g.20gb", "1g.10gb"):
         daemon.host.create_mig_devices(0, profile)
     daemon.host.divide("mig: [3g.40gb, 1g.10gb]")
-    assert layout_effects(daemon) == (AT_ONCE, AT_ONCE)
+    assert of_layout(daemon) == (AT_ONCE, AT_ONCE)
 
 
 def test_a_layout_waits_for_a_process_on_an_instance_that_it_removes(daemon: Daemon) -> None:
@@ -87,10 +87,10 @@ def test_a_layout_waits_for_a_process_on_an_instance_that_it_removes(daemon: Dae
     (small,) = [one for one in instances(daemon) if one.profile == "1g.10gb"]
     daemon.host.gpus[0].add_process(4321, 100, on=(small.gpu_instance, 0))
     daemon.host.divide("mig: 7g.80gb")
-    assert layout_effects(daemon) == ("once nothing uses what the layout removes",) * 2
+    assert of_layout(daemon) == ("once nothing uses what the layout removes",) * 2
 
 
-def test_a_plan_makes_no_promise_about_a_mode_that_may_need_a_reset(make_divided: MakeDivided) -> None:
+def test_a_plan_does_not_promise_a_mode_that_may_need_a_reset(make_divided: MakeDivided) -> None:
     daemon = make_divided([{"kind": "a100"}], "virtual_number: 2").start().wait_ready()
     daemon.host.divide("mig: 3g.20gb")
-    assert AT_ONCE not in layout_effects(daemon)
+    assert AT_ONCE not in of_layout(daemon)

@@ -87,7 +87,7 @@ def make_plan(
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     keep = config.cuda_mps_compute_mode == "keep"
     modes = {gpu.parent or str(gpu.uuid): mode_of(gpu, sharing) for gpu in planned}
-    modes |= {layout.gpu_uuid: DEFAULT for layout in layouts if layout.enabled}  # before the instances exist
+    modes |= {layout.gpu_uuid: DEFAULT for layout in layouts if layout.enabled}  # before it has its instances
     actions = {
         str(gpu.uuid): entries[gpu.pci_address].over_budget or config.over_budget
         for gpu in planned
