@@ -47,7 +47,7 @@ def _code(name: str, meaning: str, hint: str) -> str:
 def hint_of(code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str = "") -> str:
     """What the operator should do; a general hint for an unknown code, such as one from a newer daemon.
 
-    `gpu` is an address or a UUID. For a MIG instance, the hint has its GPU, because nvidia-smi needs that.
+    `gpu` is an address or a UUID. For a MIG instance, the hint names its GPU, because nvidia-smi needs that.
     Without a `lease`, advice to release it is left out if there is other advice.
     """
     if code not in CODES:
@@ -96,7 +96,7 @@ MIG_INSUFFICIENT_RESOURCES = _code("mig_insufficient_resources",
     "see what is there: nvidia-smi mig -i {gpu} -lgi; replace what nothing uses: yunion-mps reload --now")
 MIG_REFUSED = _code("mig_refused", "The driver refused to change the MIG mode or its instances.",
     "see: nvidia-smi mig -i {gpu} -lgi; dmesg | grep -i nvidia; the daemon retries automatically")
-#: Codes of layouts that wait for what ends by itself, as leases and jobs do, or for the operator.
+#: Codes of layouts that wait for what ends by itself, such as leases and jobs, or for the operator.
 LAYOUT_WAITS = frozenset({MIG_PENDING, MIG_IN_USE})
 LAYOUT_NEEDS = frozenset({
     MIG_FOREIGN_INSTANCE, MIG_RESET_REQUIRED, MIG_REFUSED, MIG_NO_PERMISSION, MIG_NOT_SUPPORTED,
@@ -105,7 +105,7 @@ LAYOUT_NEEDS = frozenset({
 MIG_CHANGED = _code("mig_changed", "Another program changed the MIG mode or the instances of a GPU.",
     f"find what else manages MIG, such as nvidia-mig-manager, and stop it; {_EVENTS}")
 MIG_INSTANCE_GONE = _code("mig_instance_gone", "The MIG instance of the devices no longer exists.",
-    "wait until it is created again, if the MIG layout has it: yunion-mps gpus; "
+    "if the MIG layout includes it, wait until it is created again: yunion-mps gpus; "
     "or release its lease: yunion-mps lease release {lease}")
 MPS_UNSUPPORTED = _code("mps_unsupported", "The GPU is too old for MPS.",
     "remove it from the device file, then: yunion-mps reload")

@@ -22,9 +22,9 @@ from waiting import readable
 
 #: A node takes minutes to start on a machine under load: five processes import Ray, one after another.
 _START_S = 15 * PATIENCE_S
-#: `ray`, whose nodes have the address 127.0.0.1, which it would replace by the machine's own. It waits for
-#: longer than 30 s until a node has started, and writes the file with the agent's port in advance: a raylet
-#: ends unless that exists within 15 s.
+#: `ray`, whose nodes have the address 127.0.0.1, which it would replace by the machine's own. It waits longer
+#: than 30 s for a node to start, and writes the file with the agent's port in advance, because a raylet exits
+#: if that file does not exist within 15 s.
 _RAY = f"""\
 #!{ENGINES}/python
 import inspect
@@ -64,7 +64,7 @@ _OPTIONS = (
     "--include-log-monitor=false",
     "--disable-usage-stats",
 )
-#: Of a node; for one that is not given, the raylet waits 15 s, too.
+#: A node's ports; the raylet also waits only 15 s to learn one that is not given.
 _PORTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
 #: A node that is lost is noticed soon, and one that is slow is not taken for lost.
 _SETTINGS = {
@@ -166,7 +166,7 @@ class Ray(Closes):
 
 
 def _unused_ports() -> Iterator[int]:
-    """Ports below those from which the kernel chooses, so that they stay unused."""
+    """Yield unused ports below the kernel's ephemeral range, so that they stay unused."""
     while True:
         port = random.randrange(20_000, 32_768)
         with socket.socket() as made, contextlib.suppress(OSError):

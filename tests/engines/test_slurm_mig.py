@@ -215,8 +215,8 @@ def test_a_type_that_changes_after_a_job_drains_the_node_at_once(slurm: Slurm, d
     [
         ("time-sliced", 1, 3, "leases_pending: GPU 00:07.0: the change to mps waits for lease "),
         ("mps", 3, "mig: 3g.40gb", "leases_pending: GPU 00:09.0-g1: the change to a single device waits "),
-        ("mps", 3, "mig: 2g.20gb\n  virtual_number: 2", "mig_in_use: the MIG layout of GPU 00:09.0 is "),
-        ("1g.10gb", 2, "mig: 2g.20gb", "mig_in_use: the MIG layout of GPU 00:08.0 is pending: "),
+        ("mps", 3, "mig: 2g.20gb\n  virtual_number: 2", "mig_in_use: GPU 00:09.0: its MIG layout waits for "),
+        ("1g.10gb", 2, "mig: 2g.20gb", "mig_in_use: GPU 00:08.0: its MIG layout waits for "),
     ],
     ids=["time-slicing", "type", "layout", "instances"],
 )
@@ -246,7 +246,7 @@ def test_a_pending_layout_is_the_drain_reason_until_the_job_ends(slurm: Slurm, d
     daemon.host.divide(*DIVISIONS[:2], "mig: 2g.20gb", DIVISIONS[3])
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     slurm.wait(lambda: daemon.get("/v1/status")[1]["problems"], "the change")
-    why = "mig_in_use: the MIG layout of GPU 00:08.0 is pending: "
+    why = "mig_in_use: GPU 00:08.0: its MIG layout waits for "
     waiting = slurm.submit("true", "--gres=gpu:1g.10gb:1")
     slurm.wait(lambda: slurm.reason().startswith(f"yunion-mps: {why}"), "the drain by its Prolog")
     slurm.wait_job(waiting, "PENDING")
@@ -254,7 +254,7 @@ def test_a_pending_layout_is_the_drain_reason_until_the_job_ends(slurm: Slurm, d
     assert slurm.reason().startswith(f"yunion-mps: {why}"), slurm.logs()
     written = daemon.host.run(("yunion-mps", "slurm", "gres-conf"))
     assert (written.returncode, written.stdout) == (1, "")
-    assert "the MIG layout of GPU 00:08.0 is pending: " in written.stderr
+    assert "GPU 00:08.0: its MIG layout waits for " in written.stderr
     slurm.tell_jobs()
     slurm.wait_job(running, "COMPLETED")
     wait_unused(slurm, daemon)

@@ -79,7 +79,7 @@ class Daemon(Closes):
             self.env.pop(name, None)
         #: Every datagram since the last start, in order, e.g. "READY=1\nSTATUS=4 of 4 devices ...".
         self.messages: list[str] = []
-        #: The limit on its open descriptors from the next start on; None for ours.
+        #: The limit on its open descriptors from the next start on; None to inherit ours.
         self.descriptor_limit: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._log_file = host.root / "var/log/yunion-mps-daemon.stderr"

@@ -118,7 +118,7 @@ def test_a_leased_instance_stays_until_its_lease_ends(daemon: Daemon) -> None:
     assert (found["state"], found["reason_code"]) == ("pending", reasons.MIG_IN_USE)
     shown = daemon.status()
     assert (shown["state"], [one["level"] for one in shown["problems"]]) == ("ready", ["pending"])
-    assert daemon.log.count("<6>the MIG layout of GPU 00:06.0 is pending") == 1
+    assert daemon.log.count("<6>GPU 00:06.0: its MIG layout waits for ") == 1
     assert not re.search("^<[0-5]>", daemon.log, re.MULTILINE), "nothing is wrong"
     assert big in instances(daemon)
     leased = devices(daemon)[f"00:06.0-g{big.gpu_instance}"]
@@ -264,7 +264,7 @@ def test_a_gpu_includes_the_devices_of_its_instances(daemon: Daemon) -> None:
 def test_status_and_plan_say_what_a_layout_waits_for(make_divided: MakeDivided) -> None:
     daemon = make_divided([{"kind": "a100"}], MIG).start().wait_ready()
     eventually(lambda: gpu(daemon)["reason_code"] == reasons.MIG_RESET_REQUIRED, "the reason")
-    why = f"the MIG layout of GPU 00:06.0 is pending: {gpu(daemon)['reason']}"
+    why = f"GPU 00:06.0: {gpu(daemon)['reason']}"
     status = daemon.get("/v1/status")[1]
     assert (status["notice"], status["notice_code"]) == (why, reasons.MIG_RESET_REQUIRED)
     plan = daemon.get("/v1/plan")[1]

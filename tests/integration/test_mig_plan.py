@@ -1,4 +1,4 @@
-"""What `plan` says of the time when a MIG layout takes effect, and that `reload` keeps it."""
+"""When a MIG layout takes effect, as `plan` predicts and `reload` then confirms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def effects(daemon: Daemon, method: str, path: str) -> dict[tuple[str, str], str
 
 
 def of_layout(daemon: Daemon) -> tuple[str, str]:
-    """Return when the layout takes effect, first what `plan` and then what `reload` says."""
+    """Return when the layout takes effect, according to `plan` and to the `reload` after it."""
     planned, made = (
         effects(daemon, *call)["MIG layout", "00:06.0"]
         for call in (("GET", "/v1/plan"), ("POST", "/v1/reload"))

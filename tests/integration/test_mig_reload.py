@@ -131,7 +131,7 @@ def test_a_drain_waits_for_the_lease_of_an_instance_that_has_to_go(daemon: Daemo
     daemon.host.divide("mig: all-1g.10gb")
     done = daemon.host.run(["yunion-mps", "reload", "--drain", "--timeout", "1"])
     assert done.returncode == 1
-    assert "still pending after 1s: the MIG layout of GPU 00:06.0 is pending" in done.stderr
+    assert "still pending after 1s: GPU 00:06.0: its MIG layout waits for " in done.stderr
     assert f"lease job of root on instance {number} (3g.40gb) to end; everything else" in done.stderr
     with daemon.host.popen(["yunion-mps", "reload", "--drain"]) as process:
         eventually(lambda: daemon.polls(), "a poll")

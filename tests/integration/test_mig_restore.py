@@ -117,7 +117,7 @@ def test_a_stop_names_the_lease_because_of_which_nothing_is_restored(daemon: Dae
     assert daemon.ask("POST", "/v1/leases", words)[0] == 201
     assert daemon.stop(signal.SIGTERM) == 0
     assert profiles(daemon) == ["3g.40gb"] * 2
-    assert f"not restored: it would end lease job (device {address}) on instance g" in daemon.log
+    assert f"not restored: that would end lease job (device {address}) on instance g" in daemon.log
     assert "yunion-mps lease release job; systemctl stop yunion-mps-daemon" in daemon.log
     assert daemon.log.count("not restored") == 1
 
@@ -130,7 +130,7 @@ def test_restore_after_a_kill_restores_the_layout_if_so_configured(daemon: Daemo
     (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
     daemon.host.gpus[0].add_process(os.getpid(), 100, on=(big.gpu_instance, 0))
     assert daemon.run("--restore") == 1, daemon.log
-    what = f"it would end the process (PID {os.getpid()}) on instance g{big.gpu_instance} (3g.40gb)"
+    what = f"that would end the process (PID {os.getpid()}) on instance g{big.gpu_instance} (3g.40gb)"
     assert f"the MIG layout of GPU 00:06.0 is not restored: {what}" in daemon.log
     daemon.host.gpus[0].remove_process(os.getpid())
     assert daemon.run("--restore") == 0, daemon.log
@@ -157,7 +157,7 @@ def test_a_lease_whose_process_has_ended_does_not_prevent_a_restore(daemon: Daem
     job = start(daemon.host)
     daemon.kill()
     assert daemon.run("--restore") == 1, daemon.log
-    assert "not restored: it would end lease" in daemon.log
+    assert "not restored: that would end lease" in daemon.log
     end(job)
     assert daemon.run("--restore") == 0, daemon.log
     assert not daemon.host.gpus[0].mig

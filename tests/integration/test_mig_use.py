@@ -217,7 +217,7 @@ def test_inherit_refuses_an_instance_that_was_just_destroyed(daemon: Daemon) -> 
     assert f"yunion-mps lease release {lease['id']}" in done.stderr
 
 
-def test_inherit_refuses_a_destroyed_instance_also_without_a_lease(daemon: Daemon) -> None:
+def test_inherit_refuses_a_destroyed_instance_even_without_a_lease(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     instance, address = big(daemon)
     bare = {"environment": daemon.get(f"/v1/devices/{address}")[1]["client_environment"]}
@@ -226,4 +226,4 @@ def test_inherit_refuses_a_destroyed_instance_also_without_a_lease(daemon: Daemo
     destroy(daemon)
     eventually(lambda: f"[{reasons.MIG_INSTANCE_GONE}]" in inherit(daemon, bare).stderr, "the refusal")
     daemon.kill()
-    assert inherit(daemon, bare).returncode == 0, "the daemon cannot be asked"
+    assert inherit(daemon, bare).returncode == 0, "the daemon cannot be reached"

@@ -102,6 +102,6 @@ def test_without_mps_a_command_may_choose_among_the_gpus_of_its_lease(daemon: Da
     assert devices_in(inherit(daemon, {**environment, **second})) == {**environment, **second}
     unknown = inherit(daemon, {**environment, "CUDA_VISIBLE_DEVICES": "MIG-destroyed"})
     assert (unknown.returncode, unknown.stdout) == (1, "")
-    hint = "set CUDA_VISIBLE_DEVICES to one of them, or unset it for all"
-    assert "has MIG-destroyed, but the GPUs of this lease are GPU-" in unknown.stderr
+    hint = "set CUDA_VISIBLE_DEVICES to one of them, or unset it to use all"
+    assert "names MIG-destroyed, but the GPUs of this lease are GPU-" in unknown.stderr
     assert hint in unknown.stderr

@@ -218,14 +218,14 @@ def test_plan_and_reload_list_settings_that_another_program_changed(daemon: Daem
 
 
 def control_daemons(daemon: Daemon, method: str, path: str) -> list[bool]:
-    """Return of each end and start of a control daemon whether a plan or reload says that it is at once."""
+    """Return whether each control daemon that a plan or reload ends or starts does so at once."""
     changes = daemon.ask(method, path)[1]["changes"]
     return [change["at_once"] for change in changes if change["kind"] == "control daemon"]
 
 
 @pytest.mark.parametrize("leased", [True, False], ids=["leased", "idle"])
 def test_gpus_that_swap_their_ways_of_sharing_swap_the_control_daemon(mixed: Daemon, leased: bool) -> None:
-    """Before and after, it serves one GPU in the same pipe directory."""
+    """The control daemons before and after both serve one GPU in the same pipe directory."""
     if leased:
         for name, address in (("m", "00:06.0-0"), ("t", "00:07.0-0")):
             take(mixed, f"holder.name={name}&holder.ttl_s=600&devices={address}&allow_unlimited=true")
@@ -277,7 +277,7 @@ def test_a_gpu_that_is_given_up_gets_its_mode_back_after_its_jobs(exclusive: Dae
     eventually(lambda: exclusive.polls() and modes(exclusive)[1] == "exclusive_process", "its mode")
 
 
-def test_doctor_advises_no_other_mode_while_a_lease_keeps_the_present_one(daemon: Daemon) -> None:
+def test_doctor_accepts_the_current_mode_while_a_lease_requires_it(daemon: Daemon) -> None:
     daemon.host.divide(4, SHARED)
     daemon.start().wait_ready()
     for address in ("00:06.0-0", "00:07.0-0"):

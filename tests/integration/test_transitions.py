@@ -60,7 +60,7 @@ def all_changes() -> list[tuple[Way, Way]]:
 
 @pytest.fixture(params=["Default", "Exclusive_Process"])
 def original(request: pytest.FixtureRequest) -> str:
-    """The compute mode before the daemon, and without it."""
+    """The compute mode of the GPU while the daemon sets none."""
     return str(request.param)
 
 

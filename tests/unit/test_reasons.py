@@ -46,7 +46,7 @@ def test_a_hint_names_its_object_or_is_general() -> None:
     assert hint_of(reasons.OVER_BUDGET, pid=4711).endswith("yunion-mps terminate 4711")
     assert hint_of(reasons.OVER_BUDGET).endswith("yunion-mps terminate PID")
     assert hint_of(reasons.LEASE_OUTDATED, lease="7c1f0e7a").endswith("lease release 7c1f0e7a")
-    created_again = "wait until it is created again, if the MIG layout has it: yunion-mps gpus"
+    created_again = "if the MIG layout includes it, wait until it is created again: yunion-mps gpus"
     assert hint_of(reasons.MIG_INSTANCE_GONE) == created_again, "there is no lease to release"
     released = f"{created_again}; or release its lease: yunion-mps lease release 7c1f0e7a"
     assert hint_of(reasons.MIG_INSTANCE_GONE, lease="7c1f0e7a") == released

@@ -1,7 +1,7 @@
-"""The environment of `run --inherit`: the devices that our environment names, as their lease has them now.
+"""The environment of `run --inherit`: taken from the current lease of the devices that ours names.
 
 Ours may be incomplete, as after sudo or `env -i`, or out of date. The daemon has the current one, but cannot
-always be asked: a Slurm job's user need not be in its group, and a container need not have its socket.
+always be reached: the user of a Slurm job may not be in its group, and a container may not have its socket.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _DEVICE, _LEASE = "YUNION_MPS_DEVICE", "YUNION_MPS_LEASE"
 _VISIBLE, _PIPE_DIRECTORY = "CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY"
 _LIMITS = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
-#: Codes of devices whose MIG instance does not exist.
+#: Codes of devices whose MIG instance no longer exists.
 _MISSING = (MIG_INSTANCE_GONE, MIG_FOREIGN_INSTANCE)
 _WITHOUT = "request one, in Slurm: srun --gres=gpu:mps:1; or lease one: omit --inherit"
 
@@ -47,7 +47,7 @@ def inherited_devices() -> Mapping[str, str]:
         except YunionError as error:
             environment = _own_environment(f"; the lease cannot be read: {error.message}")
         else:
-            environment = _present_environment(lease)
+            environment = _current_environment(lease)
     else:
         environment = _own_environment("")
         _refuse_destroyed(environment)
@@ -55,13 +55,13 @@ def inherited_devices() -> Mapping[str, str]:
     return environment
 
 
-def _own_environment(why_not_asked: str) -> Mapping[str, str]:
+def _own_environment(why_own: str) -> Mapping[str, str]:
     """Return our variables of the devices; raises HostError if a limit is missing."""
     own = {name: os.environ[name] for name in (*DEVICE_VARIABLES, JAX_VARIABLE) if name in os.environ}
     if missing := [name for name in _required(own) if not own.get(name)]:
         what = f"--inherit: this environment lacks {', '.join(missing)}, so the command would have no limits"
         hint = "keep the job's environment (sudo --preserve-env, su without -, no env -i)"
-        raise HostError(f"{what}{why_not_asked}", hint)
+        raise HostError(f"{what}{why_own}", hint)
     return own
 
 
@@ -73,18 +73,18 @@ def _required(own: Mapping[str, str]) -> Iterator[str]:
         yield from (_PIPE_DIRECTORY, *_LIMITS)
 
 
-def _present_environment(lease: LeaseDetails) -> Mapping[str, str]:
-    """Return the environment of all of the lease's devices, or of one if ours names one, as in a job's step.
+def _current_environment(lease: LeaseDetails) -> Mapping[str, str]:
+    """Return the environment of all of the lease's devices, or of the one that ours names, as in a step.
 
     Raises HostError if a MIG instance is missing, or if ours names devices that have no common budget.
     """
     names = os.environ[_DEVICE].split(",")
     if len(names) == len(lease["devices"]):  # a device on an instance created again may have a new address
         _refuse_missing(lease, lease["reason_code"], lease["reason"])
-        return _narrowed(lease["environment"])
+        return _restrict(lease["environment"])
     hint = f"set {_DEVICE} to one of them or to all: {','.join(lease['devices'])}"
     if len(names) > 1:
-        what = f"--inherit: {_DEVICE} has {len(names)} of the {len(lease['devices'])} devices of this lease"
+        what = f"--inherit: {_DEVICE} names {len(names)} of the {len(lease['devices'])} devices of this lease"
         raise HostError(what, hint)
     if names[0] not in lease["devices"]:
         if is_on_instance(names[0]):
@@ -102,7 +102,7 @@ def _present_environment(lease: LeaseDetails) -> Mapping[str, str]:
 def _refuse_destroyed(environment: Mapping[str, str]) -> None:
     """Raise HostError if a MIG instance of an environment without a lease no longer exists.
 
-    If the daemon cannot be asked, nothing is refused.
+    If the daemon cannot be reached, nothing is refused.
     """
     visible = environment[_VISIBLE].split(",")
     for name in filter(is_on_instance, environment[_DEVICE].split(",")):
@@ -110,11 +110,11 @@ def _refuse_destroyed(environment: Mapping[str, str]) -> None:
             device = call(GET_DEVICE, id=name)
         except NotFoundError:
             device = None
-        except YunionError:  # the daemon cannot be asked
+        except YunionError:  # the daemon cannot be reached
             return
         if device is None or device["gpu_uuid"] not in visible or device["reason_code"] in _MISSING:
             what = f"--inherit: the MIG instance of {name} was destroyed"
-            hint = f"if there is another one, use its environment: yunion-mps env {name}"
+            hint = f"if a new one exists, use its environment: yunion-mps env {name}"
             raise HostError(what, hint, MIG_INSTANCE_GONE)
 
 
@@ -124,16 +124,17 @@ def _refuse_missing(lease: LeaseDetails, code: str, reason: str) -> None:
         raise HostError(f"--inherit: {reason}", hint, code)
 
 
-def _narrowed(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment with only those of its GPUs that ours has; with MPS, limits are of all GPUs.
+def _restrict(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment with only the GPUs that ours names; with MPS, with all, as the limits require.
 
-    Raises HostError if ours has fewer GPUs and one of them is none of the lease's: it was an instance.
+    Raises HostError if ours names fewer GPUs than the lease has, and one that it does not have: an instance
+    that no longer exists.
     """
     chosen, leased = os.environ.get(_VISIBLE, ""), environment[_VISIBLE]
-    names, present = chosen.split(","), leased.split(",")
-    if _PIPE_DIRECTORY in environment or not chosen or (len(names) >= len(present) and {*names} - {*present}):
+    names, known = chosen.split(","), leased.split(",")
+    if _PIPE_DIRECTORY in environment or not chosen or (len(names) >= len(known) and {*names} - {*known}):
         return environment
-    if unknown := sorted({*names} - {*present}):
-        what = f"--inherit: {_VISIBLE} has {', '.join(unknown)}, but the GPUs of this lease are {leased}"
-        raise HostError(what, f"set {_VISIBLE} to one of them, or unset it for all", MIG_INSTANCE_GONE)
+    if unknown := sorted({*names} - {*known}):
+        what = f"--inherit: {_VISIBLE} names {', '.join(unknown)}, but the GPUs of this lease are {leased}"
+        raise HostError(what, f"set {_VISIBLE} to one of them, or unset it to use all", MIG_INSTANCE_GONE)
     return {**environment, _VISIBLE: chosen}

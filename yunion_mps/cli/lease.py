@@ -288,7 +288,7 @@ def _memory_mib(lease: LeaseRecord) -> int:
 
 
 def _process_memory_mib(lease: LeaseRecord) -> int:
-    """What a process may allocate, which is less than all devices add up to if MPS combines only some."""
+    """What a process may allocate: less than the sum of the devices if MPS combines only some of them."""
     limits = re.findall(r"=(\d+)M", lease["environment"].get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", ""))
     return sum(map(int, limits)) if limits else _memory_mib(lease)
 

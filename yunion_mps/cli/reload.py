@@ -141,8 +141,8 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     at the end.
 
     A new MIG layout waits until no lease and no process uses what it removes. With --drain, reload waits for
-    that. With --now, the layout does not wait for leases, and it replaces unused instances of other programs.
-    Both are listed first. It still waits for processes outside MPS to end.
+    that. With --now, the layout does not wait for leases, and it replaces unused instances of other programs;
+    these leases and instances are listed first. Even then, it waits for processes outside MPS to end.
 
     If a configuration file has errors, all of them are printed with file and line, reload exits with 6, and
     nothing is changed.

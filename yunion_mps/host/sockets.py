@@ -17,8 +17,8 @@ from yunion_mps.host.proc import all_pids
 
 #: The uid of a client over TCP, which the kernel does not know.
 UNKNOWN_UID = -1
-#: The CPU time of the search of all processes' descriptors, limited because it blocks the event loop. Elapsed
-#: time would be spent waiting for the CPU on a loaded host.
+#: The limit on the CPU time of the search through all processes' descriptors, which blocks the event loop. A
+#: limit on elapsed time would end it too early on a host under load.
 _SEARCH_S = 0.5
 #: From linux/netlink.h, linux/sock_diag.h and linux/unix_diag.h; Python has no names for them.
 _NETLINK_SOCK_DIAG = 4
@@ -60,7 +60,7 @@ def count_open(pid: int, links: Collection[str]) -> int:
 
 
 def socket_holders(inodes: Collection[int], search_s: float = _SEARCH_S) -> dict[int, int]:
-    """The number of these sockets that each process has open, by PID, as found in `search_s` of CPU time."""
+    """The number of these sockets that each process has open, by PID, found in `search_s` of CPU time."""
     end_s = time.thread_time() + search_s
     links = {f"socket:[{inode}]" for inode in inodes}
     counts = {}

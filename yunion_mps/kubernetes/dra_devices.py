@@ -23,7 +23,7 @@ from yunion_mps.kubernetes.dra_objects import (
     SliceDevice,
 )
 from yunion_mps.kubernetes.quantities import memory_quantity, percentage_quantity, quantity
-from yunion_mps.kubernetes.resources import KnownDevice, offered_of, unhealthy_cause
+from yunion_mps.kubernetes.resources import KnownDevice, select_offered, unhealthy_cause
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -139,8 +139,8 @@ class ClaimRequest(NamedTuple):
 
 
 def offered_devices(facts: HostFacts) -> list[OfferedDevice]:
-    """The devices, GPU by GPU; only of reserved GPUs if there are any."""
-    devices, pools = offered_of(facts.devices, facts.pools, facts.gpus.values())
+    """The devices, GPU by GPU; only those of reserved GPUs if there are any."""
+    devices, pools = select_offered(facts.devices, facts.pools, facts.gpus.values())
     common: GpuAttributes = {}
     for gpu in (*devices, *pools):
         if gpu["gpu_uuid"] not in common:
@@ -246,7 +246,7 @@ def _pool(one: answers.Pool, facts: HostFacts, common: GpuAttributes) -> Offered
     """A GPU whose memory can be allocated many times, and its SM threads if they are not in proportion.
 
     The capacities are what claims can have together, so they lack what other programs have leased. What is
-    consumed includes the memory that is reserved beside each lease, in whole units. Otherwise, the
+    consumed includes the memory that is reserved in addition to each lease, in whole units. Otherwise, the
     scheduler would allocate more than there is.
     """
     unit_mib = one["memory_unit_mib"]

@@ -25,7 +25,7 @@ from yunion_mps.kubernetes.resources import (
     KnownDevice,
     MemoryResource,
     ResourceHealth,
-    offered_of,
+    select_offered,
 )
 from yunion_mps.tasks import cancel, first_of
 
@@ -126,7 +126,7 @@ class OfferWatch:
         devices = await self._watch.devices(KnownDevice)
         leases = await self._leases.all()  # after the devices, as DeviceResource.update needs them
         gpus = (await self._daemon.call(GET_GPUS))["gpus"]
-        self._resources.update(*offered_of(devices, pools, gpus), leases)
+        self._resources.update(*select_offered(devices, pools, gpus), leases)
 
     def _lose(self, error: YunionError) -> None:
         self._resources.lose(error.message)

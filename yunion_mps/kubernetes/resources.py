@@ -36,7 +36,7 @@ PREFIX = "k8s-"
 _RESOURCE_HASH_LENGTH, _IDS_HASH_LENGTH = 6, 16
 _MAX_NAMED = 4
 _UNIT_ID = re.compile(r"(?P<gpu>.+)-u(?P<mib>[1-9][0-9]*)-(?P<number>[0-9]+)")
-_TAKEN = "its memory is leased to other programs, or reserved beside each lease"
+_TAKEN = "its memory is leased to other programs, or reserved in addition to each lease"
 
 
 class LeaseSource(TypedDict, total=False):
@@ -301,8 +301,8 @@ class MemoryResource(ExtendedResource):
     def update(self, pools: Sequence[Pool], leases: Sequence[LeaseRecord]) -> None:
         """Offer the memory of these pools; `leases` are all leases.
 
-        What others have leased, or is reserved beside each lease, is not healthy: then the scheduler counts
-        only what a pod can get. Which units that are does not matter, as long as there are so many.
+        What others have leased, or is reserved in addition to each lease, is not healthy, so the scheduler
+        counts only what a pod can get. It does not matter which units these are, only how many.
         """
         self._pools = {pool["addr"]: pool for pool in pools}
         unit_mib = self._unit_mib or max((pool["memory_unit_mib"] for pool in pools), default=0)
@@ -356,10 +356,10 @@ class MemoryResource(ExtendedResource):
         return sources.pop()
 
 
-def offered_of(
+def select_offered(
     devices: Iterable[DeviceT], pools: Iterable[Pool], gpus: Iterable[Gpu]
 ) -> tuple[list[DeviceT], list[Pool]]:
-    """What is offered of the GPUs that are reserved for Kubernetes or, if none is, of those not reserved.
+    """Return what is offered: of GPUs reserved for Kubernetes or, if there are none, of those not reserved.
 
     The devices of leases come last: those of a replaced GPU have the same addresses as the new GPU's.
     """

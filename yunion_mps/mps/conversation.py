@@ -1,6 +1,6 @@
-"""Conversations with a control daemon: which process it is, its answers to commands, and why it has none.
+"""Conversations with a control daemon: which process it is, its answers to commands, and why it gives none.
 
-Nothing here blocks, except for half a second of CPU time for the diagnosis: a conversation or a probe is
+Nothing here blocks, except the diagnosis, for up to half a second of CPU time: a conversation or a probe is
 polled with the time, and has a deadline.
 """
 

@@ -214,7 +214,7 @@ class Rollover:
         elif old := self._limits.old_servers:
             pending.append(_wait("the change of limits", old))
         if holds_modes and (servers := self._servers()):
-            pending.append(_wait("restoring the compute modes", servers))
+            pending.append(_wait("the restoration of the compute modes", servers))
         if orphans := self.orphans.pids:
             runs = "still runs jobs" if len(orphans) == 1 else "still run jobs"
             what = f"{describe_servers(orphans)} of an earlier control daemon {runs}"

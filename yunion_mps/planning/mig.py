@@ -167,7 +167,7 @@ def change_to(
 class Instances(NamedTuple):
     """How MIG entries divide their GPUs: by the entry of each instance, by its address.
 
-    `waiting` says, by GPU address, why layouts are not in effect. Instances that exist already are used.
+    `waiting` says, by GPU address, why layouts are not in effect. Instances that already exist are used.
     """
 
     entries: Mapping[str, DeviceEntry] = {}
@@ -213,7 +213,7 @@ def instances_of(entry: DeviceEntry, gpu: Gpu, gpus: Iterable[Gpu], used: Collec
 
 
 def layout_of(entry: DeviceEntry, gpu: Gpu) -> MigLayout:
-    """Return the layout that the entry wants of its GPU; raises LayoutError."""
+    """Return the layout that the entry specifies for its GPU; raises LayoutError."""
     enabled = entry.mig != (DISABLED,)
     return MigLayout(str(gpu.uuid), enabled, resolve(entry.mig, gpu), entry.mig_restore)
 

@@ -240,7 +240,7 @@ def _entries_of(config: Config, inventory: Inventory) -> tuple[dict[str, DeviceE
 
 
 def _reservations(entries: Mapping[str, DeviceEntry], gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return what GPUs and their MIG instances (UUIDs) are reserved for, also if they have no devices now."""
+    """Return what GPUs and their MIG instances (UUIDs) are reserved for, even those without devices now."""
     entries_by_gpu = {gpu.uuid: entries.get(gpu.pci_address) for gpu in gpus}
     found = {gpu.uuid: entries_by_gpu.get(gpu.parent or gpu.uuid) for gpu in gpus}
     return {
@@ -331,7 +331,7 @@ def _found_by_every_program(gpu: Gpu, config: Config, how: str) -> list[Problem]
     if config.cuda_mps_scope != "host" or config.cuda_mps_pipe_directory != DEFAULT_PIPE_DIRECTORY:
         return []
     what = f"cuda_mps_pipe_directory is {DEFAULT_PIPE_DIRECTORY}, where every program finds the control "
-    what += f"daemon, also on GPU {gpu.address} ({gpu.name}), which is {how}"
+    what += f"daemon, even one on GPU {gpu.address} ({gpu.name}), which is {how}"
     return [Problem(*at, what, "write another directory, such as /run/nvidia-mps/pipe")]
 
 

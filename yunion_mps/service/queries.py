@@ -305,7 +305,8 @@ class Queries:
             if domain.state != READY
         ]
         faulty = {gpu: reason for gpu in snapshot.inventory.gpus if (reason := gpu_reason(gpu, snapshot))}
-        lines += [f"GPU {gpu.address}: {reason}" for gpu, reason in faulty.items()]
+        of_gpus = (f"GPU {gpu.address}: {reason}" for gpu, reason in faulty.items())
+        lines += [line for line in of_gpus if line not in snapshot.notice]
         explained = {gpu.uuid for gpu in faulty}
         lines += [
             f"devices of GPU {uuid}: {reason}"

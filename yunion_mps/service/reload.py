@@ -23,7 +23,6 @@ from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import as_made, with_layout_effects
 from yunion_mps.supervisor.compute_modes import COMPUTE_MODE
-from yunion_mps.supervisor.layouts import layout_pending
 from yunion_mps.supervisor.mig import Losses
 from yunion_mps.supervisor.mig_forecast import Forecast, effects_of
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
@@ -231,7 +230,7 @@ class Reloader:
         ]
 
     async def _confirmed(self, preflight: Preflight) -> Mapping[str, Losses]:
-        """What a reload may remove now, and later only this: the operator has confirmed nothing else."""
+        """What this reload may remove, now or later: only what the operator has confirmed."""
         try:
             plan, _ = self._supervisor.desired.plan_for(preflight, self._ledger.lease_waits)
             return (await self._forecast(plan, preflight)).losses
@@ -240,7 +239,7 @@ class Reloader:
             raise
 
     async def _forecast(self, plan: Plan, preflight: Preflight) -> Forecast:
-        """What the MIG layouts of a plan remove, and which of them wait for nothing."""
+        """What the MIG layouts of a plan would remove, and which of them wait for nothing."""
         supervisor, nvml = self._supervisor, preflight.nvml
         used = self._ledger.ways_of_sharing().keys() | supervisor.desired.users().by_gpu().keys()
         if nvml is None or not plan.layouts:
@@ -309,7 +308,7 @@ class Reloader:
             if uuid not in layouts
         ]
         pending += [
-            {"domain": "", "pending": layout_pending(address, why), "leases": []}
+            {"domain": "", "pending": f"GPU {address}: {why}", "leases": []}
             for address, why in self._pending_layouts()
         ]
         pending += [

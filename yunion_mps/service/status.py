@@ -36,7 +36,6 @@ from yunion_mps.service.holdings import (
 )
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
-from yunion_mps.supervisor.layouts import layout_pending
 from yunion_mps.users import describe_servers
 
 if TYPE_CHECKING:
@@ -157,8 +156,7 @@ def _service_problems(
             yield _problem(PROBLEM, code, f"GPU {gpu['addr']}{name}: {gpu['reason']}", hint, gpu=gpu["addr"])
         elif gpu["state"] == PENDING:
             level = PENDING if code in reasons.LAYOUT_WAITS else PROBLEM
-            text = layout_pending(gpu["addr"], Reason(gpu["reason"], code))
-            yield _problem(level, code, text, hint, gpu=gpu["addr"])
+            yield _problem(level, code, f"GPU {gpu['addr']}: {gpu['reason']}", hint, gpu=gpu["addr"])
     for warning, its_gpu in warnings:
         yield _problem(WARNING, warning.code, warning, gpu=its_gpu and its_gpu.address)
     for domain in service["domains"]:

@@ -123,7 +123,7 @@ def gpus_for_slurm(gpus: Sequence[Gpu]) -> list[Gpu]:
 
 
 def pending_change(addresses: Iterable[str], problems: Iterable[StatusProblem]) -> Reason | None:
-    """Why one of these GPUs (or of these devices) will have other devices; None if nothing is pending."""
+    """Why GPUs with these addresses, or with these devices, will get others; None if no change is pending."""
     gpus = {gpu for addr in addresses for gpu in (addr, gpu_of(addr), physical_gpu(addr))}
     for problem in problems:
         if problem["gpu"] in gpus and problem["code"] in _CHANGES:

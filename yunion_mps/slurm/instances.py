@@ -29,7 +29,7 @@ _UUIDS = "CUDA_VISIBLE_DEVICES"
 
 
 class JobInstances(TypedDict):
-    """The present environment of a job's lease, and why it cannot use some of its devices, by address."""
+    """The current environment of a job's lease, and why it cannot use some of its devices, by address."""
 
     environment: Mapping[str, str]
     missing: Mapping[str, str]
@@ -53,7 +53,7 @@ def write_instances(paths: Paths, leases: Iterable[LeaseRecord], devices: Iterab
 def present_environment(
     paths: Paths, job_id: str, environment: Mapping[str, str], leased: Mapping[str, str]
 ) -> Mapping[str, str]:
-    """The environment of all of a job's devices, or of one, with their present UUIDs and addresses.
+    """The environment of all of a job's devices, or of one, with their current UUIDs and addresses.
 
     `leased` is that of all when Prolog leased them. Raises HostError while an instance is missing.
     """
@@ -71,8 +71,8 @@ def present_environment(
         return now["environment"]
     uuids = dict(zip(_split(leased, _UUIDS), _split(now["environment"], _UUIDS)))
     (uuid,) = _split(environment, _UUIDS)
-    present = {name: value.replace(uuid, uuids[uuid]) for name, value in environment.items()}
-    return {**present, DEVICE_VARIABLE: ",".join(own)}
+    current = {name: value.replace(uuid, uuids[uuid]) for name, value in environment.items()}
+    return {**current, DEVICE_VARIABLE: ",".join(own)}
 
 
 def _split(environment: Mapping[str, str], name: str) -> Sequence[str]:

@@ -363,9 +363,9 @@ class Supervisor:
             self.desired.keep_leased(leased_gpus(self.store()), self.store())
 
     def _create_instances(self, used: Collection[str]) -> None:
-        """Bring MIG layouts into effect; if there may be leases, without taking anything away.
+        """Bring MIG layouts into effect; if there may be leases, without removing anything.
 
-        The compute modes of their GPUs come first, except where MPS processes of ours run (`used`, UUIDs).
+        The compute modes of their GPUs are set first, except where our MPS processes run (`used`, UUIDs).
         """
         if (work := self.modes.for_layouts(self.desired.plan, used)).changes:
             self.note_modes(self.set_modes(work))

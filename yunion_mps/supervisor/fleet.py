@@ -268,7 +268,7 @@ class LimitRecords:
                 )
 
     def write_before_change(self, domain: Domain, plan: DomainPlan) -> None:
-        """Record which servers keep the present limits, before new servers get different ones.
+        """Record which servers keep the current limits, before new servers get different ones.
 
         Otherwise, if this daemon were killed in between, the next one would assume that they have the new
         limits.

@@ -46,7 +46,7 @@ class MigLayouts:
         self._confirmed: dict[MigLayout, Losses] = {}
         self._lock = threading.Lock()
         self._ended = False
-        #: Why layouts are not in effect, by GPU UUID, and what of that was reported.
+        #: Why layouts are not in effect, by GPU UUID, and which of these reasons were reported.
         self._reasons: dict[str, Reason] = {}
         self._reported: dict[str, Reason] = {}
 
@@ -103,8 +103,8 @@ class MigLayouts:
     def due(self, busy: Collection[str] | None, other_mode: Collection[str]) -> tuple[LayoutTask, ...]:
         """Return the layouts of GPUs that have changed since theirs came into effect.
 
-        A GPU that is not in MIG mode has none before its compute mode is as planned (`other_mode` has the
-        UUIDs of those where it is not), because the switch resets the mode; nor has a lost GPU.
+        None is due on a lost GPU, nor on one that is not in MIG mode until its compute mode is as planned,
+        because the switch resets that mode: `other_mode` has the UUIDs of GPUs where it is not.
         """
         users = self._desired.users().by_gpu()
         known = None if busy is None else frozenset(busy)
@@ -117,8 +117,8 @@ class MigLayouts:
                 continue
             if layout.gpu_uuid in other_mode and not gpu.mig_enabled:
                 if layout.enabled:
-                    by = users.get(layout.gpu_uuid) or (ITS_USERS if layout.gpu_uuid in (busy or ()) else "")
-                    self._note_wait_for_mode(gpu, by)
+                    unknown = ITS_USERS if layout.gpu_uuid in (busy or ()) else ""
+                    self._note_wait_for_mode(gpu, users.get(layout.gpu_uuid) or unknown)
                 continue
             state = _State.of(layout, gpu)
             settled = self._settled.get(layout.gpu_uuid)
@@ -129,12 +129,12 @@ class MigLayouts:
         return tuple(tasks)
 
     def _note_wait_for_mode(self, gpu: Gpu, users: Users | str) -> None:
-        """Note why the GPU is not in its compute mode yet: `users`, or else it is about to be set."""
+        """Note what its compute mode waits for: `users`; if there are none, it is about to be set."""
         if users:
             why = wait_reason(MODE_ON, users, reasons.MIG_IN_USE)
             self._report(gpu, why)
         else:
-            why = Reason(f"{MODE_ON} waits until its compute mode is set", reasons.MIG_PENDING)
+            why = Reason(f"{MODE_ON} waits until the compute mode is set", reasons.MIG_PENDING)
         self._reasons[str(gpu.uuid)] = why
 
     def apply(self, tasks: Iterable[LayoutTask], nvml: Nvml, store: Store) -> LayoutResult:
@@ -206,8 +206,8 @@ class MigLayouts:
         if why != before:
             is_wrong = why.code not in (*LAYOUT_WAITS, reasons.BUSY)
             severity = "warning" if is_wrong else "info"
-            log.log(logging.getLevelName(severity.upper()), "%s", layout_pending(gpu.address, why))
-            consequence = "instances of the layout that exist already keep serving"
+            log.log(logging.getLevelName(severity.upper()), "GPU %s: %s", gpu.address, why)
+            consequence = "instances of the layout that already exist keep serving"
             self._emit(Event(severity, "mig", gpu.address, "pending", why, consequence, why.code))
 
     def _note_external_change(self, settled: _State | None, state: _State, gpu: Gpu) -> None:
@@ -238,10 +238,6 @@ def _instance_changes(before: Iterable[MigInstance], now: Iterable[MigInstance])
             yield f"{name} was created again"
         else:
             yield f"{name} was divided into compute instances"
-
-
-def layout_pending(address: str, reason: Reason) -> str:
-    return f"the MIG layout of GPU {address} is pending: {reason}"
 
 
 class _State(NamedTuple):

@@ -1,9 +1,9 @@
 """MIG layouts: brought into effect step by step.
 
-Before each step it is recorded what is ours, so that the daemon after one that was killed continues where it
-was, and never destroys an instance that another program created: only those whose creation was recorded are
-ours. An instance that a lease, a server or a process uses is not destroyed either, and no MIG mode changes on
-a GPU in use; then nothing changes, and the reason says what the layout waits for.
+Before each step, the instances that are ours are recorded, so that after a daemon was killed, the next one
+continues, and never destroys an instance that another program created: ours are only those whose creation was
+recorded. An instance that a lease, a server or a process uses is not destroyed either, and no MIG mode
+changes on a GPU in use; then nothing changes, and the reason says what the layout waits for.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from yunion_mps.users import NO_USERS, Users, wait_reason
 log = logging.getLogger(__name__)
 
 _LAYOUT = "its MIG layout"
-MODE_ON = "switching MIG mode on"
+MODE_ON = "the switch to MIG mode"
 #: The text for the users of a GPU if they are not known.
-ITS_USERS = "its leases and its control daemon"
+ITS_USERS = "the GPU's leases and control daemon"
 
 
 class Losses(NamedTuple):
@@ -45,11 +45,11 @@ class LayoutTask(NamedTuple):
     """A layout to bring into effect on `gpu`; `busy` has the UUIDs of GPUs and MIG devices that must stay.
 
     They are leased, or can be leased while the layout is brought into effect. If `busy` is None, because the
-    leases are not known yet, nothing is taken away. Losses that the operator has `confirmed` wait neither for
+    leases are not known yet, nothing is removed. Losses that the operator has `confirmed` wait neither for
     leases nor for other programs. `last` is why it was not in effect before, and `users` has the leases and
     MPS servers of GPUs and MIG devices (UUIDs).
 
-    With `places`, its instances are restored there, and our others have to go. If the layout was
+    With `places`, its instances are restored there, and our others are destroyed. If the layout was
     `withdrawn`, only a change of the mode that waits for a reset is cancelled.
     """
 
@@ -134,7 +134,7 @@ class LayoutWork:
             if why or not self._layout.enabled:
                 return why
             existing = self._instances()
-        elif mode.pending != mode.enabled:  # another program has asked for what the layout does not want
+        elif mode.pending != mode.enabled:  # another program has requested the other mode
             self._mig.set_mode(self._uuid, mode.enabled)
             self.done.append(f"MIG mode will not be switched {'on' if mode.pending else 'off'}")
         if self._task.withdrawn:
@@ -283,7 +283,7 @@ class LayoutWork:
 
     def _in_use(self, what: str, users: Users | str) -> Reason:
         if self._task.places is not None:
-            return Reason(f"it would end {users}", reasons.MIG_IN_USE)
+            return Reason(f"that would end {users}", reasons.MIG_IN_USE)
         return wait_reason(what, users, reasons.MIG_IN_USE)
 
     # -- steps, each recorded

@@ -13,7 +13,7 @@ from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.supervisor.changes import DesiredState, order_of
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.supervisor.layouts import MigLayouts, layout_pending
+from yunion_mps.supervisor.layouts import MigLayouts
 from yunion_mps.users import wait_reason
 
 _WAITS = wait_reason("its control daemon", "the one that now serves its GPUs", reasons.LIMITS_PENDING)
@@ -82,7 +82,7 @@ class Snapshots:
             why = f"MPS is disabled: enable_cuda_mps is false in {self._host_conf}{also}"
             code = reasons.DISABLED
         elif not (plan.domains or plan.direct or self._fleet.domains):
-            pending = [layout_pending(gpu.address, reason) for gpu, reason in layouts]
+            pending = [f"GPU {gpu.address}: {reason}" for gpu, reason in layouts]
             named = {gpu.pci_address for gpu, _ in layouts}
             others = [
                 f"{address.removeprefix('0000:')}: {reason}"
@@ -90,7 +90,8 @@ class Snapshots:
                 if address not in named
             ]
             if pending:
-                why, code = "; ".join([*pending, *others]), layouts[0][1].code
+                why = "; ".join([*pending, *(f"GPU {other}" for other in others)])
+                code = layouts[0][1].code
             else:
                 each = "; ".join(others) or "no GPU was found"
                 why, code = f"no GPU on this host can serve devices ({each})", reasons.NO_USABLE_GPU

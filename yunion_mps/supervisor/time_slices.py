@@ -45,7 +45,7 @@ def read_time_slices(plan: Plan) -> dict[str, str]:
 
 
 def time_slice_differs(uuid: str, value: str) -> bool:
-    """Whether the GPU has another time slice, or it cannot be read; runs nvidia-smi."""
+    """Whether the GPU's time slice is not `value`, or cannot be read; runs nvidia-smi."""
     try:
         return time_slice_of(uuid) != value
     except DriverError:

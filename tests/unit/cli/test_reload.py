@@ -331,7 +331,7 @@ def without_its_layout(reason: Reason) -> Snapshot:
 
 @pytest.mark.parametrize("option", ["--drain", "--now"])
 def test_a_reload_waits_for_layouts_too(own: Cli, option: str) -> None:
-    why = "the MIG layout of GPU 00:06.0 is pending: it waits for leases"
+    why = "GPU 00:06.0: it waits for leases"
     own.host.snapshot = without_its_layout(Reason("it waits for leases", MIG_IN_USE))
     done = own("reload", option, *(["--yes"] if option == "--now" else []), "--timeout", "1")
     assert done.code == 1
@@ -344,7 +344,7 @@ def test_a_reload_waits_for_layouts_too(own: Cli, option: str) -> None:
 def test_a_reload_does_not_wait_for_what_needs_the_operator(own: Cli, code: str) -> None:
     own.host.snapshot = without_its_layout(Reason("it needs a reset", code))
     done = own("reload", "--drain")
-    why = "the MIG layout of GPU 00:06.0 is pending: it needs a reset"
+    why = "GPU 00:06.0: it needs a reset"
     assert done.code == 1
     assert done.err.startswith(f"yunion-mps: still pending: {why}; {REST} [{code}]\n")
 

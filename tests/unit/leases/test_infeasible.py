@@ -167,7 +167,7 @@ def test_a_request_that_needs_reserved_devices_is_refused_as_such(requested: Lea
     refuse_infeasible(requested._replace(reserved_for="kubernetes"), there)
 
 
-def test_a_gpu_without_enforced_budgets_is_hinted_at_if_not_reserved() -> None:
+def test_the_refusal_names_an_unenforced_gpu_that_is_not_reserved() -> None:
     old, reserved = Candidate(device(0, 0)._replace(budget_enforced=False)), Candidate(device(1, 0))
     unenforced = {"GPU-0": Unenforced("00:00.0 (P40)", "older than Volta")}
     there = candidates(2)._replace(devices=[old, reserved], reserved=RESERVED, unenforced=unenforced)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from yunion_mps.enums import READY
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.reasons import CONTROL_DAEMON_SILENT, GPU_LOST, Reason
+from yunion_mps.reasons import CONTROL_DAEMON_SILENT, GPU_LOST, MIG_IN_USE, Reason
 from yunion_mps.service.queries import Queries
 
 from unit import builders
@@ -30,6 +30,14 @@ def test_a_pool_shows_its_memory_and_what_it_is_reserved_for() -> None:
     assert (pool["memory_free_mib"], pool["state"], pool["reason"]) == (0, "unavailable", "it is lost")
     gone = sound._replace(inventory=builders.inventory())
     assert Queries(lambda: gone, 0.0, 1).pools() == {"pools": [], "total": 0}
+
+
+def test_readiness_names_a_pending_layout_once() -> None:
+    why = Reason("its MIG layout waits for lease job of root to end", MIG_IN_USE)
+    sound, line = snapshot(P40), f"GPU 00:06.0: {why}"
+    plan = sound.plan._replace(devices=(), domains=(), unavailable={P40.pci_address: why})
+    now = sound._replace(plan=plan, domains=(), notice=Reason(line, MIG_IN_USE))
+    assert Queries(lambda: now, 0.0, 1).not_ready_reasons() == [line]
 
 
 SILENT = Reason("it does not answer", CONTROL_DAEMON_SILENT)

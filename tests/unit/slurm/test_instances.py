@@ -53,7 +53,7 @@ def test_a_step_has_the_instance_that_was_created_again(paths: Paths) -> None:
     assert present_environment(paths, "17", one, LEASED) == environment("MIG-c", AGAIN, "/p/MIG-c")
 
 
-def test_a_step_of_a_job_with_one_device_has_the_present_environment(paths: Paths) -> None:
+def test_a_step_of_a_job_with_one_device_has_the_current_environment(paths: Paths) -> None:
     leased, now = environment("MIG-b", SECOND), environment("MIG-c", AGAIN, "/q")
     write_instances(paths, [lease("slurm:17", environment=now)], [])
     assert present_environment(paths, "17", leased, leased) == now

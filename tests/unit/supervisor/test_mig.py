@@ -81,7 +81,7 @@ def test_no_mode_is_switched_on_a_gpu_with_processes_or_leases(mig_host: MakeMig
     host.sim.gpus[0].add_process(4321, 100)
     why = host.apply("all-1g.10gb", force=True)
     assert (why, why.code) == (
-        "switching MIG mode on waits for the process (PID 4321) to end",
+        "the switch to MIG mode waits for the process (PID 4321) to end",
         reasons.MIG_IN_USE,
     )
     host.sim.gpus[0].remove_process(4321)
@@ -321,7 +321,7 @@ def test_an_instance_without_compute_instance_is_left_to_its_program(mig_host: M
 
 
 def without_compute_instance(mig_host: MakeMigHost) -> tuple[MigHost, MigInstance]:
-    """A host with an instance of ours, whose compute instance another program has destroyed."""
+    """A host with an instance of ours whose compute instance another program has destroyed."""
     host = mig_host()
     host.apply("all-7g.80gb")
     (ours,) = host.gpu.mig_instances
@@ -344,7 +344,7 @@ def test_an_instance_of_ours_without_its_compute_instance_is_replaced(mig_host: 
     assert host.has == "7 x 1g.10gb"
 
 
-def test_an_instance_of_ours_that_another_program_divided_is_called_so(mig_host: MakeMigHost) -> None:
+def test_an_instance_of_ours_that_another_program_divided_is_reported(mig_host: MakeMigHost) -> None:
     host, ours = without_compute_instance(mig_host)
     host.sim.run(["nvidia-smi", "mig", "-cci", "0,0", "-gi", ours.id], check=True)
     for names in (["all-7g.80gb"], ["all-1g.10gb"]):

@@ -122,7 +122,7 @@ def test_what_is_not_restored_because_of_a_lease_names_it(
     why = restored(host, "all-3g.40gb")
     assert host.has == "2 x 3g.40gb"
     device = f"00:06.0-g{one.id}"
-    assert why == f"it would end lease {shown} (device {device}) on instance g{one.id} (3g.40gb)"
+    assert why == f"that would end lease {shown} (device {device}) on instance g{one.id} (3g.40gb)"
     assert f"lease release {shown}; systemctl stop yunion-mps-daemon" in caplog.text
     host.store.write("DELETE FROM lease WHERE id = ?", [("f4e5",)])
     assert restored(host, "all-3g.40gb") == ""

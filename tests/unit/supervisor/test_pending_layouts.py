@@ -219,7 +219,7 @@ def test_a_layout_names_the_server_of_another_gpu_that_it_waits_for(begin: Begun
     server = work.attach()
     work.reload(MIG, TWO)
     what = f"the MPS server (PID {server}) of GPUs 00:06.0, 00:07.0"
-    assert waits(work.made) == f"switching MIG mode on waits for {what} to end"
+    assert waits(work.made) == f"the switch to MIG mode waits for {what} to end"
     assert work.made.snapshot.notice == ""
 
 

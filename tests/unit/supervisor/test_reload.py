@@ -314,7 +314,8 @@ def test_a_server_without_jobs_does_not_hold_a_mode_forever(put_to_work: PutToWo
     made.set_modes()
     assert modes(host) == ["exclusive_process"], "jobs may be at work under it"
     (domain,) = made.snapshot.domains
-    assert domain.pending == f"restoring the compute modes waits for the MPS server (PID {server}) to end"
+    what = f"the restoration of the compute modes waits for the MPS server (PID {server}) to end"
+    assert domain.pending == what
     assert domain.waits_for == (server,)
     client.end()
     made.supervisor.jobs.update({host.gpus[0].uuid: {server: 30}}, time.monotonic())
