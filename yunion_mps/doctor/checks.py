@@ -188,10 +188,15 @@ class Host:
             raise SkipError
         return ours
 
+    def ways_of_sharing(self) -> dict[str, str]:
+        """Return how the GPUs are shared, by PCI address: now, if the daemon runs, otherwise as planned."""
+        now = {address: gpu["sharing"] for address, gpu in self.known_gpus().items() if gpu["sharing"]}
+        return {**self.plan()[0].sharing, **now}
+
     def mps_gpus(self) -> list[Gpu]:
         """Return those of our GPUs that are shared through MPS; raises SkipError if there are none."""
-        sharing = self.plan()[0].sharing
-        gpus = [gpu for gpu in self.our_gpus() if sharing.get(gpu.pci_address, MPS) == MPS]
+        ways = self.ways_of_sharing()
+        gpus = [gpu for gpu in self.our_gpus() if ways.get(gpu.pci_address, MPS) == MPS]
         if not gpus:
             raise SkipError(WITHOUT_MPS)
         return gpus

@@ -6,7 +6,7 @@ import glob
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from yunion_mps.containers.nodes import capability_nodes, missing_nodes
 from yunion_mps.doctor.checks import (
@@ -23,6 +23,7 @@ from yunion_mps.doctor.checks import (
 from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import environment_of
+from yunion_mps.models import Gpu
 from yunion_mps.mps.processes import PROGRAM, SERVER, find_control_program, server_path
 from yunion_mps.reasons import (
     DEVICE_NODES,
@@ -111,16 +112,11 @@ def _library_findings(host: Host) -> list[Finding]:
 def nodes(host: Host) -> Findings:
     """The device nodes: an MPS server runs as its client's user, so all users must have access."""
     ours = host.our_gpus()
-    minors = {f"nvidia{gpu.minor}" for gpu in ours if gpu.minor is not None}
-    if not minors:
+    if all(gpu.minor is None for gpu in ours):
         raise SkipError
     missing, closed, groups = [], [], set()
-    needed = dict.fromkeys(["nvidiactl", "nvidia-uvm", *sorted(minors)], 0o6)
     of_instances = missing_nodes(host.paths, ours)
-    for gpu in ours:
-        if gpu.minor is not None and gpu.uuid not in of_instances:
-            needed |= dict.fromkeys(capability_nodes(host.paths, gpu.minor, gpu.pci_address), 0o4)
-    for name, mode in needed.items():
+    for name, mode in _needed_nodes(host, ours, of_instances).items():
         path = host.paths.under(f"/dev/{name}")
         try:
             info = os.stat(path)
@@ -147,6 +143,20 @@ def nodes(host: Host) -> Findings:
         f", but only by root and group {', '.join(str(gid) for gid in sorted(groups))}" if groups else ""
     )
     return [ok(f"all exist and can be opened{restriction}")]
+
+
+def _needed_nodes(host: Host, gpus: Iterable[Gpu], incomplete: Collection[str]) -> dict[str, int]:
+    """Return the nodes that programs need, below /dev, each with the permissions that all users need.
+
+    Those of `incomplete` MIG instances (UUIDs) are left out.
+    """
+    needed = dict.fromkeys(["nvidiactl", "nvidia-uvm"], 0o6)
+    for gpu in gpus:
+        if gpu.minor is not None:
+            needed[f"nvidia{gpu.minor}"] = 0o6
+            caps = capability_nodes(host.paths, gpu.minor, gpu.pci_address)
+            needed |= dict.fromkeys(caps if gpu.uuid not in incomplete else (), 0o4)
+    return needed
 
 
 def library_version(path: str) -> str | None:

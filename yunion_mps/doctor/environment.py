@@ -15,7 +15,7 @@ from yunion_mps.containers.command import device_in, variables_in, words_after_r
 from yunion_mps.doctor import variables
 from yunion_mps.doctor.checks import Finding, Findings, Host, check, invisible, ok, problem, skipped, warning
 from yunion_mps.doctor.driver import library_version
-from yunion_mps.enums import FREE
+from yunion_mps.enums import FREE, MPS
 from yunion_mps.errors import DriverError, YunionError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import command_of, describe_process, environment_of, name_of, uid_of
@@ -56,7 +56,8 @@ def of_process(host: Host, pid: int) -> Findings:
     subject = Subject(
         f"PID {pid} ({name_of(pid) or command_of(pid)})", environment_of(pid), pid, _command_of(pid)
     )
-    return list(_check(host, subject)) or [ok(f"{subject.title} has everything that an MPS client needs")]
+    whose = _client(host, subject)
+    return list(_check(host, subject)) or [ok(f"{subject.title} has everything that {whose} needs")]
 
 
 def of_command(host: Host, environ: Mapping[str, str], argv: Sequence[str]) -> Findings:
@@ -76,10 +77,10 @@ def of_command(host: Host, environ: Mapping[str, str], argv: Sequence[str]) -> F
         device = device_in(words)
         if device:
             return [ok(f"{argv[0]} gives the container the environment of {device}, or refuses to start it")]
-        findings = variables.sharing_problems(words)
         subject = Subject(argv[0], variables_in(words, environ))
+        findings = [] if _is_without_mps(host, subject) else variables.sharing_problems(words)
         return [*findings, *_check(host, subject)] or [
-            ok(f"{argv[0]} gives the container the complete environment of an MPS client")
+            ok(f"{argv[0]} gives the container the complete environment of {_client(host, subject)}")
         ]
     for path in (program, *argv[1:]):
         environ = {**environ, **_assignments_in(path)}
@@ -88,18 +89,19 @@ def of_command(host: Host, environ: Mapping[str, str], argv: Sequence[str]) -> F
             "yunion-mps run gives the command the environment of an MPS client, or refuses to start it"
         )
         return list(variables.misspelt(environ)) or [ready]
-    findings = list(_check(host, Subject(argv[0], environ, command=_shell_words(argv))))
-    return findings or [ok(f"{argv[0]} would have everything that an MPS client needs")]
+    subject = Subject(argv[0], environ, command=_shell_words(argv))
+    whose = _client(host, subject)
+    return list(_check(host, subject)) or [ok(f"{argv[0]} would have everything that {whose} needs")]
 
 
 @check("outside MPS", PROCESS_OUTSIDE_MPS)
 def outside_mps(host: Host) -> Findings:
-    """Programs that use one of our GPUs without MPS, or with another control daemon."""
+    """Programs that use one of our GPUs that MPS shares without MPS, or with another control daemon."""
     users = host.users()
     directories = [domain.pipe_directory for domain in host.domains()]
     findings: list[Finding] = []
     total = unreadable = 0
-    for gpu in host.our_gpus():
+    for gpu in host.mps_gpus():
         for pid in users.get(gpu.uuid or "", {}):
             environ = environment_of(pid)
             if is_server(pid) or uid_of(pid) is None:
@@ -162,7 +164,9 @@ def _check(host: Host, subject: Subject) -> Iterator[Finding]:
     yield from variables.misspelt(subject.variables)
     domains = host.domains()
     domain = _domain_at(host, subject)
-    if domain is None and domains:
+    if _is_without_mps(host, subject):
+        yield from _check_device(host, subject)
+    elif domain is None and domains:
         default = host.paths.under(DEFAULT_PIPE_DIRECTORY)
         served = [other.pipe_directory for other in domains]
         directory = os.path.normpath(subject.variables.get(variables.PIPE, default))
@@ -183,6 +187,23 @@ def _check(host: Host, subject: Subject) -> Iterator[Finding]:
         yield from _check_device(host, subject)
     if subject.pid is not None:
         yield from _check_visibility(host, subject.pid, domain)
+
+
+def _client(host: Host, subject: Subject) -> str:
+    return "a job without MPS" if _is_without_mps(host, subject) else "an MPS client"
+
+
+def _is_without_mps(host: Host, subject: Subject) -> bool:
+    """Whether the program finds no control daemon and sees only GPUs and instances that need none."""
+    if _domain_at(host, subject):
+        return False
+    try:
+        addresses = {str(gpu.uuid): gpu.pci_address for gpu in host.inventory().gpus}
+        ways = host.ways_of_sharing()
+    except YunionError:
+        return False
+    visible = subject.variables.get(variables.VISIBLE, "").split(",")
+    return all(ways.get(addresses.get(uuid, ""), MPS) != MPS for uuid in visible)
 
 
 def _start_hint(host: Host, subject: Subject) -> str:

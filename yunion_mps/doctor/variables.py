@@ -120,8 +120,8 @@ def _check_visible(variables: Mapping[str, str], domain: DomainPlan, hint: str) 
         return
     words = _words(text)
     unknown = [word for word in words if domain.gpu_uuids and _find_gpu(word, domain) is None]
-    if any(word.startswith("MIG-") for word in words):
-        yield problem(f"{VISIBLE} names a MIG device ({text}), which yunion-mps does not serve", hint)
+    if any(word.startswith("MIG-") for word in unknown):
+        yield problem(f"{VISIBLE} names a MIG device ({text}), which its control daemon does not serve", hint)
     elif unknown:
         what = f"{VISIBLE} is {text!r}: its control daemon has no GPU {unknown[0]!r}"
         yield problem(f"{what}, so CUDA ignores this entry and all that follow", hint)

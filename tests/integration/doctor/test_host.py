@@ -54,6 +54,40 @@ def test_mps_time_slicing_and_mig_on_one_host_are_shown_and_no_problem(stack: Ex
     assert (page["state"], page["problems"], page["wrong"], page["errors"]) == ("ready", [], 0, [])
 
 
+def test_jobs_on_devices_of_every_kind_are_fine(stack: ExitStack) -> None:
+    scene = Scene(stack, {"kind": "h100", "count": 4})
+    sliced = "type: NVIDIA_GPU_SHARE\n  virtual_number: 2"
+    scene.host.divide(2, sliced, "mig: 3g.40gb", f"{sliced}\n  mig: 3g.40gb")
+    scene.daemon.configure(cuda_mps_scope="gpu")
+    scene.start()
+    rows = scene.daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]
+    for name in sorted({row["addr"].rpartition("-")[0]: row["addr"] for row in rows}.values()):
+        gpu = scene.host.gpus[int(name[3:5]) - 6]
+        environment = scene.daemon.get(f"/v1/devices/{name}")[1]["client_environment"]
+        job = scene.process(SLEEP, **environment)
+        instances = gpu.mig_devices()
+        on = (instances[0].gpu_instance, 0) if instances else None
+        gpu.add_process(job.pid, 100, on=on)
+        needs = (
+            "an MPS client needs" if "CUDA_MPS_PIPE_DIRECTORY" in environment else "a job without MPS needs"
+        )
+        variables = [f"{key}={value}" for key, value in environment.items()]
+        for words in (["--pid", str(job.pid)], ["--", *variables, "true"]):
+            (found,) = scene.look(*words).checks["environment"]
+            assert (found["level"], found["what"].endswith(needs)) == ("ok", True), (name, found)
+    assert scene.look().one("outside MPS", "ok")["what"] == "1 program on the GPUs, none outside MPS"
+
+
+def test_a_control_daemon_of_an_instance_serves_its_jobs(stack: ExitStack) -> None:
+    scene = Scene(stack, {"kind": "h100"})
+    scene.host.divide("mig: 3g.40gb\n  virtual_number: 2")
+    scene.start()
+    name = scene.daemon.get("/v1/devices?limit=0")[1]["isolated_devices"][0]["addr"]
+    environment = scene.daemon.get(f"/v1/devices/{name}")[1]["client_environment"]
+    seen = scene.look("--pid", str(scene.process(SLEEP, **environment).pid))
+    assert seen.one("environment", "ok")["what"].endswith(" has everything that an MPS client needs")
+
+
 def test_a_layout_that_needs_a_reset_is_reported_with_its_reason(stack: ExitStack) -> None:
     scene = Scene(stack, {"kind": "a100"})
     scene.host.divide("mig: all-1g.5gb")
