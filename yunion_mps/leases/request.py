@@ -207,7 +207,7 @@ class Candidates(NamedTuple):
             raise InfeasibleError(what, "request devices that are shared in the same way: yunion-mps list")
         if len({device.is_on_instance for device in devices}) > 1:
             what = "some of these devices are on MIG instances and some are not; a process can use one kind"
-            raise InfeasibleError(what, "use a separate lease and process for each")
+            raise InfeasibleError(what, "use a separate lease (or job) and process for each")
         if len(names) > 1:
             hint = "request devices of one GPU, or serve all GPUs together: cuda_mps_scope: host"
             if all(device.is_on_instance for device in devices):

@@ -210,6 +210,10 @@ CATALOGUE = (
            "1 for each GPU that is unavailable, with the reason code.",
            (*_GPU, "reason"), lambda facts: (((*_of_gpu(gpu), gpu["reason_code"]), 1) for gpu in facts.gpus
                                            if gpu["state"] == UNAVAILABLE)),
+    Metric(GAUGE, "yunion_mps_gpu_pending",
+           "1 for each GPU with a pending change, with the reason code; what it still serves can be leased.",
+           (*_GPU, "reason"), lambda facts: (((*_of_gpu(gpu), gpu["reason_code"]), 1) for gpu in facts.gpus
+                                           if gpu["state"] == PENDING)),
     _gpu("yunion_mps_gpu_utilization_ratio",
          "Fraction of the time in which a kernel ran on the GPU, over the driver's last sample period.",
          lambda facts, gpu: _ratio(_load(facts, gpu).utilization)),

@@ -33,11 +33,20 @@ def test_both_formats_say_the_same() -> None:
 
 def test_each_metric_of_the_catalogue_can_be_had_and_no_other() -> None:
     in_units: Any = [{**gpu, "memory_free_mib": 4096} for gpu in facts(snapshot(H100)).gpus]
-    gpus = [*ALL.gpus, *in_units, *facts(snapshots.troubled()).gpus]
+    pending: Any = {**ALL.gpus[0], "state": "pending", "reason_code": "mig_in_use"}
+    gpus = [*ALL.gpus, *in_units, pending, *facts(snapshots.troubled()).gpus]
     text = text_of(ALL._replace(gpus=gpus), openmetrics=False).decode()
     helped = dict(re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE))
     ours = {name: words for name, words in helped.items() if not name.startswith("yunion_mps_process_")}
     assert ours == {metric.name: metric.help for metric in CATALOGUE}
+
+
+def test_a_gpu_with_a_pending_change_has_the_reason() -> None:
+    gpu: Any = {**ALL.gpus[0], "state": "pending", "reason_code": "mig_in_use"}
+    labels = {"gpu": gpu["addr"], "gpu_uuid": gpu["uuid"]}
+    given = ALL._replace(gpus=[gpu])
+    assert value(given, "yunion_mps_gpu_pending", **labels, reason="mig_in_use") == 1
+    assert value(given, "yunion_mps_gpu_unavailable", **labels, reason="mig_in_use") is None
 
 
 def test_names_and_units_are_as_prometheus_has_them() -> None:
