@@ -50,9 +50,48 @@ def test_a_start_with_mps_disabled_keeps_the_mode_of_a_leased_instance(daemon: D
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     assert daemon.stop(signal.SIGTERM) == 0
     daemon.start().wait_ready()
+    for _ in range(2):
+        assert daemon.polls()
+    (device,) = devices(daemon).values()
+    assert (compute_mode(daemon.host), device["reason"]) == ("Default", "")
+    assert daemon.stop(signal.SIGTERM) == 0
+    assert compute_mode(daemon.host) == "Default"
+    daemon.start().wait_ready()
+    end(job)
+    eventually(lambda: compute_mode(daemon.host) == "Prohibited", "the original mode")
+
+
+@pytest.mark.parametrize(
+    "entry", ["mig: [2g.20gb, 2g.20gb]\n  mig_restore: true", "mig: all-disabled\n  virtual_number: 2"]
+)
+def test_a_job_that_delays_a_layout_keeps_its_compute_mode(daemon: Daemon, entry: str) -> None:
+    daemon.host.run(["nvidia-smi", "-i", 0, "-c", "PROHIBITED"], check=True)
+    daemon.host.divide(MIG)
+    daemon.start().wait_ready()
+    job = start(daemon.host)
+    daemon.host.divide(f"type: NVIDIA_GPU_SHARE\n  {entry}")
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    daemon.kill()
+    assert daemon.run("--restore") == 1
+    assert compute_mode(daemon.host) == "Default"
+    daemon.configure(enable_cuda_mps=False)
+    daemon.start().wait_ready()
+    assert daemon.polls()
     assert compute_mode(daemon.host) == "Default"
     end(job)
     eventually(lambda: compute_mode(daemon.host) == "Prohibited", "the original mode")
+
+
+def test_a_mode_that_a_start_resets_by_leaving_mig_mode_is_restored(daemon: Daemon) -> None:
+    daemon.host.divide(MIG)
+    daemon.start().wait_ready()
+    assert daemon.stop(signal.SIGTERM) == 0
+    daemon.host.run(["nvidia-smi", "-i", 0, "-c", "PROHIBITED"], check=True)
+    daemon.host.divide("mig: all-disabled\n  virtual_number: 2")
+    daemon.start().wait_ready()
+    assert (daemon.host.gpus[0].mig, compute_mode(daemon.host)) == (False, "Exclusive_Process")
+    assert daemon.stop(signal.SIGTERM) == 0
+    assert compute_mode(daemon.host) == "Prohibited"
 
 
 def reset(host: SimHost) -> None:

@@ -16,7 +16,7 @@ from yunion_mps.host.processes import Watchable, drive, earliest
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.inventory.scan import load_served
+from yunion_mps.inventory.scan import Scanner, load_served
 from yunion_mps.leases.storage import recorded_ledger
 from yunion_mps.models import DomainPlan, Event, Gpu, PlannedGpu
 from yunion_mps.mps.control_daemon import create_adoption_order
@@ -89,7 +89,7 @@ def _restore(paths: Paths, store: Store) -> int:
     end_s = time.monotonic() + timeout_s + _GRACE_S
     drive(cleanup, lambda: cleanup.ended or time.monotonic() > end_s)
     processes = left_running(store)
-    gpus = load_served(paths).gpus
+    gpus = _known_gpus(paths)
     layouts_restored = _restore_layouts(paths, store, gpus_of(processes))
     held, held_slices = _held_by_jobs(paths, store, gpus)
     used = {*gpus_of(processes), *held}
@@ -117,6 +117,14 @@ def _restore(paths: Paths, store: Store) -> int:
         "everything is restored: no control daemon is running, and the GPUs have their original settings"
     )
     return 0
+
+
+def _known_gpus(paths: Paths) -> tuple[Gpu, ...]:
+    """Return the GPUs and MIG instances that the driver reports, and those that the last daemon saved."""
+    served = load_served(paths).gpus
+    with contextlib.suppress(DriverError), Nvml() as nvml:
+        return (*Scanner(paths).scan(nvml).gpus, *served)
+    return served
 
 
 def _held_by_jobs(paths: Paths, store: Store, gpus: Collection[Gpu]) -> tuple[set[str], set[str]]:

@@ -14,7 +14,7 @@ from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
-from yunion_mps.inventory.scan import Scanner, load_served
+from yunion_mps.inventory.scan import Scanner
 from yunion_mps.models import Inventory, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
@@ -32,7 +32,7 @@ from yunion_mps.supervisor.compute_modes import (
 )
 from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
-from yunion_mps.supervisor.gpu_settings import restore_unused
+from yunion_mps.supervisor.gpu_settings import originals, restore_unused
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.layouts import MigLayouts
 from yunion_mps.supervisor.mig import LayoutResult, LayoutTask
@@ -214,8 +214,7 @@ class Supervisor:
             return
         for event in self._gpus.update(inventory, self.config, self.desired.plan):
             self.event_log.record(event)
-        modes = {gpu.uuid: gpu.compute_mode for gpu in before.gpus}
-        self.modes.record_external_changes(modes, self.desired.plan)
+        self.modes.record_external_changes(before.gpus, self.desired.plan)
         self._polled = (inventory, self.config, self.desired.plan, self._gpus.inventory)
         if self._gpus.inventory is before:
             return
@@ -239,9 +238,8 @@ class Supervisor:
     def driver_failed(self, error: DriverError, now_s: float) -> None:
         for domain in self.domains:
             domain.note_use(in_use=None)  # its jobs are unknown from now on
-        inventory = self._gpus.inventory
-        gpus = tuple(gpu._replace(reason=error.reason) for gpu in inventory.gpus)
-        self.update_gpus(inventory._replace(gpus=gpus), now_s)
+        gpus = tuple(gpu._replace(reason=error.reason) for gpu in self._gpus.inventory.gpus)
+        self.update_gpus(self._gpus.inventory._replace(gpus=gpus), now_s)
 
     def note_xid(self, pci_address: str, xid: int) -> None:
         event = self._gpus.note_xid(pci_address, xid)
@@ -391,7 +389,9 @@ class Supervisor:
         self._snapshots.leftovers = leftovers.notice
         if store:
             leased = leased_without_mps(store)
-            gpus = self._gpus.inventory.gpus or load_served(self._paths).gpus
+            if leased or originals(COMPUTE_MODE, store) or originals(TIME_SLICE, store):
+                self.nvml = self.nvml or self._gpus.scan()
+            gpus = self._gpus.inventory.gpus
             held = held_by_jobs(self.nvml, store, leased, gpus)
             needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running), *held}
             restore_unused(COMPUTE_MODE, store, self.nvml, needed, gpus)

@@ -133,9 +133,12 @@ class ComputeModes:
         return ModeWork(changes, restore, self.time_slices.due(target, store), unchanged)
 
     def for_layouts(self, target: Plan, used: Collection[str]) -> ModeWork:
-        """Return the modes to set before MIG mode is switched on, except of GPUs that are `used` (UUIDs)."""
-        to_mig = {layout.gpu_uuid for layout in target.layouts if layout.enabled} - set(used)
-        gpus = [gpu for gpu in self._gpus.inventory.gpus if gpu.uuid in to_mig and not gpu.mig_enabled]
+        """Return the modes to set before MIG mode is switched, which resets them.
+
+        GPUs that are `used` (UUIDs) are left out.
+        """
+        switched = {(one.gpu_uuid, not one.enabled) for one in target.layouts if one.gpu_uuid not in used}
+        gpus = [gpu for gpu in self._gpus.inventory.gpus if (gpu.uuid, bool(gpu.mig_enabled)) in switched]
         return ModeWork(self._changes(target, gpus))
 
     def not_as_desired(self, target: Plan, store: Store | None) -> set[str]:
@@ -213,11 +216,12 @@ class ComputeModes:
             return True
         return has_slices
 
-    def record_external_changes(self, before: Mapping[str | None, str | None], target: Plan) -> None:
-        """Record modes that were as planned `before` (by GPU UUID) and were changed by another program."""
+    def record_external_changes(self, before: Iterable[Gpu], target: Plan) -> None:
+        """Record modes that were as planned `before` and were changed by another program."""
+        modes = {gpu.uuid: gpu.compute_mode for gpu in before}
         for gpu in self._gpus.inventory.gpus:
             planned = target.compute_modes.get(gpu.uuid or "")
-            if planned and before.get(gpu.uuid) == planned != gpu.compute_mode and not gpu.reason:
+            if planned and modes.get(gpu.uuid) == planned != gpu.compute_mode and not gpu.reason:
                 what = f"{planned} -> {gpu.compute_mode}"
                 event = _event("warning", gpu, what, "another program changed it")
                 consequence = f"it is set to {planned} again"

@@ -16,7 +16,8 @@ from yunion_mps import reasons
 from yunion_mps.errors import DriverError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.inventory.events import xid_meaning
-from yunion_mps.inventory.scan import gone, identities, in_order, save_served
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.inventory.scan import Scanner, gone, identities, in_order, save_served
 from yunion_mps.models import Event, Gpu, Inventory, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import unusable_reason
@@ -104,6 +105,14 @@ class Gpus:
                 self._replace(gpu._replace(reason=NO_REASON))
         self._clear_faults(*self._faults)
         self.mode_errors.clear()
+
+    def scan(self) -> Nvml | None:
+        """Scan the GPUs, which a preflight does only if MPS is enabled; return the open NVML, if it works."""
+        with contextlib.suppress(DriverError):
+            nvml = Nvml()
+            self.inventory = Scanner(self._paths).scan(nvml)
+            return nvml
+        return None
 
     def remember(self, plan: Plan) -> None:
         """Record the GPUs that serve, or would if not lost, for a daemon that starts while one is lost.
