@@ -56,15 +56,19 @@ def test_pods_get_the_kind_of_device_that_they_request(
     kubelet: Kubelet, plugin: KubeletPlugin, ready_daemon: Daemon, start_container: StartContainer
 ) -> None:
     wait_healthy(kubelet, NUMBERS)
-    has_mps = {}
+    has_mps, has_budget = {}, {}
     for number, resource in enumerate(NUMBERS):
         pod = kubelet.request(resource).run_pod(f"pod-{number}", 1)
         container = start_container(pod)
         has_mps[resource] = "CUDA_MPS_PIPE_DIRECTORY" in container.environment
+        has_budget[resource] = {"YUNION_MPS_MEMORY_MIB", "YUNION_MPS_SM_PERCENT"} & {*container.environment}
         assert pod.devices[0].startswith(f"00:0{6 + number}.0-")
         (lease,) = [one for one in leases_of(ready_daemon) if one["pid"] == container.pid]
         assert lease["devices"] == [*pod.devices]
     assert has_mps == {RESOURCE: True, TIME_SLICED: False, INSTANCES: False}
+    assert {resource: len(names) for resource, names in has_budget.items()} == {
+        RESOURCE: 2, TIME_SLICED: 2, INSTANCES: 0
+    }  # fmt: skip
     wait_healthy(kubelet, NUMBERS)
 
 

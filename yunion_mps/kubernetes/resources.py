@@ -16,7 +16,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
 
 from yunion_mps.containers import budget_variables
-from yunion_mps.enums import AVAILABLE, BINPACK, FREE, KUBERNETES, LEASED, RESERVED
+from yunion_mps.enums import AVAILABLE, BINPACK, FREE, KUBERNETES, LEASED, NOT_SHARED, RESERVED
 from yunion_mps.identity import physical_gpu
 from yunion_mps.kubernetes.grpc import RpcError, StatusCode
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
@@ -249,14 +249,16 @@ class DeviceResource(ExtendedResource):
     def __init__(self, name: str, options: PluginOptions) -> None:
         super().__init__(name, "devices")
         self._options = options
-        #: The GPU, memory in MiB and percentage of SM threads of each device.
+        #: The GPU, memory in MiB and percentage of SM threads of each device that has a budget.
         self._budgets: dict[str, tuple[str, int, float]] = {}
 
     def update(self, devices: Sequence[KnownDevice], leases: Sequence[LeaseRecord]) -> None:
         """Offer these devices; `leases` are all leases, read after the devices."""
         others = {lease["id"] for lease in leases} - {lease["id"] for lease in self._ours(leases)}
         self._budgets = {
-            one["addr"]: (one["gpu_uuid"], one["memory_mib"], one["thread_percentage"]) for one in devices
+            one["addr"]: (one["gpu_uuid"], one["memory_mib"], one["thread_percentage"])
+            for one in devices
+            if one["sharing"] != NOT_SHARED
         }
         self._offer(
             {
@@ -285,7 +287,8 @@ class DeviceResource(ExtendedResource):
         super().refuse(ids)
 
     def budget(self, ids: Sequence[str]) -> dict[str, str]:
-        return budget_variables(self._budgets[address] for address in ids)
+        budgets = [self._budgets[address] for address in ids if address in self._budgets]
+        return budget_variables(budgets) if budgets else {}
 
 
 class MemoryResource(ExtendedResource):
