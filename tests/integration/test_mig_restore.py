@@ -82,6 +82,24 @@ def test_a_job_that_delays_a_layout_keeps_its_compute_mode(daemon: Daemon, entry
     eventually(lambda: compute_mode(daemon.host) == "Prohibited", "the original mode")
 
 
+def test_a_leased_device_with_mps_keeps_the_mode_of_its_instance(daemon: Daemon) -> None:
+    daemon.host.run(["nvidia-smi", "-i", 0, "-c", "PROHIBITED"], check=True)
+    daemon.host.divide(f"{MIG}\n  virtual_number: 2")
+    daemon.start().wait_ready()
+    job = start(daemon.host)
+    daemon.host.divide("virtual_number: 2")
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    assert daemon.polls()
+    assert compute_mode(daemon.host) == "Default"
+    daemon.configure(enable_cuda_mps=False)
+    daemon.kill()
+    daemon.start().wait_ready()
+    assert daemon.polls()
+    assert compute_mode(daemon.host) == "Default"
+    end(job)
+    eventually(lambda: compute_mode(daemon.host) == "Prohibited", "the original mode")
+
+
 def test_a_mode_that_a_start_resets_by_leaving_mig_mode_is_restored(daemon: Daemon) -> None:
     daemon.host.divide(MIG)
     daemon.start().wait_ready()

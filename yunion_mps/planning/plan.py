@@ -35,7 +35,7 @@ from yunion_mps.planning.division import (
     unusable_reason,
 )
 from yunion_mps.planning.mig import LayoutError, instances_of, layout_of
-from yunion_mps.planning.sharing import MODES, direct_devices, divide_directly
+from yunion_mps.planning.sharing import direct_devices, divide_directly, mode_for
 from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config, DeviceEntry, Source
 
@@ -86,7 +86,7 @@ def make_plan(
     order = {str(gpu.uuid): place for place, gpu in enumerate(inventory.gpus)}
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
     keep = config.cuda_mps_compute_mode == "keep"
-    modes = {gpu.parent or str(gpu.uuid): mode_of(gpu, sharing) for gpu in planned}
+    modes = dict(mode_for(gpu, sharing[gpu.pci_address]) for gpu in planned)
     in_mig_mode = {gpu.uuid for gpu in inventory.gpus if gpu.mig_enabled}
     modes |= {one.gpu_uuid: DEFAULT for one in layouts if one.enabled or one.gpu_uuid in in_mig_mode}
     actions = {
@@ -100,11 +100,6 @@ def make_plan(
         actions, direct, sharing, time_slices=slices, layouts=layouts,
     )  # fmt: skip
     return plan, problems
-
-
-def mode_of(gpu: Gpu, sharing: Mapping[str, str]) -> str:
-    """Return the compute mode that the GPU requires; an instance requires Default of its GPU."""
-    return DEFAULT if gpu.parent else MODES[sharing[gpu.pci_address]]
 
 
 def mode_changes(plan: Plan, gpus: Iterable[Gpu]) -> tuple[ModeChange, ...]:

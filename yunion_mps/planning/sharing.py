@@ -11,9 +11,6 @@ from yunion_mps.reasons import LEASES_PENDING
 from yunion_mps.settings import DeviceEntry
 from yunion_mps.users import NO_USERS, Users, wait_reason
 
-#: The compute mode that each way of sharing requires.
-MODES = {MPS: EXCLUSIVE_PROCESS, TIME_SLICING: DEFAULT}
-
 #: Instead of a way of sharing: the GPU is no longer divided.
 _REMOVED = ""
 _CHANGES = {
@@ -21,6 +18,12 @@ _CHANGES = {
     NOT_SHARED: "the change to a single device",
     _REMOVED: "the removal of its devices",
 }
+
+
+def mode_for(gpu: Gpu, way: str) -> tuple[str, str]:
+    """Return the compute mode that this way of sharing requires, after the UUID of the GPU that has it."""
+    is_exclusive = way == MPS and not gpu.parent
+    return gpu.parent or str(gpu.uuid), EXCLUSIVE_PROCESS if is_exclusive else DEFAULT
 
 
 def divide_directly(entry: DeviceEntry, gpu: Gpu) -> DirectGpu:
@@ -88,8 +91,9 @@ def keep_sharing(
         kept = _with_domain(plan, former, uuid, gpus) if is_mps else _direct(plan, former, uuid, before)
         if kept is None:
             continue
-        has_mode = uuid in kept.compute_modes or uuid in former.compute_modes
-        modes = {**kept.compute_modes, **({uuid: MODES[before]} if has_mode else {})}
+        whole, mode = mode_for(gpu, before)
+        has_mode = whole in kept.compute_modes or whole in former.compute_modes
+        modes = {**kept.compute_modes, **({whole: mode} if has_mode else {})}
         what = _CHANGES.get(desired, f"the change to {desired}")
         why = wait_reason(what, users_of(uuid) or "the leases of its devices", LEASES_PENDING)
         plan = kept._replace(

@@ -263,9 +263,8 @@ class Supervisor:
         """
         if self.stopping or self.nvml is None:
             return ()
-        layouts = self.desired.plan.layouts
-        cancels = withdrawn(layouts, self._gpus.inventory.gpus, self.store)
-        if not layouts:
+        cancels = withdrawn(self.desired.plan.layouts, self._gpus.inventory.gpus, self.store)
+        if not self.desired.plan.layouts:
             return cancels
         busy = None if leased is None else self.snapshot().plan.offered.union(leased)
         before = self.layouts.pending
@@ -358,7 +357,10 @@ class Supervisor:
     def _keep_leased_gpus(self) -> None:
         """Keep GPUs with leases of an earlier daemon as they are, until the leases are restored."""
         if Store.exists(self._paths):
-            self.desired.keep_leased(leased_gpus(self.store()), self.store())
+            leased, store = leased_gpus(self.store()), self.store()
+            if leased or originals(COMPUTE_MODE, store) or originals(TIME_SLICE, store):
+                self.nvml = self.nvml or self._gpus.scan()
+            self.desired.keep_leased(leased, store)
 
     def _create_instances(self, used: Collection[str]) -> None:
         """Bring MIG layouts into effect; if there may be leases, without removing anything.
@@ -389,8 +391,6 @@ class Supervisor:
         self._snapshots.leftovers = leftovers.notice
         if store:
             leased = leased_without_mps(store)
-            if leased or originals(COMPUTE_MODE, store) or originals(TIME_SLICE, store):
-                self.nvml = self.nvml or self._gpus.scan()
             gpus = self._gpus.inventory.gpus
             held = held_by_jobs(self.nvml, store, leased, gpus)
             needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running), *held}

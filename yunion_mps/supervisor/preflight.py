@@ -21,7 +21,7 @@ from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.host.store import COMPUTE_MODE, Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_served
-from yunion_mps.models import DomainPlan, Driver, Gpu, Inventory, Plan
+from yunion_mps.models import EXCLUSIVE_PROCESS, DomainPlan, Driver, Gpu, Inventory, Plan
 from yunion_mps.mps.control_daemon import MULTIUSER
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.limits import LimitsInEffect
@@ -36,7 +36,7 @@ from yunion_mps.mps.processes import (
 from yunion_mps.paths import Paths
 from yunion_mps.planning.mig import with_layouts
 from yunion_mps.planning.plan import make_plan, without_root
-from yunion_mps.planning.sharing import MODES, ways_of_sharing
+from yunion_mps.planning.sharing import mode_for, ways_of_sharing
 from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config
 
@@ -274,7 +274,8 @@ def with_leased_domains(
     missing = {uuid for uuid, way in leased.items() if way == MPS != ways.get(uuid)}
     if not missing:
         return plan
-    can_start = {str(gpu.uuid) for gpu in gpus if not (gpu.reason or gpu.mig_enabled)}
+    usable = {str(gpu.uuid) for gpu in gpus if not (gpu.reason or gpu.mig_enabled)}
+    can_start = usable if config.enable_cuda_mps else set()
     running = {process.pipe_directory for process in left_running(store)}
     domains: list[DomainPlan] = []
     for directory in sorted(store.recorded_domains(), key=lambda one: one not in running):
@@ -285,8 +286,11 @@ def with_leased_domains(
             domains.append(without_root(recorded.plan.for_gpus(uuids), paths))
             missing.difference_update(uuids)
     kept = {uuid for domain in domains for uuid in domain.gpu_uuids}
-    changed = {str(gpu.uuid) for gpu in gpus if not gpu.parent and config.cuda_mps_compute_mode != "keep"}
-    modes = dict.fromkeys(kept & (changed | store.former(COMPUTE_MODE).keys()), MODES[MPS])
+    former = store.former(COMPUTE_MODE).keys()
+    modes = dict.fromkeys(kept & former, EXCLUSIVE_PROCESS)
+    for whole, mode in (mode_for(gpu, MPS) for gpu in gpus if gpu.uuid in kept):
+        if whole in former or config.cuda_mps_compute_mode != "keep":
+            modes[whole] = mode
     return plan._replace(domains=(*plan.domains, *domains), compute_modes={**plan.compute_modes, **modes})
 
 
