@@ -100,6 +100,22 @@ def test_a_leased_device_with_mps_keeps_the_mode_of_its_instance(daemon: Daemon)
     eventually(lambda: compute_mode(daemon.host) == "Prohibited", "the original mode")
 
 
+def test_an_exclusive_mode_waits_until_mig_mode_is_off(daemon: Daemon) -> None:
+    daemon.host.run(["nvidia-smi", "-i", 0, "-c", "EXCLUSIVE_PROCESS"], check=True)
+    daemon.start().wait_ready()
+    daemon.configure(enable_cuda_mps=False)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    assert daemon.polls()
+    assert daemon.stop(signal.SIGTERM) == 0
+    impossible = "the driver does not support Exclusive_Process in MIG mode"
+    assert (daemon.log.count(impossible), daemon.log.count("ERROR")) == (1, 0), daemon.log
+    assert daemon.run("--restore") == 0
+    assert "everything else is restored" in daemon.log
+    daemon.host.gpus[0].mig = False
+    assert daemon.run("--restore") == 0
+    assert compute_mode(daemon.host) == "Exclusive_Process"
+
+
 def test_a_mode_that_a_start_resets_by_leaving_mig_mode_is_restored(daemon: Daemon) -> None:
     daemon.host.divide(MIG)
     daemon.start().wait_ready()

@@ -153,13 +153,15 @@ class Nvml:
     def restore_compute_mode(self, uuid: str, mode: str) -> bool:
         """Like `set_compute_mode`, but only if the mode differs; return whether it did.
 
-        If no thread can be started, a call that may hang is better than a mode that is not restored.
+        The error's code is MIG_ENABLED if the mode is impossible until MIG mode is switched off. If no thread
+        can be started, a call that may hang is better than a mode that is not restored.
         """
 
         def restore() -> bool:
             handle = handle_of(uuid)
             differs = _mode(handle) != mode
             if differs:
+                _refuse_in_mig_mode(handle, mode)
                 _set_mode(handle, mode)
             return differs
 
@@ -269,6 +271,14 @@ def _sm_utilization(uuid: str, since_s: float) -> dict[int, int]:
 def _mode(handle: Any) -> str:
     number = call(pynvml.nvmlDeviceGetComputeMode, handle)
     return COMPUTE_MODES.get(number, str(number))
+
+
+def _refuse_in_mig_mode(handle: Any, mode: str) -> None:
+    current = optional(pynvml.nvmlDeviceGetMigMode, handle)
+    if mode == EXCLUSIVE_PROCESS and current and current[0]:
+        what = f"the driver does not support {mode} in MIG mode"
+        hint = "once MIG mode is off, run: yunion-mps-daemon --restore"
+        raise DriverError(what, hint, reasons.MIG_ENABLED)
 
 
 def _set_mode(handle: Any, mode: str) -> None:

@@ -13,7 +13,7 @@ from yunion_mps.errors import DriverError, ShortageError, YunionError
 from yunion_mps.host import store as records
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import DEFAULT, Event, Gpu, Plan
+from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, Event, Gpu, Plan
 from yunion_mps.planning.plan import ModeChange, mode_changes
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpu_settings import (
@@ -114,7 +114,13 @@ class ComputeModes:
         gpus = self._gpus.inventory.gpus
         changes = self._changes(target, gpus)
         recorded = {} if store is None else originals(COMPUTE_MODE, store)
-        restore = {uuid: mode for uuid, mode in recorded.items() if uuid not in target.compute_modes}
+        in_mig_mode = {gpu.uuid for gpu in gpus if gpu.mig_enabled}
+        restore = {
+            uuid: mode
+            for uuid, mode in recorded.items()
+            if uuid not in target.compute_modes
+            if mode != EXCLUSIVE_PROCESS or uuid not in in_mig_mode  # the driver would refuse
+        }
         used = with_parents(self._fleet.gpus_in_use(), gpus) if restore else set()
         held = used & set(restore)
         for domain in self._fleet.domains:

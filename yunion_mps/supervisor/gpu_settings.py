@@ -12,6 +12,7 @@ from yunion_mps.identity import physical_gpu
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.models import Gpu
 from yunion_mps.planning.plan import ModeChange
+from yunion_mps.reasons import MIG_ENABLED
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +109,8 @@ def _restore(
                 log.info("%s was restored", what)
                 restored[uuid] = value
         except YunionError as error:
-            log.error("%s cannot be restored: %s; %s", what, error.message, error.hint)
+            level = logging.INFO if error.code == MIG_ENABLED else logging.ERROR
+            log.log(level, "%s cannot be restored: %s; %s", what, error.message, error.hint)
             errors[uuid] = error
         else:
             _forget(setting, uuid, what, store)
