@@ -65,6 +65,19 @@ def test_another_layout_leaves_the_compute_mode_as_it_is(daemon: Daemon) -> None
     assert gpu(daemon)["compute_mode"] == "Default"
 
 
+@pytest.mark.parametrize("way", ["NVIDIA_MPS", "NVIDIA_GPU_SHARE"])
+def test_reload_now_does_not_keep_a_leased_gpu_as_it_was(daemon: Daemon, way: str) -> None:
+    daemon.host.divide(f"type: {way}\n  virtual_number: 2")
+    daemon.start().wait_ready()
+    words = "holder.name=job&holder.ttl_s=600&allow_unlimited=true&devices=00:06.0-0"
+    assert daemon.ask("POST", "/v1/leases", words)[0] == 201
+    daemon.host.divide("mig: 3g.40gb")
+    done = daemon.host.run(["yunion-mps", "reload", "--now", "--yes"])
+    assert done.returncode == 0, done.stderr
+    assert (profiles(daemon), gpu(daemon)["sharing"]) == (["3g.40gb"], "mig")
+    assert [one["code"] for one in daemon.status()["problems"]] == ["lease_outdated"]
+
+
 def test_reload_now_destroys_later_only_what_it_has_named(daemon: Daemon) -> None:
     daemon.host.divide("mig: 3g.40gb")
     daemon.start().wait_ready()

@@ -11,7 +11,7 @@ import pytest
 from yunion_mps import reasons
 
 from integration.conftest import MakeDivided
-from integration.daemon_host import Daemon, eventually
+from integration.daemon_host import Daemon, control_daemons, eventually
 from integration.lease_host import end, start
 from integration.mig_devices import devices, free, gpu, instances, profiles
 from integration.test_mig import BALANCED, MIG, daemon
@@ -92,10 +92,11 @@ def test_a_leased_device_with_mps_keeps_the_mode_of_its_instance(daemon: Daemon)
     assert daemon.polls()
     assert compute_mode(daemon.host) == "Default"
     daemon.configure(enable_cuda_mps=False)
+    before = control_daemons(daemon.host.root)
     daemon.kill()
     daemon.start().wait_ready()
     assert daemon.polls()
-    assert compute_mode(daemon.host) == "Default"
+    assert (compute_mode(daemon.host), control_daemons(daemon.host.root)) == ("Default", before)
     end(job)
     eventually(lambda: compute_mode(daemon.host) == "Prohibited", "the original mode")
 

@@ -41,7 +41,7 @@ def test_each_code_has_its_name_a_meaning_and_a_hint() -> None:
 def test_a_hint_names_its_object_or_is_general() -> None:
     expected = "disable MIG mode: nvidia-smi -i GPU-1 -mig 0; then: yunion-mps reload"
     assert hint_of(reasons.MIG_ENABLED, gpu="GPU-1").startswith(expected)
-    reset = "reset it (nvidia-smi --gpu-reset -i 00:06.0) or reboot, then: yunion-mps reload"
+    reset = "reset it (nvidia-smi --gpu-reset -i 0000:00:06.0) or reboot, then: yunion-mps reload"
     assert hint_of(reasons.GPU_FAULT, gpu="00:06.0-g1") == reset, "an instance cannot be reset"
     assert hint_of(reasons.OVER_BUDGET, pid=4711).endswith("yunion-mps terminate 4711")
     assert hint_of(reasons.OVER_BUDGET).endswith("yunion-mps terminate PID")

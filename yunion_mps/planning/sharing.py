@@ -87,6 +87,8 @@ def keep_sharing(
         before = leased.get(uuid, desired)
         if desired is None or before is None or desired == before:
             continue
+        if gpu.mig_enabled and not gpu.parent:  # nothing can use it as a whole anymore
+            continue
         is_mps = before == MPS
         kept = _with_domain(plan, former, uuid, gpus) if is_mps else _direct(plan, former, uuid, before)
         if kept is None:

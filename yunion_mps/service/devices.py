@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 NO_DOMAIN = Reason("no control daemon serves it", codes.NO_DOMAIN)
 _GONE = Reason("its GPU is no longer present", codes.GPU_GONE)
+_IN_MIG_MODE = Reason("its GPU is in MIG mode now, so no program can use it as a whole", codes.LEASE_OUTDATED)
 _OUTDATED = Reason("the control daemon of its lease is gone", codes.LEASE_OUTDATED)
 _NEXT_ONE = "the running control daemon does not serve its GPU; the next one"
 _NOT_SERVED = wait_reason(_NEXT_ONE, "the running one", codes.GPU_NOT_SERVED)
@@ -70,6 +71,8 @@ def why_unusable(gpu: Gpu | None, name: str, domain: DomainStatus | None, plan: 
         return _GONE
     if gpu.reason:
         return gpu.reason
+    if gpu.mig_enabled and not gpu.parent:
+        return _IN_MIG_MODE
     if not name or gpu.parent:
         why = _why_wrong_mode(gpu, plan)
         if why or not name:

@@ -264,7 +264,7 @@ def _lease_problems(
     domains: Iterable[answers.Domain],
     gpus: Iterable[answers.Gpu],
 ) -> Iterator[answers.StatusProblem]:
-    """Leases whose MIG instance or control daemon is gone, as after a reload.
+    """Leases whose device or control daemon is gone, as after a reload.
 
     Without a control daemon, CUDA runs without MPS and without limits. Leases on a lost GPU do not count: no
     process starts there, and when the GPU returns, its control daemon uses the same directory.
@@ -274,7 +274,7 @@ def _lease_problems(
     missing = {
         device["addr"]: (device["reason"], device["reason_code"])
         for device in devices
-        if device["reason_code"] in (reasons.MIG_INSTANCE_GONE, reasons.MIG_FOREIGN_INSTANCE)
+        if device["reason_code"] in _DEVICE_IS_GONE
     }
     for lease in leases:
         name = lease["id"][:ID_LENGTH]
@@ -289,6 +289,9 @@ def _lease_problems(
             text = f"{whose}: its control daemon is gone; processes started with this lease have no limits"
             hint = hint_of(reasons.LEASE_OUTDATED, lease=name)
             yield _problem(PROBLEM, reasons.LEASE_OUTDATED, text, hint, devices=lease["devices"])
+
+
+_DEVICE_IS_GONE = (reasons.MIG_INSTANCE_GONE, reasons.MIG_FOREIGN_INSTANCE, reasons.LEASE_OUTDATED)
 
 
 def _problem(
