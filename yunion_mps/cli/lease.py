@@ -1,28 +1,21 @@
-"""`lease` and `env`, for jobs that `run` does not start: the commands, and leases as tables."""
+"""`lease`, for jobs that `run` does not start: the commands, and leases as tables."""
 
 from __future__ import annotations
 
-import contextlib
 import re
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.calls import call, print_warnings, take, warn_unenforced
+from yunion_mps.cli.calls import call, print_warnings, take
 from yunion_mps.cli.devices import environment_text, format_fields
 from yunion_mps.cli.options import (
-    STYLES,
     RequestCommand,
     TimeToLive,
     complete_lease,
-    device_argument,
     for_option,
-    one_device,
     request_options,
-    style_option,
 )
 from yunion_mps.cli.output import (
     Column,
@@ -43,10 +36,8 @@ from yunion_mps.cli.reconcile import reconcile_leases
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.cli.who import waiting_text
 from yunion_mps.enums import WHY_UNENFORCED
-from yunion_mps.errors import HostError, YunionError
 from yunion_mps.http.operations import (
     END_LEASE,
-    GET_DEVICE,
     GET_LEASE,
     GET_LEASES,
     MAX_TTL_S,
@@ -55,9 +46,8 @@ from yunion_mps.http.operations import (
     RENEW_LEASE,
 )
 from yunion_mps.http.transport import RequestMembers
-from yunion_mps.identity import gpu_of
 from yunion_mps.service.holdings import ID_LENGTH, abbreviate_addresses, holder_label, in_container
-from yunion_mps.text import gpus_that_are, printable
+from yunion_mps.text import gpus_that_are
 from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
@@ -313,82 +303,3 @@ def _expires(expires: str | None) -> str | None:
 def in_time(left_s: float) -> str:
     """Format `in 50m`, rounded to minutes, so that a new lease of an hour expires in 1h, not in 59m."""
     return f"in {age(left_s + 30 if left_s >= 60 else left_s)}"
-
-
-#: Output that makes its reader fail: a shell's false, and a line that docker and podman reject.
-_REFUSED = {"shell": "false", "docker": "=no-device-available"}
-
-
-@click.command("env", short_help="Print the environment variables of a device.")
-@device_argument
-@style_option
-def print_environment(device: str, output: str) -> None:
-    """Print the environment variables that a process needs to use DEVICE.
-
-    This takes no lease, so another job may get the same device; to have a device to yourself, use
-    yunion-mps run. If the device is unavailable, env prints a line that makes eval and docker fail as well.
-
-    \b
-    Examples:
-      yunion-mps env 00:06.0-1 --output dotenv > job.env
-      eval "$(yunion-mps env 00:06.0-1)" && python train.py
-      docker run --env-file <(yunion-mps env 00:06.0-1 -o docker) IMAGE
-    """
-    with failing_reader(output):
-        answer = call(GET_DEVICE, id=one_device(device))
-        if answer["reason"]:
-            what = f"device {answer['addr']} is unavailable: {answer['reason']}"
-            raise HostError(what, "see: yunion-mps status", answer["reason_code"])
-        show_environment(answer["client_environment"], output)
-    warn_unenforced([] if answer["budget_enforced"] else [gpu_of(answer["addr"])], answer["sharing"])
-
-
-@contextlib.contextmanager
-def failing_reader(style: str) -> Iterator[None]:
-    """If there is no environment, make its reader fail, too; otherwise a job would run without limits.
-
-    For `eval "$(...)" && COMMAND` and for `--env-file <(...)`, empty output is a success.
-    """
-    try:
-        yield
-    except (YunionError, click.UsageError):
-        if style in _REFUSED and not sys.stdout.isatty():
-            click.echo(_REFUSED[style])
-        raise
-
-
-def show_environment(environment: Mapping[str, str], style: str) -> None:
-    """Print the variables in one of `STYLES`; raises HostError if the format cannot represent a value."""
-    if style == "json":
-        import json
-
-        click.echo(json.dumps(environment, indent=2))
-        return
-    for name, value in environment.items():
-        if not value.isprintable() or _EXPANDED[style].intersection(value):
-            what = f"{name}: the format {style} cannot represent {printable(value)}"
-            raise HostError(what, "use --output json, or set another directory in host.conf")
-    for name, value in environment.items():
-        click.echo(_LINES[style](name, value))
-
-
-def _shell(name: str, value: str) -> str:
-    import shlex
-
-    return f"export {name}={shlex.quote(value)}"
-
-
-def _in_quotes(value: str) -> str:
-    """Quote the value for dotenv files and systemd.syntax(7)."""
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-#: Characters that readers of a format expand, some even after a backslash.
-_EXPANDED = {style: frozenset("$`" if style == "dotenv" else "") for style in STYLES}
-
-_LINES: dict[str, Callable[[str, str], str]] = {
-    "shell": _shell,
-    "dotenv": lambda name, value: f"{name}={_in_quotes(value)}",
-    "docker": lambda name, value: f"{name}={value}",  # taken literally: --env-file supports no quotes
-    "systemd": lambda name, value: f"Environment={_in_quotes(f'{name}={value}'.replace('%', '%%'))}",
-}

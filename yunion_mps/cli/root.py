@@ -21,7 +21,7 @@ _LONGEST = 54
 SECTIONS = {
     "Run jobs": {
         "run": ("run", "run"),
-        "env": ("lease", "print_environment"),
+        "env": ("environment", "print_environment"),
         "lease": ("lease", "lease_group"),
     },
     "Devices and GPUs": {

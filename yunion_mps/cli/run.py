@@ -22,10 +22,10 @@ from yunion_mps.cli.options import (
     style_option,
 )
 from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
-from yunion_mps.enums import BUDGET_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE, NOT_SHARED
+from yunion_mps.enums import NOT_SHARED
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, MAX_WAIT_S
-from yunion_mps.http.transport import RequestMembers, refuse_unreachable, with_devices
+from yunion_mps.http.transport import RequestMembers, refuse_unreachable, with_devices, without_devices
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABLED
 from yunion_mps.text import command_line
 
@@ -193,7 +193,7 @@ def _environment_of_lease(request: RequestMembers, wait_s: int) -> Mapping[str, 
 
 def _show(request: RequestMembers, output: str) -> None:
     """Print the environment of COMMAND in the format `output`, or a summary if that is empty."""
-    from yunion_mps.cli.lease import failing_reader, show_environment  # not needed to run a command
+    from yunion_mps.cli.environment import failing_reader, show_environment  # not needed to run a command
 
     refuse_closed_output()
     with failing_reader(output), add_option_hints(request):
@@ -211,10 +211,7 @@ def _ignore_lease(lease_id: str) -> None:
 
 def _inherit_environment() -> dict[str, str]:
     """Return our environment without the locale set by Python, and without a device's variables."""
-    excluded = set(BUDGET_VARIABLES)
-    if MEMORY_VARIABLE in os.environ:  # then this is that of a device, too
-        excluded.add(JAX_VARIABLE)
-    inherited = {name: value for name, value in os.environ.items() if name not in excluded}
+    inherited = without_devices(os.environ)
     with contextlib.suppress(OSError), open("/proc/self/environ", "rb") as file:
         if not any(entry.startswith(b"LC_CTYPE=") for entry in file.read().split(b"\0")):
             inherited.pop("LC_CTYPE", None)

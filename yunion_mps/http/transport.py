@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
+from yunion_mps.enums import BUDGET_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE
 from yunion_mps.errors import (
     BusyError,
     HostError,
@@ -231,13 +232,23 @@ async def _wait_reason(transport: Transport, request: RequestMembers) -> str:
 
 
 def with_devices(inherited: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what is inherited with the environment of devices; without MPS's variables if they need none.
+    """Return what is inherited with the environment of devices, and without variables of other devices."""
+    return {**without_devices(inherited, environment), **environment}
 
-    Otherwise a process would use the control daemon of other devices that its parent was started with.
+
+def without_devices(inherited: Mapping[str, str], environment: Mapping[str, str] = {}) -> dict[str, str]:
+    """Return what is inherited without the variables of devices that are not those of `environment`.
+
+    Otherwise a process would have the budget, or use the control daemon, of the devices that its parent was
+    started with.
     """
+    dropped = {*BUDGET_VARIABLES, *([JAX_VARIABLE] if MEMORY_VARIABLE in inherited else ())}
     uses_mps = not environment or _PIPE_DIRECTORY in environment
-    kept = {name: value for name, value in inherited.items() if uses_mps or not name.startswith("CUDA_MPS_")}
-    return {**kept, **environment}
+    return {
+        name: value
+        for name, value in inherited.items()
+        if name not in dropped and (uses_mps or not name.startswith("CUDA_MPS_"))
+    }
 
 
 def refuse_unreachable(environment: Mapping[str, str]) -> None:

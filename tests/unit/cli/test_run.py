@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.cli.lease import show_environment
+from yunion_mps.cli.environment import show_environment
 from yunion_mps.cli.options import STYLES
 from yunion_mps.cli.run import _budget
 from yunion_mps.errors import HostError
@@ -28,10 +28,14 @@ READERS = {
 }
 
 
-def printed(value: str, style: str) -> str:
+def printed_environment(environment: dict[str, str], style: str = "shell") -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        show_environment({NAME: value}, style)
+        show_environment(environment, style)
     return out.getvalue()
+
+
+def printed(value: str, style: str) -> str:
+    return printed_environment({NAME: value}, style)
 
 
 @pytest.mark.parametrize("style", READERS)
@@ -42,10 +46,30 @@ def test_an_accepted_value_is_read_back_unchanged(style: str, value: str) -> Non
     except HostError:
         assert not value.isprintable() or (style == "dotenv" and set(value) & {"$", "`"})
         return
-    assert text.count("\n") == 1
+    assert text.count("\n") == 1 or style == "shell"
     script = f'{READERS[style]}; printf %s. "${NAME}"'
     found = subprocess.run(["sh", "-c", script], input=text, capture_output=True, text=True, timeout=60)
     assert found.stdout == f"{value}."
+
+
+@pytest.mark.parametrize("sliced_first", [True, False])
+def test_eval_leaves_nothing_of_another_devices_environment(sliced_first: bool) -> None:
+    shared = {
+        "CUDA_VISIBLE_DEVICES": "GPU-6",
+        "CUDA_MPS_PIPE_DIRECTORY": "/run/mps",
+        "YUNION_MPS_DEVICE": "a",
+    }
+    sliced = {
+        "CUDA_VISIBLE_DEVICES": "GPU-7",
+        "YUNION_MPS_DEVICE": "b",
+        "YUNION_MPS_MEMORY_MIB": "4096",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5",
+    }
+    first, second = (sliced, shared) if sliced_first else (shared, sliced)
+    script = "".join(printed_environment(one) for one in (first, second)) + "env"
+    found = subprocess.run(["sh", "-euc", script], env={}, capture_output=True, text=True, timeout=60)
+    ours = {line for line in found.stdout.splitlines() if line.startswith(("CUDA_", "YUNION_", "XLA_"))}
+    assert ours == {f"{name}={value}" for name, value in second.items()}, found.stderr
 
 
 def test_a_unit_gets_a_dollar_and_a_percent_sign_as_they_are() -> None:

@@ -8,7 +8,7 @@ import pytest
 from yunion_mps.cli.output import print_notice
 from yunion_mps.errors import UnreachableError
 from yunion_mps.http.operations import GET_STATUS
-from yunion_mps.http.transport import Retrier, run_blocking
+from yunion_mps.http.transport import Retrier, run_blocking, with_devices
 
 UNREACHABLE = UnreachableError("it is away", "start it")
 
@@ -53,3 +53,16 @@ def test_without_a_timeout_the_first_failure_is_raised(capsys: pytest.CaptureFix
     with pytest.raises(UnreachableError, match="it is away"):
         run_blocking(Retrier(UnreachableTransport(1), 0, print_notice).call(GET_STATUS))
     assert capsys.readouterr() == ("", "")
+
+
+def test_an_environment_has_no_variables_of_other_devices() -> None:
+    sliced = {"PATH": "/bin", "YUNION_MPS_MEMORY_MIB": "27186", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".333"}
+    shared = {"CUDA_MPS_PIPE_DIRECTORY": "/run/mps", "YUNION_MPS_DEVICE": "00:06.0-1"}
+    assert with_devices(sliced, shared) == {"PATH": "/bin", **shared}
+    own = {"PATH": "/bin", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}
+    assert with_devices(own, shared) == {**own, **shared}, "the user's own"
+    both = {**shared, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4G", "PATH": "/bin"}
+    assert with_devices(both, {"YUNION_MPS_DEVICE": "00:07.0-0"}) == {
+        "PATH": "/bin",
+        "YUNION_MPS_DEVICE": "00:07.0-0",
+    }
