@@ -47,7 +47,10 @@ from yunion_mps.supervisor.time_slices import TIME_SLICE
 
 log = logging.getLogger("yunion_mps.daemon")
 
-_AFTER_PROCESSES = "end the processes on it, then run this again: yunion-mps-daemon --restore"
+_ONCE_UNUSED = (
+    "jobs may still need the present one: once no process uses it and its leases are released "
+    "(systemctl start yunion-mps-daemon; yunion-mps lease list), run this again: yunion-mps-daemon --restore"
+)
 #: How long the cleanup may take beyond the jobs' timeout, before it reports what is left.
 _GRACE_S = 80
 
@@ -107,11 +110,11 @@ def _restore(paths: Paths, store: Store) -> int:
         if uuid in errors and errors[uuid].code == GPU_LOST:
             how = f"reset the GPU (nvidia-smi --gpu-reset -i {uuid}) or reboot the host, then {how}"
         if uuid in held:
-            how = _AFTER_PROCESSES
+            how = _ONCE_UNUSED
         log.error("the compute mode of %s differs from the original; %s", name, how)
     for uuid, value in slices.items():
         policy = f"nvidia-smi compute-policy -i {uuid} --set-timeslice {TIME_SLICES.index(value)}"
-        how = _AFTER_PROCESSES if uuid in held_slices else f"restore it: {policy}"
+        how = _ONCE_UNUSED if uuid in held_slices else f"restore it: {policy}"
         log.error("the time slice of %s differs from the original; %s", name_of(uuid, gpus), how)
     if processes or modes or slices or not layouts_restored:
         return 1
@@ -131,12 +134,11 @@ def _known_gpus(paths: Paths) -> tuple[Gpu, ...]:
 def _held_by_jobs(paths: Paths, store: Store, gpus: Collection[Gpu]) -> tuple[set[str], set[str]]:
     """Return the UUIDs of the GPUs whose compute modes, and of those whose time slices, jobs need.
 
-    A recorded lease counts while its process runs: without a daemon, other leases end unnoticed.
+    A recorded lease of a process counts while that runs, and any other until the daemon releases it.
     """
     recorded = recorded_ledger(store, paths.lease_copies).leases.values()
-    running = (
-        one for one in recorded if one.holder.pid and started_ticks(one.holder.pid) == one.holder.started
-    )
+    holders = ((one, one.holder) for one in recorded)
+    running = (one for one, of in holders if not of.pid or started_ticks(of.pid) == of.started)
     leased = {device.gpu_uuid for lease in running for device in lease.devices if device.sharing != MPS}
     with contextlib.suppress(DriverError), Nvml() as nvml:
         return held_by_jobs(nvml, store, leased, gpus), changed_slices_held_by_jobs(nvml, store, leased)
