@@ -50,8 +50,8 @@ def test_a_reload_shows_a_changed_value_of_a_planned_key(key: str) -> None:
     found = inventory(gpu(1), gpu(2))
     before, after = planned(config(), found), planned(config(**{key: OTHERS[key]}), found)
     domains = [Domain(plan, "", lambda _: None, lambda: None) for plan in before.domains]
-    assert changes.changes_to(before, before, found.gpus, domains, {}) == []
-    assert changes.changes_to(after, before, found.gpus, domains, {}) != []
+    assert changes.changes_to(before, before, before, found.gpus, domains, {}) == []
+    assert changes.changes_to(after, before, after, found.gpus, domains, {}) != []
 
 
 def test_each_operation_has_its_row_in_the_documentation() -> None:

@@ -15,10 +15,12 @@ from itertools import combinations
 from typing import NamedTuple
 
 from yunion_mps.enums import NOT_SHARED
+from yunion_mps.identity import is_part
 from yunion_mps.mig import ALL, BALANCED, DISABLED, MigInstance, MigLayout, MigProfile
 from yunion_mps.models import Gpu, Plan
 from yunion_mps.reasons import MIG_PENDING, Reason
 from yunion_mps.settings import DeviceEntry
+from yunion_mps.text import count
 
 #: The slices of the instances of `all-balanced`, by those of the whole GPU (mig-parted's balancedFormula).
 _BALANCED_SLICES = {7: (3, 2, 1, 1), 4: (2, 1, 1)}
@@ -110,6 +112,19 @@ def describe_layout(plan: Plan, gpu: Gpu) -> str:
     if layout is None:
         return ""
     return describe(layout.profiles) if layout.enabled else "MIG mode off"
+
+
+def describe_result(after: Plan, gpu: Gpu) -> str:
+    """Return the layout, and how many devices the plan `after` it has if these are not its instances.
+
+    Empty without a layout.
+    """
+    text = describe_layout(after, gpu)
+    if not text:
+        return ""
+    instances = sum(len(layout.profiles) for layout in after.layouts if layout.gpu_uuid == gpu.uuid)
+    devices = sum(is_part(device.addr, gpu.address) for device in after.devices)
+    return text if devices == instances else f"{text}, {count(devices, 'device')}"
 
 
 def change(

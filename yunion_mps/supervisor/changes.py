@@ -20,7 +20,7 @@ from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import describe_division, pools_of
-from yunion_mps.planning.mig import describe, describe_layout
+from yunion_mps.planning.mig import describe, describe_layout, describe_result
 from yunion_mps.planning.plan import below_root, devices_of, make_plan
 from yunion_mps.planning.sharing import direct_devices, keep_sharing
 from yunion_mps.reasons import Reason
@@ -48,7 +48,6 @@ PLANNED_KEYS = {
     "cuda_mps_multiuser",
     "over_budget",
 }
-
 
 #: Returns, by GPU UUID, which of a plan's devices wait for leases.
 FindLeaseWaits = Callable[[Sequence[Device]], Mapping[str, LeaseWait]]
@@ -141,7 +140,8 @@ class DesiredState:
         leases, waiting = self.leases(), find_lease_waits(plan.devices)
         keeping = {uuid: users for uuid, users in leases.items() if uuid in kept}
         before, gpus, domains = self.in_effect(), self._gpus.inventory.gpus, self._fleet.domains
-        return plan, changes + changes_to(placed, before, gpus, domains, waiting, leases, keeping)
+        ways = placed, before, preflight.plan_with_layouts()
+        return plan, changes + changes_to(*ways, gpus, domains, waiting, leases, keeping)
 
     def accept(self, preflight: Preflight, plan: Plan) -> bool:
         """Make the reloaded configuration the desired one; return whether it differs."""
@@ -178,6 +178,7 @@ class DesiredState:
 def changes_to(
     plan: Plan,
     before: Plan,
+    after: Plan,
     gpus: Sequence[Gpu],
     domains: Sequence[Domain],
     lease_waits: Mapping[str, LeaseWait],
@@ -186,7 +187,8 @@ def changes_to(
 ) -> list[Change]:
     """Return the changes from what is in effect (`before`, and the running `domains`) to `plan`.
 
-    `leases` are those of each GPU (UUID), `keeping` those among them that keep the GPU as it is.
+    `after` is the plan with all layouts in effect. `leases` are those of each GPU (UUID), and `keeping` those
+    that keep it as it is.
     """
     users, keepers = GpuUsers(leases, domains, gpus), GpuUsers(keeping, domains, gpus)
     changes = _control_daemons(plan, domains, keepers)
@@ -211,9 +213,9 @@ def changes_to(
             old_layout, new_layout = _without_layout(gpu)
         if old_layout != new_layout:
             now = describe(gpu.mig_instances) if gpu.mig_enabled else "MIG mode off"
-            has_layout = any(layout.gpu_uuid == gpu.uuid for layout in plan.layouts)
-            when = _unused(plan, gpu, users) if has_layout and new_layout != now else AT_ONCE
-            changes.append(Change("MIG layout", gpu.address, old_layout, new_layout, when))
+            result = describe_result(after, gpu)
+            when = _unused(plan, gpu, users) if result and new_layout != now else AT_ONCE
+            changes.append(Change("MIG layout", gpu.address, old_layout, result or new_layout, when))
         old_slice, new_slice = (some.time_slices.get(gpu.uuid or "") for some in (before, plan))
         if old_slice != new_slice:
             shown = (old_slice or "original", new_slice or "original")
