@@ -344,7 +344,8 @@ class _Reader(MappingReader):
         for name in SHARING_KEYS:
             if name in nodes:
                 what = f"{name} is not allowed in an entry of the type {entry_type}"
-                hint = f"write {' or '.join(f'type: {ours}' for ours in _TYPES)}, or remove it"
+                types = [ENTRY_TYPES[sharing] for sharing, keys in _VALID.items() if name in keys]
+                hint = f"write {' or '.join(f'type: {ours}' for ours in types)}, or remove it"
                 self._report(nodes[name][0], what, hint)
 
     def _check_merge(self, key: Node, node: Node) -> None:
