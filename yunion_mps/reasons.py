@@ -114,7 +114,7 @@ MPS_UNSUPPORTED = _code("mps_unsupported", "The GPU is too old for MPS.",
 TIME_SLICE_CHANGED = _code("time_slice_changed", "Another program changed the time slice of a GPU.",
     f"find what else sets it, and stop it; {_EVENTS}")
 BUDGET_NOT_ENFORCED = _code("budget_not_enforced",
-    "The GPU is older than Volta: MPS serves it but enforces no limits.",
+    "Nothing enforces budgets on the GPU, because it is time-sliced or older than Volta.",
     "run only jobs that stay within their budgets; find those that do not: yunion-mps who")
 
 VGPU = _code("vgpu", "The GPU is a vGPU, or hosts vGPUs for virtual machines.",

@@ -16,6 +16,8 @@ from simhost.host import SHARED
 pytestmark = pytest.mark.gpus({"kind": "v100", "count": 2}, {"kind": "h100", "count": 2})
 
 DIVISIONS = [2, SHARED, "mig: [1g.10gb, 1g.10gb]", "mig: 3g.40gb\n  virtual_number: 2"]
+#: For `gres-conf --shards`, which needs shares of one type.
+WITH_SHARDS = [SHARED.replace("3", "2"), SHARED, DIVISIONS[2]]
 #: The addresses by type.
 MPS = ["00:06.0-0", "00:06.0-1", "00:09.0-g1-0", "00:09.0-g1-1"]
 TIME_SLICED = ["00:07.0-0", "00:07.0-1", "00:07.0-2"]
@@ -61,6 +63,9 @@ def test_each_job_of_an_array_may_get_another_type(slurm: Slurm) -> None:
     slurm.tell_jobs()
 
 
+@pytest.mark.parametrize(
+    ("mapping", "divisions"), [("gpu:mps", DIVISIONS), ("shard", WITH_SHARDS)], ids=["devices", "shards"]
+)
 def test_a_job_with_two_instances_starts_a_step_on_each(slurm: Slurm, daemon: Daemon) -> None:
     show = f"sh -c 'echo $CUDA_VISIBLE_DEVICES; {slurm.until_told}'"
     step = f"srun --quiet -n1 --exact --gres=gpu:1g.10gb:1 {show} &"
@@ -72,14 +77,15 @@ def test_a_job_with_two_instances_starts_a_step_on_each(slurm: Slurm, daemon: Da
 
 
 @pytest.mark.parametrize(
-    ("kind", "gpu", "divisions"),
+    ("kind", "gpu", "mapping", "divisions"),
     [
-        ("mps", 0, DIVISIONS),
-        ("time-sliced", 1, DIVISIONS),
-        ("1g.10gb", 2, DIVISIONS),
-        ("2g.20gb", 2, [*DIVISIONS[:2], "mig: [2g.20gb, 2g.20gb]", DIVISIONS[3]]),
+        ("mps", 0, "gpu:mps", DIVISIONS),
+        ("time-sliced", 1, "gpu:mps", DIVISIONS),
+        ("1g.10gb", 2, "gpu:mps", DIVISIONS),
+        ("2g.20gb", 2, "gpu:mps", [*DIVISIONS[:2], "mig: [2g.20gb, 2g.20gb]", DIVISIONS[3]]),
+        ("1g.10gb", 2, "shard", WITH_SHARDS),
     ],
-    ids=["mps", "time-sliced", "1g.10gb", "2g.20gb"],
+    ids=["mps", "time-sliced", "1g.10gb", "2g.20gb", "shards"],
 )
 def test_every_task_has_a_device_if_they_are_requested_per_task(
     slurm: Slurm, daemon: Daemon, kind: str, gpu: int
@@ -330,7 +336,7 @@ def test_a_job_passes_its_device_on_to_run_inherit(slurm: Slurm, daemon: Daemon,
 
 
 @pytest.mark.parametrize("mapping", ["shard"])
-@pytest.mark.parametrize("divisions", [[SHARED.replace("3", "2"), SHARED, DIVISIONS[2]]])
+@pytest.mark.parametrize("divisions", [WITH_SHARDS])
 def test_shards_are_of_the_shared_gpus_and_instances_have_none(slurm: Slurm, daemon: Daemon) -> None:
     script = f"env; {slurm.until_told}"
     requests = ["shard:2", "shard:2", "shard:1", "gpu:1g.10gb:1", "gpu:1g.10gb:1"]

@@ -215,6 +215,8 @@ def test_plan_and_reload_list_settings_that_another_program_changed(daemon: Daem
     expected = {"compute mode": ("Default", "Exclusive_Process", True), "time slice": ("long", "short", True)}
     eventually(lambda: corrections() == expected, "both corrections")
     assert sliced.time_slice == ("short" if command == "reload" else "long")
+    events = daemon.get("/v1/events?kind=gpu")[1]["events"]
+    assert ("time_slice_changed" in [one["code"] for one in events]) == (command == "reload")
 
 
 def control_daemons(daemon: Daemon, method: str, path: str) -> list[bool]:

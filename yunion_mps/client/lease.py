@@ -87,9 +87,9 @@ class LeaseMethod(Generic[TakenT]):
         `thread_percentage` its part of the SM threads if the GPU's entry has that key. The `count` devices
         are on one GPU or, with `across`, on one GPU each. `devices` (ids or addresses) and `gpu` (UUID or
         address) restrict the choice. The `placement` "spread" prefers the GPU with the least memory leased,
-        as a share of its total, "binpack" the one with the most. GPUs that do not enforce budgets (older
-        than Volta) are used only with `allow_unlimited`. `wait_s` is how long to wait in the queue,
-        `math.inf` for no limit.
+        as a share of its total, "binpack" the one with the most. GPUs that do not enforce budgets
+        (time-sliced, or older than Volta) are used only with `allow_unlimited`. `wait_s` is how long to wait
+        in the queue, `math.inf` for no limit.
 
         A lease with a `name` is bound to the name instead of this process: it is renewed while this process
         runs, and expires `ttl_s` (60) seconds after that.

@@ -206,7 +206,8 @@ class _Reader(MappingReader):
             if name in nodes and name in _VALID[sharing]:  # another one's problem is reported
                 hint = "remove it; virtual_number divides each instance"
                 self._report(nodes[name][0], f"{name} is not allowed with mig", hint)
-        number = self._read_optional("virtual_number", whole_number(1, self._max_devices), nodes) or 0
+        most = MAX_TIME_SLICED_DEVICES if sharing == TIME_SLICING else self._max_devices
+        number = self._read_optional("virtual_number", whole_number(1, most), nodes) or 0
         if not names:  # its problem is reported; without a layout, the GPU itself is divided
             number = number or 1
         places = self._places(nodes["virtual_number" if "virtual_number" in nodes else "mig"][0])
@@ -344,7 +345,8 @@ class _Reader(MappingReader):
         for name in SHARING_KEYS:
             if name in nodes:
                 what = f"{name} is not allowed in an entry of the type {entry_type}"
-                hint = f"write {' or '.join(f'type: {ours}' for ours in _TYPES)}, or remove it"
+                types = [ENTRY_TYPES[sharing] for sharing, keys in _VALID.items() if name in keys]
+                hint = f"write {' or '.join(f'type: {ours}' for ours in types)}, or remove it"
                 self._report(nodes[name][0], what, hint)
 
     def _check_merge(self, key: Node, node: Node) -> None:

@@ -140,11 +140,17 @@ def budgets(host: Host) -> Findings:
         for gpu in host.mps_gpus()
         if not gpu.reason and not enforces_budgets(gpu)
     ]
-    sharing = host.plan()[0].sharing
-    sliced = [gpu.address for gpu in host.our_gpus() if sharing.get(gpu.pci_address) == TIME_SLICING]
+    sliced = _time_sliced(host)
     if findings or not sliced:
         return findings
-    return [ok(f"enforced on every divided GPU except the time-sliced: {', '.join(sliced)}")]
+    return [ok(f"enforced on every divided GPU except {sliced}")]
+
+
+def _time_sliced(host: Host) -> str:
+    """Return `the time-sliced: 00:06.0, 00:07.0`; empty if no GPU is."""
+    sharing = host.plan()[0].sharing
+    sliced = [gpu.address for gpu in host.our_gpus() if sharing.get(gpu.pci_address) == TIME_SLICING]
+    return f"the time-sliced: {', '.join(sliced)}" if sliced else ""
 
 
 @check("job budgets", PROCESS_MEMORY_UNKNOWN)
@@ -171,7 +177,12 @@ def job_budgets(host: Host) -> Findings:
         elif any(mib is None for mib in running.values()):
             what = f"the driver does not report how much memory the processes on {_gpu_name(gpu)} use"
             found.append(warning(f"{what}: over_budget: terminate has no effect on them", _UPDATE_DRIVER))
-    return found or [ok(f"over_budget is terminate on {count(len(terminating), 'GPU')}")]
+    instances = sum(gpu.is_instance for gpu in terminating)
+    numbers = {"GPU": len(terminating) - instances, "MIG instance": instances}
+    what = " and ".join(count(number, name) for name, number in numbers.items() if number)
+    sliced = _time_sliced(host)
+    except_for = f", but not on {sliced}" if sliced else ""
+    return found or [ok(f"over_budget is terminate on {what}{except_for}")]
 
 
 @check("compute mode", COMPUTE_MODE_CHANGED)

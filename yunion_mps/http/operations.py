@@ -334,7 +334,7 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
               pattern="^.+$", hint=_GIVE_ONE, example="00:06.0"),
     Parameter("placement", "`binpack` prefers the GPU with the most memory leased, as a share of its total, "
               "`spread` the one with the least.", default=BINPACK, choices=PLACEMENTS),
-    _flag("allow_unlimited", "Whether to allow GPUs that do not enforce budgets (older than Volta)."),
+    _flag("allow_unlimited", "Also GPUs that do not enforce budgets (time-sliced, or older than Volta)."),
     Parameter("reserved_for", "Also devices that are reserved for this; only root may request them.",
               choices=RESERVATIONS),
     _number("wait_s", "If no suitable device is free, wait in the queue for up to this many seconds.",

@@ -101,6 +101,10 @@ class Record(NamedTuple):
             return [[device] for device in self.devices]
         return [list(some) for _, some in groupby(self.devices, lambda device: device.gpu)]
 
+    def allows_steps(self, indices: Iterable[int]) -> bool:
+        """Whether a step can have a single one of these indices, as all but shared GPUs with `shards` can."""
+        return not self.shards or not any(self.entries[index][0].is_share for index in indices)
+
     def require_numbers(self, numbers: Mapping[str, int]) -> None:
         """Raise NotFoundError unless slurm.conf has these numbers of each type in the recorded order."""
         if [*numbers.items()] != [*self.numbers.items()]:

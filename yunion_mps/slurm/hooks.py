@@ -133,7 +133,7 @@ class Hooks:
             if error.code != INFEASIBLE:  # for example, if the devices are now reserved for something else
                 raise
             return {"environment": {}, "devices": {}, "error": error.lines}
-        several = addresses if len(addresses) > 1 and not record.shards else {}
+        several = addresses if len(addresses) > 1 and record.allows_steps(addresses) else {}
         lease_id = {LEASE_VARIABLE: lease["id"]}  # a step with one device uses the job's lease, too
         single = {str(index): {**leases.environment(addr), **lease_id} for index, (addr,) in several.items()}
         return {"environment": lease["environment"], "devices": single, "error": []}

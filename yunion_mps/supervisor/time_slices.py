@@ -65,8 +65,9 @@ class TimeSlices:
         #: The time slices that were set or refused, and those that are about to be set, by GPU UUID.
         self._done: dict[str, str] = {}
         self._requested: Mapping[str, str] = {}
-        #: Those that were in effect, and are being compared.
+        #: Those that were in effect, and are being compared; and whether because of a reload.
         self._compared: Mapping[str, str] = {}
+        self._reloaded = False
         #: Why time slices were refused, by GPU UUID.
         self.refusals: dict[str, Reason] = {}
 
@@ -74,6 +75,7 @@ class TimeSlices:
         """Return what is due, empty if nothing is; without a store, there is nothing to restore."""
         usable = self._usable(target)
         self._done = {uuid: value for uuid, value in self._done.items() if uuid in usable}
+        self._compared = {uuid: value for uuid, value in self._compared.items() if uuid in usable}
         self.refusals = {uuid: why for uuid, why in self.refusals.items() if uuid in usable}
         desired = {uuid: value for uuid, value in usable.items() if self._done.get(uuid) != value}
         recorded = {} if store is None else originals(TIME_SLICE, store)
@@ -102,7 +104,7 @@ class TimeSlices:
             try:
                 before = time_slice_of(uuid)
             except DriverError as error:
-                if uuid not in self._compared:
+                if self._reloaded or uuid not in self._compared:
                     errors[uuid] = error
                 continue
             if before != after:
@@ -119,14 +121,14 @@ class TimeSlices:
     def note(self, result: SettingResult) -> bool:
         """Record time slices that were set, and GPUs that refused; return whether there were any."""
         requested, self._requested = self._requested, {}
-        compared, self._compared = self._compared, {}
+        compared, self._compared, self._reloaded = self._compared, {}, False
         self._done.update(requested)
         for gpu in self._gpus.inventory.gpus:
             uuid = str(gpu.uuid)
             if uuid in requested and uuid in result.values:
                 what, cause = f"time slice {result.values[uuid]}", "the configuration requires it"
                 event = Event("info", "gpu", gpu.address, what, cause)
-                if uuid in compared:
+                if compared.get(uuid) == result.values[uuid]:
                     code, cause = reasons.TIME_SLICE_CHANGED, "another program had changed it"
                     event = event._replace(severity="warning", cause=cause, code=code)
                 self._emit(event)
@@ -146,11 +148,13 @@ class TimeSlices:
 
     def check_again(self) -> None:
         """Compare all time slices again, because the configuration was reloaded."""
+        self.compare()
+        self._reloaded = True
         self._done.clear()
-        self._compared = {}
         self.refusals.clear()
 
     def compare(self) -> None:
         """Compare those that are in effect, because another program may have changed them."""
-        self._compared = {uuid: value for uuid, value in self._done.items() if uuid not in self.refusals}
+        in_effect = {uuid: value for uuid, value in self._done.items() if uuid not in self.refusals}
+        self._compared = {**self._compared, **in_effect}
         self._done = {uuid: value for uuid, value in self._done.items() if uuid in self.refusals}

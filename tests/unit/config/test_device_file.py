@@ -68,7 +68,8 @@ def test_entries_of_other_types_are_ignored_whatever_they_contain(files: Files) 
 def test_our_key_in_an_entry_of_another_type_is_reported(files: Files, entry_type: str, written: str) -> None:
     files.write(devices=f"devices:\n- path: 00:06.0\n  type: {entry_type}\n  {written}\n")
     what = f'{written.partition(":")[0]} is not allowed in an entry of the type "{entry_type}"'
-    hint = "write type: NVIDIA_MPS or type: NVIDIA_GPU_SHARE, or remove it"
+    others = "" if "time_slice" in written else "type: NVIDIA_MPS or "
+    hint = f"write {others}type: NVIDIA_GPU_SHARE, or remove it"
     assert files.messages() == [f"{DEVICES}:4: {what}: {hint}"]
 
 

@@ -39,6 +39,16 @@ def test_instances_can_be_divided_whatever_the_type(files: Files, text: str, sha
     assert (found.sharing, found.virtual_number, found.mig_restore) == (sharing, 3, True)
 
 
+@pytest.mark.parametrize(("text", "most"), [(MPS, 60), (SHARE, 256)])
+def test_an_instance_can_have_as_many_devices_as_a_gpu_of_its_type(
+    files: Files, text: str, most: int
+) -> None:
+    layout = f"{text}  mig: all-balanced\n  virtual_number: "
+    assert entry(files, f"{layout}{most}\n").virtual_number == most
+    (message,) = files.write(devices=f"{layout}{most + 1}\n").messages()
+    assert message.endswith(f"out of range: write a whole number from 1 to {most}")
+
+
 def test_a_gpu_whose_mig_mode_is_switched_off_is_divided_as_usual(files: Files) -> None:
     found = entry(files, f"{MPS}  mig: all-disabled\n  slices: [{{memory: 8GiB}}]\n")
     assert (found.mig, len(found.slices)) == (("all-disabled",), 1)

@@ -337,6 +337,20 @@ def test_job_budgets_that_are_only_reported_need_nothing(tmp_path: Path) -> None
     assert one(host, "job budgets", "ok").what == "over_budget is report on every divided GPU"
 
 
+def test_job_budgets_are_terminated_only_where_mps_shares_the_gpu(tmp_path: Path) -> None:
+    entry = "- {path: '%s', type: %s, %s}"
+    entries = [
+        entry % ("00:06.0", "NVIDIA_MPS", "virtual_number: 4"),
+        entry % ("81:00.0", "NVIDIA_MPS", "mig: all-3g.40gb, virtual_number: 2"),
+        entry % ("07:00.0", "NVIDIA_GPU_SHARE", "virtual_number: 2"),
+    ]
+    write(tmp_path / "etc/yunion/host_container_device.yml", "\n".join(["devices:", *entries, ""]))
+    host = host_of(tmp_path, *snapshots.mig().inventory.gpus, SECOND, over_budget="terminate")
+    host.users = Lazy(lambda: {str(gpu.uuid): {} for gpu in host.inventory().gpus})
+    what = "over_budget is terminate on 1 GPU and 2 MIG instances, but not on the time-sliced: 07:00.0"
+    assert one(host, "job budgets", "ok").what == what
+
+
 @pytest.mark.parametrize(
     ("processes", "level", "what"),
     [

@@ -96,6 +96,7 @@ def test_a_mig_instance_that_is_one_device_has_no_shards() -> None:
         "NodeName=n1 Name=gpu Type=1g.10gb File=/dev/yunion-mps/gpu1"
     ]
     assert node_lines(record, "n1")[1] == "NodeName=n1 Gres=gpu:time-sliced:1,gpu:1g.10gb:1,shard:2"
+    assert [record.allows_steps(indices) for indices in ((0,), (1,))] == [False, True]
 
 
 def test_all_shards_have_to_be_shared_in_the_same_way() -> None:

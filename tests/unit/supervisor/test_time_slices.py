@@ -83,13 +83,33 @@ def test_what_was_refused_is_not_compared(slices: Slices) -> None:
     assert slices.codes == [TIME_SLICE_REFUSED, "", TIME_SLICE_CHANGED]
 
 
-def test_only_a_comparison_finds_changes_by_other_programs(slices: Slices) -> None:
+def test_a_comparison_finds_only_changes_by_other_programs(slices: Slices) -> None:
     slices.due(a="short")
     slices.note(A)
     slices.slices.compare()
     slices.due(a="short")
     assert not slices.note()
     slices.due(a="long")
+    slices.note(A)
+    assert slices.codes == ["", ""]
+
+
+def test_a_reload_names_the_time_slices_that_another_program_changed(slices: Slices) -> None:
+    for desired in ("long", "long", "short"):
+        slices.slices.check_again()
+        slices.due(a=desired)
+        slices.slices.note(SettingResult({A: desired}, {}))
+    assert slices.codes == ["", TIME_SLICE_CHANGED, ""]
+
+
+def test_a_time_slice_that_a_lost_gpu_forgot_was_not_changed_by_a_program(slices: Slices) -> None:
+    slices.due(a="short")
+    slices.note(A)
+    slices.slices.check_again()
+    slices.gpus.healthy.discard(A)
+    slices.due(a="short")
+    slices.gpus.healthy.add(A)
+    assert slices.due(a="short") == {A: "short"}
     slices.note(A)
     assert slices.codes == ["", ""]
 

@@ -49,9 +49,9 @@ _RETRY_S = 2.0
 def top(once: bool, interval: int) -> None:
     """Watch GPUs and devices live: how much of each budget is used, by which job, and recent events.
 
-    After an address, ! marks a device over its budget or a process outside MPS, and ? an MPS client whose
-    device is unknown. A line names the columns that a narrow terminal hides. Set NO_COLOR in the environment
-    to turn off colours.
+    After an address, ! marks a device over its budget or a process outside MPS, and ? a process whose device
+    is unknown, such as one without a lease on a time-sliced GPU or MIG instance. A line names the columns
+    that a narrow terminal hides. Set NO_COLOR in the environment to turn off colours.
 
     If the daemon stops answering, top shows the last data and the reason, and tries again. It exits with 0
     when you quit, and with 3 if the daemon is unreachable at the start.
