@@ -22,6 +22,7 @@ from yunion_mps.reasons import (
     GPU_ERROR,
     LAYOUT_WAITS,
     MIG_ENABLED,
+    MIG_INSTANCE_GONE,
     MIG_PENDING,
     MIG_RESET_REQUIRED,
     MODE_NEEDS,
@@ -68,8 +69,9 @@ def gpus(host: Host) -> Findings:
         if not reason and answer and answer["reason_code"] not in _OF_DOMAINS:
             reason = Reason(answer["reason"], answer["reason_code"])
         if reason:
-            mode_hint = hint_of(reason.code, gpu=gpu.pci_address) if reason.code in MODE_NEEDS else ""
-            findings.append(problem(f"{_gpu_name(gpu)}: {reason}", mode_hint or hint, reason.code))
+            is_repaired = reason.code not in (*MODE_NEEDS, MIG_INSTANCE_GONE)
+            how = hint if is_repaired else hint_of(reason.code, gpu=gpu.pci_address)
+            findings.append(problem(f"{_gpu_name(gpu)}: {reason}", how, reason.code))
     instances = sum(gpu.is_instance for gpu in ours)
     means = f" ({count(instances, 'MIG instance')})" if instances else ""
     return findings or [ok(f"{len({gpu.physical_address for gpu in ours})} divided{means}, all working")]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from yunion_mps.doctor.checks import Host, Lazy
 from yunion_mps.models import Gpu
-from yunion_mps.reasons import GPU_LOST, PROCESS_MEMORY_UNKNOWN, Reason
+from yunion_mps.reasons import GPU_LOST, MIG_INSTANCE_GONE, PROCESS_MEMORY_UNKNOWN, Reason
 
 from unit import builders
 from unit.doctor.hosts import DRIVER, host_of, one, write
@@ -189,6 +189,10 @@ def served(root: Path, *gpus: Gpu, **keys: str) -> Host:
     ("check", "changed", "level", "what", "hint"),
     [
         ("GPUs", {"reason": Reason("the GPU is lost", GPU_LOST)}, "problem", "the GPU is lost", "dmesg"),
+        (
+            "GPUs", {"reason": Reason("the MIG instance no longer exists", MIG_INSTANCE_GONE)},
+            "problem", "no longer exists", "wait until it is created again",
+        ),
         ("MIG", {"mig_enabled": True}, "problem", "is in MIG mode", "nvidia-smi -i 0000:07:00.0 -mig 0"),
         (
             "MIG",
