@@ -44,7 +44,7 @@ from yunion_mps.units import duration_text
 from yunion_mps.users import AT_ONCE
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Change, ChangeList, ClientList, MpsClient, Status, StatusProblem
+    from yunion_mps.answers import Change, ChangeList, ClientList, MpsClient, Pending, Status, StatusProblem
 
 
 #: What MIG layouts would remove.
@@ -68,7 +68,7 @@ _UNREACHABLE_TIMEOUT_S, _REEXEC_TIMEOUT_S = 60.0, 120.0
 _NOW_S = 60
 #: What ends by itself, as leases and jobs do, is awaited, unlike what lasts until the operator acts.
 _AWAITED = {LIMITS_PENDING, LEASES_PENDING, *LAYOUT_WAITS}
-_NEEDS = {*LAYOUT_NEEDS, *MODE_NEEDS, DRIVER_HUNG}
+_NEEDS = {*LAYOUT_NEEDS, DRIVER_HUNG}
 _REST = "everything else is in effect"
 #: States in which a control daemon does not serve for a reason.
 _NOT_SERVING = ("failed", "backoff", "wedged")
@@ -172,7 +172,7 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
             answer = _with(answer, call(RELOAD, mode="now"))
         if waits:
             status = _wait(timeout or (None if drain else _NOW_S))
-            answer = _in_effect(answer)
+            answer = _in_effect(answer, status)
     finally:
         show(
             answer, output, _FIELDS, answer["changes"], lambda: _describe_reload(answer, status, waits=waits)
@@ -190,10 +190,15 @@ def _with(answer: ChangeList, later: ChangeList) -> ChangeList:
     return {**later, "changes": [*answer["changes"], *others]}
 
 
-def _in_effect(answer: ChangeList) -> ChangeList:
-    """Return a reload's answer as it is once all of its changes are in effect."""
+def _in_effect(answer: ChangeList, status: Status) -> ChangeList:
+    """Return a reload's answer as it is once all of its changes are in effect.
+
+    GPUs whose modes the operator has to change stay pending, but are no reason to fail.
+    """
     changes: list[Change] = [{**change, "effect": AT_ONCE, "at_once": True} for change in answer["changes"]]
-    return {**answer, "changes": changes, "pending": []}
+    modes = (f"{one['text']}; {one['hint']}" for one in _pending(status, MODE_NEEDS))
+    pending: list[Pending] = [{"domain": "", "pending": text, "leases": []} for text in modes]
+    return {**answer, "changes": changes, "pending": pending}
 
 
 def _describe_reload(answer: ChangeList, status: Status, *, waits: bool) -> str:
