@@ -117,6 +117,16 @@ def test_an_exclusive_mode_waits_until_mig_mode_is_off(daemon: Daemon) -> None:
     assert compute_mode(daemon.host) == "Exclusive_Process"
 
 
+def test_a_kept_mode_that_a_layout_resets_is_restored_with_the_layout(daemon: Daemon) -> None:
+    daemon.host.run(["nvidia-smi", "-i", 0, "-c", "PROHIBITED"], check=True)
+    daemon.host.divide(f"{MIG}\n  mig_restore: true")
+    daemon.configure(cuda_mps_compute_mode="keep")
+    daemon.start().wait_ready()
+    assert compute_mode(daemon.host) == "Default", "which MIG requires"
+    assert daemon.stop(signal.SIGTERM) == 0
+    assert (daemon.host.gpus[0].mig, compute_mode(daemon.host)) == (False, "Prohibited")
+
+
 def test_a_mode_that_a_start_resets_by_leaving_mig_mode_is_restored(daemon: Daemon) -> None:
     daemon.host.divide(MIG)
     daemon.start().wait_ready()

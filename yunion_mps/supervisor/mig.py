@@ -293,7 +293,8 @@ class LayoutWork:
 
     def _remember_before(self, mode: MigMode, existing: Iterable[MigInstance]) -> None:
         if self._record.before is None:
-            self._write(self._record._replace(enabled_before=mode.enabled, before=tuple(existing)))
+            before, compute_mode = tuple(existing), self._task.gpu.compute_mode or ""
+            self._write(MigRecord(mode.enabled, before, self._record.created, compute_mode))
 
     def _note_ours(self, existing: Sequence[MigInstance]) -> None:
         """Record our instances with their UUIDs, and forget those that are gone.

@@ -12,12 +12,13 @@ from yunion_mps.mig import MigInstance
 class MigRecord(NamedTuple):
     """What the state file says of a GPU: its mode and layout before our first change, and what we created.
 
-    `before` is None while nothing was changed.
+    `before` is None while nothing was changed. A change of the MIG mode resets the `compute_mode`.
     """
 
     enabled_before: bool = False
     before: tuple[MigInstance, ...] | None = None
     created: tuple[MigInstance, ...] = ()
+    compute_mode: str = ""
 
     @classmethod
     def read(cls, store: Store, gpu_uuid: str) -> MigRecord:
@@ -25,10 +26,9 @@ class MigRecord(NamedTuple):
         value = store.recorded_mig(gpu_uuid)
         try:
             before, created = value["before"], _instances_in(value["created"])
-            return cls(
-                bool(value["enabled_before"]), None if before is None else _instances_in(before), created
-            )
-        except (TypeError, KeyError, ValueError):
+            known = None if before is None else _instances_in(before)
+            return cls(bool(value["enabled_before"]), known, created, value.get("compute_mode", ""))
+        except (TypeError, KeyError, ValueError, AttributeError):
             return cls()
 
     def write(self, store: Store, gpu_uuid: str) -> None:

@@ -83,11 +83,23 @@ def restore(
         if why:
             what = f"the MIG layout of GPU {task.gpu.address} is not restored: {why}"
             log.error("%s; %s", what, how_to_restore(why, task.gpu, leases))
-        elif record.created and task.layout.enabled:
+            continue
+        if record.compute_mode and task.layout.enabled != task.gpu.mig_enabled:
+            _restore_compute_mode(nvml, task.gpu, record.compute_mode)
+        if record.created and task.layout.enabled:
             MigRecord(created=record.created).write(store, uuid)
         else:
             store.forget_mig(uuid)
     return result
+
+
+def _restore_compute_mode(nvml: Nvml, gpu: Gpu, mode: str) -> None:
+    """Restore the compute mode that the change of the MIG mode has reset, also if it is to be kept."""
+    try:
+        nvml.restore_compute_mode(str(gpu.uuid), mode)
+    except DriverError as error:
+        what = f"GPU {gpu.address}: compute mode {mode} cannot be restored"
+        log.error("%s: %s; %s", what, error.message, error.hint)
 
 
 def withdrawn(
