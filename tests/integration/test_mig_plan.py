@@ -141,6 +141,15 @@ def test_a_gpu_that_leaves_mig_mode_keeps_its_original_compute_mode(daemon: Daem
     assert daemon.host.gpus[0].compute_mode == "prohibited"
 
 
+def test_the_mode_of_a_gpu_that_leaves_mig_mode_is_not_said_to_be_default(make_divided: MakeDivided) -> None:
+    daemon = make_divided([{"kind": "h100", "count": 2}], "virtual_number: 2").start().wait_ready()
+    daemon.host.gpus[1].mig = True
+    daemon.host.run(["nvidia-smi", "-i", 1, "-c", "PROHIBITED"], check=True)
+    assert daemon.polls()
+    daemon.host.divide("virtual_number: 2", "mig: all-disabled\n  virtual_number: 2")
+    assert {*effects(daemon, "GET", "/v1/plan")} == {("MIG layout", "00:07.0")}
+
+
 @pytest.mark.parametrize("way", ["NVIDIA_MPS", "NVIDIA_GPU_SHARE"])
 def test_a_plan_says_what_to_do_if_mig_mode_keeps_an_entry_from_effect(daemon: Daemon, way: str) -> None:
     daemon.host.divide("mig: 3g.40gb")

@@ -204,7 +204,7 @@ def changes_to(
             effect = _after_leases(all_of([kept_by, servers]).effect, wait)
             changes.append(Change("budget", gpu.address, old, new, effect))
         old_mode, new_mode = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
-        if old_mode != new_mode:
+        if old_mode != new_mode == after.compute_modes.get(uuid):  # else it follows the layout
             when = (kept_by if new_mode and uuid in through_mps else keepers.with_instances(uuid)).effect
             shown = (old_mode or "original", new_mode or "original")
             changes.append(Change("compute mode", gpu.address, *shown, when))
