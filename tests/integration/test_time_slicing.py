@@ -131,7 +131,7 @@ def test_drain_and_now_wait_for_the_leases_of_another_way_of_sharing(
         assert re.search(
             "GPU 00:07.0: .*waits for lease 00:07.0-0 of root.* to end.*; everything else is in", pending
         )
-        why = "its control daemon is drained, because GPU 00:07.0 is pending: "
+        why = "its control daemon is draining because of a pending change to GPU 00:07.0: "
         assert f"GPU 00:06.0: 4 devices pending: {why}" in pending
     with daemon.host.popen(["yunion-mps", "reload", "--drain"]) as process:
         assert process.stderr is not None
