@@ -56,8 +56,8 @@ def hint_of(code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str =
     if not lease:
         hint = "; ".join(part for part in hint.split("; ") if "{lease}" not in part) or hint
     gpu = gpu.partition("-g")[0]
-    domain = "0000:" if gpu.count(":") == 1 else ""  # which nvidia-smi requires
-    hint = hint.replace("{gpu}", f"{domain}{gpu}").replace("{lease}", lease or "LEASE")
+    pci_domain = "0000:" if gpu.count(":") == 1 else ""  # which nvidia-smi requires
+    hint = hint.replace("{gpu}", f"{pci_domain}{gpu}").replace("{lease}", lease or "LEASE")
     return hint.replace("{pid}", str(pid or "PID"))
 
 
@@ -221,8 +221,8 @@ LEASES_PENDING = _code("leases_pending",
     "A device is added or removed once the leases of the previous division have ended.",
     "wait for the leases and MPS servers to end; see who holds and uses the devices: yunion-mps who")
 LEASE_OUTDATED = _code("lease_outdated",
-    "The control daemon of a lease is gone, so processes started with the lease have no limits, or its GPU "
-    "is in MIG mode now.",
+    "The control daemon of a lease is gone, so processes started with the lease have no limits; or its GPU "
+    "is now in MIG mode, so they cannot use it.",
     "release it and run the job with a new lease: yunion-mps lease release {lease}")
 CLIENT_WAITING = _code("client_waiting",
     "A process is waiting for an MPS server because another user's server is running.",

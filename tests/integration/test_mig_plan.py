@@ -23,7 +23,7 @@ def effects(daemon: Daemon, method: str, path: str) -> dict[tuple[str, str], str
     return {(one["kind"], one["subject"]): one["effect"] for one in answer["changes"]}
 
 
-def of_layout(daemon: Daemon) -> tuple[str, str]:
+def layout_effects(daemon: Daemon) -> tuple[str, str]:
     """Return when the layout takes effect, according to `plan` and to the `reload` after it."""
     planned, made = (
         effects(daemon, *call)["MIG layout", "00:06.0"]
@@ -52,7 +52,7 @@ def test_a_layout_that_waits_for_nothing_takes_effect_at_once(
     daemon.host.divide(f"mig: {before}\n  virtual_number: 2")
     daemon.start().wait_ready()
     daemon.host.divide(f"mig: {after}\n  virtual_number: 2")
-    assert of_layout(daemon) == (AT_ONCE, AT_ONCE)
+    assert layout_effects(daemon) == (AT_ONCE, AT_ONCE)
 
 
 def test_a_layout_does_not_wait_for_leases_on_instances_that_it_keeps(daemon: Daemon) -> None:
@@ -60,7 +60,7 @@ def test_a_layout_does_not_wait_for_leases_on_instances_that_it_keeps(daemon: Da
     daemon.start().wait_ready()
     take(daemon, f"00:06.0-g{sorted(one.gpu_instance for one in instances(daemon))[2]}")
     daemon.host.divide("mig: all-balanced")
-    assert of_layout(daemon) == (AT_ONCE, AT_ONCE)
+    assert layout_effects(daemon) == (AT_ONCE, AT_ONCE)
 
 
 def test_a_budget_waits_for_the_lease_of_its_instance(daemon: Daemon) -> None:
@@ -80,7 +80,7 @@ def test_a_layout_that_another_program_has_made_takes_effect_at_once(daemon: Dae
     for profile in ("2g.20gb", "1g.10gb"):
         daemon.host.create_mig_devices(0, profile)
     daemon.host.divide("mig: [3g.40gb, 1g.10gb]")
-    assert of_layout(daemon) == (AT_ONCE, AT_ONCE)
+    assert layout_effects(daemon) == (AT_ONCE, AT_ONCE)
 
 
 def test_a_layout_waits_for_a_process_on_an_instance_that_it_removes(daemon: Daemon) -> None:
@@ -89,16 +89,16 @@ def test_a_layout_waits_for_a_process_on_an_instance_that_it_removes(daemon: Dae
     (small,) = [one for one in instances(daemon) if one.profile == "1g.10gb"]
     daemon.host.gpus[0].add_process(4321, 100, on=(small.gpu_instance, 0))
     daemon.host.divide("mig: 7g.80gb")
-    assert of_layout(daemon) == ("once nothing uses what the layout removes",) * 2
+    assert layout_effects(daemon) == ("once nothing uses what the layout removes",) * 2
 
 
 def test_a_plan_says_that_a_layout_may_require_a_reset(make_divided: MakeDivided) -> None:
     daemon = make_divided([{"kind": "a100"}], "virtual_number: 2").start().wait_ready()
     daemon.host.divide("mig: 3g.20gb")
     certain = "after the next reset of the GPU"
-    assert of_layout(daemon) == ("after a reset of the GPU, if the driver requires one", certain)
+    assert layout_effects(daemon) == ("after a reset of the GPU, if the driver requires one", certain)
     daemon.host.divide("mig: 2g.10gb")
-    assert of_layout(daemon) == (certain, certain)
+    assert layout_effects(daemon) == (certain, certain)
 
 
 @pytest.mark.parametrize("is_used", [False, True])
@@ -110,7 +110,7 @@ def test_a_layout_waits_for_an_instance_of_another_program(daemon: Daemon, is_us
     if is_used:
         daemon.host.gpus[0].add_process(4321, 100, on=(foreign.gpu_instance, 0))
     daemon.host.divide("mig: 7g.80gb")
-    assert of_layout(daemon) == ("once other programs' instances are no longer in its way",) * 2
+    assert layout_effects(daemon) == ("once no instance of another program is in the way",) * 2
     named = "another program created" + " and the process (PID 4321) uses" * is_used
     assert f"g{foreign.gpu_instance} (1g.10gb), which {named}, is in the way" in gpu(daemon)["reason"]
 
@@ -151,7 +151,7 @@ def test_the_mode_of_a_gpu_that_leaves_mig_mode_is_not_said_to_be_default(make_d
 
 
 @pytest.mark.parametrize("way", ["NVIDIA_MPS", "NVIDIA_GPU_SHARE"])
-def test_a_plan_says_what_to_do_if_mig_mode_keeps_an_entry_from_effect(daemon: Daemon, way: str) -> None:
+def test_plan_and_reload_say_what_to_do_if_mig_mode_blocks_an_entry(daemon: Daemon, way: str) -> None:
     daemon.host.divide("mig: 3g.40gb")
     daemon.start().wait_ready()
     daemon.host.divide(f"type: {way}\n  virtual_number: 2")

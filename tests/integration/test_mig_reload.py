@@ -132,13 +132,14 @@ def test_without_mig_a_leased_instance_names_its_lease(daemon: Daemon) -> None:
         assert (effects.pop(leased), {*effects.values()}) == ("once lease job of root has ended", {"at once"})
     assert devices(daemon)[leased]["state"] == "leased"
     found = daemon.host.run(["yunion-mps", "doctor"]).stdout
-    assert "once no job has its instances (yunion-mps lease list): nvidia-smi -i" in " ".join(found.split())
+    hint = "once no lease holds its instances (yunion-mps lease list): nvidia-smi -i"
+    assert hint in " ".join(found.split())
     daemon.configure(enable_cuda_mps=False)
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     assert "-mig 0" not in daemon.host.run(["yunion-mps", "doctor"]).stdout
 
 
-def test_a_drain_waits_for_the_lease_of_an_instance_that_has_to_go(daemon: Daemon) -> None:
+def test_a_drain_waits_for_the_lease_of_an_instance_to_be_removed(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     number = lease(daemon, "3g.40gb").partition("-")[2]
     daemon.host.divide("mig: all-1g.10gb")

@@ -223,7 +223,7 @@ def test_restore_after_a_kill_restores_the_layout_if_so_configured(daemon: Daemo
     assert "GPU 00:06.0: compute mode Exclusive_Process was restored" in daemon.log
 
 
-def test_restore_restores_the_layout_although_mps_is_disabled(daemon: Daemon) -> None:
+def test_restore_restores_the_layout_even_if_mps_is_disabled(daemon: Daemon) -> None:
     daemon.host.run(["nvidia-smi", "-i", 0, "-c", "PROHIBITED"], check=True)
     daemon.host.divide(f"{MIG}\n  mig_restore: true")
     daemon.start().wait_ready()

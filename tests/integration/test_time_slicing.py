@@ -131,7 +131,7 @@ def test_drain_and_now_wait_for_the_leases_of_another_way_of_sharing(
         assert re.search(
             "GPU 00:07.0: .*waits for lease 00:07.0-0 of root.* to end.*; everything else is in", pending
         )
-        why = "its control daemon is drained, because GPU 00:07.0 is pending: "
+        why = "its control daemon is draining because of a pending change to GPU 00:07.0: "
         assert f"GPU 00:06.0: 4 devices pending: {why}" in pending
     with daemon.host.popen(["yunion-mps", "reload", "--drain"]) as process:
         assert process.stderr is not None
@@ -189,7 +189,7 @@ def test_restore_keeps_the_time_slice_of_a_running_job(daemon: Daemon) -> None:
     daemon.kill()
     assert daemon.run("--restore") == 1, daemon.log
     assert sliced.time_slice == "short"
-    what = "the time slice of GPU 00:07.0 differs from the original; jobs may still need the present one"
+    what = "the time slice of GPU 00:07.0 differs from the original; jobs may still need the current one"
     assert what in daemon.log
     sliced.remove_process(os.getpid())
     daemon.host.fail("nvmlInit*", "driver_not_loaded")
@@ -249,7 +249,7 @@ def test_restore_keeps_the_mode_that_a_lease_by_name_needs(exclusive: Daemon) ->
     take(exclusive, "holder.name=pod-1&holder.ttl_s=600&allow_unlimited=true&devices=00:07.0-0")
     exclusive.kill()
     assert exclusive.run("--restore") == 1, exclusive.log
-    assert "once no process uses it and its leases are released" in exclusive.log
+    assert "once no process uses the GPU and its leases are released" in exclusive.log
     exclusive.start().wait_ready()
     assert exclusive.ask("DELETE", "/v1/leases/pod-1")[0] == 200
     assert exclusive.stop() == 0
@@ -262,7 +262,7 @@ def test_a_stop_keeps_the_mode_that_running_jobs_need(exclusive: Daemon) -> None
     assert modes(exclusive)[1] == "default"
     assert "GPU 00:07.0 keeps its compute mode, because jobs without MPS use it" in exclusive.log
     assert exclusive.run("--restore") == 1, exclusive.log
-    assert "jobs may still need the present one: once no process uses it" in exclusive.log
+    assert "jobs may still need the current one: once no process uses the GPU" in exclusive.log
     assert modes(exclusive)[1] == "default"
     exclusive.host.gpus[1].remove_process(os.getpid())
     assert exclusive.run("--restore") == 0, exclusive.log

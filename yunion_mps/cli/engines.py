@@ -60,7 +60,7 @@ def run_container(
         _refuse_overrides(argv, DEVICE_VARIABLES, engine)
         with _binder(program) as (pid, lease_ids):
             lease = take({**request, "holder": {**request["holder"], "pid": pid}}, wait_s)
-            _refuse_overrides(argv, lease["environment"], engine)  # also of a variable that few devices have
+            _refuse_overrides(argv, lease["environment"], engine)  # some devices have more variables
             refuse_unreachable(lease["environment"])
             words = [*_options_without_cdi(lease), "--label", _label(lease["id"])]
             os.write(lease_ids, lease["id"].encode())

@@ -77,7 +77,7 @@ def show_environment(environment: Mapping[str, str], style: str) -> None:
 
 
 def _unset_others(environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield commands that unset what another device's environment may have set and this one does not."""
+    """Yield commands that unset what another device's environment may have set, but this one does not."""
     if JAX_VARIABLE not in environment:
         yield f'[ -z "${{{MEMORY_VARIABLE}-}}" ] || unset {JAX_VARIABLE}'
     for name in DEVICE_VARIABLES:

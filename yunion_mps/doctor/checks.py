@@ -189,7 +189,7 @@ class Host:
         return ours
 
     def ways_of_sharing(self) -> dict[str, str]:
-        """Return how the GPUs are shared, by PCI address: now, if the daemon runs, otherwise as planned."""
+        """Return how the GPUs are shared, by PCI address: as the daemon says, or as planned."""
         now = {address: gpu["sharing"] for address, gpu in self.known_gpus().items() if gpu["sharing"]}
         return {**self.plan()[0].sharing, **now}
 

@@ -56,8 +56,8 @@ def of_process(host: Host, pid: int) -> Findings:
     subject = Subject(
         f"PID {pid} ({name_of(pid) or command_of(pid)})", environment_of(pid), pid, _command_of(pid)
     )
-    whose = _client(host, subject)
-    return list(_check(host, subject)) or [ok(f"{subject.title} has everything that {whose} needs")]
+    client = _client(host, subject)
+    return list(_check(host, subject)) or [ok(f"{subject.title} has everything that {client} needs")]
 
 
 def of_command(host: Host, environ: Mapping[str, str], argv: Sequence[str]) -> Findings:
@@ -90,13 +90,13 @@ def of_command(host: Host, environ: Mapping[str, str], argv: Sequence[str]) -> F
         )
         return list(variables.misspelt(environ)) or [ready]
     subject = Subject(argv[0], environ, command=_shell_words(argv))
-    whose = _client(host, subject)
-    return list(_check(host, subject)) or [ok(f"{argv[0]} would have everything that {whose} needs")]
+    client = _client(host, subject)
+    return list(_check(host, subject)) or [ok(f"{argv[0]} would have everything that {client} needs")]
 
 
 @check("outside MPS", PROCESS_OUTSIDE_MPS)
 def outside_mps(host: Host) -> Findings:
-    """Programs that use one of our GPUs that MPS shares without MPS, or with another control daemon."""
+    """Programs that bypass MPS, or use another control daemon, on GPUs that are shared through MPS."""
     users = host.users()
     directories = [domain.pipe_directory for domain in host.domains()]
     findings: list[Finding] = []

@@ -69,8 +69,8 @@ def gpus(host: Host) -> Findings:
         if not reason and answer and answer["reason_code"] not in _OF_DOMAINS:
             reason = Reason(answer["reason"], answer["reason_code"])
         if reason:
-            is_repaired = reason.code not in (*MODE_NEEDS, MIG_INSTANCE_GONE)
-            how = hint if is_repaired else hint_of(reason.code, gpu=gpu.pci_address)
+            has_own_hint = reason.code in (*MODE_NEEDS, MIG_INSTANCE_GONE)
+            how = hint_of(reason.code, gpu=gpu.pci_address) if has_own_hint else hint
             findings.append(problem(f"{_gpu_name(gpu)}: {reason}", how, reason.code))
     instances = sum(gpu.is_instance for gpu in ours)
     means = f" ({count(instances, 'MIG instance')})" if instances else ""
@@ -96,7 +96,7 @@ def mig(host: Host) -> Findings:
                 hint = f"reset the GPU to switch it off: {hint_of(MIG_RESET_REQUIRED, gpu=gpu.pci_address)}"
             known = host.known_gpus().get(gpu.pci_address)
             if known and known["devices"]:
-                hint = f"once no job has its instances (yunion-mps lease list): {hint}"
+                hint = f"once no lease holds its instances (yunion-mps lease list): {hint}"
             yield problem(f"{_gpu_name(gpu)} is in MIG mode, so it cannot be shared as a whole", hint)
         elif is_changing and gpu.mig_pending != modes.get(str(gpu.uuid), False):
             yield _foreign_mode_change(gpu)
@@ -149,10 +149,10 @@ def budgets(host: Host) -> Findings:
 
 
 def _time_sliced(host: Host) -> str:
-    """Return `the time-sliced: 00:06.0, 00:07.0`; empty if no GPU is."""
+    """Return `the time-sliced ones: 00:06.0, 00:07.0`; empty if no GPU is."""
     sharing = host.plan()[0].sharing
     sliced = [gpu.address for gpu in host.our_gpus() if sharing.get(gpu.pci_address) == TIME_SLICING]
-    return f"the time-sliced: {', '.join(sliced)}" if sliced else ""
+    return f"the time-sliced ones: {', '.join(sliced)}" if sliced else ""
 
 
 @check("job budgets", PROCESS_MEMORY_UNKNOWN)
@@ -191,13 +191,13 @@ def job_budgets(host: Host) -> Findings:
 def compute_mode(host: Host) -> Findings:
     """The compute modes, which decide what programs outside MPS can do.
 
-    A GPU that leases keep from its planned way of sharing has the mode of its present way.
+    While leases delay a change of how a GPU is shared, the GPU has the mode of its current way of sharing.
     """
     planned, sharing = host.plan()[0].compute_modes, host.plan()[0].sharing
     is_served = _is_served(host)
     ways = {address: gpu["sharing"] for address, gpu in host.known_gpus().items() if gpu["sharing"]}
     kept = {address for address, way in ways.items() if way != sharing.get(address, MIG)}
-    unavailable = host.plan()[0].unavailable.items()  # which `GPUs` reports
+    unavailable = host.plan()[0].unavailable.items()  # reported by `gpus`
     kept |= {address for address, reason in unavailable if reason.code == COMPUTE_MODE_EXCLUSIVE}
     uuids = {gpu.parent or gpu.uuid for gpu in host.our_gpus() if gpu.pci_address not in kept}
     ours = [gpu for gpu in host.inventory().gpus if gpu.uuid in uuids and gpu.compute_mode]

@@ -232,12 +232,12 @@ async def _wait_reason(transport: Transport, request: RequestMembers) -> str:
 
 
 def with_devices(inherited: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what is inherited with the environment of devices, and without variables of other devices."""
+    """Return the inherited variables and those of `environment`, without those of other devices."""
     return {**without_devices(inherited, environment), **environment}
 
 
 def without_devices(inherited: Mapping[str, str], environment: Mapping[str, str] = {}) -> dict[str, str]:
-    """Return what is inherited without the variables of devices that are not those of `environment`.
+    """Return the inherited variables without those of devices other than the ones of `environment`.
 
     Otherwise a process would have the budget, or use the control daemon, of the devices that its parent was
     started with.

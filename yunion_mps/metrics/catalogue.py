@@ -211,7 +211,7 @@ CATALOGUE = (
            (*_GPU, "reason"), lambda facts: (((*_of_gpu(gpu), gpu["reason_code"]), 1) for gpu in facts.gpus
                                            if gpu["state"] == UNAVAILABLE)),
     Metric(GAUGE, "yunion_mps_gpu_pending",
-           "1 for each GPU with a pending change, with the reason code; what it still serves can be leased.",
+           "1 for each GPU with a pending change, with the reason code; its remaining devices can be leased.",
            (*_GPU, "reason"), lambda facts: (((*_of_gpu(gpu), gpu["reason_code"]), 1) for gpu in facts.gpus
                                            if gpu["state"] == PENDING)),
     _gpu("yunion_mps_gpu_utilization_ratio",

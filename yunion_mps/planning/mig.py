@@ -115,7 +115,7 @@ def describe_layout(plan: Plan, gpu: Gpu) -> str:
 
 
 def describe_result(after: Plan, gpu: Gpu) -> str:
-    """Return the layout, and how many devices the plan `after` it has if these are not its instances.
+    """Return the layout, and the number of devices in the plan `after` it if these are not its instances.
 
     Empty without a layout.
     """

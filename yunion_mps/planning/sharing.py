@@ -21,7 +21,7 @@ _CHANGES = {
 
 
 def mode_for(gpu: Gpu, way: str) -> tuple[str, str]:
-    """Return the compute mode that this way of sharing requires, after the UUID of the GPU that has it."""
+    """Return the UUID of the whole GPU, and the compute mode that this way of sharing requires of it."""
     is_exclusive = way == MPS and not gpu.parent
     return gpu.parent or str(gpu.uuid), EXCLUSIVE_PROCESS if is_exclusive else DEFAULT
 

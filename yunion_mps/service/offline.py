@@ -48,7 +48,7 @@ from yunion_mps.supervisor.time_slices import TIME_SLICE
 log = logging.getLogger("yunion_mps.daemon")
 
 _ONCE_UNUSED = (
-    "jobs may still need the present one: once no process uses it and its leases are released "
+    "jobs may still need the current one: once no process uses the GPU and its leases are released "
     "(systemctl start yunion-mps-daemon; yunion-mps lease list), run this again: yunion-mps-daemon --restore"
 )
 #: How long the cleanup may take beyond the jobs' timeout, before it reports what is left.
@@ -134,11 +134,12 @@ def _known_gpus(paths: Paths) -> tuple[Gpu, ...]:
 def _held_by_jobs(paths: Paths, store: Store, gpus: Collection[Gpu]) -> tuple[set[str], set[str]]:
     """Return the UUIDs of the GPUs whose compute modes, and of those whose time slices, jobs need.
 
-    A recorded lease of a process counts while that runs, and any other until the daemon releases it.
+    A recorded lease of a process counts while the process runs, any other until the daemon releases it.
     """
     recorded = recorded_ledger(store, paths.lease_copies).leases.values()
-    holders = ((one, one.holder) for one in recorded)
-    running = (one for one, of in holders if not of.pid or started_ticks(of.pid) == of.started)
+    running = (
+        one for one in recorded if not one.holder.pid or started_ticks(one.holder.pid) == one.holder.started
+    )
     leased = {device.gpu_uuid for lease in running for device in lease.devices if device.sharing != MPS}
     with contextlib.suppress(DriverError), Nvml() as nvml:
         return held_by_jobs(nvml, store, leased, gpus), changed_slices_held_by_jobs(nvml, store, leased)
@@ -161,7 +162,7 @@ def _restore_layouts(paths: Paths, store: Store, used: Collection[str]) -> bool:
     gpus, layouts = preflight.inventory.gpus, preflight.plan.layouts
     to_restore = _changed_layouts(store) & {one.gpu_uuid for one in layouts if one.restore}
     modes = {str(gpu.uuid): gpu.compute_mode for gpu in gpus if gpu.uuid in to_restore and gpu.compute_mode}
-    store.remember(COMPUTE_MODE.name, modes)  # which a change of the MIG mode resets
+    store.remember(COMPUTE_MODE.name, modes)  # because a change of the MIG mode resets them
     try:
         restore_layouts(layouts, gpus, preflight.nvml, store, used, keeps_requests=False)
         is_cancelled = _cancel_requests(preflight, store)
@@ -181,7 +182,7 @@ def _restore_layouts(paths: Paths, store: Store, used: Collection[str]) -> bool:
 
 
 def _cancel_requests(preflight: Preflight, store: Store) -> bool:
-    """Cancel mode changes that no entry wants anymore; return whether none is left, as far as is known."""
+    """Cancel mode changes that no entry requires anymore; return whether none is left, as far as is known."""
     if preflight.nvml is None or preflight.problems:
         return True  # what cannot be decided is reported
     tasks = withdrawn(preflight.plan.layouts, preflight.inventory.gpus, lambda: store)

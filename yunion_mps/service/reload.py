@@ -239,7 +239,7 @@ class Reloader:
             raise
 
     async def _forecast(self, plan: Plan, preflight: Preflight) -> Forecast:
-        """What the MIG layouts of a plan would remove, and which of them wait for nothing."""
+        """What the MIG layouts of a plan would remove, and when they take effect."""
         supervisor, nvml = self._supervisor, preflight.nvml
         used = self._ledger.ways_of_sharing().keys() | supervisor.desired.users().by_gpu().keys()
         if nvml is None or not plan.layouts:

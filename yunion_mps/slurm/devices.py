@@ -102,7 +102,7 @@ class Record(NamedTuple):
         return [list(some) for _, some in groupby(self.devices, lambda device: device.gpu)]
 
     def allows_steps(self, indices: Iterable[int]) -> bool:
-        """Whether a step can have a single one of these indices, as all but shared GPUs with `shards` can."""
+        """Whether a step can have a single one of these indices; with `shards`, not if one is a share."""
         return not self.shards or not any(self.entries[index][0].is_share for index in indices)
 
     def require_numbers(self, numbers: Mapping[str, int]) -> None:
@@ -127,7 +127,7 @@ def gpus_for_slurm(gpus: Sequence[Gpu]) -> list[Gpu]:
 
 
 def pending_change(addresses: Iterable[str], problems: Iterable[StatusProblem]) -> Reason | None:
-    """Why GPUs with these addresses, or with these devices, will get others; None if no change is pending."""
+    """Why these GPUs, or the GPUs of these devices, will get other devices; None if nothing is pending."""
     gpus = {gpu for addr in addresses for gpu in (addr, gpu_of(addr), physical_gpu(addr))}
     for problem in problems:
         if problem["gpu"] in gpus and problem["code"] in _CHANGES:

@@ -24,7 +24,7 @@ from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import INFEASIBLE, Reason, hint_of
 from yunion_mps.slurm.devices import Record, pending_change, read_record
-from yunion_mps.slurm.instances import present_environment
+from yunion_mps.slurm.instances import current_environment
 from yunion_mps.slurm.job import JOB_ID, Job, is_about_to_be_killed, job_of
 from yunion_mps.slurm.leases import Assignment, JobLeases, held_outside, still_used
 from yunion_mps.slurm.node import SlurmError, SlurmNode, counts_of
@@ -80,7 +80,7 @@ class Hooks:
             environment: Mapping[str, str] = {}
             if content:
                 environment = environment_of_task(job, content)
-                environment = present_environment(self._paths, job_id, environment, content["environment"])
+                environment = current_environment(self._paths, job_id, environment, content["environment"])
                 refuse_unreachable(environment)
         except YunionError as error:
             return 1, [f"print yunion-mps: {printable(line)}" for line in error.lines]

@@ -50,7 +50,7 @@ def write_instances(paths: Paths, leases: Iterable[LeaseRecord], devices: Iterab
                     log.error("the MIG instances of job %s cannot be written: %s", job, error)
 
 
-def present_environment(
+def current_environment(
     paths: Paths, job_id: str, environment: Mapping[str, str], leased: Mapping[str, str]
 ) -> Mapping[str, str]:
     """The environment of all of a job's devices, or of one, with their current UUIDs and addresses.

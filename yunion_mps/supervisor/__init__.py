@@ -268,7 +268,7 @@ class Supervisor:
             return cancels
         busy = None if leased is None else self.snapshot().plan.offered.union(leased)
         before = self.layouts.pending
-        tasks = self.layouts.due(busy, self.modes.not_as_desired(self.desired.plan, self._store))
+        tasks = self.layouts.due(busy, self.modes.gpus_in_wrong_mode(self.desired.plan, self._store))
         if self.layouts.pending != before:
             self._changed()
         return (*tasks, *cancels)

@@ -1,4 +1,4 @@
-"""The desired state, the state in effect, and the changes from this to that by a reload.
+"""The desired state, the state in effect, and the changes between them that a reload makes.
 
 Changes are shown in advance, and recorded when they begin.
 """
@@ -140,8 +140,8 @@ class DesiredState:
         leases, waiting = self.leases(), find_lease_waits(plan.devices)
         keeping = {uuid: users for uuid, users in leases.items() if uuid in kept}
         before, gpus, domains = self.in_effect(), self._gpus.inventory.gpus, self._fleet.domains
-        ways = placed, before, preflight.plan_with_layouts()
-        return plan, changes + changes_to(*ways, gpus, domains, waiting, leases, keeping)
+        plans = placed, before, preflight.plan_with_layouts()
+        return plan, changes + changes_to(*plans, gpus, domains, waiting, leases, keeping)
 
     def accept(self, preflight: Preflight, plan: Plan) -> bool:
         """Make the reloaded configuration the desired one; return whether it differs."""
@@ -187,8 +187,8 @@ def changes_to(
 ) -> list[Change]:
     """Return the changes from what is in effect (`before`, and the running `domains`) to `plan`.
 
-    `after` is the plan with all layouts in effect. `leases` are those of each GPU (UUID), and `keeping` those
-    that keep it as it is.
+    `after` is the plan with all layouts in effect. `leases` has the leases of each GPU (UUID), and `keeping`
+    those of them that keep the GPU as it is.
     """
     users, keepers = GpuUsers(leases, domains, gpus), GpuUsers(keeping, domains, gpus)
     changes = _control_daemons(plan, domains, keepers)
@@ -232,8 +232,8 @@ def changes_to(
 
 
 def _unused(plan: Plan, gpu: Gpu, users: GpuUsers) -> str:
-    """Return when a GPU gets its layout: once nothing uses what the plan does not have."""
-    known = users.with_instances(str(gpu.uuid), but=plan.offered)
+    """Return when a GPU gets its layout: once nothing uses what the plan removes."""
+    known = users.with_instances(str(gpu.uuid), excluded=plan.offered)
     what = "uses what the layout removes"
     return f"{known.effect}, and nothing else {what}" if known else f"once nothing {what}"
 
@@ -247,7 +247,7 @@ def _without_layout(gpu: Gpu) -> tuple[str, str]:
 
 
 def with_layout_effects(changes: Iterable[Change], effects: Mapping[str, str]) -> list[Change]:
-    """Return the changes; the MIG layouts of these GPUs (addresses) take effect as `effects` says."""
+    """Return the changes, with these `effects` for MIG layouts, by GPU address."""
     return [
         one._replace(effect=effects.get(one.subject, one.effect)) if one.kind == "MIG layout" else one
         for one in changes
@@ -272,9 +272,9 @@ def as_made(
         if change.kind == "control daemon":
             name = (change.subject, change.after or change.before)
             return name in started if change.after else name not in left
-        comes_or_goes = change.kind == "budget" and not (change.before and change.after)
+        adds_or_removes = change.kind == "budget" and not (change.before and change.after)
         gpu = change.subject.partition("-")[0]
-        return (change.kind == "MIG layout" or comes_or_goes) and gpu in laid_out
+        return (change.kind == "MIG layout" or adds_or_removes) and gpu in laid_out
 
     return [change._replace(effect=AT_ONCE) if is_made(change) else change for change in changes]
 
@@ -387,8 +387,8 @@ def _leaving(
                 change = what.get(uuid, "the removal of its devices")
                 yield uuid, wait_reason(change, users, reasons.LIMITS_PENDING)
             elif domain.is_draining and (other := waiting.get(uuid)):
-                why = f"GPU {addresses.get(other, other)} is pending: {desired.pending[other]}"
-                yield uuid, Reason(f"its control daemon is drained, because {why}", reasons.LEASES_PENDING)
+                why = f"a pending change to GPU {addresses.get(other, other)}: {desired.pending[other]}"
+                yield uuid, Reason(f"its control daemon is draining because of {why}", reasons.LEASES_PENDING)
             elif domain.is_draining:
                 yield (
                     uuid,

@@ -147,8 +147,8 @@ class ComputeModes:
         gpus = [gpu for gpu in self._gpus.inventory.gpus if (gpu.uuid, bool(gpu.mig_enabled)) in switched]
         return ModeWork(self._changes(target, gpus))
 
-    def not_as_desired(self, target: Plan, store: Store | None) -> set[str]:
-        """Return the GPUs (UUIDs) that are to be set to a planned mode, or restored to the original one."""
+    def gpus_in_wrong_mode(self, target: Plan, store: Store | None) -> set[str]:
+        """Return the GPUs (UUIDs) whose mode is not the planned or, without one, the original one."""
         recorded = {} if store is None else originals(COMPUTE_MODE, store)
         modes = {gpu.uuid: gpu.compute_mode for gpu in self._gpus.inventory.gpus}
         desired = {**recorded, **target.compute_modes}

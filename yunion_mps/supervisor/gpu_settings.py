@@ -52,7 +52,7 @@ class SettingResult(NamedTuple):
 
 
 def name_of(uuid: str, gpus: Iterable[Gpu]) -> str:
-    """Return `GPU 00:06.0` if it or an instance of it is among `gpus`, otherwise its UUID (`GPU-…`)."""
+    """Return `GPU 00:06.0` if it or one of its instances is in `gpus`, otherwise its UUID (`GPU-…`)."""
     return next((f"GPU {physical_gpu(gpu.address)}" for gpu in gpus if uuid in (gpu.uuid, gpu.parent)), uuid)
 
 

@@ -107,7 +107,7 @@ class Gpus:
         self.mode_errors.clear()
 
     def scan(self) -> Nvml | None:
-        """Scan the GPUs, which a preflight does only if MPS is enabled; return the open NVML, if it works."""
+        """Scan the GPUs, even if MPS is disabled; return the open NVML, or None if the driver fails."""
         with contextlib.suppress(DriverError):
             nvml = Nvml()
             self.inventory = Scanner(self._paths).scan(nvml)

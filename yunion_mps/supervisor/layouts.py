@@ -100,11 +100,11 @@ class MigLayouts:
                 what, cause = "the pending layout was withdrawn", "the configuration was reloaded"
                 self._emit(Event("info", "mig", gpu.address, what, cause))
 
-    def due(self, busy: Collection[str] | None, other_mode: Collection[str]) -> tuple[LayoutTask, ...]:
+    def due(self, busy: Collection[str] | None, in_wrong_mode: Collection[str]) -> tuple[LayoutTask, ...]:
         """Return the layouts of GPUs that have changed since theirs came into effect.
 
         None is due on a lost GPU, nor on one that is not in MIG mode until its compute mode is as planned,
-        because the switch resets that mode: `other_mode` has the UUIDs of GPUs where it is not.
+        because the switch resets that mode: `in_wrong_mode` has the UUIDs of GPUs whose mode is not.
         """
         users = self._desired.users().by_gpu()
         known = None if busy is None else frozenset(busy)
@@ -115,7 +115,7 @@ class MigLayouts:
             last = self._reasons.get(layout.gpu_uuid, NO_REASON)
             if gpu is None or gpu.reason:
                 continue
-            if layout.gpu_uuid in other_mode and not gpu.mig_enabled:
+            if layout.gpu_uuid in in_wrong_mode and not gpu.mig_enabled:
                 if layout.enabled:
                     unknown = ITS_USERS if layout.gpu_uuid in (busy or ()) else ""
                     self._note_wait_for_mode(gpu, users.get(layout.gpu_uuid) or unknown)

@@ -1,9 +1,9 @@
 """MIG layouts: brought into effect step by step.
 
-Before each step, the instances that are ours are recorded, so that after a daemon was killed, the next one
-continues, and never destroys an instance that another program created: ours are only those whose creation was
-recorded. An instance that a lease, a server or a process uses is not destroyed either, and no MIG mode
-changes on a GPU in use; then nothing changes, and the reason says what the layout waits for.
+Before each step, the instances that are ours are recorded. So if a daemon is killed, the next one continues,
+and never destroys an instance that another program created: only those whose creation was recorded are ours.
+An instance that a lease, a server or a process uses is not destroyed either, and no MIG mode changes on a GPU
+in use; then nothing changes, and the reason says what the layout waits for.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class LayoutWork:
             if self._is_ours(one) or self._is_confirmed(one):
                 continue
             if its_users.processes and self._task.places is not None:
-                continue  # the end of the process comes first, because the operator would destroy it by hand
+                continue  # the process has to end before the operator can destroy the instance by hand
             use = f" and {its_users} use{'' if len(its_users.processes) > 1 else 's'}" if its_users else ""
             what = f"{_name(one)}, which another program {_what_was_done(one)}{use}, is in the way"
             return Reason(f"{what} of its MIG layout", reasons.MIG_FOREIGN_INSTANCE)

@@ -1,4 +1,4 @@
-"""What MIG layouts would do, decided as if they were brought into effect, but without a change."""
+"""Forecasts of MIG layouts: what bringing them into effect would do, without changing anything."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from yunion_mps.users import AT_ONCE
 
 #: GPUs since Hopper switch MIG mode without a reset (NVIDIA's MIG user guide).
 _SWITCHES_WITHOUT_RESET = (9, 0)
-#: When layouts take effect that wait for the operator, by the code of the reason.
+#: When layouts that wait for the operator take effect, by reason code.
 _EFFECTS = {
     MIG_RESET_REQUIRED: "after the next reset of the GPU",
-    MIG_FOREIGN_INSTANCE: "once other programs' instances are no longer in its way",
+    MIG_FOREIGN_INSTANCE: "once no instance of another program is in the way",
 }
-_PERHAPS_RESET = "after a reset of the GPU, if the driver requires one"
+_IF_RESET_REQUIRED = "after a reset of the GPU, if the driver requires one"
 
 
 class Forecast(NamedTuple):
     """What `reload --now` would remove, by GPU UUID; and when layouts take effect, by GPU address.
 
-    It has no layouts that wait for what uses their GPUs.
+    `effects` leaves out layouts that wait for leases or processes.
     """
 
     losses: Mapping[str, Losses] = {}
@@ -34,21 +34,21 @@ class Forecast(NamedTuple):
 
 def make_forecast(tasks: Sequence[LayoutTask], mig: Mig, store: Store) -> Forecast:
     """Return what the layouts would do; raises DriverError."""
-    losses = {task.layout.gpu_uuid: _Forced(task, mig, store).losses() for task in tasks}
-    effects = {task.gpu.address: _Unforced(task, mig, store).effect() for task in tasks}
+    losses = {task.layout.gpu_uuid: _LossForecast(task, mig, store).losses() for task in tasks}
+    effects = {task.gpu.address: _EffectForecast(task, mig, store).effect() for task in tasks}
     return Forecast(losses, {address: effect for address, effect in effects.items() if effect})
 
 
 def effects_of(pending: Iterable[tuple[str, Reason]]) -> dict[str, str]:
-    """Return when pending layouts take effect, by GPU address, like a forecast."""
+    """Return when pending layouts take effect, by GPU address, as in a forecast."""
     return {address: _EFFECTS[why.code] for address, why in pending if why.code in _EFFECTS}
 
 
-class _Unforced(LayoutWork):
-    """What a layout leads to while its GPU is used as it is."""
+class _EffectForecast(LayoutWork):
+    """When a layout takes effect if everything that uses its GPU now keeps using it."""
 
     def effect(self) -> str:
-        """Return when the layout takes effect; empty if it waits for what uses the GPU."""
+        """Return when the layout takes effect; empty if it waits for leases or processes."""
         mode = self._mig.mode(self._uuid)
         existing = self._instances() if mode.enabled else ()
         if mode.enabled != self._layout.enabled:
@@ -57,7 +57,7 @@ class _Unforced(LayoutWork):
             if mode.pending == self._layout.enabled:
                 return _EFFECTS[MIG_RESET_REQUIRED]
             switches_at_once = (self._task.gpu.compute_capability or ()) >= _SWITCHES_WITHOUT_RESET
-            return AT_ONCE if switches_at_once else _PERHAPS_RESET
+            return AT_ONCE if switches_at_once else _IF_RESET_REQUIRED
         if not self._layout.enabled:
             return AT_ONCE
         done = self._change(existing)
@@ -65,17 +65,17 @@ class _Unforced(LayoutWork):
         return _EFFECTS.get(self._why_in_the_way(stay).code, "") if stay else AT_ONCE
 
 
-class _Forced(LayoutWork):
-    """What a layout leads to once no process uses its GPU, if it does not wait for leases."""
+class _LossForecast(LayoutWork):
+    """What a layout removes once no process uses its GPU, if it does not wait for leases."""
 
     def losses(self) -> Losses:
         mode = self._mig.mode(self._uuid)
         if self._layout.enabled and not mode.enabled:
             return Losses(frozenset({self._uuid}), ())
         existing = self._instances() if mode.enabled else ()
-        goes = self._change(existing).destroy if self._layout.enabled else existing
-        others = tuple(one for one in goes if not self._is_ours(one))
-        return Losses(frozenset(one.uuid for one in goes if one.uuid), others)
+        removed = self._change(existing).destroy if self._layout.enabled else existing
+        others = tuple(one for one in removed if not self._is_ours(one))
+        return Losses(frozenset(one.uuid for one in removed if one.uuid), others)
 
     def _is_confirmed(self, instance: MigInstance) -> bool:
         del instance

@@ -57,7 +57,8 @@ def restore(
 ) -> LayoutResult:
     """Restore the layouts from before our first change, if their entries say so.
 
-    If a GPU or instance that would have to go is `used` (UUIDs), leased or has processes, nothing changes.
+    Nothing changes if a GPU whose mode would change, or an instance that would be destroyed, is `used`
+    (UUIDs), leased or has processes.
     With `keeps_requests`, a change of the mode that waits for the GPU's next reset is not cancelled.
     Restored instances stay recorded as ours.
     """

@@ -100,9 +100,9 @@ class Preflight(NamedTuple):
 
 
 def run_preflight(paths: Paths, opened: Nvml | None = None, *, even_if_disabled: bool = False) -> Preflight:
-    """Read both files and scan the GPUs, by way of `nvml` if it is open already; changes nothing.
+    """Read both files and scan the GPUs, through `opened` if NVML is already open; changes nothing.
 
-    If MPS is disabled, the GPUs are not scanned, or else as if it were enabled (`even_if_disabled`). Raises
+    If MPS is disabled, the GPUs are not scanned; with `even_if_disabled`, it counts as enabled. Raises
     HostError if there is no machine id.
     """
     host = machine_id(paths)

@@ -65,7 +65,7 @@ class TimeSlices:
         #: The time slices that were set or refused, and those that are about to be set, by GPU UUID.
         self._done: dict[str, str] = {}
         self._requested: Mapping[str, str] = {}
-        #: Those that were in effect, and are being compared; and whether because of a reload.
+        #: Those that were in effect and are being compared, and whether a reload is the reason.
         self._compared: Mapping[str, str] = {}
         self._reloaded = False
         #: Why time slices were refused, by GPU UUID.

@@ -40,10 +40,10 @@ class GpuUsers:
     def of(self, uuid: str, planned: Iterable[DomainPlan] = ()) -> Users:
         return all_of([self.leases([uuid]), self.servers(uuid, planned)])
 
-    def with_instances(self, uuid: str, *, but: Collection[str] = ()) -> Users:
-        """Return the users of the GPU and of its MIG instances, except of those in `but` (UUIDs)."""
+    def with_instances(self, uuid: str, *, excluded: Collection[str] = ()) -> Users:
+        """Return the users of the GPU and its MIG instances, except those `excluded` (UUIDs)."""
         parts = (part for part, parent in self._parents.items() if uuid in (part, parent))
-        return all_of(self.of(part) for part in parts if part not in but)
+        return all_of(self.of(part) for part in parts if part not in excluded)
 
     def by_gpu(self) -> dict[str, Users]:
         served = (uuid for domain in self._domains for uuid in domain.in_effect.gpu_uuids)

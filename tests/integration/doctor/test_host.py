@@ -39,7 +39,7 @@ def test_mps_time_slicing_and_mig_on_one_host_are_shown_and_no_problem(stack: Ex
     seen = scene.start().look()
     assert (seen.code, seen.bad()) == (0, {})
     assert seen.one("daemon", "ok")["what"] == "running; 6 of 6 devices available"
-    assert seen.one("budgets", "ok")["what"].endswith("GPU except the time-sliced: 00:07.0")
+    assert seen.one("budgets", "ok")["what"].endswith("GPU except the time-sliced ones: 00:07.0")
     with Served(scene.host) as served, urlopen(f"{served.url}overview.json") as answer:
         page = json.loads(answer.read())
     instances = [f"00:08.0-g{one.gpu_instance}" for one in scene.host.gpus[2].mig_devices()]

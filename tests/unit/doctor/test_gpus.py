@@ -341,7 +341,7 @@ def test_job_budgets_that_are_only_reported_need_nothing(tmp_path: Path) -> None
     assert one(host, "job budgets", "ok").what == "over_budget is report on every divided GPU"
 
 
-def test_job_budgets_are_terminated_only_where_mps_shares_the_gpu(tmp_path: Path) -> None:
+def test_jobs_over_budget_are_terminated_only_under_mps(tmp_path: Path) -> None:
     entry = "- {path: '%s', type: %s, %s}"
     entries = [
         entry % ("00:06.0", "NVIDIA_MPS", "virtual_number: 4"),
@@ -351,7 +351,7 @@ def test_job_budgets_are_terminated_only_where_mps_shares_the_gpu(tmp_path: Path
     write(tmp_path / "etc/yunion/host_container_device.yml", "\n".join(["devices:", *entries, ""]))
     host = host_of(tmp_path, *snapshots.mig().inventory.gpus, SECOND, over_budget="terminate")
     host.users = Lazy(lambda: {str(gpu.uuid): {} for gpu in host.inventory().gpus})
-    what = "over_budget is terminate on 1 GPU and 2 MIG instances, but not on the time-sliced: 07:00.0"
+    what = "over_budget is terminate on 1 GPU and 2 MIG instances, but not on the time-sliced ones: 07:00.0"
     assert one(host, "job budgets", "ok").what == what
 
 

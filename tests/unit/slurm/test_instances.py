@@ -11,7 +11,7 @@ import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import GPU_LOST, MIG_INSTANCE_GONE
-from yunion_mps.slurm.instances import present_environment, write_instances
+from yunion_mps.slurm.instances import current_environment, write_instances
 
 from unit.slurm.rows import device, lease
 
@@ -47,32 +47,32 @@ def files(paths: Paths) -> list[str]:
 
 def test_a_step_has_the_instance_that_was_created_again(paths: Paths) -> None:
     one = environment("MIG-b", SECOND, "/p/MIG-b")
-    assert present_environment(paths, "17", one, LEASED) == one, "nothing has happened"
+    assert current_environment(paths, "17", one, LEASED) == one, "nothing has happened"
     write_instances(paths, [lease("slurm:17", environment=NOW)], [])
-    assert present_environment(paths, "17", LEASED, LEASED) == NOW
-    assert present_environment(paths, "17", one, LEASED) == environment("MIG-c", AGAIN, "/p/MIG-c")
+    assert current_environment(paths, "17", LEASED, LEASED) == NOW
+    assert current_environment(paths, "17", one, LEASED) == environment("MIG-c", AGAIN, "/p/MIG-c")
 
 
 def test_a_step_of_a_job_with_one_device_has_the_current_environment(paths: Paths) -> None:
     leased, now = environment("MIG-b", SECOND), environment("MIG-c", AGAIN, "/q")
     write_instances(paths, [lease("slurm:17", environment=now)], [])
-    assert present_environment(paths, "17", leased, leased) == now
+    assert current_environment(paths, "17", leased, leased) == now
 
 
 def test_a_requeued_job_has_nothing_of_its_former_lease(paths: Paths) -> None:
     write_instances(paths, [lease("slurm:17", environment=NOW)], [])
     requeued = environment("MIG-b", SECOND, lease="9d02")
-    assert present_environment(paths, "17", requeued, requeued) == requeued
+    assert current_environment(paths, "17", requeued, requeued) == requeued
 
 
 def test_a_step_fails_only_while_an_instance_of_its_own_is_missing(paths: Paths) -> None:
     held = lease("slurm:17", (FIRST, AGAIN), environment=NOW)
     write_instances(paths, [held], [missing(AGAIN)])
     first = environment("MIG-a", FIRST)
-    assert present_environment(paths, "17", first, LEASED) == first
+    assert current_environment(paths, "17", first, LEASED) == first
     for own in (LEASED, environment("MIG-b", SECOND)):
         with pytest.raises(HostError, match=rf"device {AGAIN} is unavailable: it is gone") as caught:
-            present_environment(paths, "17", own, LEASED)
+            current_environment(paths, "17", own, LEASED)
         assert caught.value.code == MIG_INSTANCE_GONE
         assert caught.value.hint == "start the step later, or requeue the job"
 
