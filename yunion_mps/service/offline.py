@@ -118,8 +118,11 @@ def _restore(paths: Paths, store: Store) -> int:
         log.error("the time slice of %s differs from the original; %s", name_of(uuid, gpus), how)
     if processes or modes or slices or not layouts_restored:
         return 1
-    rest = "everything else" if impossible else "everything"
-    log.info("%s is restored: no control daemon is running, and the GPUs have their original settings", rest)
+    if impossible:
+        log.info("everything else is restored, and no control daemon is running")
+    else:
+        means = "no control daemon is running, and the GPUs have their original settings"
+        log.info("everything is restored: %s", means)
     return 0
 
 
