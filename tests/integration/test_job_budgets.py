@@ -27,9 +27,13 @@ def process_of(work: AtWork, lease: Any, used_mib: int) -> Iterator[subprocess.P
         yield client
 
 
-def over_budget_events(daemon: Daemon) -> list[dict[str, Any]]:
+def termination(daemon: Daemon, gpu_uuid: str) -> dict[str, Any]:
+    """The one event of a termination, which is counted once the daemon, too, has seen that it ended."""
+    labels = {"gpu": "00:06.0", "gpu_uuid": gpu_uuid}
+    eventually(lambda: value(daemon, "yunion_mps_over_budget_terminations_total", **labels) == 1, "its count")
     events = daemon.get("/v1/events?kind=client")[1]["events"]
-    return [one for one in events if one["code"] == "over_budget_terminated"]
+    (event,) = (one for one in events if one["code"] == "over_budget_terminated")
+    return dict(event)
 
 
 @pytest.fixture
@@ -60,12 +64,10 @@ def test_a_job_over_its_budget_loses_its_newest_process_only(work: AtWork) -> No
         assert line.startswith(f"yunion-mps: terminating PID {newest.pid} because {cause} ({DEVICE})")
         assert line.endswith("[over_budget_terminated]\n")
         gpu.remove_process(newest.pid)
-        (event,) = over_budget_events(daemon)
+        event = termination(daemon, gpu.uuid)
         assert f"(PID {newest.pid})" in event["what"]
         assert event["what"].endswith(": its MPS server disconnected it; ended by SIGTERM")
         assert event["cause"].startswith(cause)
-        own = {"gpu": "00:06.0", "gpu_uuid": gpu.uuid}
-        assert value(daemon, "yunion_mps_over_budget_terminations_total", **own) == 1
         for _ in range(3):
             daemon.polls()
         assert all(map(is_running, (old.pid, neighbour.pid, work.job.pid)))
@@ -95,14 +97,12 @@ def test_a_container_over_its_budget_loses_its_newest_process_only(
             line = ended(newest)[2].splitlines()[0]
         used = f"the processes of lease {lease['id'][:8]} together use {budget_mib + 512} of {budget_mib} MiB"
         assert line.startswith(f"yunion-mps: terminating PID {pid} because {used} ({lease['devices'][0]})")
-        (event,) = over_budget_events(daemon)
+        event = termination(daemon, gpu.uuid)
         assert f"(PID {pid})" in event["what"]
         assert event["what"].endswith(": its MPS server disconnected it; ended by SIGTERM")
         assert event["cause"].startswith(used)
         for _ in range(3):
             daemon.polls()
-        own = {"gpu": "00:06.0", "gpu_uuid": gpu.uuid}
-        assert value(daemon, "yunion_mps_over_budget_terminations_total", **own) == 1
         assert (is_running(old), is_running(neighbour.pid)) == (True, True)
 
 
