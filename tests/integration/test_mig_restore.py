@@ -139,6 +139,39 @@ def test_a_mode_that_a_start_resets_by_leaving_mig_mode_is_restored(daemon: Daem
     assert compute_mode(daemon.host) == "Prohibited"
 
 
+def test_a_leased_instance_keeps_its_mode_if_the_driver_fails_at_a_start(daemon: Daemon) -> None:
+    daemon.host.run(["nvidia-smi", "-i", 0, "-c", "PROHIBITED"], check=True)
+    daemon.host.divide(MIG)
+    daemon.start().wait_ready()
+    job = start(daemon.host)
+    daemon.configure(enable_cuda_mps=False)
+    daemon.kill()
+    daemon.host.fail("nvmlInit*", "driver_not_loaded", times=1)
+    daemon.start().wait_ready()
+    assert "the GPUs of leases are not known" in daemon.log
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    assert compute_mode(daemon.host) == "Default"
+    assert daemon.stop(signal.SIGTERM) == 0
+    assert compute_mode(daemon.host) == "Default"
+    end(job)
+    assert daemon.run("--restore") == 0, daemon.log
+    assert compute_mode(daemon.host) == "Prohibited"
+
+
+def test_a_leased_instance_keeps_its_mode_if_the_driver_fails_in_restore(daemon: Daemon) -> None:
+    daemon.host.run(["nvidia-smi", "-i", 0, "-c", "PROHIBITED"], check=True)
+    daemon.host.divide(MIG)
+    daemon.start().wait_ready()
+    job = start(daemon.host)
+    daemon.kill()
+    daemon.host.fail("nvmlInit*", "driver_not_loaded", times=3)  # until the mode would be restored
+    assert daemon.run("--restore") == 1, daemon.log
+    assert compute_mode(daemon.host) == "Default"
+    end(job)
+    assert daemon.run("--restore") == 0, daemon.log
+    assert compute_mode(daemon.host) == "Prohibited"
+
+
 def reset(host: SimHost) -> None:
     host.run(["nvidia-smi", "--gpu-reset", "-i", host.gpus[0].uuid], check=True)
 

@@ -146,7 +146,7 @@ def _held_by_jobs(paths: Paths, store: Store, gpus: Collection[Gpu]) -> tuple[se
     leased = {device.gpu_uuid for lease in running for device in lease.devices if device.sharing != MPS}
     with contextlib.suppress(DriverError), Nvml() as nvml:
         return held_by_jobs(nvml, store, leased, gpus), changed_slices_held_by_jobs(nvml, store, leased)
-    return set(), set()
+    return held_by_jobs(None, store, leased, gpus), changed_slices_held_by_jobs(None, store, leased)
 
 
 def _restore_layouts(paths: Paths, store: Store, used: Collection[str]) -> bool:

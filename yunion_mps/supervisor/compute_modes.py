@@ -67,6 +67,8 @@ def held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str], gpus:
     has the instances. A GPU whose mode is not Default now has no such jobs: what uses it is an MPS server.
     """
     strict = {uuid for uuid, mode in originals(COMPUTE_MODE, store).items() if mode != DEFAULT}
+    if leased and not gpus:  # the driver has failed, so the GPUs of leased instances are not known
+        return strict
     if not strict or nvml is None:
         return strict & with_parents(leased, gpus)
     with contextlib.suppress(DriverError, ShortageError):

@@ -108,11 +108,14 @@ class Gpus:
 
     def scan(self) -> Nvml | None:
         """Scan the GPUs, even if MPS is disabled; return the open NVML, or None if the driver fails."""
-        with contextlib.suppress(DriverError):
+        try:
             nvml = Nvml()
+        except DriverError as error:
+            log.error("the GPUs of leases are not known: %s; %s", error.message, error.hint)
+            return None
+        with contextlib.suppress(DriverError):  # which the next poll reports
             self.inventory = Scanner(self._paths).scan(nvml)
-            return nvml
-        return None
+        return nvml
 
     def remember(self, plan: Plan) -> None:
         """Record the GPUs that serve, or would if not lost, for a daemon that starts while one is lost.
