@@ -26,6 +26,7 @@ pytestmark = [
 
 NUMBERS = {RESOURCE: 2, TIME_SLICED: 3, INSTANCES: 2}
 FILE = "etc/features.d/yunion-mps"
+BUDGET = ("YUNION_MPS_MEMORY_MIB", "YUNION_MPS_SM_PERCENT")
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_pods_get_the_kind_of_device_that_they_request(
         pod = kubelet.request(resource).run_pod(f"pod-{number}", 1)
         container = start_container(pod)
         has_mps[resource] = "CUDA_MPS_PIPE_DIRECTORY" in container.environment
-        has_budget[resource] = {"YUNION_MPS_MEMORY_MIB", "YUNION_MPS_SM_PERCENT"} & {*container.environment}
+        has_budget[resource] = {*BUDGET} & {*container.environment, *pod.answer.envs}
         assert pod.devices[0].startswith(f"00:0{6 + number}.0-")
         (lease,) = [one for one in leases_of(ready_daemon) if one["pid"] == container.pid]
         assert lease["devices"] == [*pod.devices]
