@@ -14,11 +14,11 @@ from yunion_mps.kubernetes import kubelet_api as api
 from bench.programs import memory_mib, processor_s
 from bench.running import Daemon, running
 from bench.values import Aim, BenchError, Line, Rounds, Samples, Settings
+from containers.containerd import Containerd
+from containers.image import make_image
 from integration.daemon_host import eventually
-from integration.image import make_image
 from integration.lease_host import leases_of
 from kubernetes.cluster import Cluster
-from kubernetes.containerd import Containerd
 from kubernetes.dra_kubelet import DraKubelet, DraPlugin, add_node
 from kubernetes.kubelet import Kubelet, KubeletPlugin, Pod
 

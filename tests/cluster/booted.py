@@ -16,8 +16,8 @@ from pathlib import Path
 from cluster.control_plane import FEATURES, KUBELET, NODE, ControlPlane, Object
 from cluster.kubelet import HIDE_SETTINGS, kubelet_config
 from cluster.objects import EXAMPLE_IMAGE, NodeObjects
-from integration.image import IMAGE, make_image
-from kubernetes.containerd import programs, write_network
+from containers.containerd import programs, write_network
+from containers.image import IMAGE, make_image
 from packages.docker import CALLS
 from packages.family import Deb
 from packages.images import image

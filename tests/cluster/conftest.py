@@ -10,9 +10,9 @@ import pytest
 
 from cluster.control_plane import ASSETS, ControlPlane
 from cluster.node import Node
+from containers.image import make_image
 from integration.conftest import daemon, host, make_daemon, make_host, ready_daemon
 from integration.daemon_host import Daemon
-from integration.image import make_image
 from simhost.environment import CHECKOUT
 
 __all__ = ["daemon", "host", "make_daemon", "make_host", "ready_daemon"]

@@ -22,8 +22,8 @@ from pathlib import Path
 from cluster.control_plane import FEATURES, KUBELET, NODE, ControlPlane, Object, Program
 from cluster.kubelet import HIDE_SETTINGS, kubelet_config
 from cluster.objects import EXAMPLE_IMAGE, NodeObjects
+from containers.containerd import Container, Containerd
 from integration.daemon_host import Daemon, control_daemons
-from kubernetes.containerd import Container, Containerd
 from kubernetes.kubelet import KubeletPlugin
 from simhost.host import Closes
 

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from cluster.control_plane import NODE, ControlPlane, Object
+from containers.image import IMAGE
 from integration.daemon_host import eventually
-from integration.image import IMAGE
 from kubernetes.kubelet import RESOURCE
 from simhost.environment import CHECKOUT
 

@@ -11,9 +11,9 @@ from yunion_mps.kubernetes.selection import CONFIG_LABEL
 from cluster.control_plane import ApiError, Object
 from cluster.node import Node
 from cluster.objects import named, pod
+from containers.containerd import Container
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of, take
-from kubernetes.containerd import Container
 from kubernetes.kubelet import KubeletPlugin
 from simhost.host import IN_UNITS
 

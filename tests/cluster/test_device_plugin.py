@@ -10,11 +10,11 @@ import pytest
 from cluster.control_plane import NODE, ControlPlane
 from cluster.node import Node
 from cluster.objects import pod
+from containers.image import make_image
+from containers.test_containerd_faults import assert_leased_to
 from integration.daemon_host import Daemon, eventually, is_running
-from integration.image import make_image
 from integration.lease_host import leases_of
 from kubernetes.kubelet import MEMORY
-from kubernetes.test_containerd_faults import assert_leased_to
 from simhost import SimHost
 from simhost.host import IN_UNITS
 from simhost.mps import StandIns

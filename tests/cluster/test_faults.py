@@ -9,10 +9,10 @@ import pytest
 
 from cluster.node import Node
 from cluster.objects import pod
+from containers.test_containerd_faults import assert_leased_to, is_recovered
 from integration.daemon_host import eventually
 from integration.lease_host import holders, leases_of
 from kubernetes.kubelet import KubeletPlugin
-from kubernetes.test_containerd_faults import assert_leased_to, is_recovered
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 

@@ -6,12 +6,12 @@ import pytest
 
 from cluster.node import Node
 from cluster.objects import named, pod
+from containers.containerd import Container
+from containers.test_containerd_faults import assert_leased_to
 from integration.daemon_host import eventually
 from integration.device_nodes import nodes_in, nodes_of, nodes_of_instance, ready_daemon
 from integration.lease_host import leases_of
-from kubernetes.containerd import Container
 from kubernetes.kubelet import INSTANCES, RESOURCE, TIME_SLICED
-from kubernetes.test_containerd_faults import assert_leased_to
 from simhost.gpu import MigDevice
 from simhost.host import SHARED
 

@@ -13,7 +13,6 @@ import pytest
 from yunion_mps.mps.conversation import peer_of
 
 from integration.daemon_host import Daemon, eventually
-from integration.podman_host import Podman, Store, spec_of
 from simhost import Description, SimHost
 from simhost.mps import Client, StandIns
 
@@ -21,9 +20,7 @@ MakeHost = Callable[..., SimHost]
 MakeDaemon = Callable[..., Daemon]
 MakeDivided = Callable[..., Daemon]
 StartStranger = Callable[[SimHost], "subprocess.Popen[str]"]
-MakePodman = Callable[..., Podman]
 MakeAtWork = Callable[..., "AtWork"]
-MakePodmanAtWork = Callable[..., "tuple[AtWork, Podman]"]
 
 
 class AtWork(NamedTuple):
@@ -142,37 +139,3 @@ def start_stranger() -> Iterator[StartStranger]:
 @pytest.fixture
 def stranger(host: SimHost, start_stranger: StartStranger) -> subprocess.Popen[str]:
     return start_stranger(host)
-
-
-@pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return Store(tmp_path_factory.mktemp("podman"))
-
-
-@pytest.fixture
-def make_podman(store: Store) -> Iterator[MakePodman]:
-    """Make a Podman on a host, which starts containers by runc or by the runtime that is named."""
-    with ExitStack() as stack:
-        yield lambda host, runtime="runc": stack.enter_context(Podman(host, store, runtime))
-
-
-@pytest.fixture
-def podman(ready_daemon: Daemon, make_podman: MakePodman) -> Podman:
-    """Podman on the host of a daemon that is ready, and whose devices can be found."""
-    eventually(lambda: spec_of(ready_daemon.host), "the file of the devices")
-    return make_podman(ready_daemon.host)
-
-
-@pytest.fixture
-def make_podman_at_work(
-    make_host: MakeHost, make_podman: MakePodman, make_at_work: MakeAtWork
-) -> MakePodmanAtWork:
-    """Make what `make_at_work` makes, and podman on that host, whose devices can be found."""
-
-    def make(**keys: object) -> tuple[AtWork, Podman]:
-        make_podman(make_host())  # which makes the image without stand-ins
-        at_work = make_at_work(**keys)
-        eventually(lambda: spec_of(at_work.daemon.host), "the file of the devices")
-        return at_work, make_podman(at_work.daemon.host)
-
-    return make

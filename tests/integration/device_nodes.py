@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from integration.cdi_files import spec_of
 from integration.daemon_host import Daemon, eventually
-from integration.podman_host import spec_of
 from simhost import SimHost
 from simhost.gpu import MigDevice, SimGpu
 

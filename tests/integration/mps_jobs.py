@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 from integration.daemon_host import PATIENCE_S, Daemon, is_running
-from integration.image import IMAGE
 from simhost import SimHost
 from simhost.mps import CLIENT
 
@@ -47,15 +44,3 @@ def terminations_of(daemon: Daemon) -> list[str]:
     """What was done to clients that were terminated, as the event log has it."""
     events = daemon.get("/v1/events?kind=client")[1]["events"]
     return [one["what"].rpartition(": ")[2] for one in events if one["code"] == "client_terminated"]
-
-
-def job_in_container(*words: str, job: Sequence[str] = STUBBORN_JOB) -> list[str]:
-    """What follows `podman run`: options, image and command of a client, with our own Python."""
-    folders = {"/usr", "/lib", "/lib64", sys.base_prefix, str(CLIENT.parent)}
-    mounts = [f"--volume={folder}:{folder}:ro" for folder in sorted(folders) if Path(folder).exists()]
-    return [*words, *mounts, IMAGE, *inside_container(job)]
-
-
-def inside_container(job: Sequence[str]) -> list[str]:
-    """The job, as it is named in such a container."""
-    return [os.path.realpath(job[0]), *job[1:]]

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from integration.conftest import AtWork, MakeAtWork, MakePodmanAtWork
+from integration.conftest import AtWork, MakeAtWork
 from integration.daemon_host import Daemon, eventually, is_running
-from integration.lease_host import leases_of, take
-from integration.mps_jobs import JOB, ended, inside_container, job_in_container, started
+from integration.lease_host import take
+from integration.mps_jobs import JOB, started
 from integration.test_metrics import value
 
 DEVICE = "00:06.0-1"
-LEASE = "YUNION_MPS_LEASE"
 
 
 @contextlib.contextmanager
@@ -72,38 +71,6 @@ def test_a_job_over_its_budget_loses_its_newest_process_only(work: AtWork) -> No
             daemon.polls()
         assert all(map(is_running, (old.pid, neighbour.pid, work.job.pid)))
         assert [one for one in daemon.status()["problems"] if one["code"] == "over_budget"] == []
-
-
-@pytest.mark.parametrize("names", [("CUDA_MPS_PIPE_DIRECTORY",), ("CUDA_MPS_PIPE_DIRECTORY", LEASE)])
-def test_a_container_over_its_budget_loses_its_newest_process_only(
-    make_podman_at_work: MakePodmanAtWork, names: Sequence[str]
-) -> None:
-    """It is one job, whether or not a process that is started in it later knows the lease."""
-    (daemon, _, neighbour), podman = make_podman_at_work(over_budget="terminate", over_budget_grace_s=1)
-    host, gpu = daemon.host, daemon.host.gpus[0]
-    run = ["yunion-mps", "run", "--podman", "--", *job_in_container("--name", "trainer")]
-    with started(host, *run):
-        (lease,) = leases_of(daemon)
-        budget_mib, old = lease["budgets"][0]["memory_mib"], podman.pid_of("trainer")
-        gpu.add_process(neighbour.pid, 4 * budget_mib, "M+C")
-        gpu.add_process(old, budget_mib, "M+C")
-        variables = [f"--env={name}={lease['environment'][name]}" for name in names]
-        with started(host, "podman", "exec", *variables, "trainer", *inside_container(JOB)) as newest:
-            inside = [one for one in daemon.get("/v1/clients")[1]["clients"] if one["container"] == "trainer"]
-            (pid,) = (one["pid"] for one in inside if one["pid"] != old)
-            gpu.add_process(pid, 512, "M+C")
-            eventually(lambda: daemon.polls() and not is_running(pid), "its end")
-            gpu.remove_process(pid)
-            line = ended(newest)[2].splitlines()[0]
-        used = f"the processes of lease {lease['id'][:8]} together use {budget_mib + 512} of {budget_mib} MiB"
-        assert line.startswith(f"yunion-mps: terminating PID {pid} because {used} ({lease['devices'][0]})")
-        event = termination(daemon, gpu.uuid)
-        assert f"(PID {pid})" in event["what"]
-        assert event["what"].endswith(": its MPS server disconnected it; ended by SIGTERM")
-        assert event["cause"].startswith(used)
-        for _ in range(3):
-            daemon.polls()
-        assert (is_running(old), is_running(neighbour.pid)) == (True, True)
 
 
 def test_a_reload_applies_the_key_of_an_entry_without_a_new_control_daemon(make_at_work: MakeAtWork) -> None:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
-from integration.conftest import MakeDivided, MakePodman
-from integration.daemon_host import Daemon, eventually
-from integration.device_nodes import publish_nodes
-from integration.image import IMAGE
-from integration.lease_host import take
-from integration.podman_host import mps, spec_of
+from integration.conftest import MakeDivided
+from integration.daemon_host import Daemon
 from simhost.host import SHARED
 
 pytestmark = pytest.mark.processes
@@ -65,20 +59,3 @@ def test_run_across_an_instance_and_a_share_names_what_is_unenforced(instances: 
     assert NOTICE in shown.stderr.splitlines()
     started = instances.host.run((*words, "printenv", "YUNION_MPS_DEVICE"), check=True)
     assert (started.stdout, NOTICE in started.stderr) == (f"{WHOLE},{SHARE}\n", True)
-
-
-def test_a_container_with_an_instance_and_a_share_starts_with_a_log_line(
-    instances: Daemon, make_podman: MakePodman
-) -> None:
-    publish_nodes(instances)
-    eventually(lambda: spec_of(instances.host), "the file of the devices")
-    podman = make_podman(instances.host)
-    both = f"devices={WHOLE},{SHARE}&allow_unlimited=true"
-    lease = take(instances, f"{both}&holder.name=job&holder.ttl_s=600&cdi=true")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
-        log.settimeout(60)
-        log.bind(str(instances.host.root / "dev/log"))
-        started = podman.good("run", "--rm", *mps(lease["id"]), IMAGE, "sh", "-c", "echo $YUNION_MPS_DEVICE")
-        told = log.recv(4096).decode()
-    assert started == f"{WHOLE},{SHARE}"
-    assert told.endswith(f": {lease['id']}: budgets are not enforced on {UNENFORCED}")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from yunion_mps import reasons
 
+from integration.cdi_files import spec_of
 from integration.conftest import MakeDivided
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import end, leases_of, queued, run, start, take
-from integration.podman_host import spec_of
 
 MIG = "mig: [3g.40gb, 2g.20gb]"
 OTHER = "mig: all-1g.10gb"

@@ -11,10 +11,10 @@ import subprocess
 import pytest
 from yunion_mps.host.proc import parent_of
 
-from integration.conftest import AtWork, MakePodmanAtWork
+from integration.conftest import AtWork
 from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running
 from integration.lease_host import given, holders, leases_of
-from integration.mps_jobs import JOB, STUBBORN_JOB, ended, job_in_container, started, terminations_of
+from integration.mps_jobs import JOB, STUBBORN_JOB, ended, started, terminations_of
 from integration.tmux import Tmux
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -238,22 +238,3 @@ def test_the_parent_keeps_no_pipe_open(ready_daemon: Daemon) -> None:
     assert job.stdout.read() == ""
     job.communicate("end\n")
     assert job.returncode == 0
-
-
-@pytest.mark.parametrize("is_dead", [False, True], ids=["", "without the daemon"])
-def test_clients_in_a_container_are_disconnected_before_it_is_killed(
-    make_podman_at_work: MakePodmanAtWork, is_dead: bool
-) -> None:
-    (daemon, *_), podman = make_podman_at_work()
-    run = ["yunion-mps", "run", "--podman", "--safe-stop=0s", "--", *job_in_container("--name", "trainer")]
-    with started(daemon.host, *run) as job:
-        if is_dead:
-            daemon.kill()
-        job.terminate()
-        status, _, err = ended(job)
-    assert status == KILLED, err
-    state = podman.good("inspect", "--format", "{{.State.Status}} {{.State.ExitCode}}", "trainer")
-    assert state == f"exited {KILLED}"
-    if not is_dead:
-        assert terminations_of(daemon) == [DISCONNECTED]
-        eventually(lambda: given(daemon) == [], "the end of the lease")

@@ -11,9 +11,7 @@ from yunion_mps.paths import Paths
 
 from integration.conftest import daemon, host, make_daemon, make_host, ready_daemon
 from integration.daemon_host import Daemon, eventually
-from integration.image import make_image
 from kubernetes.cluster import Cluster
-from kubernetes.containerd import Containerd
 from kubernetes.dra_kubelet import DraKubelet, DraPlugin, add_node
 from kubernetes.kubelet import Container, Kubelet, KubeletPlugin, Pod
 from kubernetes.peers import Loop
@@ -91,14 +89,3 @@ def start_container(host: SimHost) -> Iterator[StartContainer]:
     yield start
     for container in started:
         container.close()
-
-
-@pytest.fixture(scope="session")
-def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("image")
-
-
-@pytest.fixture
-def containerd(ready_daemon: Daemon, image_folder: Path) -> Iterator[Containerd]:
-    with Containerd(ready_daemon.host, make_image(image_folder, ready_daemon.host)) as containerd:
-        yield containerd

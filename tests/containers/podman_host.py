@@ -10,19 +10,17 @@ beside v2 ("cgroups in hybrid mode not supported"), so with it that namespace ha
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from containers.image import IMAGE, make_tree, write_layer
 from integration.daemon_host import Daemon
-from integration.image import IMAGE, make_tree, write_layer
 from simhost import SimHost
 from simhost.host import Closes
 
@@ -182,18 +180,6 @@ class Podman(Closes):
 def mps(name: str) -> tuple[str, str]:
     """The option that gives a container this device."""
     return "--device", f"yunion.io/mps={name}"
-
-
-def spec_of(host: SimHost, name: str = "yunion-mps.json") -> dict[str, Any]:
-    """What a file of ours says, empty if it does not exist."""
-    try:
-        return dict(json.loads((host.root / "run/cdi" / name).read_text()))
-    except FileNotFoundError:
-        return {}
-
-
-def files_of(host: SimHost) -> list[str]:
-    return sorted(os.listdir(host.root / "run/cdi"))
 
 
 def reloads(daemon: Daemon) -> None:

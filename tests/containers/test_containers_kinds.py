@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import pytest
 
+from containers.image import IMAGE
+from containers.podman_host import Podman, mps
 from integration.daemon_host import Daemon, eventually
 from integration.device_nodes import nodes_in, nodes_of, nodes_of_instance, ready_daemon
-from integration.image import IMAGE
 from integration.lease_host import given, leases_of
-from integration.podman_host import Podman, mps
 from simhost.host import EACH_KIND
 
 __all__ = ["ready_daemon"]

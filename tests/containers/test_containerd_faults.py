@@ -13,10 +13,10 @@ import pytest
 from yunion_mps.kubernetes import kubelet_api as api
 from yunion_mps.kubernetes.grpc import RpcError
 
+from containers import cri_api as cri
+from containers.containerd import Container, Containerd
 from integration.daemon_host import Daemon, control_daemons, eventually
 from integration.lease_host import ADDRESSES, leases_of, restart
-from kubernetes import cri_api as cri
-from kubernetes.containerd import Container, Containerd
 from kubernetes.kubelet import Kubelet, KubeletPlugin, Reconciler
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]

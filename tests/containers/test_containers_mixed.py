@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from yunion_mps.containers import MISSING_NODES_ARGUMENT
 
+from containers.image import IMAGE
+from containers.podman_host import Podman
+from integration.cdi_files import spec_of
 from integration.daemon_host import Daemon, eventually
 from integration.device_nodes import nodes_in, nodes_of, nodes_of_instance, publish_nodes
-from integration.image import IMAGE
 from integration.lease_host import given
-from integration.podman_host import Podman, spec_of
 from simhost import SimHost
 from simhost.gpu import MigDevice
 from simhost.host import SHARED

@@ -10,11 +10,11 @@ from yunion_mps.kubernetes import grpc
 from yunion_mps.kubernetes.kubelet_api import Empty
 from yunion_mps.kubernetes.resources import lease_name
 
+from containers import cri_api as cri
+from containers.containerd import Container, Containerd
 from integration.daemon_host import Daemon, eventually
 from integration.device_nodes import make_nodes, nodes_in, nodes_of
 from integration.lease_host import leases_of
-from kubernetes import cri_api as cri
-from kubernetes.containerd import Container, Containerd
 from kubernetes.kubelet import MEMORY, RESOURCE, Kubelet, KubeletPlugin
 from simhost import SimHost
 from simhost.gpu import SimGpu

@@ -26,9 +26,9 @@ import pytest
 from yunion_mps.kubernetes import grpc
 from yunion_mps.kubernetes.kubelet_api import AnswerT, DeviceSpec, Empty, Message, Rpc
 
+from containers import cri_api as cri
+from containers.image import IMAGE
 from integration.daemon_host import PATIENCE_S, eventually, is_running
-from integration.image import IMAGE
-from kubernetes import cri_api as cri
 from kubernetes.kubelet import Pod
 from simhost import SimHost
 from simhost.environment import CHECKOUT

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from yunion_mps.kubernetes import kubelet_api as api
 
+from containers.containerd import Container, Containerd
+from containers.image import make_image
 from integration.daemon_host import Daemon, eventually
-from integration.image import make_image
 from integration.lease_host import leases_of, restart
-from kubernetes.containerd import Container, Containerd
 from kubernetes.dra_kubelet import DraKubelet, DraPlugin
 from kubernetes.kubelet import Pod
 from simhost import SimHost

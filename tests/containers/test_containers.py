@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from integration.conftest import MakePodman
+from containers.conftest import MakePodman
+from containers.image import IMAGE
+from containers.podman_host import Podman, mps, reloads
+from integration.cdi_files import files_of, spec_of
 from integration.daemon_host import Daemon, eventually, is_running
-from integration.image import IMAGE
 from integration.lease_host import ADDRESSES, given, leases_of, take, who_waits
-from integration.podman_host import Podman, files_of, mps, reloads, spec_of
 from simhost import SimHost
 from simhost.host import IN_UNITS
 from waiting import readable

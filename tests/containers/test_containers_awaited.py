@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from containers.image import IMAGE
+from containers.podman_host import Podman, mps
+from integration.cdi_files import files_of
 from integration.daemon_host import Daemon, eventually
-from integration.image import IMAGE
 from integration.lease_host import ADDRESSES, leases_of, needs_root, restart, stranger, take
-from integration.podman_host import Podman, files_of, mps
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 

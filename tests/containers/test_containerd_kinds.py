@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from containers.containerd import Containerd
 from integration.daemon_host import Daemon, eventually
 from integration.device_nodes import nodes_in, nodes_of, nodes_of_instance, ready_daemon
 from integration.lease_host import leases_of
-from kubernetes.containerd import Containerd
 from kubernetes.kubelet import INSTANCES, RESOURCE, TIME_SLICED, Kubelet, KubeletPlugin
 from simhost.host import EACH_KIND
 
