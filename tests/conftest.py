@@ -7,18 +7,41 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis.configuration import set_hypothesis_home_dir
 
+from simhost.install import built_library
+
 # One that no host is in: what tells a host's time from its own, or from UTC, only by luck fails everywhere.
 os.environ.setdefault("TZ", "HERE-5:45")
 time.tzset()
 
-set_hypothesis_home_dir(Path(__file__).resolve().parent.parent / ".cache/hypothesis")
+_CHECKOUT = Path(__file__).resolve().parent.parent
 
+set_hypothesis_home_dir(_CHECKOUT / ".cache/hypothesis")
+
+#: Where `--quick` looks for tests that start no process: files, or folders with all that is below them.
+_QUICK_PATHS = (
+    "tests/test_documents.py",
+    "tests/test_words.py",
+    "tests/unit/cli/test_config.py",
+    "tests/unit/config/",
+    "tests/unit/containers/",
+    "tests/unit/doctor/",
+    "tests/unit/leases/",
+    "tests/unit/metrics/",
+    "tests/unit/overview/",
+    "tests/unit/planning/",
+    "tests/unit/service/",
+    "tests/unit/slurm/",
+    "tests/unit/supervisor/test_event_",
+    "tests/unit/test_errors.py",
+    "tests/unit/test_models.py",
+    "tests/unit/test_paths.py",
+)
 #: What a test does that starts a process or can be reached from another one, as sys.addaudithook names it.
 _NOT_QUICK = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec", "socket.bind", "socket.connect"}
 
@@ -57,15 +80,42 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "processes: starts processes or opens sockets; not in --quick")
     config.addinivalue_line("markers", "gpus(description, ...): the host's GPUs, if not the default ones")
     config.addinivalue_line("markers", "divided(how, ...): how the host's GPUs are divided, in order")
-    if config.getoption("quick"):
-        sys.addaudithook(_refuse)
+    sys.addaudithook(_refuse)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the simulated driver before the first test, because those of `--quick` start no compiler."""
+    if not hasattr(session.config, "workerinput"):
+        built_library()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `--quick`, collect only the files of _QUICK_PATHS."""
+    if not config.getoption("quick") or collection_path.is_dir():
+        return None
+    path = str(collection_path.relative_to(_CHECKOUT))
+    return None if path.startswith(_QUICK_PATHS) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("quick"):
-        slow = [item for item in items if item.get_closest_marker("processes")]
+        slow = [item for item in items if not _is_quick(item)]
         config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+        items[:] = [item for item in items if _is_quick(item)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Hold each test that `--quick` runs to its promise to start no process, however it is run."""
+    _running.is_quick = _is_quick(item)
+    try:
+        return (yield)
+    finally:
+        _running.is_quick = False
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    return item.nodeid.startswith(_QUICK_PATHS) and item.get_closest_marker("processes") is None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -91,6 +141,15 @@ def _interrupt(number: int, _: object, pid: int = os.getpid()) -> None:
     os.kill(os.getpid(), number)
 
 
+class _Running:
+    """The test that is running now."""
+
+    is_quick = False
+
+
+_running = _Running()
+
+
 def _refuse(event: str, _: object) -> None:
-    if event in _NOT_QUICK and "PYTEST_CURRENT_TEST" in os.environ:
+    if _running.is_quick and event in _NOT_QUICK:
         raise AssertionError(f"{event} in a test without the mark `processes`")

@@ -33,6 +33,7 @@ def minor(host: SimHost, name: str) -> str:
     return next(line.split()[1] for line in table if line.startswith(f"{name} "))
 
 
+@pytest.mark.processes
 def test_an_instance_has_its_gpus_node_and_its_own_capabilities(host: SimHost) -> None:
     first, second = host.create_mig_devices(1, "3g.40gb", "3g.40gb")
     gpu = Gpu(f"0000:00:07.0-g{second.gpu_instance}", second.uuid, minor=1)
@@ -60,6 +61,7 @@ def test_a_whole_gpu_has_its_own_node_only(host: SimHost) -> None:
     assert nodes(host, Gpu("0000:00:06.0", host.gpus[0].uuid, minor=0)) == ["/dev/nvidia0"]
 
 
+@pytest.mark.processes
 def test_an_instance_without_the_nodes_of_its_capabilities_is_found(host: SimHost) -> None:
     (made,) = host.create_mig_devices(1, "3g.40gb")
     whole = Gpu("0000:00:06.0", host.gpus[0].uuid, minor=0)

@@ -23,6 +23,8 @@ from yunion_mps.units import rfc3339
 
 from unit.http.by_hand import CLIENT, LEASE, clients
 
+pytestmark = pytest.mark.processes
+
 
 def test_the_first_process_and_the_daemon_are_not_jobs() -> None:
     for pid, what in ((1, "the init process"), (os.getpid(), "this daemon")):

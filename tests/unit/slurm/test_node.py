@@ -80,6 +80,7 @@ def test_only_a_job_that_slurm_is_ending_has_a_time_since_when() -> None:
     assert parse_jobs("") == {}
 
 
+@pytest.mark.processes
 def test_the_defaults_that_a_user_has_set_for_squeue_hide_no_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
