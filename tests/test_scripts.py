@@ -55,56 +55,125 @@ def calls(checkout: Path) -> list[str]:
     return [" ".join(line.split()[:2]) for line in (checkout / "calls").read_text().splitlines()]
 
 
-WHOLE = [
-    "setup --quiet", "ruff check", "ruff format", "mypy", "lint-imports --no-cache", "coverage run",
-    "pytest tests/bench", "coverage combine", "coverage report", "test-engines", "test-packages",
-]  # fmt: skip
+CHECKS = ["ruff check", "ruff format", "mypy", "lint-imports --no-cache"]
+#: What each mode of scripts/test calls, by the first two words.
+CALLS = {
+    "": ["setup --quiet", "pytest -q", *CHECKS, "coverage run", "coverage combine", "coverage report"],
+    "--rest": [
+        "setup --quiet",
+        "test-packages",
+        "test-engines",
+        "pytest tests/faults",
+        "pytest -n",
+        "pytest -n",
+    ],
+    "--quick": ["setup --quiet", *CHECKS, "pytest -q"],
+}
+
+
+def summary(out: str) -> dict[str, list[str]]:
+    """The parts that are `ok` and those that `FAILED`, by their first word."""
+    rows: dict[str, list[str]] = {"ok": [], "FAILED": []}
+    for line in out.partition("==> Summary")[2].splitlines()[1:]:
+        result, name = line.split()[:2]
+        rows[result].append(name.rstrip(":"))
+    return rows
 
 
 @pytest.mark.parametrize(
-    ("fails", "failed"),
+    ("mode", "fails", "failed"),
     [
-        ("-", []),
-        ("ruff check*", ["Style"]),
-        ("mypy *", ["Types"]),
-        ("lint-imports *", ["Layers"]),
-        ("coverage run *", ["Tests"]),
-        ("pytest *", ["Faults"]),
-        ("coverage report*", ["Coverage"]),
-        ("test-engines *", ["Engines"]),
-        ("test-packages *", ["Packages"]),
+        ("", "-", []),
+        ("", "ruff check*", ["Style"]),
+        ("", "mypy *", ["Types"]),
+        ("", "lint-imports *", ["Layers"]),
+        ("", "pytest -q --collect-only *", []),
+        ("", "coverage run *", ["Tests"]),
+        ("", "coverage report*", ["Coverage"]),
+        ("--rest", "-", []),
+        ("--rest", "pytest tests/faults *", ["Faults"]),
+        ("--rest", "*tests/containers", ["Containers"]),
+        ("--rest", "*tests/packaging", ["Contents"]),
+        ("--rest", "test-engines *", ["Engines"]),
+        ("--rest", "test-packages *", ["Packages"]),
+        ("--quick", "-", []),
+        ("--quick", "pytest *", ["Tests"]),
     ],
 )
-def test_all_parts_run_and_the_summary_lists_failures(checkout: Path, fails: str, failed: list[str]) -> None:
-    with start(checkout, fails=fails) as running:
+def test_all_parts_run_and_the_summary_lists_failures(
+    checkout: Path, mode: str, fails: str, failed: list[str]
+) -> None:
+    with start(checkout, *mode.split(), fails=fails) as running:
         out, err = running.communicate(timeout=PATIENCE_S)
-    assert (err, sorted(calls(checkout))) == ("", sorted(WHOLE)), "some at the same time"
-    rows = [line.split(None, 1) for line in out.partition("==> Summary\n")[2].splitlines()]
-    assert len(rows) == 8
-    assert {what for what, _ in rows} <= {"ok", "FAILED"}
-    names = [name for what, name in rows if what == "FAILED"]
-    assert len(names) == len(failed)
-    assert all(name.startswith(start) for name, start in zip(names, failed))
+    assert (err, sorted(calls(checkout))) == ("", sorted(CALLS[mode])), "some run at the same time"
+    rows = summary(out)
+    assert rows["FAILED"] == failed
+    assert len(rows["ok"]) == {"": 5, "--rest": 5, "--quick": 4}[mode] - len(failed)
     assert running.returncode == bool(failed)
 
 
-@pytest.mark.parametrize(("fails", "status"), [("-", 0), ("pytest *", 1)])
-def test_quick_runs_the_linters_and_tests_without_processes(checkout: Path, fails: str, status: int) -> None:
-    with start(checkout, "--quick", fails=fails) as running:
+@pytest.mark.parametrize("fails", ["mypy *", "pytest tests/faults *"])
+def test_ci_runs_both_commands_and_fails_if_one_has_failed(checkout: Path, fails: str) -> None:
+    (checkout / ".ci").mkdir()
+    shutil.copy(CHECKOUT / ".ci/run", checkout / ".ci/run")
+    done = run_ci(checkout, fails)
+    assert sorted(calls(checkout)) == sorted(CALLS[""] + CALLS["--rest"])
+    rows = summary(done.stdout.rpartition("==> Summary of both")[1] + done.stdout.rpartition("of both")[2])
+    assert (len(rows["ok"]), len(rows["FAILED"]), done.returncode) == (9, 1, 1)
+    assert run_ci(checkout, "-").returncode == 0
+
+
+def run_ci(checkout: Path, fails: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "FAILS": fails, "HANGS": "-"}
+    return subprocess.run(
+        ["bash", str(checkout / ".ci/run")], env=env, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "packages"),
+    [
+        (["tests/unit", "-k", "plan"], "test browser"),
+        (["-x", "tests/containers/test_containerd.py"], "test browser containers"),
+        (["tests/packaging"], "test browser packages"),
+        (["tests/engines", "-x"], "test browser slurm engines containers"),
+    ],
+)
+def test_pytest_gets_other_arguments_and_what_it_needs_is_installed(
+    checkout: Path, arguments: list[str], packages: str
+) -> None:
+    with start(checkout, *arguments) as running:
         running.communicate(timeout=PATIENCE_S)
-    assert (running.returncode, calls(checkout)) == (status, [*WHOLE[:5], "pytest -q"])
+    words = [f"setup --quiet {packages}", " ".join(["pytest", *arguments])]
+    assert (checkout / "calls").read_text().splitlines() == words
+
+
+def test_repeat_runs_tests_so_often_and_stops_at_a_failure(checkout: Path) -> None:
+    with start(checkout, "--repeat", "20", "tests/unit/a.py::test_b", fails="pytest *") as running:
+        running.communicate(timeout=PATIENCE_S)
+    assert running.returncode == 3, "that of pytest"
+    call = (checkout / "calls").read_text().splitlines()[-1]
+    assert re.fullmatch(r"pytest -n \d+ --dist load -x --count 20 tests/unit/a\.py::test_b", call)
+
+
+@pytest.mark.parametrize("words", ["", "20", "0 tests/unit", "many tests/unit"])
+def test_repeat_without_a_number_and_a_test_is_refused(checkout: Path, words: str) -> None:
+    with start(checkout, "--repeat", *words.split()) as running:
+        _, err = running.communicate(timeout=PATIENCE_S)
+    assert (running.returncode, err) == (2, "usage: scripts/test --repeat N TEST...\n")
+    assert calls(checkout) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("hangs", ["coverage run *", "test-packages *"])
-def test_an_interrupt_ends_all_parts(checkout: Path, hangs: str, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("mode", "hangs"), [("", "coverage run *"), ("--rest", "test-packages *")])
+def test_an_interrupt_ends_all_parts(checkout: Path, mode: str, hangs: str, number: signal.Signals) -> None:
     call = hangs[:-2]
-    with start(checkout, hangs=hangs) as running:
-        eventually(lambda: calls(checkout).count(call) == WHOLE.count(call))
+    with start(checkout, *mode.split(), hangs=hangs) as running:
+        eventually(lambda: call in calls(checkout))
         running.send_signal(number)
         out, _ = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 130
-    assert calls(checkout).count("interrupted") == WHOLE.count(call)
+    assert calls(checkout).count("interrupted") == 1
     assert "Summary" not in out
 
 
@@ -116,13 +185,49 @@ def test_tests_ignore_no_signal_even_if_they_are_started_by_nohup(checkout: Path
     assert re.findall(r"SigIgn:\s*(\S+)", done.stdout)[0] == "0" * 16, done.stderr
 
 
-def test_the_demo_needs_a_compiler_and_python_and_no_more() -> None:
+@pytest.mark.parametrize(
+    ("script", "parts"),
+    [
+        ("demo", "demo"),
+        ("simhost", "demo"),
+        ("sessions", "demo"),
+        ("screenshot", "demo browser"),
+        ("package", "build"),
+        ("test-packages", "packages"),
+        ("test-engines", "slurm engines"),
+        ("test-kubernetes", "containers packages"),
+    ],
+)
+def test_each_script_installs_what_it_needs(script: str, parts: str) -> None:
+    text = (CHECKOUT / "scripts" / script).read_text()
+    assert re.findall(r"/?setup\"? --quiet (.*)\n", text) == [parts]
+
+
+@pytest.mark.parametrize(
+    ("part", "debian", "downloads"),
+    [
+        ("demo", "python3 gcc libc6-dev", "nvidia venv"),
+        ("build", "python3 git dpkg rpm", "venv"),
+    ],
+)
+def test_the_demo_and_the_build_need_little(part: str, debian: str, downloads: str) -> None:
     setup = (CHECKOUT / "scripts/setup").read_text()
-    needs = re.findall(r"^(demo|tests) +(\S+) ", setup, re.MULTILINE)
-    assert [package for level, package in needs if level == "demo"] == ["python3", "gcc", "libc6-dev"]
-    assert len(needs) > 10
-    for name in ("demo", "simhost"):
-        assert '/setup" --demo --quiet\n' in (CHECKOUT / f"scripts/{name}").read_text()
+    packages = re.findall(r"^(\w+) +(\S+) +\S+ +/\S+ ", setup, re.MULTILINE)
+    assert len(packages) > 10
+    assert [name for of, name in packages if of in ("base", part)] == debian.split()
+    components = re.findall(r"^(\w+) +(\w+) +([1-9]\d*)  ", setup, re.MULTILINE)
+    assert [name for name, of, _ in components if of in ("base", part)] == downloads.split()
+
+
+@pytest.mark.parametrize("word", ["nonsense", "--nonsense"])
+def test_setup_names_its_parts_if_one_is_misspelt(word: str) -> None:
+    done = subprocess.run(
+        [CHECKOUT / "scripts/setup", word], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    first, second = done.stderr.splitlines()
+    assert first.endswith(f" {word}")
+    assert "demo|test|browser|build|containers|packages|slurm|engines" in second
 
 
 PROGRAMS = ("etcd", "kube-apiserver", "kube-scheduler", "kube-controller-manager", "kubelet")
