@@ -12,6 +12,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import LeaseStorage
 from yunion_mps.models import Device, Holder, Lease
 from yunion_mps.service.devices import devices_json
+from yunion_mps.supervisor import Change
 from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.supervisor.snapshots import warnings
 
@@ -67,7 +68,7 @@ def all_changes() -> list[tuple[Way, Way]]:
     return list(itertools.pairwise(circuit))
 
 
-class Walk:
+class ChangingGpu:
     """A supervisor of two GPUs, of which the second one changes, and the lease of one of its devices."""
 
     def __init__(self, made: Supervised, original: str) -> None:
@@ -93,6 +94,7 @@ class Walk:
         return {row["addr"]: dict(row) for row in rows if row["addr"].startswith(ADDRESS)}
 
     def lease(self) -> Device:
+        """Lease the first device."""
         device = self.devices[0]
         lease = Lease(LEASE_ID, (device,), Holder("name", 0, name="job"), time.time())
         self.ledger.add(lease)
@@ -106,13 +108,15 @@ class Walk:
     def _storage(self) -> LeaseStorage:
         return LeaseStorage(self.made.supervisor.store(), self.made.paths.lease_copies)
 
-    def reload(self, way: Way) -> None:
-        self.host.divide(2, *([way.entry] if way.entry else []))
-        self.made.reload()
-        self.poll()
+    def reload(self, entry: object, *, now: bool | None = None) -> list[Change]:
+        """Reload after the second GPU got this entry, or after its entry was removed; return the changes."""
+        self.host.divide(2, *([entry] if entry else []))
+        changes = self.made.reload()
+        self.poll(now=now)
+        return changes
 
-    def poll(self) -> None:
-        apply_layouts(self.made, {*self.ledger.ways_of_sharing()})
+    def poll(self, *, now: bool | None = None) -> None:
+        apply_layouts(self.made, {*self.ledger.ways_of_sharing()}, now=now)
         self.made.until(lambda: self.made.supervisor.fleet.settled)
         self.made.set_modes()
 
@@ -124,8 +128,9 @@ class Walk:
                 break
             self.poll()
 
-    def restart(self) -> None:
-        self.made.stop()
+    def restart(self, *, is_crash: bool = False) -> None:
+        if not is_crash:
+            self.made.stop()
         self._begin(self.made.next())
         self.poll()
 
@@ -149,38 +154,38 @@ class Walk:
 
 
 @pytest.fixture(params=["default", "exclusive_process"])
-def walk(make_host: MakeHost, supervise: Supervise, request: pytest.FixtureRequest) -> Walk:
+def gpu(make_host: MakeHost, supervise: Supervise, request: pytest.FixtureRequest) -> ChangingGpu:
     gpus = [{"kind": "h100"}, {"kind": "h100", "compute_mode": request.param}]
     keys = {"cuda_mps_scope": "gpu", "cuda_mps_pipe_directory": "/run/mps"}
     host = make_host(gpus, **keys)
     host.divide(2)
-    return Walk(supervise(host), request.param)
+    return ChangingGpu(supervise(host), request.param)
 
 
 def test_the_walk_has_each_change_once() -> None:
     assert sorted(all_changes(), key=repr) == sorted(itertools.permutations(WAYS, 2), key=repr)
 
 
-def test_each_change_of_an_idle_gpu_is_in_effect_after_a_reload(walk: Walk) -> None:
+def test_each_change_of_an_idle_gpu_is_in_effect_after_a_reload(gpu: ChangingGpu) -> None:
     for before, after in all_changes():
-        walk.reload(after)
-        walk.check(before, after)
+        gpu.reload(after.entry)
+        gpu.check(before, after)
 
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["running", "restarted-meanwhile"])
-def test_each_change_of_a_leased_gpu_waits_for_the_lease(walk: Walk, restarts: bool) -> None:
+def test_each_change_of_a_leased_gpu_waits_for_the_lease(gpu: ChangingGpu, restarts: bool) -> None:
     for before, after in all_changes():
         if not before.devices:
-            walk.reload(after)
+            gpu.reload(after.entry)
             continue
-        leased = walk.lease()
-        walk.reload(after)
+        leased = gpu.lease()
+        gpu.reload(after.entry)
         if restarts:
-            walk.restart()
-        kept = walk.rows()[leased.addr]
+            gpu.restart()
+        kept = gpu.rows()[leased.addr]
         # After a stop, an instance without a control daemon needs nothing but to exist.
         states = {LEASED, PENDING} if restarts and before.is_divided_instance else {LEASED}
         assert (kept["state"] in states, kept["gpu_uuid"]) == (True, leased.gpu_uuid)
-        walk.release()
-        walk.settle()
-        walk.check(before, after)
+        gpu.release()
+        gpu.settle()
+        gpu.check(before, after)
