@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -110,8 +111,17 @@ def given_in_all(daemon: Daemon) -> dict[int, float]:
         after = answer["events"][-1]["id"]
 
 
+@pytest.fixture
+def running() -> Iterator[dict[int, subprocess.Popen[str]]]:
+    """The jobs that run, by number; a test that fails leaves none behind."""
+    jobs: dict[int, subprocess.Popen[str]] = {}
+    yield jobs
+    for job in jobs.values():
+        end(job)
+
+
 def test_60_jobs_on_8_devices_share_none_and_keep_their_order(
-    make_host: MakeHost, make_daemon: MakeDaemon, tmp_path: Path
+    make_host: MakeHost, make_daemon: MakeDaemon, running: dict[int, subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     host = make_host([{"kind": "v100"}])
     host.divide(_DEVICES)
@@ -124,7 +134,6 @@ def test_60_jobs_on_8_devices_share_none_and_keep_their_order(
     ]
     chance, order = random.Random(5), Order()
     order.another_daemon()
-    running: dict[int, subprocess.Popen[str]] = {}
     statuses: dict[int, int] = {}
     begun = daemon_kills = client_kills = 0
     while begun < _RUNS or running:
