@@ -95,6 +95,28 @@ def ready_daemon(daemon: Daemon) -> Daemon:
     return daemon.start().wait_ready()
 
 
+@pytest.fixture(scope="module")
+def module_daemon() -> Iterator[Daemon]:
+    """A daemon that serves a V100, divided by four, to all tests of a module that use `shared_daemon`."""
+    with SimHost.create([{"kind": "v100"}]) as host, Daemon(host) as daemon:
+        yield daemon.start().wait_ready()
+
+
+@pytest.fixture
+def shared_daemon(module_daemon: Daemon) -> Iterator[Daemon]:
+    """A ready daemon for a test that changes nothing of it, and ends its jobs and leases.
+
+    Starting one takes four times as long as a command.
+    """
+    yield module_daemon
+
+    def is_unused() -> bool:
+        answer = module_daemon.get("/v1/leases")[1]
+        return not answer["leases"] and not answer["waiting"]
+
+    eventually(is_unused, "the end of the test's leases")
+
+
 @pytest.fixture
 def make_at_work(make_host: MakeHost, make_daemon: MakeDaemon) -> Iterator[MakeAtWork]:
     """Make a host of V100s, which enforce budgets, divided by four, with a job; the keys go to host.conf."""

@@ -65,11 +65,11 @@ def test_no_request_is_refused_during_a_reexec(ready_daemon: Daemon) -> None:
             except (OSError, http.client.HTTPException) as error:
                 errors.append(repr(error))
 
-    askers = [threading.Thread(target=ask) for _ in range(4)]
+    askers = [threading.Thread(target=ask) for _ in range(2)]
     for asker in askers:
         asker.start()
     try:
-        for _ in range(5):
+        for _ in range(3):
             ready_daemon.reexec()
     finally:
         done.set()

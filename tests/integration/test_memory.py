@@ -16,11 +16,11 @@ from browser.scene import Served
 from integration.daemon_host import PATIENCE_S, Daemon
 from integration.gateway_host import Gateway, free_port
 
-_WARM_UP, _REQUESTS = 4_000, 10_000
+_WARM_UP, _REQUESTS = 3_000, 6_000
 #: How many requests are sent on one connection: a connection costs more than a small request.
 _ON_ONE = 10
 #: A server that leaks one object of a connection grows by more than this in so many; a sound one by 50 KiB.
-_MAX_KIB = 512
+_MAX_KIB = 320
 
 _SMALL = "/nothing"
 _PAGE = ("/", "/", "/overview.json", "/v1/events?limit=1", "/nothing")

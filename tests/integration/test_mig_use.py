@@ -62,7 +62,7 @@ def test_a_whole_instance_that_another_program_uses_is_not_leased(daemon: Daemon
     assert other in devices(daemon).keys() - {address}
     waiting = queued(daemon, f"gpu={address}")
     daemon.host.gpus[0].remove_process(os.getpid())
-    eventually(lambda: leases_of(daemon), "the lease")
+    eventually(lambda: daemon.polls() and leases_of(daemon), "the lease")
     assert devices(daemon)[address]["state"] == "leased"
     waiting.close()
 
@@ -224,6 +224,7 @@ def test_inherit_refuses_a_destroyed_instance_even_without_a_lease(daemon: Daemo
     assert inherit(daemon, bare).stdout.strip() == instance.uuid
     daemon.host.fail("nvmlDeviceCreateGpuInstanceWithPlacement", "insufficient_resources")
     destroy(daemon)
-    eventually(lambda: f"[{reasons.MIG_INSTANCE_GONE}]" in inherit(daemon, bare).stderr, "the refusal")
+    gone = f"[{reasons.MIG_INSTANCE_GONE}]"
+    eventually(lambda: daemon.polls() and gone in inherit(daemon, bare).stderr, "the refusal")
     daemon.kill()
     assert inherit(daemon, bare).returncode == 0, "the daemon cannot be reached"

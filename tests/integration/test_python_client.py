@@ -57,19 +57,26 @@ def client(ready_daemon: Daemon, said: list[str], monkeypatch: pytest.MonkeyPatc
     return Client(said.append)
 
 
+@pytest.fixture
+def shared_client(shared_daemon: Daemon, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Client:
+    """A client of the daemon that all tests share."""
+    monkeypatch.setenv("YUNION_MPS_ROOT", str(shared_daemon.host.root))
+    return Client(said.append)
+
+
 def given(client: Client) -> list[str]:
     return sorted(address for lease in client.leases() for address in lease.devices)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_every_example_of_the_page_runs_and_leaves_nothing_taken(
-    ready_daemon: Daemon, client: Client, example: str, tmp_path: Path
+    shared_daemon: Daemon, shared_client: Client, example: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "example.py"
     file.write_text(example)
-    done = ready_daemon.host.run([sys.executable, file])
+    done = shared_daemon.host.run([sys.executable, file])
     assert (done.returncode, done.stderr) == (0, "")
-    eventually(lambda: given(client) == [], "that all is free")
+    eventually(lambda: given(shared_client) == [], "that all is free")
 
 
 def test_the_examples_pass_a_strict_type_check_with_the_installed_package(tmp_path: Path) -> None:
@@ -87,7 +94,7 @@ def test_the_examples_pass_a_strict_type_check_with_the_installed_package(tmp_pa
 
 
 def test_any_python_finds_it_beside_h11_without_our_environment(
-    ready_daemon: Daemon, client: Client, tmp_path: Path
+    shared_daemon: Daemon, shared_client: Client, tmp_path: Path
 ) -> None:
     """As the packages lay it out; `-IS` keeps everything else away."""
     spec = find_spec("h11")
@@ -101,7 +108,7 @@ def test_any_python_finds_it_beside_h11_without_our_environment(
         "from yunion_mps import Client\nprint(Client().lease().devices)"
     )
     base = sys._base_executable  # type: ignore[attr-defined]
-    done = ready_daemon.host.run([base, "-IS", "-c", code])
+    done = shared_daemon.host.run([base, "-IS", "-c", code])
     assert (done.stdout, done.stderr) == (f"('{ADDRESSES[0]}',)\n", "")
 
 
@@ -121,38 +128,38 @@ def test_only_what_is_needed_of_the_client_is_loaded() -> None:
         yunion_mps.Cliemt  # type: ignore[attr-defined] # noqa: B018
 
 
-def test_a_lease_ends_with_its_block_however_that_is_left(client: Client) -> None:
-    with contextlib.suppress(ZeroDivisionError), client.lease(devices=[ADDRESSES[2]]) as lease:
-        (record,) = client.leases()
+def test_a_lease_ends_with_its_block_however_that_is_left(shared_client: Client) -> None:
+    with contextlib.suppress(ZeroDivisionError), shared_client.lease(devices=[ADDRESSES[2]]) as lease:
+        (record,) = shared_client.leases()
         assert (record.id, record.pid, record.binding) == (lease.id, os.getpid(), "process")
         assert lease.devices == (ADDRESSES[2],)
         assert (lease.memory_mib, lease.thread_percentage, lease.gpus) == (4096, 25, ("00:06.0",))
         assert lease.environ() == {**os.environ, **record.environment}
         assert lease.environ({"A": "b"}) == {"A": "b", **record.environment}
-        assert len(client.devices(unused=True)) == 3
-        counts = client.status().devices
+        assert len(shared_client.devices(unused=True)) == 3
+        counts = shared_client.status().devices
         assert (counts.total, counts.used, counts.free) == (4, 1, 3)
         1 / 0  # noqa: B018
-    assert given(client) == []
+    assert given(shared_client) == []
     lease.release()
-    assert len(client.devices(unused=True)) == 4
+    assert len(shared_client.devices(unused=True)) == 4
 
 
-def test_unavailable_infeasible_and_unknown_have_their_own_errors(client: Client) -> None:
-    with client.lease(devices=[ADDRESSES[0]]):
+def test_unavailable_infeasible_and_unknown_have_their_own_errors(shared_client: Client) -> None:
+    with shared_client.lease(devices=[ADDRESSES[0]]):
         with pytest.raises(NothingFreeError, match="1 of 1 leased"):
-            client.lease(devices=[ADDRESSES[0]])
+            shared_client.lease(devices=[ADDRESSES[0]])
         with pytest.raises(InfeasibleError, match="can never be allocated"):
-            client.lease(count=2, across=True, wait_s=math.inf)
+            shared_client.lease(count=2, across=True, wait_s=math.inf)
     with pytest.raises(NotFoundError, match="there is no device nosuch"):
-        client.device("nosuch")
+        shared_client.device("nosuch")
 
 
 def test_a_caller_that_waits_gets_the_device_once_it_is_free(
-    client: Client, said: list[str], background: ThreadPoolExecutor
+    shared_client: Client, said: list[str], background: ThreadPoolExecutor
 ) -> None:
-    first = client.lease(devices=[ADDRESSES[0]])
-    second = background.submit(client.lease, devices=[ADDRESSES[0]], wait_s=math.inf)
+    first = shared_client.lease(devices=[ADDRESSES[0]])
+    second = background.submit(shared_client.lease, devices=[ADDRESSES[0]], wait_s=math.inf)
     eventually(lambda: said, "that it waits")
     assert said == [f"waiting: device {ADDRESSES[0]} cannot be allocated now: 1 of 1 leased"]
     first.release()
@@ -171,14 +178,14 @@ def test_a_lease_is_given_back_to_the_next_daemon_if_its_own_is_away(
     assert given(client) == []
 
 
-def test_a_fork_of_the_process_gives_nothing_back(client: Client) -> None:
-    with client.lease() as lease:
+def test_a_fork_of_the_process_gives_nothing_back(shared_client: Client) -> None:
+    with shared_client.lease() as lease:
         child = os.fork()
         if not child:
             lease.release()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert given(client) == [ADDRESSES[0]]
+        assert given(shared_client) == [ADDRESSES[0]]
 
 
 def test_an_exception_of_the_block_is_not_replaced_by_the_daemons(
@@ -201,8 +208,8 @@ def test_a_lease_lives_through_a_reexec_of_the_daemon(ready_daemon: Daemon, clie
     assert given(client) == []
 
 
-def test_a_lease_stays_in_its_process_and_its_record_travels(client: Client) -> None:
-    with client.lease() as lease:
+def test_a_lease_stays_in_its_process_and_its_record_travels(shared_client: Client) -> None:
+    with shared_client.lease() as lease:
         with pytest.raises(TypeError, match="a Lease cannot be passed to another process: pass its record"):
             pickle.dumps(lease)
         assert pickle.loads(pickle.dumps(lease.record)) == lease.record
@@ -230,28 +237,28 @@ def failure(call: Callable[[], None]) -> YunionError | None:
     return None
 
 
-def test_threads_share_a_client(client: Client, background: ThreadPoolExecutor) -> None:
-    leases = list(background.map(lambda _: client.lease(wait_s=60), range(4)))
-    assert sorted(lease.devices[0] for lease in leases) == ADDRESSES == given(client)
+def test_threads_share_a_client(shared_client: Client, background: ThreadPoolExecutor) -> None:
+    leases = list(background.map(lambda _: shared_client.lease(wait_s=60), range(4)))
+    assert sorted(lease.devices[0] for lease in leases) == ADDRESSES == given(shared_client)
     list(background.map(lambda lease: lease.release(), leases))
-    assert given(client) == []
+    assert given(shared_client) == []
 
 
-def test_a_lease_with_a_name_is_renewed_until_it_is_given_back(client: Client) -> None:
-    with client.lease(name="job-17", ttl_s=1) as lease:
-        (first,) = client.leases()
+def test_a_lease_with_a_name_is_renewed_until_it_is_given_back(shared_client: Client) -> None:
+    with shared_client.lease(name="job-17", ttl_s=1) as lease:
+        (first,) = shared_client.leases()
         assert (first.name, first.pid, lease.name) == ("job-17", None, "job-17")
         third = first.since + timedelta(seconds=3)
-        eventually(lambda: (client.leases()[0].expires or third) > third, "a third renewal")
+        eventually(lambda: (shared_client.leases()[0].expires or third) > third, "a third renewal")
         assert lease.lost == ""
-    assert given(client) == []
+    assert given(shared_client) == []
 
 
 def test_a_lease_with_a_name_says_that_another_caller_has_ended_it(
-    ready_daemon: Daemon, client: Client, said: list[str]
+    shared_daemon: Daemon, shared_client: Client, said: list[str]
 ) -> None:
-    with client.lease(name="job-17", ttl_s=1) as lease:
-        assert ready_daemon.ask("DELETE", f"/v1/leases/{lease.id}")[0] == 200
+    with shared_client.lease(name="job-17", ttl_s=1) as lease:
+        assert shared_daemon.ask("DELETE", f"/v1/leases/{lease.id}")[0] == 200
         assert eventually(lambda: lease.lost).startswith("there is no lease")
         assert said == [f"the lease of {ADDRESSES[0]} is lost: {lease.lost}"]
 

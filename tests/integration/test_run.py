@@ -18,8 +18,8 @@ from integration.tmux import Tmux
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 
-def test_a_command_does_not_inherit_what_python_changes(ready_daemon: Daemon) -> None:
-    host = ready_daemon.host
+def test_a_command_does_not_inherit_what_python_changes(shared_daemon: Daemon) -> None:
+    host = shared_daemon.host
     closed = ["bash", "-c", "set -o pipefail; yunion-mps run yes 2>/dev/null | head -1; exit $?"]
     assert host.run(closed).returncode == 128 + signal.SIGPIPE
     look = ["grep", "SigIgn", "/proc/self/status"]
@@ -93,9 +93,9 @@ def test_of_unlike_gpus_a_command_gets_one_that_enforces_its_budget(ready_daemon
         job.communicate()
 
 
-def test_options_after_the_command_belong_to_the_command(ready_daemon: Daemon) -> None:
+def test_options_after_the_command_belong_to_the_command(shared_daemon: Daemon) -> None:
     for before in ([], ["--"], ["--wait"], ["--wait", "--"], ["--count", "1", "--wait=5s"]):
-        assert run(ready_daemon.host, *before, "echo", "--wait", "5").stdout == "--wait 5\n", before
+        assert run(shared_daemon.host, *before, "echo", "--wait", "5").stdout == "--wait 5\n", before
 
 
 def test_a_command_without_limits_takes_no_device(ready_daemon: Daemon) -> None:
@@ -108,9 +108,9 @@ def test_a_command_without_limits_takes_no_device(ready_daemon: Daemon) -> None:
     assert run(host, "true").returncode == 1
 
 
-def test_an_unknown_device_does_not_run_without_limits(ready_daemon: Daemon) -> None:
+def test_an_unknown_device_does_not_run_without_limits(shared_daemon: Daemon) -> None:
     for option, name in (("--device", "00:06.0-9"), ("--gpu", "00:09.0")):
-        done = run(ready_daemon.host, "--allow-unlimited", option, name, "echo", "ran")
+        done = run(shared_daemon.host, "--allow-unlimited", option, name, "echo", "ran")
         assert (done.returncode, done.stdout) == (1, "")
         assert name in done.stderr
 
@@ -165,12 +165,12 @@ def test_with_mps_disabled_a_command_may_run_without_a_device(daemon: Daemon) ->
         ("lease take 'a b' --ttl 5", "NAME may contain letters, digits and ._:/@-, must begin with a letter"),
     ],
 )
-def test_empty_and_surplus_arguments_are_usage_errors(ready_daemon: Daemon, wrong: str, why: str) -> None:
-    done = ready_daemon.host.run(["yunion-mps", *shlex.split(wrong)])
+def test_empty_and_surplus_arguments_are_usage_errors(shared_daemon: Daemon, wrong: str, why: str) -> None:
+    done = shared_daemon.host.run(["yunion-mps", *shlex.split(wrong)])
     assert (done.returncode, done.stderr.startswith(f"yunion-mps: {why}")) == (2, True), done.stderr
     subcommand = " ".join(wrong.split()[: 1 + wrong.startswith("lease")])
     assert done.stderr.splitlines()[1:] == [f"yunion-mps: see: yunion-mps {subcommand} --help"]
-    assert given(ready_daemon) == []
+    assert given(shared_daemon) == []
 
 
 @pytest.mark.gpus({"kind": "v100", "count": 2})
@@ -184,9 +184,9 @@ def test_a_job_with_several_devices_is_asked_which_one_it_means(ready_daemon: Da
         )
 
 
-def test_a_command_without_standard_output_is_run_as_any_other(ready_daemon: Daemon, tmp_path: Path) -> None:
+def test_a_command_without_standard_output_is_run_as_any_other(shared_daemon: Daemon, tmp_path: Path) -> None:
     def done(*words: str) -> tuple[int, str]:
-        ended = ready_daemon.host.run(["sh", "-c", shlex.join(words) + " >&-"])
+        ended = shared_daemon.host.run(["sh", "-c", shlex.join(words) + " >&-"])
         return ended.returncode, ended.stderr
 
     look = ["sh", "-c", f"[ ! -e /proc/self/fd/1 ] && printenv YUNION_MPS_DEVICE >{tmp_path / 'got'}; exit 7"]
@@ -205,8 +205,8 @@ def test_without_standard_error_messages_do_not_go_to_the_output(daemon: Daemon)
     assert (done.returncode, done.stdout) == (0, "ran\n")
 
 
-def test_names_may_be_cut_as_elsewhere_and_a_name_has_one_lease(ready_daemon: Daemon) -> None:
-    host = ready_daemon.host
+def test_names_may_be_cut_as_elsewhere_and_a_name_has_one_lease(shared_daemon: Daemon) -> None:
+    host = shared_daemon.host
     for words in (
         ["--device", "0000:00:06.0-2"],
         ["--gpu", "0000:00:06.0"],
@@ -225,12 +225,12 @@ def test_names_may_be_cut_as_elsewhere_and_a_name_has_one_lease(ready_daemon: Da
     missing = host.run(["yunion-mps", "lease", "release", "job-1"])
     what = "there is no lease job-1 [not_found]"
     assert (missing.returncode, missing.stderr.splitlines()[0]) == (1, f"yunion-mps: {what}")
-    assert given(ready_daemon) == []
+    assert given(shared_daemon) == []
 
 
-def test_a_lease_of_any_valid_name_is_renewed_and_released_by_it(ready_daemon: Daemon) -> None:
+def test_a_lease_of_any_valid_name_is_renewed_and_released_by_it(shared_daemon: Daemon) -> None:
     def lease(*words: str) -> int:
-        return ready_daemon.host.run(["yunion-mps", "lease", *words]).returncode
+        return shared_daemon.host.run(["yunion-mps", "lease", *words]).returncode
 
     for name in ("slurm/17", "a@b:c._-d", "UP/low/er"):
         done = [lease("take", name, "--ttl", "600"), lease("renew", name)]
@@ -239,10 +239,10 @@ def test_a_lease_of_any_valid_name_is_renewed_and_released_by_it(ready_daemon: D
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_a_signal_that_is_sent_to_it_is_the_command_s(ready_daemon: Daemon, number: signal.Signals) -> None:
+def test_a_signal_that_is_sent_to_it_is_the_command_s(shared_daemon: Daemon, number: signal.Signals) -> None:
     caught = f"trap 'echo caught; exit 9' {number.name[3:]}; echo begun; while :; do read -rt 0.1 line; done"
     for script, expected in ((caught, (9, "caught\n")), ("echo begun; exec cat", (-number, ""))):
-        job = ready_daemon.host.popen(
+        job = shared_daemon.host.popen(
             ["yunion-mps", "run", "--", "bash", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert job.stdout
@@ -251,12 +251,12 @@ def test_a_signal_that_is_sent_to_it_is_the_command_s(ready_daemon: Daemon, numb
         said = job.stdout.read()
         job.communicate()
         assert (job.returncode, said) == expected
-    eventually(lambda: given(ready_daemon) == [], "the end of the leases")
+    eventually(lambda: given(shared_daemon) == [], "the end of the leases")
 
 
-def test_the_command_is_the_same_process_in_the_same_group_and_session(ready_daemon: Daemon) -> None:
+def test_the_command_is_the_same_process_in_the_same_group_and_session(shared_daemon: Daemon) -> None:
     for is_new in (False, True):
-        job = ready_daemon.host.popen(
+        job = shared_daemon.host.popen(
             ["yunion-mps", "run", "cat", "/proc/self/stat"], stdout=subprocess.PIPE, start_new_session=is_new
         )
         pid, command, _, parent, group, session, *_ = job.communicate()[0].split()
@@ -265,8 +265,8 @@ def test_the_command_is_the_same_process_in_the_same_group_and_session(ready_dae
         assert (int(group), int(session)) == expected
 
 
-def test_on_a_terminal_it_is_in_the_foreground_and_keys_are_its_own(ready_daemon: Daemon) -> None:
-    host = ready_daemon.host
+def test_on_a_terminal_it_is_in_the_foreground_and_keys_are_its_own(shared_daemon: Daemon) -> None:
+    host = shared_daemon.host
     with Tmux({**host.env, "LC_ALL": "C.UTF-8"}, 100, 20) as screen:
         screen.type("tty; yunion-mps run -- sh -c 'tty; test -t 0 -a -t 1 && echo a terminal'", "Enter")
         lines = screen.wait("^a terminal")
@@ -283,15 +283,15 @@ def test_on_a_terminal_it_is_in_the_foreground_and_keys_are_its_own(ready_daemon
         screen.wait("^second")  # another word, for what was said before may not be cleared away yet
         screen.type("C-z")
         screen.wait("Stopped")
-        assert given(ready_daemon) == ["00:06.0-0"], "who is stopped still has its device"
+        assert given(shared_daemon) == ["00:06.0-0"], "who is stopped still has its device"
         screen.type("fg", "Enter")
         screen.type("again", "Enter")
         eventually(lambda: screen.lines().count("again") == 2, "that it goes on")
         screen.type("C-d")
-        eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+        eventually(lambda: given(shared_daemon) == [], "the end of the lease")
 
 
-def test_a_pipeline_ends_as_its_commands_do(ready_daemon: Daemon) -> None:
+def test_a_pipeline_ends_as_its_commands_do(shared_daemon: Daemon) -> None:
     pipeline = "set -o pipefail; seq 5 | yunion-mps run -- sh -c 'cat; exit 3' | yunion-mps run tail -n 1"
-    done = ready_daemon.host.run(["bash", "-c", pipeline])
+    done = shared_daemon.host.run(["bash", "-c", pipeline])
     assert (done.returncode, done.stdout) == (3, "5\n")

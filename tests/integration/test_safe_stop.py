@@ -119,31 +119,31 @@ def test_the_daemon_may_restart_during_a_safe_stop(at_work: AtWork) -> None:
     assert terminations_of(daemon) == [DISCONNECTED]
 
 
-def test_the_command_outlives_its_parent_and_keeps_the_device(ready_daemon: Daemon) -> None:
+def test_the_command_outlives_its_parent_and_keeps_the_device(shared_daemon: Daemon) -> None:
     run = [*RUN, "--", "sh", "-c", "echo begun; exec cat"]
-    job = ready_daemon.host.popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    job = shared_daemon.host.popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert job.stdout
     assert job.stdin
     assert job.stdout.readline() == "begun\n"
-    (command,) = holders(ready_daemon)
+    (command,) = holders(shared_daemon)
     assert parent_of(command) == job.pid
     job.kill()
     job.wait()
     job.stdin.write("typed\n")
     job.stdin.flush()
     assert job.stdout.readline() == "typed\n"
-    assert holders(ready_daemon) == {command}
+    assert holders(shared_daemon) == {command}
     job.communicate()
-    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    eventually(lambda: given(shared_daemon) == [], "the end of the lease")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_a_signal_is_passed_on_once(ready_daemon: Daemon, number: signal.Signals) -> None:
+def test_a_signal_is_passed_on_once(shared_daemon: Daemon, number: signal.Signals) -> None:
     traps = f"trap 'echo caught' {number.name[3:]}; trap 'exit 9' USR2"
     caught = f"{traps}; echo begun; while :; do read -rt 0.1 x; done"
     for script, expected in ((caught, (9, "caught\n")), ("echo begun; exec cat", (128 + number, ""))):
         run = [*RUN, "--", "bash", "-c", script]
-        job = ready_daemon.host.popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        job = shared_daemon.host.popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert job.stdout
         assert job.stdout.readline() == "begun\n"
         job.send_signal(number)
@@ -153,8 +153,8 @@ def test_a_signal_is_passed_on_once(ready_daemon: Daemon, number: signal.Signals
         job.communicate()
 
 
-def test_on_a_terminal_keys_reach_the_command_once(ready_daemon: Daemon) -> None:
-    host = ready_daemon.host
+def test_on_a_terminal_keys_reach_the_command_once(shared_daemon: Daemon) -> None:
+    host = shared_daemon.host
     with Tmux({**host.env, "LC_ALL": "C.UTF-8"}, 100, 20) as screen:
         loop = "until [ x$word = xenough ]; do read -r word; echo got $word; done"
         script = f"trap 'echo caught' INT; echo begun; {loop}"
@@ -164,62 +164,62 @@ def test_on_a_terminal_keys_reach_the_command_once(ready_daemon: Daemon) -> None
         screen.wait("caught")
         screen.type("C-z")
         screen.wait("Stopped")
-        assert given(ready_daemon) == ["00:06.0-0"]
+        assert given(shared_daemon) == ["00:06.0-0"]
         screen.type("fg", "Enter")
         screen.type("word", "Enter")
         lines = screen.wait("^got word")
         assert sum(line.endswith("caught") for line in lines) == 1
         screen.type("enough", "Enter")
-        eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+        eventually(lambda: given(shared_daemon) == [], "the end of the lease")
 
 
 @pytest.mark.parametrize(("command", "status"), [(["sh", "-c", "exit 3"], 3), (["/no/such/program"], 127)])
 def test_the_exit_status_is_that_of_the_command(
-    ready_daemon: Daemon, command: list[str], status: int
+    shared_daemon: Daemon, command: list[str], status: int
 ) -> None:
-    assert ready_daemon.host.run([*RUN, "--", *command]).returncode == status
+    assert shared_daemon.host.run([*RUN, "--", *command]).returncode == status
 
 
-def test_a_signal_ends_a_request_that_waits(ready_daemon: Daemon) -> None:
-    host = ready_daemon.host
+def test_a_signal_ends_a_request_that_waits(shared_daemon: Daemon) -> None:
+    host = shared_daemon.host
     with host.popen(["yunion-mps", "run", "--device", "all", "sleep", "600"]) as holder:
-        eventually(lambda: leases_of(ready_daemon), "a lease of everything")
+        eventually(lambda: leases_of(shared_daemon), "a lease of everything")
         with host.popen([*RUN, "--wait", "--", "true"], stderr=subprocess.PIPE) as waiting:
-            eventually(lambda: ready_daemon.get("/v1/leases")[1]["waiting"], "the request")
+            eventually(lambda: shared_daemon.get("/v1/leases")[1]["waiting"], "the request")
             waiting.terminate()
             assert waiting.wait() == TERMINATED
         holder.kill()
 
 
-def test_the_device_of_a_job_is_inherited(ready_daemon: Daemon) -> None:
+def test_the_device_of_a_job_is_inherited(shared_daemon: Daemon) -> None:
     inner = "yunion-mps run --inherit --safe-stop -- printenv YUNION_MPS_LEASE YUNION_MPS_DEVICE"
     script = f'echo "$YUNION_MPS_LEASE"; {inner}; yunion-mps lease list -o csv | wc -l'
-    done = ready_daemon.host.run(["yunion-mps", "run", "sh", "-c", script], check=True)
+    done = shared_daemon.host.run(["yunion-mps", "run", "sh", "-c", script], check=True)
     outer, lease, device, lines = done.stdout.split()
     assert (lease, device, lines) == (outer, "00:06.0-0", "2")
 
 
-def test_inherit_requires_a_lease_and_excludes_a_request(ready_daemon: Daemon) -> None:
-    done = ready_daemon.host.run(["yunion-mps", "run", "--inherit", "true"])
+def test_inherit_requires_a_lease_and_excludes_a_request(shared_daemon: Daemon) -> None:
+    done = shared_daemon.host.run(["yunion-mps", "run", "--inherit", "true"])
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         1, "yunion-mps: --inherit: this environment has no device: YUNION_MPS_DEVICE is not set [host_error]",
     )  # fmt: skip
     script = "yunion-mps lease release $YUNION_MPS_LEASE; yunion-mps run --inherit echo started"
-    done = ready_daemon.host.run(["yunion-mps", "run", "sh", "-c", script])
+    done = shared_daemon.host.run(["yunion-mps", "run", "sh", "-c", script])
     assert (done.returncode, "started" in done.stdout) == (1, False)
     assert "of this environment has ended, so another job may have its devices" in done.stderr
-    done = ready_daemon.host.run(["yunion-mps", "run", "--inherit", "--gpu", "00:06.0", "true"])
+    done = shared_daemon.host.run(["yunion-mps", "run", "--inherit", "--gpu", "00:06.0", "true"])
     assert (done.returncode, "omit --gpu" in done.stderr) == (2, True)
 
 
-def test_in_another_pid_namespace_a_safe_stop_is_refused(ready_daemon: Daemon) -> None:
+def test_in_another_pid_namespace_a_safe_stop_is_refused(shared_daemon: Daemon) -> None:
     """PIDs differ there: to the daemon, one of the command's PIDs may be that of another job's client."""
     inside = ["unshare", "--pid", "--fork", "--mount-proc"]
-    done = ready_daemon.host.run([*inside, *RUN, "--", "echo", "begun"])
+    done = shared_daemon.host.run([*inside, *RUN, "--", "echo", "begun"])
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("yunion-mps: --safe-stop: the daemon is in another PID namespace, so ")
-    assert given(ready_daemon) == []
-    done = ready_daemon.host.run([*inside, "yunion-mps", "run", "--", "echo", "begun"])
+    assert given(shared_daemon) == []
+    done = shared_daemon.host.run([*inside, "yunion-mps", "run", "--", "echo", "begun"])
     assert (done.returncode, done.stdout) == (0, "begun\n"), done.stderr
 
 
@@ -231,9 +231,9 @@ def test_a_command_may_use_a_pid_namespace_of_its_own(at_work: AtWork) -> None:
     assert terminations_of(at_work.daemon) == [DISCONNECTED]
 
 
-def test_the_parent_keeps_no_pipe_open(ready_daemon: Daemon) -> None:
+def test_the_parent_keeps_no_pipe_open(shared_daemon: Daemon) -> None:
     run = [*RUN, "--", "sh", "-c", "exec >&-; read -r word"]
-    job = ready_daemon.host.popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    job = shared_daemon.host.popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert job.stdout
     assert job.stdout.read() == ""
     job.communicate("end\n")

@@ -114,8 +114,13 @@ def test_a_lease_through_mps_has_its_control_daemon_after_a_stop(
     eventually(lambda: modes(daemon)[1] == "default", "its compute mode")
 
 
-@pytest.mark.parametrize("leased", [["00:07.0-0"], ["00:07.0-0", "00:07.0-1"]])
-@pytest.mark.parametrize(("before", "after"), [(f"{SHARED[:-1]}2", 2), (2, f"{SHARED[:-1]}2")])
+@pytest.mark.parametrize(
+    ("before", "after", "leased"),
+    [
+        (f"{SHARED[:-1]}2", 2, ["00:07.0-0"]),
+        (2, f"{SHARED[:-1]}2", ["00:07.0-0", "00:07.0-1"]),
+    ],
+)
 def test_drain_and_now_wait_for_the_leases_of_another_way_of_sharing(
     daemon: Daemon, before: str | int, after: str | int, leased: list[str]
 ) -> None:

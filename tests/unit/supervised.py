@@ -67,8 +67,12 @@ class Supervised:
         drive(self.supervisor, lambda: self.supervisor.fleet.started)
         return self
 
+    def next(self) -> Supervised:
+        """Return the next supervisor of the host, not started."""
+        return self._make(self.host)
+
     def again(self) -> Supervised:
-        return self._make(self.host).start()
+        return self.next().start()
 
     def rescan(self) -> Snapshot:
         assert isinstance(self.preflight.nvml, Nvml)

@@ -69,8 +69,10 @@ class Overview(NamedTuple):
 class OverviewCache:
     """Caches the page's overview for all clients; devices are queried again only after an event."""
 
-    def __init__(self, paths: Paths) -> None:
+    def __init__(self, paths: Paths, answer_s: float = 10.0) -> None:
+        """`answer_s` is how long each answer of the daemon may take."""
         self._paths = paths
+        self._answer_s = answer_s
         #: None if the last query failed.
         self._overview: Overview | None = None
         self._begun_s = self._taken_s = 0.0
@@ -126,8 +128,9 @@ class OverviewCache:
         clients = await self._call(GET_CLIENTS, seen=True)
         return HostAnswers(status, gpus, self._devices, leases["leases"], leases["waiting"], clients)
 
-    async def _call(self, operation: Operation[T], timeout_s: float = 10.0, **arguments: Value) -> T:
-        answer = await get_from_daemon(self._paths, operation.encode(arguments).target, timeout_s=timeout_s)
+    async def _call(self, operation: Operation[T], **arguments: Value) -> T:
+        target = operation.encode(arguments).target
+        answer = await get_from_daemon(self._paths, target, timeout_s=self._answer_s)
         try:
             result: T = result_of(answer)
         except YunionError as error:
