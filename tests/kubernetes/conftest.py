@@ -12,7 +12,7 @@ from yunion_mps.paths import Paths
 from integration.conftest import daemon, host, make_daemon, make_host, ready_daemon
 from integration.daemon_host import Daemon, eventually
 from kubernetes.cluster import Cluster
-from kubernetes.dra_kubelet import DraKubelet, DraPlugin, add_node
+from kubernetes.dra_kubelet import DraKubelet, DraPlugin, DriverInThread, add_node
 from kubernetes.kubelet import Container, Kubelet, KubeletPlugin, Pod
 from kubernetes.peers import Loop
 from simhost import SimHost
@@ -64,12 +64,21 @@ def dra_kubelet(ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraKubelet]:
 
 
 @pytest.fixture
-def driver(dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraPlugin]:
+def driver(dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster) -> Iterator[DriverInThread]:
     """The DRA driver, which has registered, and whose devices are published."""
-    with DraPlugin(ready_daemon.host, cluster) as driver:
+    with DriverInThread(ready_daemon.host, cluster) as driver:
         dra_kubelet.register()
         eventually(dra_kubelet.devices, "its devices in slices")
         yield driver
+
+
+@pytest.fixture
+def driver_program(dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraPlugin]:
+    """The same as a program, which can be killed."""
+    with DraPlugin(ready_daemon.host, cluster) as program:
+        dra_kubelet.register()
+        eventually(dra_kubelet.devices, "its devices in slices")
+        yield program
 
 
 @pytest.fixture
