@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from yunion_mps.kubernetes import service
+from yunion_mps.kubernetes.node import PROGRAM
 from yunion_mps.kubernetes.options import PluginOptions, read_options
 from yunion_mps.paths import Paths
 
@@ -21,6 +24,7 @@ __all__ = ["daemon", "host", "make_daemon", "make_host", "ready_daemon"]
 
 StartContainer = Callable[[Pod], Container]
 Read = Callable[[str], PluginOptions]
+RunProgram = Callable[..., "tuple[object, list[str]]"]
 
 
 @pytest.fixture
@@ -34,6 +38,29 @@ def read(tmp_path: Path) -> Read:
         return read_options(Paths(str(tmp_path)))
 
     return written
+
+
+@pytest.fixture
+def run_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> RunProgram:
+    """How the program ends on the host of `read`, and what it prints, without a process.
+
+    It must end by itself: with a valid file and without `--check`, it would serve the node.
+    """
+
+    def run(*options: str) -> tuple[object, list[str]]:
+        monkeypatch.setenv("YUNION_MPS_ROOT", str(tmp_path))
+        monkeypatch.setattr(sys, "argv", [PROGRAM, *options])
+        status: object = 0
+        try:
+            service.main()
+        except SystemExit as end:
+            status = end.code
+        captured = capsys.readouterr()
+        return status, (captured.out + captured.err).splitlines()
+
+    return run
 
 
 @pytest.fixture

@@ -221,13 +221,10 @@ async def refused_claim_s(paths: Paths, why: str) -> float:
     return now_s()
 
 
-def test_a_claim_is_refused_in_time_if_the_daemon_hangs(hanging: Paths) -> None:
-    assert run(SkippingLoop(), refused_claim_s(hanging, "the daemon did not answer")) <= CLAIM_REFUSED_S
-
-
-def test_a_claim_is_refused_in_time_if_there_is_no_daemon(tmp_path: Path) -> None:
-    refused_s = run(SkippingLoop(), refused_claim_s(Paths(str(tmp_path)), "the daemon is not running"))
-    assert refused_s <= CLAIM_REFUSED_S
+def test_a_claim_is_refused_in_time_without_an_answer(hanging: Paths, tmp_path: Path) -> None:
+    absent = Paths(str(tmp_path))
+    for paths, why in ((hanging, "the daemon did not answer"), (absent, "the daemon is not running")):
+        assert run(SkippingLoop(), refused_claim_s(paths, why)) <= CLAIM_REFUSED_S
 
 
 class UnreachableServer(ApiServer):
