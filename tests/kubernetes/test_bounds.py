@@ -53,8 +53,7 @@ ATTEMPTS_IN_AN_HOUR = 10 + HOUR_S / 30
 REEXEC_S = 0.5
 #: How long the daemon has for an answer on a busy host, and when one that hangs is noticed, in s.
 ANSWER_S, HUNG_S = 5.0, 7.0
-#: By when a claim is refused, in s; the kubelet waits for 45 s, in which the API server is asked, too.
-CLAIM_REFUSED_S = 10.0
+CLAIM_REFUSED_S = 10.0  # the kubelet waits for 45 s, in which the API server is asked, too
 
 
 @pytest.fixture
