@@ -42,6 +42,8 @@ addEventListener("securitypolicyviolation", (e) => errors.push(`${e.violatedDire
 addEventListener("error", (e) => errors.push(`error: ${e.message ?? e.target.outerHTML}`), true);
 addEventListener("unhandledrejection", (e) => errors.push(`rejection: ${e.reason}`));
 """
+#: What ends each pause of a page after a tenth of a second.
+_BRIEF_PAUSES = "const wait = setTimeout; window.setTimeout = (done, ms) => wait(done, Math.min(ms, 100));"
 _KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}
 
 
@@ -78,9 +80,19 @@ class Chromium(Closes):
         self.answering: dict[str, Callable[[Json], None]] = {}
 
     def page(
-        self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False, reduced: bool = True
+        self,
+        url: str,
+        *,
+        width: int = 1280,
+        height: int = 900,
+        dark: bool = False,
+        reduced: bool = True,
+        brief_pauses: bool = False,
     ) -> Page:
-        """A new page of this size, which has begun to load."""
+        """A new page of this size, which has begun to load.
+
+        With `brief_pauses`, it asks for what is new without the pauses that spare the server.
+        """
         target = self.tell("Target.createTarget", {"url": "about:blank"})["targetId"]
         self._pages.append(target)
         session = self.tell("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"]
@@ -90,6 +102,8 @@ class Chromium(Closes):
         page.tell("Log.enable")
         page.tell("Runtime.enable")
         page.tell("Page.addScriptToEvaluateOnNewDocument", {"source": _WATCH})
+        if brief_pauses:
+            page.tell("Page.addScriptToEvaluateOnNewDocument", {"source": _BRIEF_PAUSES})
         page.prefer(dark=dark, reduced=reduced)
         page.tell("Page.navigate", {"url": url})
         return page

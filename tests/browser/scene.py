@@ -47,6 +47,16 @@ class Scene(NamedTuple):
     jobs: Jobs
     served: Served
 
+    def wait_measured(self, device: str, mib: int) -> None:
+        """Have the daemon poll until the usage of the last hour has this memory of a device."""
+
+        def is_measured() -> bool:
+            self.daemon.polls()
+            devices = self.daemon.get("/v1/usage")[1]["devices"]
+            return any(one["addr"] == device and mib in one["memory_used_mib"] for one in devices)
+
+        eventually(is_measured, f"{mib} MiB of {device}")
+
 
 @contextmanager
 def scene_on(host: SimHost) -> Iterator[Scene]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from yunion_mps.kubernetes import service
+from yunion_mps.kubernetes.node import PROGRAM
 from yunion_mps.kubernetes.options import PluginOptions, read_options
 from yunion_mps.paths import Paths
 
 from integration.conftest import daemon, host, make_daemon, make_host, ready_daemon
 from integration.daemon_host import Daemon, eventually
 from kubernetes.cluster import Cluster
-from kubernetes.dra_kubelet import DraKubelet, DraPlugin, add_node
+from kubernetes.dra_kubelet import DraKubelet, DraPlugin, DriverInThread, add_node
 from kubernetes.kubelet import Container, Kubelet, KubeletPlugin, Pod
 from kubernetes.peers import Loop
 from simhost import SimHost
@@ -21,6 +24,7 @@ __all__ = ["daemon", "host", "make_daemon", "make_host", "ready_daemon"]
 
 StartContainer = Callable[[Pod], Container]
 Read = Callable[[str], PluginOptions]
+RunProgram = Callable[..., "tuple[object, list[str]]"]
 
 
 @pytest.fixture
@@ -34,6 +38,29 @@ def read(tmp_path: Path) -> Read:
         return read_options(Paths(str(tmp_path)))
 
     return written
+
+
+@pytest.fixture
+def run_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> RunProgram:
+    """How the program ends on the host of `read`, and what it prints, without a process.
+
+    It must end by itself: with a valid file and without `--check`, it would serve the node.
+    """
+
+    def run(*options: str) -> tuple[object, list[str]]:
+        monkeypatch.setenv("YUNION_MPS_ROOT", str(tmp_path))
+        monkeypatch.setattr(sys, "argv", [PROGRAM, *options])
+        status: object = 0
+        try:
+            service.main()
+        except SystemExit as end:
+            status = end.code
+        captured = capsys.readouterr()
+        return status, (captured.out + captured.err).splitlines()
+
+    return run
 
 
 @pytest.fixture
@@ -64,12 +91,21 @@ def dra_kubelet(ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraKubelet]:
 
 
 @pytest.fixture
-def driver(dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraPlugin]:
+def driver(dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster) -> Iterator[DriverInThread]:
     """The DRA driver, which has registered, and whose devices are published."""
-    with DraPlugin(ready_daemon.host, cluster) as driver:
+    with DriverInThread(ready_daemon.host, cluster) as driver:
         dra_kubelet.register()
         eventually(dra_kubelet.devices, "its devices in slices")
         yield driver
+
+
+@pytest.fixture
+def driver_program(dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraPlugin]:
+    """The same as a program, which can be killed."""
+    with DraPlugin(ready_daemon.host, cluster) as program:
+        dra_kubelet.register()
+        eventually(dra_kubelet.devices, "its devices in slices")
+        yield program
 
 
 @pytest.fixture

@@ -1,13 +1,14 @@
-"""A kubelet that uses DRA drivers, by grpcio, and the claims of a cluster.
+"""A kubelet that uses DRA drivers, by grpcio, the driver, and the claims of a cluster.
 
-with Cluster() as cluster, DraKubelet(host, cluster) as kubelet, DraPlugin(host, cluster):
-    kubelet.wait_registered()
+with Cluster() as cluster, DraKubelet(host, cluster) as kubelet, DriverInThread(host, cluster):
+    kubelet.register()
     claim = kubelet.allocate("trainer", ["00-06-0-1"])
     kubelet.prepare(claim)
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
@@ -17,13 +18,18 @@ from typing import Any, NamedTuple
 import grpc
 from yunion_mps.kubernetes import dra_api as api
 from yunion_mps.kubernetes import kubelet_api
+from yunion_mps.kubernetes.credentials import Kubeconfig
 from yunion_mps.kubernetes.dra_devices import DRIVER
+from yunion_mps.kubernetes.dra_driver import DraService, DriverTimes
 from yunion_mps.kubernetes.kubelet_api import AnswerT, Empty, Message, Rpc
+from yunion_mps.kubernetes.metrics import Counts
+from yunion_mps.paths import Paths
+from yunion_mps.tasks import cancel
 
 from integration.daemon_host import eventually
 from kubernetes.cluster import Cluster
 from kubernetes.kubelet import KubeletPlugin
-from kubernetes.peers import PATIENCE_S, channel, their_server
+from kubernetes.peers import PATIENCE_S, Loop, channel, their_server
 from kubernetes.slice_rules import wrong_with
 from simhost import SimHost
 from simhost.host import Closes
@@ -35,6 +41,8 @@ NODES = "/api/v1/nodes"
 NAMESPACE = "default"
 #: How long the kubelet waits for an answer about claims, in s.
 CALL_S = 45.0
+#: Slices are written, and sockets created again, without the pauses that spare an API server.
+QUICK = DriverTimes(slices_s=0.1, poll_s=0.05)
 
 
 class Claim(NamedTuple):
@@ -116,11 +124,11 @@ class DraKubelet(Closes):
     def wait_published(self, number: int) -> list[dict[str, Any]]:
         """Wait until so many devices without a taint are in complete slices, and return those."""
 
-        def found() -> list[dict[str, Any]]:
-            return [one for one in self.devices() if "taints" not in one]
+        eventually(lambda: len(self.untainted()) == number, f"{number} devices in slices")
+        return self.untainted()
 
-        eventually(lambda: len(found()) == number, f"{number} devices in slices")
-        return found()
+    def untainted(self) -> list[dict[str, Any]]:
+        return [one for one in self.devices() if "taints" not in one]
 
     def devices(self) -> list[dict[str, Any]]:
         """The devices of the newest generation, if all of its slices are there."""
@@ -225,3 +233,39 @@ class DraPlugin(KubeletPlugin):
         options.write_text(f"kubeconfig: {kubeconfig}\nnodeName: {NODE}\n{more}")
         self.host = host
         super().__init__(host, *arguments)
+
+
+class DriverInThread(Closes):
+    """The driver in a thread of the test, with times of the test; it can be started again. A context manager.
+
+    It costs no process, so it is for whatever needs no signal, no log and no command line.
+    """
+
+    def __init__(self, host: SimHost, cluster: Cluster, times: DriverTimes = QUICK) -> None:
+        self.host = host
+        self._credentials = Kubeconfig(str(cluster.write_kubeconfig(host.root / "etc/kubeconfig")))
+        self._times = times
+        self._loop: Loop | None = None
+        self.start()
+
+    def start(self) -> None:
+        self._loop = Loop()
+        self._loop.__enter__()
+        self._running = self._loop.run(self._begin())
+
+    async def _begin(self) -> asyncio.Task[None]:
+        paths = Paths(str(self.host.root))
+        service = DraService(self._credentials, NODE, paths, Counts(), times=self._times)
+        return asyncio.ensure_future(service.run())
+
+    def end(self) -> None:
+        """End it; fails if it has ended by itself."""
+        if self._loop is None:
+            return
+        has_ended = self._running.done()
+        self._loop.run(cancel([self._running]))
+        self._loop.__exit__()
+        self._loop = None
+        assert not has_ended, self._running.exception()
+
+    close = end

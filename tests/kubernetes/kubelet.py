@@ -65,6 +65,8 @@ class Kubelet(Closes):
         self.resource = self._resources[0]
         self.pods: dict[str, Pod] = {}
         self.registrations: list[api.RegisterRequest] = []
+        #: How often it was asked which pods it has.
+        self.asked_for_pods = 0
         self._lists: dict[str, list[api.ListAndWatchResponse]] = {}
         self._stack = contextlib.ExitStack()
         self._channels: dict[str, grpc.Channel] = {}
@@ -117,6 +119,7 @@ class Kubelet(Closes):
 
     def _list(self, _: bytes, __: Any) -> bytes:
         """One entry for each device, as the kubelet answers."""
+        self.asked_for_pods += 1
         return api.ListPodResourcesResponse(
             tuple(
                 api.PodResources(

@@ -274,7 +274,7 @@ INVALID = "certificate-authority-data: " + base64.b64encode("ü".encode()).decod
     [
         ("", "has no current context"),
         ("a: [", "is not YAML"),
-        ("[" * 3000, "is not YAML"),
+        ("[" * 700, "is not YAML"),
         ("- 1\n", "has no current context"),
         ("current-context: 9999-99-99\n", "is not YAML"),
         ("current-context: nothing\ncontexts: []\n", "has no current context"),

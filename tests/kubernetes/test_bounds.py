@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
+from yunion_mps.errors import UnreachableError
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_CLIENTS, Operation
 from yunion_mps.kubernetes import dra_api
@@ -52,6 +53,7 @@ ATTEMPTS_IN_AN_HOUR = 10 + HOUR_S / 30
 REEXEC_S = 0.5
 #: How long the daemon has for an answer on a busy host, and when one that hangs is noticed, in s.
 ANSWER_S, HUNG_S = 5.0, 7.0
+CLAIM_REFUSED_S = 10.0  # the kubelet waits for 45 s, in which the API server is asked, too
 
 
 @pytest.fixture
@@ -191,17 +193,37 @@ def test_a_change_that_is_undone_at_once_is_noticed() -> None:
     assert pools == ["leased", "free"]
 
 
-@pytest.mark.parametrize("unhealthy_s", [unhealthy_share_s, tainted_share_s])
-def test_a_daemon_that_hangs_is_noticed_long_before_its_requests_time_out(
-    short_path: Path, unhealthy_s: Callable[[Paths], Coroutine[Any, Any, float]]
-) -> None:
+@pytest.fixture
+def hanging(short_path: Path) -> Iterator[Paths]:
+    """Where a daemon accepts connections and never answers."""
     paths = Paths(str(short_path))
-    with socket.socket(socket.AF_UNIX) as hanging:
+    with socket.socket(socket.AF_UNIX) as listening:
         path = Path(paths.socket)
         path.parent.mkdir(parents=True)
-        hanging.bind(str(path))
-        hanging.listen(8)
-        assert ANSWER_S <= run(SkippingLoop(), unhealthy_s(paths)) <= HUNG_S
+        listening.bind(str(path))
+        listening.listen(8)
+        yield paths
+
+
+@pytest.mark.parametrize("unhealthy_s", [unhealthy_share_s, tainted_share_s])
+def test_a_daemon_that_hangs_is_noticed_long_before_its_requests_time_out(
+    hanging: Paths, unhealthy_s: Callable[[Paths], Coroutine[Any, Any, float]]
+) -> None:
+    assert ANSWER_S <= run(SkippingLoop(), unhealthy_s(hanging)) <= HUNG_S
+
+
+async def refused_claim_s(paths: Paths, why: str) -> float:
+    """When a claim is refused because a driver that has just started does not know the devices."""
+    host = DraHost(paths, Counts())
+    with pytest.raises(UnreachableError, match=why):
+        await first_of(host.run(), host.known())
+    return now_s()
+
+
+def test_a_claim_is_refused_in_time_without_an_answer(hanging: Paths, tmp_path: Path) -> None:
+    absent = Paths(str(tmp_path))
+    for paths, why in ((hanging, "the daemon did not answer"), (absent, "the daemon is not running")):
+        assert run(SkippingLoop(), refused_claim_s(paths, why)) <= CLAIM_REFUSED_S
 
 
 class UnreachableServer(ApiServer):

@@ -8,11 +8,10 @@ import signal
 import pytest
 from yunion_mps.kubernetes import dra_api as api
 
-from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, leases_of, take
 from kubernetes.cluster import Cluster
-from kubernetes.dra_kubelet import CLAIMS, NAMESPACE, SLICES, DraKubelet, DraPlugin
+from kubernetes.dra_kubelet import CLAIMS, NAMESPACE, SLICES, DraKubelet, DraPlugin, DriverInThread
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 NAMES = [f"00-06-0-{slot}" for slot in range(4)]
@@ -31,7 +30,7 @@ def cdi_environment(daemon: Daemon, cdi: str) -> dict[str, str]:
 
 
 def test_the_driver_registers_with_both_versions_and_publishes_devices(
-    dra_kubelet: DraKubelet, driver: DraPlugin
+    dra_kubelet: DraKubelet, driver_program: DraPlugin
 ) -> None:
     info = dra_kubelet.register()
     assert (info.type, info.name) == ("DRAPlugin", "mps.yunion.io")
@@ -51,7 +50,7 @@ def test_the_driver_registers_with_both_versions_and_publishes_devices(
 
 @pytest.mark.gpus({"kind": "v100", "count": 6, "virtual_number": 48})
 def test_devices_that_are_read_in_pages_are_all_published(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon
 ) -> None:
     names = {device["name"] for device in dra_kubelet.wait_published(288)}
     assert names == {f"00-{gpu:02x}-0-{slot}" for gpu in range(6, 12) for slot in range(48)}
@@ -60,7 +59,7 @@ def test_devices_that_are_read_in_pages_are_all_published(
 
 
 def test_a_claim_is_one_lease_from_prepare_to_unprepare(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon
 ) -> None:
     claim = dra_kubelet.allocate("trainer", [NAMES[1]])
     cdi = dra_kubelet.prepared(claim)
@@ -78,7 +77,8 @@ def test_a_claim_is_one_lease_from_prepare_to_unprepare(
 
 
 def test_the_older_version_of_the_api_is_served(ready_daemon: Daemon, cluster: Cluster) -> None:
-    with DraKubelet(ready_daemon.host, cluster, "v1beta1") as kubelet, DraPlugin(ready_daemon.host, cluster):
+    host = ready_daemon.host
+    with DraKubelet(host, cluster, "v1beta1") as kubelet, DriverInThread(host, cluster):
         kubelet.register()
         claim = kubelet.allocate("trainer", [NAMES[0]])
         assert kubelet.prepared(claim)
@@ -86,7 +86,7 @@ def test_the_older_version_of_the_api_is_served(ready_daemon: Daemon, cluster: C
 
 
 def test_claims_are_prepared_and_refused_one_by_one(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon
 ) -> None:
     take(ready_daemon, f"holder.name=job&holder.ttl_s=600&devices={ADDRESSES[0]}")
     claims = [dra_kubelet.allocate(name, [device]) for name, device in (("a", NAMES[0]), ("b", NAMES[2]))]
@@ -99,7 +99,7 @@ def test_claims_are_prepared_and_refused_one_by_one(
 
 
 def test_a_malformed_claim_does_not_hinder_the_others(
-    dra_kubelet: DraKubelet, driver: DraPlugin, cluster: Cluster
+    dra_kubelet: DraKubelet, driver: DriverInThread, cluster: Cluster
 ) -> None:
     good, wrong = dra_kubelet.allocate("good", [NAMES[0]]), dra_kubelet.allocate("wrong", [NAMES[1]])
     stored = cluster.get(CLAIMS, "wrong", NAMESPACE)
@@ -111,7 +111,7 @@ def test_a_malformed_claim_does_not_hinder_the_others(
 
 
 def test_parameters_for_the_driver_are_refused_rather_than_ignored(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     claim = dra_kubelet.allocate("trainer", [NAMES[0]])
     stored = cluster.get(CLAIMS, "trainer", NAMESPACE)
@@ -127,7 +127,7 @@ def test_parameters_for_the_driver_are_refused_rather_than_ignored(
 
 
 def test_a_claim_that_cannot_be_prepared_is_refused(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     claim = dra_kubelet.allocate("trainer", [NAMES[0]])
     assert "replaced by another" in dra_kubelet.refused(claim._replace(uid="another"))
@@ -140,7 +140,7 @@ def test_a_claim_that_cannot_be_prepared_is_refused(
 
 
 def test_lost_gpus_and_devices_that_others_lease_get_a_taint(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon
 ) -> None:
     take(ready_daemon, f"holder.name=job&holder.ttl_s=600&devices={ADDRESSES[3]}")
     dra_kubelet.wait_published(3)
@@ -159,29 +159,25 @@ def test_lost_gpus_and_devices_that_others_lease_get_a_taint(
     eventually(lambda: ready_daemon.polls() and len(taints()) == 1, "the end of the taints")
 
 
-def test_3072_devices_are_one_generation_of_slices(
-    make_host: MakeHost, make_daemon: MakeDaemon, cluster: Cluster
+@pytest.mark.gpus({"kind": "v100", "virtual_number": 48, "count": 3})
+def test_devices_of_several_slices_are_one_generation(
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
-    host = make_host([{"kind": "v100", "virtual_number": 48, "numa_node": 1, "count": 64}])
-    daemon = make_daemon(host)
-    daemon.configure(cuda_mps_scope="gpu")
-    daemon.start().wait_ready()
-    with DraKubelet(host, cluster) as kubelet, DraPlugin(host, cluster):
-        kubelet.register()
-        kubelet.wait_published(3072)
-        assert len(cluster.of(SLICES)) == 64
-        assert cluster.requests["POST"] == 64
-        host.gpus[0].lose()
-        eventually(lambda: daemon.polls() and len(kubelet.wait_published(3072 - 48)) > 0, "the taints")
-        assert cluster.requests["PUT"] == 1, "the lost GPU is in one slice"
-        assert kubelet.watch_health(api.WATCH_HEALTH_ALPHA)
-        name = kubelet.devices()[-1]["name"]
-        assert kubelet.prepared(kubelet.allocate("trainer", [name]))
+    dra_kubelet.wait_published(144)
+    assert len(cluster.of(SLICES)) == cluster.requests["POST"] == 3
+    ready_daemon.host.gpus[0].lose()
+    untainted = "devices without a taint"
+    eventually(lambda: ready_daemon.polls() and len(dra_kubelet.untainted()) == 96, untainted)
+    assert cluster.requests["PUT"] == 1, "the lost GPU is in one slice"
+    health = dra_kubelet.watch_health(api.WATCH_HEALTH_ALPHA)
+    eventually(lambda: len(health.health) == 144, "the health, in the older version")
+    name = dra_kubelet.devices()[-1]["name"]
+    assert dra_kubelet.prepared(dra_kubelet.allocate("trainer", [name]))
 
 
-def test_the_slices_remain_when_the_driver_stops(dra_kubelet: DraKubelet, driver: DraPlugin) -> None:
+def test_the_slices_remain_when_the_driver_stops(dra_kubelet: DraKubelet, driver_program: DraPlugin) -> None:
     before = dra_kubelet.cluster.of(SLICES)
-    assert driver.end(signal.SIGTERM) == 0
-    driver.start()
+    assert driver_program.end(signal.SIGTERM) == 0
+    driver_program.start()
     dra_kubelet.register()
     assert dra_kubelet.cluster.of(SLICES) == before

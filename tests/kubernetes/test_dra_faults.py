@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from yunion_mps.kubernetes.api_server import ApiServer
 from yunion_mps.kubernetes.credentials import ApiServerError, Kubeconfig
-from yunion_mps.kubernetes.dra_claims import ClaimLeases
+from yunion_mps.kubernetes.dra_claims import ClaimLeases, is_claim_lease
 from yunion_mps.kubernetes.dra_devices import DRIVER
-from yunion_mps.kubernetes.dra_host import DraHost
+from yunion_mps.kubernetes.dra_host import DraHost, HostTimes
 from yunion_mps.kubernetes.metrics import Counts
 from yunion_mps.paths import Paths
 from yunion_mps.tasks import first_of
@@ -21,7 +21,7 @@ from integration.daemon_host import PATIENCE_S, Daemon, eventually
 from integration.gateway_host import free_port
 from integration.lease_host import leases_of, needs_root, stranger, take
 from kubernetes.cluster import Cluster
-from kubernetes.dra_kubelet import CLAIMS, NAMESPACE, Claim, DraKubelet, DraPlugin
+from kubernetes.dra_kubelet import CLAIMS, NAMESPACE, QUICK, Claim, DraKubelet, DraPlugin, DriverInThread
 from kubernetes.test_metrics import scrape
 from simhost.host import IN_UNITS
 
@@ -31,7 +31,7 @@ UID = "4f6a0c1e-58d3-4a39-9a5b-0d5d8c6f2b11"
 
 
 def test_two_shares_of_one_gpu_are_one_budget(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon
 ) -> None:
     claim = dra_kubelet.allocate("trainer", NAMES[:2], requests=["main/large", "second"])
     assert "set cuda_mps_combine: 2" in dra_kubelet.refused(claim)
@@ -45,7 +45,7 @@ def test_two_shares_of_one_gpu_are_one_budget(
 
 
 def test_a_change_of_what_can_be_combined_is_noticed(ready_daemon: Daemon) -> None:
-    host = DraHost(Paths(str(ready_daemon.host.root)), Counts(), reread_s=1)
+    host = DraHost(Paths(str(ready_daemon.host.root)), Counts(), HostTimes(reread_s=0.1))
 
     async def wait(number: int) -> None:
         while not host.offered or {one.combinable for one in host.offered} != {number}:
@@ -62,7 +62,9 @@ def test_a_change_of_what_can_be_combined_is_noticed(ready_daemon: Daemon) -> No
 
 
 @pytest.mark.gpus({"kind": "v100", "count": 2})
-def test_a_claim_can_have_two_gpus(dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon) -> None:
+def test_a_claim_can_have_two_gpus(
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon
+) -> None:
     claim = dra_kubelet.allocate("trainer", ["00-06-0-0", "00-07-0-0"])
     assert dra_kubelet.prepared(claim)
     (lease,) = leases_of(ready_daemon)
@@ -74,7 +76,7 @@ def test_memory_of_a_pool_is_leased_by_the_amount(daemon: Daemon, cluster: Clust
     host = daemon.host
     host.divide(IN_UNITS)
     daemon.start().wait_ready()
-    with DraKubelet(host, cluster) as kubelet, DraPlugin(host, cluster):
+    with DraKubelet(host, cluster) as kubelet, DriverInThread(host, cluster):
         kubelet.register()
         (device,) = kubelet.wait_published(1)
         assert device["allowMultipleAllocations"]
@@ -90,7 +92,7 @@ def test_memory_leased_on_the_host_is_no_capacity_of_a_pool(daemon: Daemon, clus
     host = daemon.host
     host.divide(IN_UNITS)
     daemon.start().wait_ready()
-    with DraKubelet(host, cluster) as kubelet, DraPlugin(host, cluster):
+    with DraKubelet(host, cluster) as kubelet, DriverInThread(host, cluster):
         kubelet.register()
         kubelet.wait_published(1)
 
@@ -144,9 +146,9 @@ class RestartedDriver:
 
 
 @pytest.fixture
-def restarted(driver: DraPlugin, dra_kubelet: DraKubelet, ready_daemon: Daemon) -> RestartedDriver:
+def restarted(driver_program: DraPlugin, dra_kubelet: DraKubelet, ready_daemon: Daemon) -> RestartedDriver:
     dra_kubelet.wait_published(4)
-    return RestartedDriver(driver, dra_kubelet, ready_daemon)
+    return RestartedDriver(driver_program, dra_kubelet, ready_daemon)
 
 
 def test_a_driver_killed_at_any_step_of_a_preparation_loses_nothing(
@@ -187,7 +189,7 @@ def test_a_driver_killed_at_any_step_of_an_unpreparation_leaks_nothing(
 
 
 def test_without_the_api_server_claims_are_refused_and_leases_remain(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     claims = [dra_kubelet.allocate(name, [NAMES[number]]) for number, name in enumerate("ab")]
     dra_kubelet.prepared(claims[0])
@@ -201,7 +203,7 @@ def test_without_the_api_server_claims_are_refused_and_leases_remain(
 
 
 def test_a_daemon_that_restarts_keeps_the_leases_of_claims(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon
 ) -> None:
     claim = dra_kubelet.allocate("trainer", [NAMES[0]])
     cdi = dra_kubelet.prepared(claim)
@@ -216,20 +218,21 @@ def test_a_daemon_that_restarts_keeps_the_leases_of_claims(
 
 
 def test_a_daemon_that_hangs_taints_its_devices_until_it_continues(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+    dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
-    dra_kubelet.wait_published(4)
-    os.kill(ready_daemon.pid, signal.SIGSTOP)
-    try:
-        dra_kubelet.wait_published(0)
-    finally:
-        os.kill(ready_daemon.pid, signal.SIGCONT)
-    dra_kubelet.wait_published(4)
-    assert driver.process.poll() is None
+    times = QUICK._replace(host=HostTimes(probe_s=0.1, hang_s=0.5))
+    with DriverInThread(ready_daemon.host, cluster, times):
+        dra_kubelet.wait_published(4)
+        ready_daemon.signal(signal.SIGSTOP)
+        try:
+            dra_kubelet.wait_published(0)
+        finally:
+            ready_daemon.signal(signal.SIGCONT)
+        dra_kubelet.wait_published(4)
 
 
 def test_a_gpu_is_published_although_a_claim_has_the_one_that_it_replaced(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon
 ) -> None:
     assert dra_kubelet.prepared(dra_kubelet.allocate("trainer", [NAMES[0]]))
     new = f"GPU-{UID}"
@@ -243,7 +246,7 @@ def test_a_gpu_is_published_although_a_claim_has_the_one_that_it_replaced(
     eventually(lambda: published() == [new] * 4, "the devices of the new GPU")
 
 
-def test_sockets_that_are_removed_are_created_again(dra_kubelet: DraKubelet, driver: DraPlugin) -> None:
+def test_sockets_that_are_removed_are_created_again(dra_kubelet: DraKubelet, driver: DriverInThread) -> None:
     root = driver.host.root / "var/lib/kubelet"
     for path in ("plugins_registry/mps.yunion.io-reg.sock", "plugins/mps.yunion.io/dra.sock"):
         (root / path).unlink()
@@ -274,7 +277,7 @@ class Reconciler:
 
 
 def test_leases_without_claim_and_pod_are_released(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     claims = [dra_kubelet.allocate(name, [NAMES[number]]) for number, name in enumerate("abcd")]
     for claim in claims:
@@ -295,10 +298,29 @@ def test_leases_without_claim_and_pod_are_released(
     assert Reconciler(ready_daemon, cluster).run() == [f"{NAMESPACE}/d"]
 
 
-@pytest.mark.parametrize("name", ["team/job@1", f"team/job@{UID}", "claim:team/job@1"])
-def test_a_lease_that_is_not_of_a_claim_is_neither_released_nor_ours(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster, name: str
+@pytest.mark.parametrize(
+    ("name", "changed", "is_one"),
+    [
+        (f"claim:team/job@{UID}", {}, True),
+        (f"claim:team/job@{UID}", {"expires": "2026-11-23T12:00:00Z"}, False),
+        (f"claim:team/job@{UID}", {"binding": "process"}, False),
+        ("claim:team/job@1", {}, False),
+        (f"team/job@{UID}", {}, False),
+        ("team/job@1", {}, False),
+        (None, {}, False),
+    ],
+)
+def test_only_a_lease_that_the_driver_could_have_taken_is_of_a_claim(
+    name: str | None, changed: dict[str, str], is_one: bool
 ) -> None:
+    lease: Any = {"name": name, "binding": "name", "expires": None, **changed}
+    assert is_claim_lease(lease) is is_one
+
+
+def test_a_lease_that_is_not_of_a_claim_is_neither_released_nor_ours(
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon, cluster: Cluster
+) -> None:
+    name = "claim:team/job@1"
     take(ready_daemon, f"holder.name={name}&holder.ttl_s=0&devices=00:06.0-0")
     assert [device["name"] for device in dra_kubelet.wait_published(3)] == NAMES[1:]
     assert dra_kubelet.devices()[0]["taints"][0]["key"] == f"{DRIVER}/leased"
@@ -307,7 +329,7 @@ def test_a_lease_that_is_not_of_a_claim_is_neither_released_nor_ours(
 
 
 def test_a_claim_of_the_same_name_does_not_keep_the_old_lease(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     old = dra_kubelet.allocate("trainer", [NAMES[0]])
     dra_kubelet.prepared(old)
@@ -320,7 +342,7 @@ def test_a_claim_of_the_same_name_does_not_keep_the_old_lease(
 
 
 def test_the_lease_of_a_claim_with_the_longest_name_is_released(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     name = ".".join(["a" * 63] * 3 + ["b" * 61])
     claim = dra_kubelet.allocate(name, [NAMES[0]])

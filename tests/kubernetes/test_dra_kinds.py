@@ -8,7 +8,7 @@ import pytest
 
 from integration.daemon_host import Daemon
 from integration.lease_host import leases_of
-from kubernetes.dra_kubelet import DraKubelet, DraPlugin
+from kubernetes.dra_kubelet import DraKubelet, DriverInThread
 from kubernetes.test_dra import cdi_environment
 from simhost.host import EACH_KIND
 
@@ -24,7 +24,7 @@ def attribute(device: dict[str, Any], name: str) -> str:
 
 
 def test_each_device_tells_its_kind_and_an_instance_its_profile(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon
 ) -> None:
     devices = dra_kubelet.wait_published(7)
     kinds = [tuple(attribute(one, name) for name in ("type", "sharing", "profile")) for one in devices]
@@ -49,7 +49,7 @@ def name_of(devices: list[dict[str, Any]], sharing: str) -> str:
 
 @pytest.mark.parametrize("sharing", ["time-slicing", "none"])
 def test_a_claim_without_mps_has_none_of_its_variables(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, sharing: str
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon, sharing: str
 ) -> None:
     devices = dra_kubelet.wait_published(7)
     name = name_of(devices, sharing)
@@ -65,7 +65,7 @@ def test_a_claim_without_mps_has_none_of_its_variables(
 
 @pytest.mark.parametrize("other", ["time-slicing", "none"])
 def test_a_claim_of_mps_and_another_kind_is_refused_with_the_reason(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, other: str
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon, other: str
 ) -> None:
     devices = dra_kubelet.wait_published(7)
     claim = dra_kubelet.allocate("trainer", [name_of(devices, "mps"), name_of(devices, other)])

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.kubernetes.credentials import Kubeconfig
-from yunion_mps.kubernetes.dra_driver import DraService
+from yunion_mps.kubernetes.dra_driver import DraService, DriverTimes
+from yunion_mps.kubernetes.dra_host import HostTimes
 from yunion_mps.kubernetes.metrics import Counts
 from yunion_mps.kubernetes.selection import CONFIG_LABEL
 from yunion_mps.paths import Paths
@@ -18,7 +19,7 @@ from yunion_mps.tasks import first_of
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
 from integration.lease_host import leases_of
 from kubernetes.cluster import Cluster
-from kubernetes.dra_kubelet import CLAIMS, NAMESPACE, NODE, DraKubelet, DraPlugin
+from kubernetes.dra_kubelet import CLAIMS, NAMESPACE, NODE, QUICK, DraKubelet, DraPlugin, DriverInThread
 from simhost.host import IN_UNITS
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
@@ -78,59 +79,54 @@ def test_claims_end_after_a_label_has_turned_the_driver_off(
 
 
 def test_a_driver_that_finds_no_daemon_withdraws_the_devices_and_says_why(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+    dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
-    dra_kubelet.wait_published(4)
-    claim = dra_kubelet.allocate("trainer", [NAMES[0]])
-    driver.end()
-    assert ready_daemon.stop() == 0
-    driver.start()
-    dra_kubelet.register()
-    for _ in range(2):
-        error = dra_kubelet.refused(claim)
-        assert "the daemon is not running" in error
-        assert "start it: systemctl start yunion-mps-daemon" in error
-        assert error.endswith("[daemon_unreachable]")
-        eventually(lambda: not dra_kubelet.devices(), "the end of the devices")
-    ready_daemon.start().wait_ready()
-    dra_kubelet.wait_published(4)
-    assert dra_kubelet.prepared(claim)
-
-
-def test_a_driver_whose_daemon_does_not_answer_refuses_claims_in_time(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
-) -> None:
-    claim = dra_kubelet.allocate("trainer", [NAMES[0]])
-    driver.end()
-    ready_daemon.signal(signal.SIGSTOP)
-    driver.start()
-    dra_kubelet.register()
-    try:
-        assert "the daemon did not answer" in dra_kubelet.refused(claim)
-    finally:
-        ready_daemon.signal(signal.SIGCONT)
+    times = QUICK._replace(host=HostTimes(outage_s=0.2), restart_s=0.2)
+    with DriverInThread(ready_daemon.host, cluster, times) as driver:
+        dra_kubelet.wait_published(4)
+        dra_kubelet.register()
+        claim = dra_kubelet.allocate("trainer", [NAMES[0]])
+        driver.end()
+        assert ready_daemon.stop() == 0
+        driver.start()
+        dra_kubelet.register()
+        for _ in range(2):
+            error = dra_kubelet.refused(claim)
+            assert "the daemon is not running" in error
+            assert "start it: systemctl start yunion-mps-daemon" in error
+            assert error.endswith("[daemon_unreachable]")
+            eventually(lambda: not dra_kubelet.devices(), "the end of the devices")
+        assert [error.endswith("[daemon_unreachable]") for error in dra_kubelet.unprepare(claim)] == [True]
+        ready_daemon.start().wait_ready()
+        dra_kubelet.wait_published(4)
+        assert dra_kubelet.prepared(claim)
 
 
 def test_claims_do_not_wait_for_each_other_while_the_daemon_is_away(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon
+    dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dra_kubelet.wait_published(4)
-    claims = [dra_kubelet.allocate(f"claim-{number}", [NAMES[number % 4]]) for number in range(6)]
-    assert ready_daemon.stop() == 0
-    with ThreadPoolExecutor() as pool:
-        unprepared = pool.submit(dra_kubelet.unprepare, *claims)
-        errors = [answer.error for answer in dra_kubelet.prepare(*claims).values()]
-    errors += unprepared.result()
-    assert len(errors) == 12
-    assert all("the daemon is not running" in error for error in errors)
+    caplog.set_level("INFO", "yunion_mps.kubernetes.leases")
+    times = QUICK._replace(host=HostTimes(outage_s=PATIENCE_S), restart_s=PATIENCE_S)
+    with DriverInThread(ready_daemon.host, cluster, times), ThreadPoolExecutor() as pool:
+        dra_kubelet.wait_published(4)
+        dra_kubelet.register()
+        claims = [dra_kubelet.allocate(f"claim-{name}", [name]) for name in NAMES]
+        for call, number_after in ((dra_kubelet.prepare, 4), (dra_kubelet.unprepare, 0)):
+            caplog.clear()
+            assert ready_daemon.stop() == 0
+            answer = pool.submit(call, *claims)
+            eventually(lambda: caplog.text.count("; retrying for up to ") >= 4, "four requests that wait")
+            ready_daemon.start().wait_ready()
+            answer.result(PATIENCE_S)
+            assert len(leases_of(ready_daemon)) == number_after
 
 
 def test_a_running_driver_releases_leases_without_a_claim(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, cluster: Cluster
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon, cluster: Cluster
 ) -> None:
     claim = dra_kubelet.allocate("trainer", [NAMES[0]])
     dra_kubelet.prepared(claim)
-    assert driver.end() != 0
+    driver.end()
     cluster.remove(CLAIMS, claim.name, NAMESPACE)
     root = ready_daemon.host.root
     credentials = Kubeconfig(str(root / "etc/kubeconfig"))
@@ -139,7 +135,7 @@ def test_a_running_driver_releases_leases_without_a_claim(
         while leases_of(ready_daemon):  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.05)
 
-    service = DraService(credentials, NODE, Paths(str(root)), Counts(), gone_s=0.0)
+    service = DraService(credentials, NODE, Paths(str(root)), Counts(), times=DriverTimes(gone_s=0.0))
     asyncio.run(asyncio.wait_for(first_of(service.run(), wait_released()), PATIENCE_S))
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 
 import grpc
 import pytest
+from yunion_mps.host.systemd import Notifier
 from yunion_mps.kubernetes import kubelet_api as api
 from yunion_mps.kubernetes.grpc import RpcError
+from yunion_mps.kubernetes.node import NodeService
+from yunion_mps.kubernetes.options import read_options
+from yunion_mps.kubernetes.resources import lease_name
+from yunion_mps.paths import Paths
+from yunion_mps.tasks import first_of
 
-from integration.daemon_host import Daemon, eventually
-from integration.lease_host import leases_of, take
+from integration.daemon_host import PATIENCE_S, Daemon, eventually
+from integration.lease_host import ADDRESSES, leases_of, take
 from kubernetes.kubelet import MEMORY, RESOURCE, TIME_SLICED, Kubelet, KubeletPlugin, Reconciler
 from simhost.host import IN_UNITS
 
@@ -80,18 +87,23 @@ def test_a_lease_without_a_hook_lasts_as_long_as_its_pod(configured: Daemon) -> 
 
 
 def test_leases_are_compared_with_pods_even_while_nothing_is_offered(configured: Daemon) -> None:
-    options = configured.host.root / "etc/yunion/kubelet-plugin.yml"
-    labels = options.with_name("labels")
-    labels.write_text("mps=\n")
-    options.write_text("deviceListStrategy: environment\nonlyWithNodeLabel: mps\n")
     host = configured.start().wait_ready().host
-    with Kubelet(host) as kubelet, KubeletPlugin(host, "--node-labels", str(labels)) as plugin:
-        kubelet.wait_healthy(4)
-        kubelet.run_pod("trainer", 1)
-        labels.write_text("")
-        eventually(lambda: not kubelet.lists, "the end of the offer")
-        kubelet.stop()
-        eventually(lambda: "cannot compare leases with the kubelet's pods" in plugin.log, "an attempt")
+    labels = host.root / "labels"
+    labels.write_text("")
+    (host.root / "etc/yunion/kubelet-plugin.yml").write_text("onlyWithNodeLabel: mps\n")
+    device = ADDRESSES[0]
+    take(configured, f"devices={device}&holder.kind=container&holder.name={lease_name(RESOURCE, [device])}")
+    paths = Paths(str(host.root))
+    options = read_options(paths)
+    service = NodeService(options, paths, Notifier(), labels_file=str(labels), reconcile_s=0.01)
+    with Kubelet(host) as kubelet:
+
+        async def wait_compared() -> None:
+            while kubelet.asked_for_pods < 3:  # noqa: ASYNC110 - another thread counts it
+                await asyncio.sleep(0.01)
+
+        asyncio.run(asyncio.wait_for(first_of(service.run(), wait_compared()), PATIENCE_S))
+        assert (kubelet.asked_for_pods >= 3, kubelet.registrations) == (True, [])
 
 
 def test_a_lease_outlives_lists_of_pods_that_are_not_complete_yet(configured: Daemon) -> None:

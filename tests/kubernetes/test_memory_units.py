@@ -10,10 +10,8 @@ from typing import Any
 import grpc
 import pytest
 from yunion_mps.kubernetes import kubelet_api as api
-from yunion_mps.kubernetes.options import read_options
-from yunion_mps.kubernetes.resources import MemoryResource, lease_name
+from yunion_mps.kubernetes.resources import lease_name
 from yunion_mps.kubernetes.selection import CONFIG_LABEL
-from yunion_mps.paths import Paths
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of, restart, take
@@ -246,20 +244,3 @@ def test_memory_is_released_after_a_label_has_chosen_another_configuration(node:
     pod = kubelet.admit("next", gone.devices[:9])
     kubelet.start_container(pod)
     assert [lease["name"] for lease in leases_of(node.daemon)] == [lease_name(pod.resource, pod.devices)]
-
-
-def test_the_units_of_64_large_gpus_fit_into_one_message(daemon: Daemon) -> None:
-    memory = MemoryResource(read_options(Paths(str(daemon.host.root))))
-    pool = {
-        "numa_node": 1, "memory_unit_mib": 128, "memory_reserve_mib": 0,
-        "memory_mib": 143_744, "memory_free_mib": 143_744,
-        "thread_percentage": None, "thread_percentage_free": None,
-        "state": "available", "reason": "", "reserved_for": None,
-    }  # fmt: skip
-    gpus = (f"{number:02x}:00.0" for number in range(64))
-    memory.update([{**pool, "addr": gpu, "gpu_uuid": f"GPU-{gpu}"} for gpu in gpus], [])  # type: ignore[typeddict-item]
-    devices = tuple(
-        api.PluginDevice(name, api.HEALTHY, api.TopologyInfo((api.NumaNode(1),))) for name in memory.offers
-    )
-    assert len(devices) == 64 * 1123
-    assert len(api.ListAndWatchResponse(devices).encode()) < 4 << 20

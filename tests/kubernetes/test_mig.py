@@ -160,7 +160,12 @@ def test_without_cdi_a_next_pod_gets_the_uuid_of_an_instance_created_again(
     old = pod.answer.envs["CUDA_VISIBLE_DEVICES"]
     gpu = daemon.host.gpus[0]
     gpu.end_instances(int(pod.devices[0].rpartition("-g")[2]))
-    eventually(lambda: leases_of(daemon)[0]["environment"]["CUDA_VISIBLE_DEVICES"] != old, "the new UUID")
+
+    def is_created_again() -> bool:
+        (lease,) = leases_of(daemon)
+        return daemon.polls() and lease["environment"]["CUDA_VISIBLE_DEVICES"] != old
+
+    eventually(is_created_again, "the new UUID")
     (new,) = {one.uuid for one in gpu.mig_devices() if one.profile == "3g.40gb"}
     without_cdi.wait_healthy(2)
     following = without_cdi.admit("next", pod.devices)

@@ -19,7 +19,7 @@ from kubernetes.dra_kubelet import DraKubelet, DraPlugin, add_node
 from kubernetes.kubelet import Kubelet, KubeletPlugin
 
 OTHER = "another yunion-mps-kubelet-plugin serves this node"
-PATIENCE_S = 60.0
+PATIENCE_S, POLL_S = 60.0, 0.01
 
 
 @pytest.mark.parametrize("removes", [Path.rmdir, lambda path: path.rename(path.with_name("former"))])
@@ -39,7 +39,7 @@ def test_the_plugin_ends_if_the_directory_is_removed_or_replaced(
             ends.append("cancelled")
 
     async def run() -> None:
-        await asyncio.wait_for(run_alone(str(directory), OTHER, print, work), PATIENCE_S)
+        await asyncio.wait_for(run_alone(str(directory), OTHER, print, work, POLL_S), PATIENCE_S)
 
     with pytest.raises(HostError, match="device-plugins was removed or replaced"):
         asyncio.run(run())
@@ -128,7 +128,7 @@ def test_a_directory_that_cannot_be_created_is_reported_once(tmp_path: Path) -> 
 
     async def run() -> None:
         work = asyncio.sleep
-        await asyncio.wait_for(run_alone(str(directory), OTHER, report, lambda: work(0)), PATIENCE_S)
+        await asyncio.wait_for(run_alone(str(directory), OTHER, report, lambda: work(0), POLL_S), PATIENCE_S)
 
     asyncio.run(run())
     assert told == [f"{directory}: File exists"]

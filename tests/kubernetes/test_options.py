@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +13,7 @@ from yunion_mps.kubernetes.options import KEYS, NamedConfiguration, PluginOption
 from yunion_mps.kubernetes.resources import lease_name, preferred
 from yunion_mps.paths import Paths
 
-from kubernetes.conftest import Read
+from kubernetes.conftest import Read, RunProgram
 from kubernetes.kubelet import MEMORY, RESOURCE
 
 DEFAULTS = PluginOptions("yunion.io/mps", None, None, False, "binpack", "yunion.io/mps-memory", None)
@@ -151,40 +147,23 @@ def test_a_pod_can_serve_its_metrics_to_the_cluster(read: Read, monkeypatch: pyt
         assert read(f'metricsAddress: "{address}"\n').metrics_address == address
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[..., tuple[int, list[str]]]:
-    """How the program ends, and what it prints."""
-
-    def run(*options: str) -> tuple[int, list[str]]:
-        program = Path(sys.executable).with_name("yunion-mps-kubelet-plugin")
-        env = {**os.environ, "YUNION_MPS_ROOT": str(tmp_path)}
-        done = subprocess.run([program, *options], env=env, capture_output=True, text=True, timeout=60)
-        return done.returncode, (done.stdout + done.stderr).splitlines()
-
-    return run
-
-
-Run = Callable[..., tuple[int, list[str]]]
 OURS = "yunion-mps-kubelet-plugin: "
 
 
-@pytest.mark.processes
-def test_a_valid_file_passes_the_check(run: Run, read: Read) -> None:
-    assert run("--check") == (0, [])
+def test_a_valid_file_passes_the_check(run_program: RunProgram, read: Read) -> None:
+    assert run_program("--check") == (0, [])
     read("preferred: spread\n")
-    assert run("--check") == (0, [])
+    assert run_program("--check") == (0, [])
 
 
-@pytest.mark.processes
-def test_the_check_refuses_a_kubeconfig_that_cannot_be_read(run: Run, read: Read) -> None:
+def test_the_check_refuses_a_kubeconfig_that_cannot_be_read(run_program: RunProgram, read: Read) -> None:
     read("kubeconfig: /nonexistent\n")
-    status, told = run("--check")
+    status, told = run_program("--check")
     assert (status, "kubeconfig: /nonexistent cannot be read: " in told[0]) == (6, True)
 
 
-@pytest.mark.processes
 def test_a_problem_has_its_line_its_code_and_the_command_that_checks(
-    tmp_path: Path, run: Run, read: Read
+    tmp_path: Path, run_program: RunProgram, read: Read
 ) -> None:
     with pytest.raises(ConfigError):
         read("preferred: 1\n")
@@ -193,15 +172,14 @@ def test_a_problem_has_its_line_its_code_and_the_command_that_checks(
         f"{OURS}{place}: preferred is 1, but must be binpack or spread [invalid_configuration]",
         f"{OURS}fix these lines, then run: yunion-mps-kubelet-plugin --check",
     ]
-    assert run("--check") == run() == (6, told)
+    assert run_program("--check") == run_program() == (6, told)
 
 
-@pytest.mark.processes
-def test_wrong_usage_of_the_plugin_is_worded_as_for_yunion_mps(run: Run) -> None:
+def test_wrong_usage_of_the_plugin_is_worded_as_for_yunion_mps(run_program: RunProgram) -> None:
     see = f"{OURS}see: yunion-mps-kubelet-plugin --help"
-    assert run("--chekc") == (2, [f"{OURS}no such option: --chekc (did you mean --check?)", see])
-    assert run("now") == (2, [f"{OURS}got unexpected extra argument (now)", see])
-    status, (line,) = run("--version")
+    assert run_program("--chekc") == (2, [f"{OURS}no such option: --chekc (did you mean --check?)", see])
+    assert run_program("now") == (2, [f"{OURS}got unexpected extra argument (now)", see])
+    status, (line,) = run_program("--version")
     assert (status, line.split()[0]) == (0, "yunion-mps-kubelet-plugin")
 
 

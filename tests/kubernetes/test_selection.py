@@ -14,7 +14,7 @@ from yunion_mps.kubernetes.selection import CONFIG_LABEL, choose, parse_labels
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES
 from kubernetes.cluster import Cluster
-from kubernetes.conftest import Read
+from kubernetes.conftest import Read, RunProgram
 from kubernetes.kubelet import RESOURCE, Kubelet, KubeletPlugin
 
 FILE = """\
@@ -26,6 +26,8 @@ configs:
   default: {failRequestsGreaterThanOne: true}
 gpuResource: example.com/mig
 """
+SWITCHED = "onlyWithNodeLabel: ack.node.gpu.schedule=mps\n"
+NAMED = "configs:\n  large: {resource: example.com/large}\n"
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,25 @@ def test_all_problems_of_named_configurations_are_reported(tmp_path: Path, read:
         assert line.startswith(beginning)
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments", "status", "told"),
+    [
+        (NAMED, ["--config", "small"], 2, "there is no configuration small: the configurations are large"),
+        ("", ["--config", "small"], 2, "there is no configuration small: configs is not set"),
+        (SWITCHED, [], 6, "onlyWithNodeLabel is set, but the node's labels cannot be read"),
+        ("dra: true\n", [], 6, "dra is set, but there are no credentials for the API server"),
+        ("configs: {a: {dra: true}}\n", ["--config", "a"], 6, "dra is set, but there are no credentials"),
+    ],
+)
+def test_the_check_refuses_what_the_start_refuses(
+    read: Read, run_program: RunProgram, text: str, arguments: list[str], status: int, told: str
+) -> None:
+    read(text)
+    at_start = run_program(*arguments)
+    assert (at_start[0], told in at_start[1][0]) == (status, True)
+    assert run_program(*arguments, "--check") == at_start
+
+
 # -- the program
 
 
@@ -130,22 +151,19 @@ def node(ready_daemon: Daemon) -> Iterator[Node]:
         yield Node(ready_daemon, stack)
 
 
-SWITCHED = "onlyWithNodeLabel: ack.node.gpu.schedule=mps\n"
-NAMED = "configs:\n  large: {resource: example.com/large}\n"
-
-
 @pytest.mark.processes
 @pytest.mark.gpus({"kind": "v100"})
 def test_a_label_in_a_file_turns_the_node_on_and_off(node: Node) -> None:
     node.labels.write_text("")
     plugin = node.start(SWITCHED, "--node-labels", str(node.labels))
-    for labels, number in (("ack.node.gpu.schedule=mps\n", 4), ("ack.node.gpu.schedule=share\n", 0)) * 2:
-        node.labels.write_text(labels)
-        node.kubelet.wait_healthy(number) if number else eventually(
-            lambda: not node.kubelet.lists, "the end of the offer"
-        )
+    node.labels.write_text("ack.node.gpu.schedule=mps\n")
+    node.kubelet.wait_healthy(4)
+    node.labels.write_text("ack.node.gpu.schedule=share\n")
+    eventually(lambda: not node.kubelet.lists, "the end of the offer")
+    node.labels.write_text("ack.node.gpu.schedule=mps\n")
+    node.kubelet.wait_healthy(4)
     off = "nothing is offered: the node does not have the label ack.node.gpu.schedule=mps"
-    assert plugin.log.count(off) == 2
+    assert plugin.log.count(off) == 1
 
 
 @pytest.mark.processes
@@ -224,19 +242,6 @@ def test_the_command_line_chooses_without_labels(node: Node) -> None:
 
 @pytest.mark.processes
 @pytest.mark.gpus({"kind": "v100"})
-def test_missing_or_unknown_names_on_the_command_line_are_refused(node: Node) -> None:
-    for text, arguments, status, told in (
-        (NAMED, ["--config", "small"], 2, "there is no configuration small: the configurations are large"),
-        ("", ["--config", "small"], 2, "there is no configuration small: configs is not set"),
-        (SWITCHED, [], 6, "onlyWithNodeLabel is set, but the node's labels cannot be read"),
-    ):
-        plugin = node.start(text, *arguments)
-        assert plugin.process.wait(60) == status
-        eventually(lambda plugin=plugin, told=told: told in plugin.log, "the reason")  # type: ignore[misc]
-
-
-@pytest.mark.processes
-@pytest.mark.gpus({"kind": "v100"})
 def test_a_label_that_chooses_what_the_host_lacks_does_not_end_it(node: Node) -> None:
     node.labels.write_text(f"{CONFIG_LABEL}=claims\n")
     plugin = node.start("configs: {default: {}, claims: {dra: true}}\n", "--node-labels", str(node.labels))
@@ -244,20 +249,3 @@ def test_a_label_that_chooses_what_the_host_lacks_does_not_end_it(node: Node) ->
     assert "dra is set, but there are no credentials for the API server" in plugin.log
     node.labels.write_text("")
     node.kubelet.wait_healthy(4)
-
-
-@pytest.mark.processes
-@pytest.mark.gpus({"kind": "v100"})
-def test_the_check_refuses_what_the_start_refuses(node: Node) -> None:
-    for text, arguments in (
-        (SWITCHED, []),
-        ("dra: true\n", []),
-        ("configs: {claims: {dra: true}}\n", ["--config", "claims"]),
-    ):
-        told = []
-        for more in ([], ["--check"]):
-            plugin = node.start(text, *arguments, *more)
-            assert plugin.process.wait(60) == 6
-            told.append(plugin.log)
-            (node.host.root / "var/log/kubelet-plugin").write_text("")
-        assert told[0] == told[1] != ""

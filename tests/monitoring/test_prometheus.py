@@ -59,7 +59,7 @@ def test_each_alert_fires_on_its_fault(tmp_path: Path) -> None:
                 broken.chmod(0o755)
                 broken.replace(scene.control_program)
                 os.kill(scene.control, signal.SIGKILL)
-                told = prometheus.wait_for(_NO_GPU_ENFORCES, *_FAULTS)
+                told = prometheus.wait_for(_NO_GPU_ENFORCES, *_FAULTS, poll=scene.daemon.polls)
             assert (
                 f"Device {address} on 127.0.0.1:{port} uses more memory"
                 in told["YunionMpsOverBudget"]["summary"]
@@ -83,9 +83,9 @@ def test_a_stopped_control_daemon_does_not_alert_a_lost_gpu(tmp_path: Path) -> N
         scene.daemon.start().wait_ready()
         with Gateway(scene.daemon) as gateway, Prometheus(tmp_path, at_once(tmp_path), port) as prometheus:
             gateway.start().serves(port)
-            prometheus.wait_for("YunionMpsUseUnknown")
+            prometheus.wait_for("YunionMpsUseUnknown", poll=scene.daemon.polls)
             scene.host.clear()
-            prometheus.wait_for()
+            prometheus.wait_for(poll=scene.daemon.polls)
             broken = scene.control_program.with_name("broken")
             broken.write_text("#!/bin/sh\nexit 1\n")
             broken.chmod(0o755)

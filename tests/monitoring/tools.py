@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,16 @@ class Prometheus(Closes):
             if alert["state"] == "firing"
         }
 
-    def wait_for(self, *names: str, perhaps: str = "") -> dict[str, dict[str, str]]:
-        """Wait until just these alerts fire, and perhaps one more; return their annotations."""
+    def wait_for(
+        self, *names: str, perhaps: str = "", poll: Callable[[], object] = bool
+    ) -> dict[str, dict[str, str]]:
+        """Wait until just these alerts fire, and perhaps one more; return their annotations.
+
+        `poll` is called before each look, to have the daemon notice a change of the GPUs at once.
+        """
 
         def look() -> bool:
+            poll()
             return set(self.firing()) - {perhaps} == set(names)
 
         eventually(look, f"{names}", trouble=lambda: str(self.firing()))

@@ -26,7 +26,7 @@ _CHANGE_WAIT_S = 60
 _PAUSE_S = 0.2
 #: How often the daemon is asked whether it is alive, and how long it has to answer, in s. One that hangs
 #: answers no other request either, but their timeouts are long: reading all devices takes its time.
-_PROBE_S = 2.0
+PROBE_S = 2.0
 HANG_S = 5.0
 #: How many devices are read at once: all of a large host would take 10 MiB for a moment.
 _PAGE = 256
@@ -50,6 +50,8 @@ class DaemonWatch:
         lose: Callable[[YunionError], None],
         outage_s: float,
         reread_s: float = math.inf,
+        probe_s: float = PROBE_S,
+        hang_s: float = HANG_S,
     ) -> None:
         self._daemon = daemon
         self._counts = counts
@@ -57,6 +59,8 @@ class DaemonWatch:
         self._lose = lose
         self._outage_s = outage_s
         self._reread_s = reread_s
+        self._probe_s = probe_s
+        self._hang_s = hang_s
         #: The requests whose answers were read last, each with its ETag as a condition.
         self._seen: list[tuple[Operation[Any], Mapping[str, Value]]] = []
         self._has_failed = asyncio.Event()
@@ -116,11 +120,11 @@ class DaemonWatch:
             pass
 
     async def _probe(self) -> None:
-        """Notice within `HANG_S` plus one interval that the daemon hangs."""
+        """Notice within `hang_s` plus one interval that the daemon hangs."""
         while True:
-            await asyncio.sleep(_PROBE_S)
+            await asyncio.sleep(self._probe_s)
             try:
-                await self._daemon.call(GET_HEALTH, HANG_S)
+                await self._daemon.call(GET_HEALTH, self._hang_s)
             except YunionError as error:
                 self._note_failure(error)
                 self._has_failed.set()  # everything is read once it answers again

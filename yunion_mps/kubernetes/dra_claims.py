@@ -11,25 +11,27 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from yunion_mps.enums import IDLE, IN_USE, KUBERNETES, OVER_BUDGET
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE
+from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE, Operation
 from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes.api_objects import Resource
 from yunion_mps.kubernetes.api_server import ApiServer, MissingObjectError
 from yunion_mps.kubernetes.dra_devices import DRIVER, ClaimRequest
 from yunion_mps.kubernetes.dra_objects import API_VERSION, SINCE, AllocatedDevice, ResourceClaim
-from yunion_mps.kubernetes.leases import call_patiently, list_containers
+from yunion_mps.kubernetes.leases import RESTART_S, call_patiently, list_containers
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseDetails, LeaseRecord
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CLAIMS = Resource(f"/apis/{API_VERSION}", "resourceclaims", ResourceClaim, SINCE)
 #: How long a lease has to be unneeded before `reconcile` releases it, in s.
@@ -63,13 +65,24 @@ def is_claim_lease(lease: LeaseRecord) -> bool:
 
 
 class ClaimLeases:
-    def __init__(self, server: ApiServer, paths: Paths, gone_s: float = GONE_S, refusal: str = "") -> None:
-        """`refusal` is why no claim gets a new lease; empty if claims get leases."""
+    def __init__(
+        self,
+        server: ApiServer,
+        paths: Paths,
+        gone_s: float = GONE_S,
+        refusal: str = "",
+        restart_s: float = RESTART_S,
+    ) -> None:
+        """`refusal` is why no claim gets a new lease; empty if claims get leases.
+
+        `restart_s` is how long a request waits for a daemon that restarts.
+        """
         self._server = server
         self._refusal = refusal
         self._paths = paths
         self._daemon = AsyncDaemonClient(paths)
         self._gone_s = gone_s
+        self._restart_s = restart_s
         #: A lock for each claim, by uid, so that its lease is not released while it is being taken.
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
         #: Since when a lease has been unneeded (monotonic), by its id.
@@ -103,7 +116,7 @@ class ClaimLeases:
                 if lease["state"] in (IN_USE, OVER_BUDGET):
                     what = f"{claim.lease} now has other devices, but a process still uses the previous ones"
                     raise HostError(what, "see: yunion-mps who")
-                await call_patiently(self._daemon, END_LEASE, lease=lease["id"])
+                await self._call(END_LEASE, lease=lease["id"])
             if self._refusal:
                 what = f"claims are not prepared on this node: {self._refusal}"
                 raise HostError(what, "delete the pod, so that it is scheduled to another node")
@@ -114,8 +127,7 @@ class ClaimLeases:
                 members["thread_percentage"] = request.thread_percentage
             # Devices of GPUs that do not enforce budgets are included, because the operator has offered them.
             holder = {"kind": "name", "name": claim.lease, "ttl_s": 0}
-            return await call_patiently(
-                self._daemon,
+            return await self._call(
                 TAKE_LEASE,
                 **members,
                 holder=holder,
@@ -179,8 +191,11 @@ class ClaimLeases:
             for claim in container.dynamic_resources
         }
 
+    async def _call(self, operation: Operation[T], **arguments: Value) -> T:
+        return await call_patiently(self._daemon, operation, self._restart_s, **arguments)
+
     async def _leases(self) -> list[LeaseDetails]:
-        return (await call_patiently(self._daemon, GET_LEASES))["leases"]
+        return (await self._call(GET_LEASES))["leases"]
 
     async def _leases_of(self, uid: str) -> list[LeaseDetails]:
         return [
@@ -191,7 +206,7 @@ class ClaimLeases:
 
     async def _end(self, lease: LeaseRecord) -> None:
         try:
-            await call_patiently(self._daemon, END_LEASE, lease=lease["id"])
+            await self._call(END_LEASE, lease=lease["id"])
         except NotFoundError:  # another process released it
             return
         log.info("%s: %s released", lease["name"], ", ".join(lease["devices"]))

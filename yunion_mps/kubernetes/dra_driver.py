@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import NamedTuple
 
 from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.host.log import Failures
@@ -24,12 +25,13 @@ from yunion_mps.kubernetes.dra_api import (
 )
 from yunion_mps.kubernetes.dra_claims import GONE_S, ClaimLeases, ClaimName
 from yunion_mps.kubernetes.dra_devices import DRIVER, requested_by
-from yunion_mps.kubernetes.dra_host import DraHost
+from yunion_mps.kubernetes.dra_host import HOST_TIMES, DraHost, HostTimes
 from yunion_mps.kubernetes.dra_objects import AllocatedDevice
-from yunion_mps.kubernetes.dra_slices import SlicePublisher
+from yunion_mps.kubernetes.dra_slices import INTERVAL_S, SlicePublisher
 from yunion_mps.kubernetes.features import GpuKind, labels_of
 from yunion_mps.kubernetes.grpc import Method, RpcServer
 from yunion_mps.kubernetes.kubelet_api import DecodeError, Empty
+from yunion_mps.kubernetes.leases import RESTART_S
 from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, KUBELET, REFUSED, Counts
 from yunion_mps.kubernetes.node_lock import KubeletDirectory
 from yunion_mps.kubernetes.plugin import rpc_method
@@ -45,7 +47,6 @@ _CLAIM_S = 10.0
 #: How often the health is sent to the kubelet, which forgets it after 30 s, in s.
 _HEALTH_S = 10.0
 _RECONCILE_S = 60.0
-_POLL_S = 1.0
 _MAX_MESSAGE = 1024
 _SOCKET, _REGISTRATION = "dra.sock", f"{DRIVER}-reg.sock"
 
@@ -132,6 +133,23 @@ class DraDriver:
             await first_of(changed.wait(), asyncio.sleep(_HEALTH_S))
 
 
+class DriverTimes(NamedTuple):
+    """How long the driver waits for what."""
+
+    host: HostTimes = HOST_TIMES
+    #: How long a claim waits for a daemon that restarts.
+    restart_s: float = RESTART_S
+    #: How long a lease has to be unneeded before it is released.
+    gone_s: float = GONE_S
+    #: The least time between writes of slices, unless a device's health has changed.
+    slices_s: float = INTERVAL_S
+    #: How often it is checked that the sockets exist, and whether a claim still has a lease.
+    poll_s: float = 1.0
+
+
+DRIVER_TIMES = DriverTimes()
+
+
 class DraService:
     """Serves the driver's sockets, publishes the devices and releases leftover leases."""
 
@@ -142,12 +160,14 @@ class DraService:
         paths: Paths,
         counts: Counts,
         refusal: str = "",
-        gone_s: float = GONE_S,
+        times: DriverTimes = DRIVER_TIMES,
     ) -> None:
         """With a `refusal`, its cause, the driver publishes nothing and only ends leases."""
-        self._host = DraHost(paths, counts)
-        self._claims = ClaimLeases(ApiServer(credentials, _CLAIM_S), paths, gone_s, refusal)
-        self._slices = SlicePublisher(ApiServer(credentials), node, counts)
+        self._host = DraHost(paths, counts, times.host)
+        server = ApiServer(credentials, _CLAIM_S)
+        self._claims = ClaimLeases(server, paths, times.gone_s, refusal, times.restart_s)
+        self._slices = SlicePublisher(ApiServer(credentials), node, counts, times.slices_s)
+        self._poll_s = times.poll_s
         self._is_refusing = bool(refusal)
         self._counts = counts
         self._endpoint = os.path.join(paths.dra_directory, _SOCKET)
@@ -189,7 +209,7 @@ class DraService:
 
     async def _wait_unused(self) -> None:
         while await self._claims.may_exist():  # noqa: ASYNC110 - there is no event to wait for
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(self._poll_s)
 
     async def _offer(self) -> None:
         while True:
@@ -214,13 +234,13 @@ class DraService:
                 await self._registrar.open(self._registration)
                 self._failures.clear()
                 while self._driver.is_reachable and self._registrar.is_reachable:
-                    await asyncio.sleep(_POLL_S)
+                    await asyncio.sleep(self._poll_s)
                     _check(directories)
                 log.warning("%s: a socket was removed; creating it again", DRIVER)
             except OSError as error:
                 _check(directories)
                 self._failures.report(f"{error.filename or self._endpoint}: {error.strerror or error}")
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(self._poll_s)
             finally:
                 for directory in directories:
                     directory.close()

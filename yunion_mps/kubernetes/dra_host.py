@@ -7,11 +7,12 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient, timeout_error
 from yunion_mps.http.operations import GET_GPUS, GET_LEASES, GET_STATUS
-from yunion_mps.kubernetes.daemon_watch import DaemonWatch
+from yunion_mps.kubernetes.daemon_watch import HANG_S, PROBE_S, DaemonWatch
 from yunion_mps.kubernetes.dra_claims import is_claim_lease
 from yunion_mps.kubernetes.dra_devices import DRIVER, HostDevice, HostFacts, OfferedDevice, offered_devices
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
@@ -23,14 +24,25 @@ from yunion_mps.tasks import first_of
 
 log = logging.getLogger(__name__)
 
-#: How long the daemon may be unreachable, as during an upgrade, before its devices get taints, in s.
-_OUTAGE_S = 5.0
-#: How often everything is read without a change of the devices, in s: the control daemons' limits may change.
-_REREAD_S = 60.0
-#: How long a claim waits for the daemon's first answer, in s.
-_KNOWN_S = 10.0
 #: The root of the PCI hierarchy in a device's sysfs path.
 _PCIE_ROOT = re.compile(r"/(pci[0-9a-f]{4}:[0-9a-f]{2})/")
+
+
+class HostTimes(NamedTuple):
+    """How long the driver waits for the daemon."""
+
+    #: How long the daemon may be unreachable, as during an upgrade, before its devices get taints.
+    outage_s: float = 5.0
+    #: How often everything is read without a change of the devices: the control daemons' limits may change.
+    reread_s: float = 60.0
+    #: How long a claim waits for the daemon's first answer.
+    known_s: float = 10.0
+    #: How often the daemon is asked whether it is alive, and how long it has to answer.
+    probe_s: float = PROBE_S
+    hang_s: float = HANG_S
+
+
+HOST_TIMES = HostTimes()
 
 
 class DraHost:
@@ -39,10 +51,20 @@ class DraHost:
     `changed` is set when either changes.
     """
 
-    def __init__(self, paths: Paths, counts: Counts, reread_s: float = _REREAD_S) -> None:
+    def __init__(self, paths: Paths, counts: Counts, times: HostTimes = HOST_TIMES) -> None:
         self._paths = paths
         self._daemon = AsyncDaemonClient(paths)
-        self._watch = DaemonWatch(self._daemon, counts, self._read, self._lose, _OUTAGE_S, reread_s)
+        self._known_s = times.known_s
+        self._watch = DaemonWatch(
+            self._daemon,
+            counts,
+            self._read,
+            self._lose,
+            times.outage_s,
+            times.reread_s,
+            probe_s=times.probe_s,
+            hang_s=times.hang_s,
+        )
         self.offered: Sequence[OfferedDevice] | None = None
         self.failure: YunionError | None = None
         self.changed = asyncio.Event()
@@ -61,9 +83,9 @@ class DraHost:
     async def known(self) -> dict[str, OfferedDevice]:
         """The devices by name, once the daemon has answered; raises YunionError if it does not."""
         if self.offered is None and self.failure is None:
-            await first_of(self.changed.wait(), asyncio.sleep(_KNOWN_S))
+            await first_of(self.changed.wait(), asyncio.sleep(self._known_s))
         if self.offered is None or self.failure:
-            raise self.failure or timeout_error(self._paths.socket, _KNOWN_S)
+            raise self.failure or timeout_error(self._paths.socket, self._known_s)
         return {one.name: one for one in self.offered}
 
     async def _facts(self) -> HostFacts:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: How long a container's start waits for a daemon that restarts, and for the kubelet's answers, in s.
-_RESTART_S = 10.0
+RESTART_S = 10.0
 _KUBELET_S = 10.0
 #: How long the kubelet must not list a container before its lease is released, in s: a kubelet that has just
 #: started lists no pods.
@@ -91,11 +91,11 @@ class ContainerLeases:
         """Take the container's lease, or return the one that it has; raises YunionError."""
         arguments = _arguments(resource, ids)
         try:
-            lease = await call_patiently(self._daemon, TAKE_LEASE, **arguments)
+            lease = await call_patiently(self._daemon, TAKE_LEASE, RESTART_S, **arguments)
         except NothingFreeError:
             # The kubelet has allocated the devices again, so no earlier container will start with them.
             await self._release_awaited(lambda lease: not self._held(lease).isdisjoint(ids))
-            lease = await call_patiently(self._daemon, TAKE_LEASE, **arguments)
+            lease = await call_patiently(self._daemon, TAKE_LEASE, RESTART_S, **arguments)
         self._ids[resource.lease_name(ids)] = frozenset(ids)
         return lease
 
@@ -150,12 +150,14 @@ class ContainerLeases:
         for lease in await self.ours():
             if lease["pid"] is None and is_stale(lease):
                 log.info("%s: released, because its pod is gone", ", ".join(lease["devices"]))
-                await call_patiently(self._daemon, END_LEASE, lease=lease["id"])
+                await call_patiently(self._daemon, END_LEASE, RESTART_S, lease=lease["id"])
 
 
-async def call_patiently(daemon: AsyncDaemonClient, operation: Operation[T], **arguments: Value) -> T:
-    """Call the daemon, and wait while it restarts; raises YunionError within twice `_RESTART_S`."""
-    return await Retrier(daemon, _RESTART_S, log.info).call(operation, _RESTART_S, **arguments)
+async def call_patiently(
+    daemon: AsyncDaemonClient, operation: Operation[T], restart_s: float, **arguments: Value
+) -> T:
+    """Call the daemon, and wait while it restarts; raises YunionError within twice `restart_s`."""
+    return await Retrier(daemon, restart_s, log.info).call(operation, restart_s, **arguments)
 
 
 async def list_containers(paths: Paths) -> list[kubelet_api.ContainerResources]:

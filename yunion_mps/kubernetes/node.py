@@ -49,12 +49,22 @@ class NodeService:
     """Serves the node. What its configurations have in common outlives a change from one to another."""
 
     def __init__(
-        self, options: PluginOptions, paths: Paths, notifier: Notifier, name: str = "", labels_file: str = ""
+        self,
+        options: PluginOptions,
+        paths: Paths,
+        notifier: Notifier,
+        name: str = "",
+        labels_file: str = "",
+        reconcile_s: float = _RECONCILE_S,
     ) -> None:
-        """`name` and `labels_file` are the program's `--config` and `--node-labels`."""
+        """`name` and `labels_file` are the program's `--config` and `--node-labels`.
+
+        `reconcile_s` is how often leases are compared with the kubelet's pods.
+        """
         self._options = options
         self._paths = paths
         self._notifier = notifier
+        self._reconcile_s = reconcile_s
         self._daemon = AsyncDaemonClient(paths)
         self._counts = Counts()
         self._leases = ContainerLeases(self._daemon, paths)
@@ -106,7 +116,7 @@ class NodeService:
             except (YunionError, grpc.RpcError, kubelet_api.DecodeError) as error:
                 program = DAEMON if isinstance(error, YunionError) else KUBELET
                 failures.report(f"cannot compare leases with the kubelet's pods: {error}", program)
-            await first_of(self._registered.wait(), asyncio.sleep(_RECONCILE_S))
+            await first_of(self._registered.wait(), asyncio.sleep(self._reconcile_s))
 
     def _dra(self, options: PluginOptions) -> Work:
         """The DRA driver, which takes the place of the device plugins: both would offer the same devices."""

@@ -95,27 +95,31 @@ class NodeLock:
 
 
 async def run_alone(
-    directory: str, other: str, report: Callable[[str], None], work: Callable[[], Coroutine[Any, Any, None]]
+    directory: str,
+    other: str,
+    report: Callable[[str], None],
+    work: Callable[[], Coroutine[Any, Any, None]],
+    poll_s: float = _POLL_S,
 ) -> None:
     """Do the work while no other plugin serves the node; raises what it raises.
 
     While one does, `report` is called with the text `other`. Raises HostError if the directory is removed or
-    replaced, by a mount or with all of the kubelet's files.
+    replaced, by a mount or with all of the kubelet's files. Both are checked every `poll_s`.
     """
     lock = NodeLock(directory)
-    await _wait_for(lock, other, report)
+    await _wait_for(lock, other, report, poll_s)
     serving = asyncio.ensure_future(work())
     try:
         while not serving.done():
             lock.check()
-            await asyncio.wait({serving}, timeout=_POLL_S)
+            await asyncio.wait({serving}, timeout=poll_s)
     finally:
         await cancel([serving])
         lock.release()
     serving.result()
 
 
-async def _wait_for(lock: NodeLock, other: str, report: Callable[[str], None]) -> None:
+async def _wait_for(lock: NodeLock, other: str, report: Callable[[str], None], poll_s: float) -> None:
     failures = Failures(log)
     while True:
         try:
@@ -125,4 +129,4 @@ async def _wait_for(lock: NodeLock, other: str, report: Callable[[str], None]) -
         except OSError as error:
             failures.report(f"{error.filename}: {error.strerror}")
         report(failures.cause)
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(poll_s)
