@@ -59,9 +59,16 @@ TELLING = (["daemon-reexec"], ["terminate", "4260", "--yes"])
 KIND = "invalid value for '--kind':"
 KINDS = ", ".join(repr(kind) for kind in EVENT_KINDS)
 LIMIT = "invalid value for '--limit':"
+NO_NAME = (
+    "NAME may contain letters, digits and ._:/@-, must begin with a letter or digit, "
+    "and may be at most 360 characters long"
+)
 NODE = "invalid value for '--numa-node':"
 OFFSET = "invalid value for '--offset':"
+ONE_DEVICE = ("--device", "00:06.0-1")
 OUTPUT = "invalid value for '-o' / '--output':"
+PODMAN_OPTIONS = "yunion-mps run --podman -- --rm … IMAGE"
+SELECTED = "--device already selects the devices: omit --count, --gpu-mem and --gpu-mem-units"
 SHELL = "invalid value for 'SHELL':"
 SOCKET = "run/yunion-mps/yunion-mps.sock"
 SINCE = "invalid value for '--since':"
@@ -197,7 +204,34 @@ def test_the_revision_is_that_of_the_checkout_or_worktree(tmp_path: Path, packed
         (["run", "--wait=0", "true"], f"{WAIT} 0 is too short: use at least 1s"),
         (["run", "--wait=31d", "true"], f"{WAIT} 31d is too long: use at most 30d"),
         (["run", "-o", "json", "true"], "--output requires --print-env"),
+        (["run", "--gpu", "", "true"], "--device and --gpu must not be empty"),
+        (["run", *ONE_DEVICE, "--count", "2", "true"], SELECTED),
+        (["run", *ONE_DEVICE, "--gpu-mem", "2GiB", "true"], SELECTED),
+        (["run", *ONE_DEVICE, "--gpu-mem-units", "2", "true"], SELECTED),
+        (
+            ["run", "--gpu-mem", "2GiB", "--gpu-mem-units", "2", "true"],
+            "--gpu-mem and --gpu-mem-units are mutually exclusive: use one of them",
+        ),
+        (
+            ["run", "--gpu-mem-units", "9999999999", "true"],
+            "invalid value for '--gpu-mem-units': 9999999999 is not a whole number from 1 to 1073741824",
+        ),
+        (
+            ["run", "--thread-percentage", "10", "true"],
+            "--thread-percentage requires --gpu-mem or --gpu-mem-units",
+        ),
+        (
+            ["run", "--podman", "--rm", "IMAGE", "true"],
+            f"run has no option --rm; write podman's options after --: {PODMAN_OPTIONS}",
+        ),
+        (
+            ["run", "--podman", "--docker", "IMAGE"],
+            "--podman and --docker are mutually exclusive: use one of them",
+        ),
+        (["run", "--", ""], "COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]..."),
         (["lease", "take", "a", "--wait", "5", "--ttl", "1h"], APART.format("5")),
+        (["lease", "take", "a b", "--ttl", "5"], NO_NAME),
+        (["lease", "renew", ""], "LEASE must not be empty"),
         (["lease", "take", "a", "--wait=", "--ttl", "1h"], f"{WAIT} '' {NO_DURATION}"),
         (["lease", "take", "a", "--ttl", "1y"], f"{TTL} '1y' {NO_DURATION}"),
         (["reload", "--yes"], "--yes requires --now"),
@@ -212,7 +246,7 @@ def test_wrong_usage_exits_with_2_and_says_what_would_be_right(
 ) -> None:
     path = "yunion-mps"
     for name in arguments:
-        path += f" {name}" if name in (*COMMANDS, "check", "take", "terminate") else ""
+        path += f" {name}" if name in (*COMMANDS, "check", "renew", "take", "terminate") else ""
     told = f"yunion-mps: {error}\nyunion-mps: see: {path} --help\n"
     assert alone(*arguments) == (2, "", told)
 
