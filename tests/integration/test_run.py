@@ -208,16 +208,16 @@ def test_a_lease_of_any_valid_name_is_renewed_and_released_by_it(ready_daemon: D
         assert done == [0, 0, 0, 0], name
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_a_signal_that_is_sent_to_it_is_the_command_s(ready_daemon: Daemon, number: signal.Signals) -> None:
-    caught = f"trap 'echo caught; exit 9' {number.name[3:]}; echo begun; while :; do read -rt 0.1 line; done"
-    for script, expected in ((caught, (9, "caught\n")), ("echo begun; exec cat", (-number, ""))):
+def test_a_signal_that_is_sent_to_it_is_the_command_s(ready_daemon: Daemon) -> None:
+    """Also SIGINT, which Python handles itself until it starts the command."""
+    caught = "trap 'echo caught; exit 9' INT; echo begun; while :; do read -rt 0.1 line; done"
+    for script, expected in ((caught, (9, "caught\n")), ("echo begun; exec cat", (-signal.SIGINT, ""))):
         job = ready_daemon.host.popen(
             ["yunion-mps", "run", "--", "bash", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert job.stdout
         assert job.stdout.readline() == "begun\n"
-        job.send_signal(number)
+        job.send_signal(signal.SIGINT)
         said = job.stdout.read()
         job.communicate()
         assert (job.returncode, said) == expected

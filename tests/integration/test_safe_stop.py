@@ -43,7 +43,7 @@ def test_a_client_that_would_die_of_a_signal_is_disconnected_before_it(at_work: 
     assert how.startswith(DISCONNECTED)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGXCPU, signal.SIGRTMIN], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGXCPU, signal.SIGRTMIN], ids=str)
 def test_the_signals_of_batch_systems_harm_no_other_job(at_work: AtWork, number: int) -> None:
     with started(at_work.daemon.host, *RUN, "--", *JOB) as job:
         job.send_signal(number)
@@ -137,7 +137,7 @@ def test_the_command_outlives_its_parent_and_keeps_the_device(ready_daemon: Daem
     eventually(lambda: given(ready_daemon) == [], "the end of the lease")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_passed_on_once(ready_daemon: Daemon, number: signal.Signals) -> None:
     traps = f"trap 'echo caught' {number.name[3:]}; trap 'exit 9' USR2"
     caught = f"{traps}; echo begun; while :; do read -rt 0.1 x; done"
