@@ -202,7 +202,7 @@ def test_a_key_ends_it_and_the_terminal_is_as_before(screen: Tmux, key: str, sta
     left(screen)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_it_and_the_terminal_is_as_before(screen: Tmux, number: signal.Signals) -> None:
     start(screen)
     os.kill(pid_of_top(screen), number)

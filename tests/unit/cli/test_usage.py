@@ -59,6 +59,7 @@ TELLING = (["daemon-reexec"], ["terminate", "4260", "--yes"])
 KIND = "invalid value for '--kind':"
 KINDS = ", ".join(repr(kind) for kind in EVENT_KINDS)
 LIMIT = "invalid value for '--limit':"
+NO_COMMAND = "COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]..."
 NO_NAME = (
     "NAME may contain letters, digits and ._:/@-, must begin with a letter or digit, "
     "and may be at most 360 characters long"
@@ -228,13 +229,22 @@ def test_the_revision_is_that_of_the_checkout_or_worktree(tmp_path: Path, packed
             ["run", "--podman", "--docker", "IMAGE"],
             "--podman and --docker are mutually exclusive: use one of them",
         ),
-        (["run", "--", ""], "COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]..."),
+        (["run"], NO_COMMAND),
+        (["run", "--", ""], NO_COMMAND),
+        (
+            ["run", "--count", "0", "true"],
+            "invalid value for '--count': 0 is not a whole number from 1 to 64",
+        ),
         (["lease", "take", "a", "--wait", "5", "--ttl", "1h"], APART.format("5")),
         (["lease", "take", "a b", "--ttl", "5"], NO_NAME),
         (["lease", "renew", ""], "LEASE must not be empty"),
         (["lease", "take", "a", "--wait=", "--ttl", "1h"], f"{WAIT} '' {NO_DURATION}"),
         (["lease", "take", "a", "--ttl", "1y"], f"{TTL} '1y' {NO_DURATION}"),
         (["reload", "--yes"], "--yes requires --now"),
+        (
+            ["reload", "--drain", "--now"],
+            "--drain and --now are mutually exclusive: use one of them",
+        ),
         (["terminate"], "missing argument 'LEASE|DEVICE|PID'"),
         (["completion"], "missing argument 'SHELL'. Choose from: bash, zsh, fish"),
         (["completion", "tcsh"], f"{SHELL} 'tcsh' is not one of 'bash', 'zsh', 'fish'"),
