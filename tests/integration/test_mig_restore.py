@@ -25,7 +25,7 @@ def compute_mode(host: SimHost) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("original", ["Exclusive_Process", "Prohibited"])
+@pytest.mark.parametrize("original", ["Default", "Exclusive_Process", "Prohibited"])
 def test_a_stop_restores_the_layout_if_so_configured(daemon: Daemon, original: str) -> None:
     daemon.host.run(["nvidia-smi", "-c", original.upper()], check=True)
     daemon.host.divide(f"{MIG}\n  mig_restore: true")

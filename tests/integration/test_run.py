@@ -143,6 +143,36 @@ def test_with_mps_disabled_a_command_may_run_without_a_device(daemon: Daemon) ->
     assert "echo runs without limits: MPS is disabled" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("run --gpu '' true", "--device and --gpu must not be empty"),
+        ("run --gpu-mem 2GiB --gpu-mem-units 2 true", "--gpu-mem and --gpu-mem-units are mutually exclusive"),
+        *(
+            (f"run --device 00:06.0-1 {option} true", "--device already selects the devices: omit --count,")
+            for option in ("--count 2", "--gpu-mem 2GiB", "--gpu-mem-units 2")
+        ),
+        ("run --thread-percentage 10 true", "--thread-percentage requires --gpu-mem or --gpu-mem-units"),
+        (
+            "run --podman --rm IMAGE true",
+            "run has no option --rm; write podman's options after --: yunion-mps",
+        ),
+        ("run --podman --docker IMAGE", "--podman and --docker are mutually exclusive: use one of them"),
+        ("run -- ''", "COMMAND is missing: yunion-mps run [OPTIONS] COMMAND [ARG]..."),
+        ("run --gpu-mem-units 9999999999 true", "invalid value for '--gpu-mem-units': 9999999999 is not a"),
+        ("env ''", "DEVICE must not be empty"),
+        ("lease renew ''", "LEASE must not be empty"),
+        ("lease take 'a b' --ttl 5", "NAME may contain letters, digits and ._:/@-, must begin with a letter"),
+    ],
+)
+def test_empty_and_surplus_arguments_are_usage_errors(ready_daemon: Daemon, wrong: str, why: str) -> None:
+    done = ready_daemon.host.run(["yunion-mps", *shlex.split(wrong)])
+    assert (done.returncode, done.stderr.startswith(f"yunion-mps: {why}")) == (2, True), done.stderr
+    subcommand = " ".join(wrong.split()[: 1 + wrong.startswith("lease")])
+    assert done.stderr.splitlines()[1:] == [f"yunion-mps: see: yunion-mps {subcommand} --help"]
+    assert given(ready_daemon) == []
+
+
 @pytest.mark.gpus({"kind": "v100", "count": 2})
 def test_a_job_with_several_devices_is_asked_which_one_it_means(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
@@ -208,16 +238,16 @@ def test_a_lease_of_any_valid_name_is_renewed_and_released_by_it(ready_daemon: D
         assert done == [0, 0, 0, 0], name
 
 
-def test_a_signal_that_is_sent_to_it_is_the_command_s(ready_daemon: Daemon) -> None:
-    """Also SIGINT, which Python handles itself until it starts the command."""
-    caught = "trap 'echo caught; exit 9' INT; echo begun; while :; do read -rt 0.1 line; done"
-    for script, expected in ((caught, (9, "caught\n")), ("echo begun; exec cat", (-signal.SIGINT, ""))):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_that_is_sent_to_it_is_the_command_s(ready_daemon: Daemon, number: signal.Signals) -> None:
+    caught = f"trap 'echo caught; exit 9' {number.name[3:]}; echo begun; while :; do read -rt 0.1 line; done"
+    for script, expected in ((caught, (9, "caught\n")), ("echo begun; exec cat", (-number, ""))):
         job = ready_daemon.host.popen(
             ["yunion-mps", "run", "--", "bash", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert job.stdout
         assert job.stdout.readline() == "begun\n"
-        job.send_signal(signal.SIGINT)
+        job.send_signal(number)
         said = job.stdout.read()
         job.communicate()
         assert (job.returncode, said) == expected

@@ -137,7 +137,7 @@ def test_the_command_outlives_its_parent_and_keeps_the_device(ready_daemon: Daem
     eventually(lambda: given(ready_daemon) == [], "the end of the lease")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_is_passed_on_once(ready_daemon: Daemon, number: signal.Signals) -> None:
     traps = f"trap 'echo caught' {number.name[3:]}; trap 'exit 9' USR2"
     caught = f"{traps}; echo begun; while :; do read -rt 0.1 x; done"
