@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -116,6 +117,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 def _is_quick(item: pytest.Item) -> bool:
     return item.nodeid.startswith(_QUICK_PATHS) and item.get_closest_marker("processes") is None
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector not search the collected tests and modules during each test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

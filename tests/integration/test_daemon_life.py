@@ -55,10 +55,7 @@ def stops_cleanly(daemon: Daemon) -> None:
     assert daemon.host.gpus[0].compute_mode == "default"
 
 
-both_signals = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-
-
-@both_signals
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_it_cleanly_and_leaves_nothing(ready_daemon: Daemon, number: signal.Signals) -> None:
     control = ready_daemon.control_pid()
     ready_daemon.signal(number)
@@ -89,38 +86,31 @@ def test_a_stop_waits_for_jobs_as_configured_and_names_those_it_ended(make_at_wo
     assert daemon.host.gpus[0].compute_mode == "default"
 
 
-@both_signals
-def test_a_second_signal_does_not_keep_it_from_restoring_the_modes(
-    ready_daemon: Daemon, number: signal.Signals
-) -> None:
+def test_a_second_signal_does_not_keep_it_from_restoring_the_modes(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     host.fail("nvmlDeviceSetComputeMode", "success", delay_ms=60_000)
     ready_daemon.signal(signal.SIGTERM)
     ready_daemon.wait_message("STATUS=stopping the control daemons and restoring the compute modes")
-    ready_daemon.signal(number)
+    ready_daemon.signal(signal.SIGINT)
     host.clear()
     stops_cleanly(ready_daemon)
 
 
-@both_signals
-def test_a_signal_while_it_looks_at_the_gpus_stops_it_cleanly(daemon: Daemon, number: signal.Signals) -> None:
+def test_a_signal_while_it_looks_at_the_gpus_stops_it_cleanly(daemon: Daemon) -> None:
     daemon.host.fail("nvmlSystemGetDriverVersion", "success", delay_ms=60_000)
     daemon.start().wait_message("STATUS=reading the configuration")
-    daemon.signal(number)
+    daemon.signal(signal.SIGTERM)
     daemon.host.clear()
     stops_cleanly(daemon)
     assert "READY=1" not in daemon.notifications
 
 
-@both_signals
-def test_a_signal_while_the_control_daemon_starts_stops_it_cleanly(
-    daemon: Daemon, number: signal.Signals
-) -> None:
+def test_a_signal_while_the_control_daemon_starts_stops_it_cleanly(daemon: Daemon) -> None:
     """The control daemon is one that does not listen, and the front-end says so as NVIDIA's does."""
     script = '[ "$1" = -f ] && exec sleep 1000; echo Cannot find MPS control daemon process; exit 1'
     daemon.wrap_control_program(script)
     daemon.start().wait_log("stopped -> starting")
-    daemon.signal(number)
+    daemon.signal(signal.SIGTERM)
     stops_cleanly(daemon)
     assert "READY=1" not in daemon.notifications
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import socket
@@ -81,24 +80,6 @@ def test_a_name_that_another_party_may_hold_is_not_answered(gateway: Gateway, po
     assert (found[0], json.loads(found[1])["detail"]) == (421, "the metrics are not served under that name")
 
 
-@pytest.mark.parametrize(
-    "junk",
-    [b"\x16\x03\x01\x02\x00\x01\x00", b"HELLO\r\n\r\n", b"GET /metrics\r\n\r\n", b"\0" * 40_000],
-    ids=["TLS", "no HTTP", "no version", "noughts"],
-)
-def test_invalid_http_is_refused_while_others_are_served(gateway: Gateway, port: int, junk: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
-        client.sendall(junk)
-        with contextlib.suppress(OSError):  # it may have been refused by now
-            client.shutdown(socket.SHUT_WR)
-        answer = b""
-        while part := _received(client):
-            answer += part
-    assert answer == b"" or b"HTTP/1.1 4" in answer
-    gateway.serves(port)
-    assert "Traceback" not in gateway.log
-
-
 def test_every_accept_header_and_target_is_answered(gateway: Gateway, port: int) -> None:
     """A connection that is not answered is kept, and they are counted: 128 would shut Prometheus out."""
     found = gateway.answer(port, accept="\xe9t\xe9")
@@ -108,13 +89,6 @@ def test_every_accept_header_and_target_is_answered(gateway: Gateway, port: int)
             client.sendall(b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert client.recv(12) == b"HTTP/1.1 " + status
     assert "Traceback" not in gateway.log
-
-
-def _received(client: socket.socket) -> bytes:
-    try:
-        return client.recv(4096)
-    except ConnectionResetError:  # the kernel's word for an end with something of ours unread
-        return b""
 
 
 def test_a_reload_moves_it_to_another_port(gateway: Gateway, open_daemon: Daemon, port: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import sqlite3
 import threading
 from collections.abc import Callable
 
@@ -16,12 +15,12 @@ from yunion_mps.leases.storage import LeaseStorage
 from yunion_mps.paths import Paths
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import ADDRESSES, Connection, given, queued, restart, take, take_all, who_waits
+from integration.lease_host import ADDRESSES, Connection, given, restart, take
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
-#: What a request may be called.
-FIRST, SECOND = "a" * 32, "b" * 32
+#: What the request is called.
+FIRST = "a" * 32
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/problem+json\r\n"
     b'Content-Length: 43\r\n\r\n{"detail": "too many connections are open"}'
@@ -81,7 +80,7 @@ def said(ready_daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("query", ["", "holder.name=a&holder.ttl_s=600&", "holder.kind=connection&"])
+@pytest.mark.parametrize("query", ["", "holder.name=a&holder.ttl_s=600&"])
 def test_the_same_request_has_one_lease_however_often_it_is_made(ready_daemon: Daemon, query: str) -> None:
     with contextlib.closing(Connection(ready_daemon)) as connection:
         request = "/v1/leases", f"{query}Idempotency-Key={FIRST}"
@@ -177,28 +176,3 @@ def test_a_lease_that_could_not_be_given_back_can_be_later(ready_daemon: Daemon,
         assert [one.id for one in Client().leases()] == [lease.id]
         lease.release()
         assert Client().leases() == []
-
-
-def stored_positions(daemon: Daemon) -> int:
-    state = sqlite3.connect(daemon.host.root / "var/lib/yunion-mps/state.db")
-    with contextlib.closing(state):
-        (count,) = state.execute("SELECT count(*) FROM queued_request").fetchone()
-        return int(count)
-
-
-def test_a_repeated_request_has_its_position_and_none_can_be_invented(ready_daemon: Daemon) -> None:
-    take_all(ready_daemon)
-    first = queued(ready_daemon, f"holder.name=first&holder.ttl_s=600&Idempotency-Key={FIRST}")
-    ready_daemon.kill()
-    first.close()
-    ready_daemon.start().wait_ready()
-    assert ready_daemon.ask("POST", "/v1/leases", "wait_s=60&since=1")[0] == 400
-    waiters = []
-    for number, query in enumerate(
-        (f"holder.name=new&Idempotency-Key={SECOND}", f"holder.name=first&Idempotency-Key={FIRST}")
-    ):
-        waiters.append(queued(ready_daemon, f"{query}&holder.ttl_s=600", number + 1))
-    assert [one["name"] for one in who_waits(ready_daemon)] == ["first", "new"]
-    for waiter in waiters:
-        waiter.close()
-    eventually(lambda: stored_positions(ready_daemon) == 0, "that no position is left")

@@ -38,18 +38,6 @@ def test_run_takes_no_reserved_device_and_says_why(reserving: Daemon) -> None:
     assert take(reserving, f"devices={SECOND}&reserved_for=kubernetes")["devices"] == [SECOND]
 
 
-@pytest.mark.parametrize("option", [(), ("--allow-unlimited",)])
-def test_a_reserved_gpu_without_enforcement_is_refused_as_reserved(
-    daemon: Daemon, option: tuple[str, ...]
-) -> None:
-    daemon.host.divide(4, f"{SHARED}\n  reserved_for: kubernetes")
-    daemon.start().wait_ready()
-    for of in (("--gpu", "00:07.0"), ("--device", SECOND), ("--gpu", "00:07.0", "--count", "2")):
-        done = run(daemon.host, *option, *of, "--", "true")
-        assert (done.returncode, "reserved for kubernetes [reserved]" in done.stderr) == (1, True), done
-        assert "allow-unlimited" not in done.stderr
-
-
 def test_reserved_devices_are_listed_and_counted(reserving: Daemon) -> None:
     devices = {one["addr"]: one for one in reserving.get("/v1/devices")[1]["isolated_devices"]}
     assert [(devices[name]["state"], devices[name]["reserved_for"]) for name in (FIRST, SECOND)] == [
@@ -101,15 +89,6 @@ def test_only_root_may_ask_for_what_is_reserved(reserving: Daemon) -> None:
         status, answer = connection.ask("POST", "/v1/leases", "reserved_for=kubernetes")
     assert (status, answer["code"]) == (403, "not_allowed")
     assert given(reserving) == []
-
-
-def test_a_gpu_that_is_not_reserved_is_still_offered_with_allow_unlimited(daemon: Daemon) -> None:
-    daemon.host.divide(SHARED, f"{SHARED}\n  reserved_for: kubernetes")
-    daemon.start().wait_ready()
-    refused = run(daemon.host, "--", "true")
-    assert "[budget_not_enforced]" in refused.stderr
-    assert "use it anyway: --allow-unlimited" in refused.stderr
-    run(daemon.host, "--allow-unlimited", "--", "true", check=True)
 
 
 @pytest.mark.gpus({"kind": "h100", "count": 2})

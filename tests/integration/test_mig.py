@@ -142,16 +142,6 @@ def test_a_start_beside_leases_logs_nothing_about_a_layout_that_is_applied(daemo
     assert [event for event in daemon.get("/v1/events?kind=mig")[1]["events"] if event["code"]] == []
 
 
-def test_reload_now_does_not_wait_for_leases(daemon: Daemon) -> None:
-    daemon.start().wait_ready()
-    for address in devices(daemon):
-        words = f"holder.name=job{address[-2:]}&holder.ttl_s=600&devices={address}"
-        assert daemon.ask("POST", "/v1/leases", words)[0] == 201
-    daemon.host.divide("mig: all-1g.10gb")
-    assert daemon.ask("POST", "/v1/reload", "mode=now")[0] == 200
-    eventually(lambda: profiles(daemon) == ["1g.10gb"] * 7, "the new layout")
-
-
 def test_a_client_on_an_instance_that_has_to_go_is_named(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
@@ -179,13 +169,6 @@ def test_an_instance_that_is_destroyed_by_another_program_is_made_again(daemon: 
     assert reasons.MIG_CHANGED in [event["code"] for event in events]
 
 
-def test_the_mode_is_switched_on_again_after_another_program(daemon: Daemon) -> None:
-    daemon.start().wait_ready()
-    daemon.host.gpus[0].mig = False
-    eventually(lambda: daemon.polls() and profiles(daemon) == BALANCED, "the layout")
-    eventually(lambda: free(daemon) == 4, "its devices")
-
-
 def test_each_instance_has_a_control_daemon_with_its_own_limits(daemon: Daemon) -> None:
     daemon.host.divide("mig: [3g.40gb, 2g.20gb]\n  virtual_number: 2", 2)
     daemon.configure(cuda_mps_scope="host")
@@ -203,28 +186,8 @@ def test_each_instance_has_a_control_daemon_with_its_own_limits(daemon: Daemon) 
     assert [gpu.compute_mode for gpu in daemon.host.gpus] == ["default", "exclusive_process"]
 
 
-def test_a_reboot_keeps_the_devices(daemon: Daemon) -> None:
-    daemon.start().wait_ready()
-    before = {row["id"] for row in devices(daemon).values()}
-    daemon.kill()
-    daemon.host.reboot()
-    daemon.start().wait_ready()
-    eventually(lambda: free(daemon) == 4, "the devices")
-    assert {row["id"] for row in devices(daemon).values()} == before
-
-
-#: Each driver call of a layout of four instances, in its order.
-_CALLS = [
-    ("nvmlDeviceSetMigMode", 0),
-    *((call, skip) for skip in range(4) for call in (
-        "nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance"
-    )),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "skip"), _CALLS)
-def test_after_a_kill_in_a_call_the_next_daemon_finishes(daemon: Daemon, call: str, skip: int) -> None:
-    daemon.host.fail(call, "success", times=1, delay_ms=60_000, skip=skip)
+def test_after_a_kill_in_a_call_the_next_daemon_finishes(daemon: Daemon) -> None:
+    daemon.host.fail("nvmlGpuInstanceCreateComputeInstance", "success", times=1, delay_ms=60_000, skip=1)
     daemon.start()
     eventually(lambda: not daemon.host.show()["failures"], "the call")
     daemon.kill()
@@ -233,11 +196,10 @@ def test_after_a_kill_in_a_call_the_next_daemon_finishes(daemon: Daemon, call: s
     eventually(lambda: free(daemon) == 4, "its devices")
 
 
-@pytest.mark.parametrize("call", ["nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"])
-def test_after_a_kill_in_a_destruction_the_next_daemon_finishes(daemon: Daemon, call: str) -> None:
+def test_after_a_kill_in_a_destruction_the_next_daemon_finishes(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     daemon.host.divide("mig: all-1g.10gb")
-    daemon.host.fail(call, "success", times=1, delay_ms=60_000, skip=1)
+    daemon.host.fail("nvmlGpuInstanceDestroy", "success", times=1, delay_ms=60_000, skip=1)
     reload = daemon.host.popen(["yunion-mps", "reload"])
     eventually(lambda: not daemon.host.show()["failures"], "the call")
     daemon.kill()

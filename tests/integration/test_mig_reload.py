@@ -10,7 +10,7 @@ from yunion_mps import reasons
 
 from integration.conftest import MakeDivided
 from integration.daemon_host import Daemon, eventually
-from integration.mig_devices import devices, free, gpu, instances, profiles
+from integration.mig_devices import devices, gpu, instances, profiles
 from integration.test_mig import BALANCED, MIG, daemon
 from simhost.mps import StandIns
 
@@ -109,18 +109,6 @@ def test_a_leased_instance_stays_whole_until_its_lease_ends(daemon: Daemon) -> N
     eventually(lambda: {f"{leased}-0", f"{leased}-1"} <= devices(daemon).keys(), "the new division")
 
 
-def test_a_service_with_only_leased_instances_has_not_failed(daemon: Daemon) -> None:
-    daemon.host.divide("mig: [3g.40gb, 1g.10gb]")
-    daemon.start().wait_ready()
-    leased = lease(daemon, "3g.40gb")
-    daemon.host.divide("mig: 7g.80gb")
-    assert daemon.ask("POST", "/v1/reload")[0] == 200
-    assert daemon.status()["state"] == "ready"
-    rows = {row["addr"]: (row["sharing"], row["state"]) for row in daemon.get("/v1/gpus")[1]["gpus"]}
-    assert rows["00:06.0"] == ("mig", "pending")
-    assert rows[leased] == ("none", "available")
-
-
 def test_without_mig_a_leased_instance_names_its_lease(daemon: Daemon) -> None:
     daemon.host.divide("mig: [3g.40gb, 1g.10gb]")
     daemon.start().wait_ready()
@@ -203,17 +191,6 @@ def test_the_status_names_the_lease_that_a_whole_gpu_waits_for(daemon: Daemon) -
     assert profiles(daemon) == BALANCED
 
 
-def test_reload_now_does_not_ask_if_nothing_is_lost(daemon: Daemon) -> None:
-    daemon.start().wait_ready()
-    daemon.host.divide("mig: all-1g.10gb")
-    done = daemon.host.run(["yunion-mps", "reload", "--now", "--yes"])
-    assert (done.returncode, done.stderr) == (0, "")
-    assert profiles(daemon) == ["1g.10gb"] * 7
-    daemon.host.divide(MIG)
-    assert daemon.host.run(["yunion-mps", "reload", "--drain"]).returncode == 0
-    assert profiles(daemon) == BALANCED
-
-
 def test_restore_fails_until_the_gpu_is_reset(make_divided: MakeDivided) -> None:
     entry = "mig: all-disabled\n  virtual_number: 2\n  mig_restore: true"
     daemon = make_divided([{"kind": "a100", "mig": True}], entry).start().wait_ready()
@@ -250,27 +227,6 @@ def test_an_idle_mps_server_is_ended_for_a_layout(daemon: Daemon, entry: str) ->
         eventually(lambda: not stand_ins.servers(), "the end of the server")
         host.gpus[0].remove_process(server)
         eventually(lambda: profiles(daemon) == BALANCED, "the layout")
-
-
-def test_a_leftover_instance_is_destroyed_once_its_job_has_ended(daemon: Daemon) -> None:
-    daemon.host.divide("mig: all-2g.20gb")
-    daemon.start().wait_ready()
-    last = sorted(devices(daemon))[-1]
-    words = f"holder.name=job&holder.ttl_s=600&devices={last}"
-    status, lease = daemon.ask("POST", "/v1/leases", words)
-    assert status == 201
-    daemon.host.divide("mig: 3g.40gb")
-    assert daemon.ask("POST", "/v1/reload")[0] == 200
-    assert profiles(daemon) == ["2g.20gb", "3g.40gb"]
-    found = gpu(daemon)
-    assert (found["state"], found["reason_code"]) == ("pending", reasons.MIG_IN_USE)
-    number = last.partition("-")[2]
-    why = f"its MIG layout waits for lease job of root on instance {number} (2g.20gb) to end"
-    assert why in daemon.get("/v1/plan")[1]["pending"][0]["pending"]
-    assert free(daemon) == 1, "that of the new instance"
-    assert daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
-    eventually(lambda: profiles(daemon) == ["3g.40gb"], "the end of the instance")
-    eventually(lambda: gpu(daemon)["reason"] == "", "the layout")
 
 
 def test_the_daemons_check_counts_what_a_layout_will_give(daemon: Daemon) -> None:

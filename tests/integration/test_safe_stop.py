@@ -43,7 +43,7 @@ def test_a_client_that_would_die_of_a_signal_is_disconnected_before_it(at_work: 
     assert how.startswith(DISCONNECTED)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGXCPU, signal.SIGRTMIN], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGXCPU, signal.SIGRTMIN], ids=str)
 def test_the_signals_of_batch_systems_harm_no_other_job(at_work: AtWork, number: int) -> None:
     with started(at_work.daemon.host, *RUN, "--", *JOB) as job:
         job.send_signal(number)

@@ -70,24 +70,9 @@ def test_a_process_on_a_time_sliced_gpu_is_not_outside_mps(mixed: Daemon) -> Non
     assert (status["state"], status["outside_mps"], status["clients"]) == ("ready", 0, 1)
 
 
-def test_a_leased_gpu_is_shared_otherwise_only_after_the_lease_and_a_crash(mixed: Daemon) -> None:
-    take(mixed, f"holder.name=job&holder.ttl_s=600&devices={ADDRESS}&allow_unlimited=true")
-    mixed.host.divide(4, 2)
-    (pending,) = mixed.ask("POST", "/v1/reload")[1]["pending"]
-    why = "GPU 00:07.0: the change to mps waits for lease job of root to end"
-    assert (pending["pending"], pending["leases"]) == (why, [one["id"] for one in leases_of(mixed)])
-    assert states(mixed) == {ADDRESS: "leased", "00:07.0-1": "pending", "00:07.0-2": "pending"}
-    mixed.kill()
-    mixed.start().wait_ready()
-    assert (modes(mixed)[1], states(mixed)) == ("default", {ADDRESS: "leased"})
-    (lease,) = leases_of(mixed)
-    assert mixed.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
-    eventually(lambda: states(mixed) == {ADDRESS: "free", "00:07.0-1": "free"}, "the new division")
-    assert modes(mixed)[1] == "exclusive_process"
-
-
-@pytest.mark.parametrize("entry", [f"{SHARED[:-1]}3", None], ids=["time-sliced", "removed"])
-@pytest.mark.parametrize("ends", ["stop", "reboot"])
+@pytest.mark.parametrize(
+    ("entry", "ends"), [(f"{SHARED[:-1]}3", "stop"), (None, "reboot")], ids=["time-sliced", "removed"]
+)
 def test_a_lease_through_mps_has_its_control_daemon_after_a_stop(
     daemon: Daemon, entry: str | None, ends: str
 ) -> None:
@@ -161,15 +146,6 @@ def test_a_daemon_killed_while_a_mode_changes_leaves_nothing_half_applied(mixed:
         assert modes(mixed) == ["exclusive_process", "default"]
     assert mixed.stop() == 0
     assert modes(mixed) == ["default", "default"]
-
-
-def test_restore_after_a_kill_restores_the_time_slice(daemon: Daemon) -> None:
-    daemon.host.divide(4, f"{SHARED}\n  time_slice: short")
-    daemon.start().wait_ready()
-    assert daemon.host.gpus[1].time_slice == "short"
-    daemon.kill()
-    assert daemon.run("--restore") == 0, daemon.log
-    assert daemon.host.gpus[1].time_slice == "default"
 
 
 def test_restore_keeps_the_settings_of_a_leased_job_without_a_context(daemon: Daemon) -> None:

@@ -63,18 +63,6 @@ def test_with_mixed_shared_instances_are_counted_by_profile_and_way(daemon: Daem
         assert kubelet.request(RESOURCE).health == {}
 
 
-def test_with_single_they_are_counted_as_they_are_shared(daemon: Daemon) -> None:
-    host = divided(daemon, SHARED, "mig: [3g.40gb, 1g.10gb]").host
-    with Kubelet(host, RESOURCE, INSTANCES, TIME_SLICED) as kubelet, KubeletPlugin(host):
-        assert len(kubelet.request(RESOURCE).wait_healthy(4)) == 4
-        assert len(kubelet.request(INSTANCES).wait_healthy(2)) == 2
-        host.divide(SLICED, "mig: [3g.40gb, 1g.10gb]")
-        assert daemon.ask("POST", "/v1/reload")[0] == 200
-        kubelet.request(TIME_SLICED).wait_healthy(4)
-        kubelet.request(RESOURCE).wait_healthy(0)
-        assert kubelet.health == {}, "it stays, without devices"
-
-
 def test_with_none_instances_are_not_offered(daemon_with_mig: Daemon) -> None:
     write_options(daemon_with_mig, "migStrategy: none")
     with Kubelet(daemon_with_mig.host) as kubelet, KubeletPlugin(daemon_with_mig.host):

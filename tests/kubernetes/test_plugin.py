@@ -44,13 +44,6 @@ def test_devices_that_are_read_in_pages_are_all_listed(
     assert names - set(kubelet.wait_healthy(287)) == {"00:0b.0-47"}
 
 
-def test_a_restarted_kubelet_is_registered_with_again(kubelet: Kubelet, plugin: KubeletPlugin) -> None:
-    for times in (2, 3):
-        kubelet.restart()
-        kubelet.wait_registered(times)
-        assert kubelet.wait_healthy(4) == ADDRESSES
-
-
 def test_the_plugin_waits_for_a_kubelet(ready_daemon: Daemon) -> None:
     with KubeletPlugin(ready_daemon.host) as plugin:
         eventually(lambda: "No such file or directory; trying again" in plugin.log, "the report")

@@ -13,10 +13,11 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 from unittest import mock
 
 import pytest
@@ -71,17 +72,26 @@ class Cli:
         It runs in this process, with an environment, arguments and streams of its own: starting another one
         takes many times as long.
         """
+        out = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
+        with open(os.devnull) as nothing:
+            code, err = self._run(arguments, environment=self.env, stdin=nothing, stdout=out)
+        return Done(code, out.buffer.getvalue().decode(), err)
+
+    def _run(
+        self, arguments: Sequence[str], *, environment: Mapping[str, str], stdin: TextIO, stdout: TextIO
+    ) -> tuple[int, str]:
+        """Return a command's exit status and what it prints on standard error."""
         with ExitStack() as stack:
-            out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
-            stack.enter_context(contextlib.redirect_stdout(out))
+            err = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
+            stack.enter_context(contextlib.redirect_stdout(stdout))
             stack.enter_context(contextlib.redirect_stderr(err))
-            stack.enter_context(mock.patch.dict(os.environ, self.env, clear=True))
+            stack.enter_context(mock.patch.dict(os.environ, environment, clear=True))
             # A command that executes another program needs `process`: here that would end the tests.
             stack.enter_context(mock.patch.multiple(os, execve=None, execvpe=None))
             stack.enter_context(mock.patch.object(sys, "argv", ["yunion-mps", *arguments]))
-            stack.enter_context(mock.patch.object(sys, "stdin", stack.enter_context(open(os.devnull))))
+            stack.enter_context(mock.patch.object(sys, "stdin", stdin))
             code = run()
-            return Done(code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
+            return code, err.buffer.getvalue().decode()
 
     def process(self, *arguments: str, **options: Any) -> Done:
         with self.start(*arguments, **options) as process:
@@ -103,21 +113,36 @@ class Cli:
 
     def on_terminal(self, columns: int, *arguments: str) -> list[str]:
         """The lines that a command prints that succeeds, on a terminal of so many columns."""
-        done = self.done_on_terminal(columns, *arguments)
-        assert (done.code, done.err) == (0, "")
-        return done.out.splitlines()
+        return _good_lines(self.done_on_terminal(columns, *arguments))
+
+    def process_lines(self, columns: int, *arguments: str) -> list[str]:
+        """The lines that a process prints that succeeds, on a terminal of so many columns."""
+        return _good_lines(self.process_on_terminal(columns, *arguments))
 
     def done_on_terminal(self, columns: int, *arguments: str) -> Done:
-        """How a command ends that prints on a terminal of so many columns."""
+        """How a command ends that prints on a terminal of so many columns; it runs in this process."""
         ours, theirs = open_terminal(columns)
-        env = {name: value for name, value in self.env.items() if name != "COLUMNS"}
-        with self.start(*arguments, stdout=theirs, stdin=theirs, env=env) as process:
+        with ThreadPoolExecutor(max_workers=1) as threads:
+            reader = threads.submit(_rest, ours)
+            with open(theirs, "w", encoding="utf-8") as stdout, open(os.dup(theirs)) as stdin:
+                code, err = self._run(
+                    arguments, environment=self._without_columns(), stdin=stdin, stdout=stdout
+                )
+            return Done(code, _shown(reader.result()), err)
+
+    def process_on_terminal(self, columns: int, *arguments: str) -> Done:
+        """How a process ends that prints on a terminal of so many columns."""
+        ours, theirs = open_terminal(columns)
+        with self.start(*arguments, stdout=theirs, stdin=theirs, env=self._without_columns()) as process:
             os.close(theirs)
             printed = _rest(ours)
             assert process.stderr is not None
-            err, code = process.stderr.read(), process.wait(PATIENCE_S)
-        assert b"\x1b" not in printed
-        return Done(code, printed.decode().replace("\r\n", "\n"), err)
+            code = process.wait(PATIENCE_S)
+            return Done(code, _shown(printed), process.stderr.read())
+
+    def _without_columns(self) -> dict[str, str]:
+        """Return an environment in which the width is that of the terminal."""
+        return {name: value for name, value in self.env.items() if name != "COLUMNS"}
 
     def answered(self, answer: bytes, *arguments: str, columns: int = 0) -> tuple[int, str]:
         """How a command ends, and what it prints, on a terminal on which its question is answered."""
@@ -148,6 +173,17 @@ def _rest(terminal: int) -> bytes:
             printed += piece
     os.close(terminal)
     return printed
+
+
+def _good_lines(done: Done) -> list[str]:
+    assert (done.code, done.err) == (0, "")
+    return done.out.splitlines()
+
+
+def _shown(printed: bytes) -> str:
+    """What a terminal showed of a command that neither colours its text nor moves the cursor."""
+    assert b"\x1b" not in printed
+    return printed.decode().replace("\r\n", "\n")
 
 
 def table_of(lines: list[str]) -> list[str]:

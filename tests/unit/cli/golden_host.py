@@ -6,11 +6,15 @@ Two H100 with jobs, a Tesla P40 on which nothing is enforced, a GPU that is lost
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from yunion_mps.exposition import PLAIN_TYPE
 from yunion_mps.inventory.nvml import GpuLoad, Load
@@ -29,23 +33,50 @@ from yunion_mps.units import rfc3339
 
 from simhost import SimHost
 from unit import builders
-from unit.cli.conftest import Cli
+from unit.cli.conftest import Cli, Done
 from unit.http import by_hand, snapshots
 from unit.http.server_host import ServerHost
 from unit.metrics.scene import facts
+from waiting import readable
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Json = Any
 
 NOW_S = 1795182300.0
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
-#: The program at that moment, on a host of that name.
-PROGRAM = (
-    "import os, time, types\n"
-    f"time.time = lambda: {NOW_S}\n"
-    "os.uname = lambda: types.SimpleNamespace(nodename='gpu-01')\n"
-    "from yunion_mps.cli import main\n"
-    "main()\n"
-)
+#: The program at that moment, on a host of that name. It forks for each command that it receives.
+PROGRAM = f"""
+import importlib, json, os, socket, sys, time, types
+time.time = lambda: {NOW_S}
+os.uname = lambda: types.SimpleNamespace(nodename="gpu-01")
+from yunion_mps.cli import main, root
+for module, _ in root.COMMANDS.values():
+    importlib.import_module(f"yunion_mps.cli.{{module}}")
+with socket.socket(fileno=0) as commands:
+    while True:
+        request, streams, _, _ = socket.recv_fds(commands, 1 << 20, 3)
+        if not request:
+            break
+        command = os.fork()
+        if command == 0:
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+            os.closerange(3, max(streams) + 1)
+            sys.stdin = open(0)
+            sys.stdout = open(1, "w")
+            sys.stderr = open(2, "w")
+            asked = json.loads(request)
+            sys.argv = ["yunion-mps", *asked["arguments"]]
+            os.environ.clear()
+            os.environ.update(asked["environment"])
+            main()
+        for stream in streams:
+            os.close(stream)
+        _, status = os.waitpid(command, 0)
+        commands.send(str(os.waitstatus_to_exitcode(status)).encode())
+"""
 H100 = [
     builders.gpu(
         number,
@@ -197,16 +228,59 @@ _DESCRIPTION: Json = {
     ],
 }
 #: Runs the program on that host: at a place, and with a /dev/shm, that are alike everywhere.
-_ON_HOST = (
-    'mount --bind "$0" /mnt && mount -t tmpfs -o size=1g tmpfs /mnt/dev/shm && export PATH=/mnt/bin:$PATH && '
-    'exec "$@"'
-)
+_ON_HOST = 'mount --bind "$0" /mnt && mount -t tmpfs -o size=1g tmpfs /mnt/dev/shm && exec "$@"'
+
+
+class ForkedCommand:
+    """A command that runs in a fork of the program: what the tests use of `subprocess.Popen`."""
+
+    def __init__(self, program: socket.socket, arguments: Sequence[str], **options: Any) -> None:
+        self._program = program
+        self.returncode = -1
+        self.stdout = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
+        self.stderr = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
+        with open(os.devnull) as nothing:
+            streams = [options.get("stdin", subprocess.DEVNULL), options.get("stdout"), options.get("stderr")]
+            files = [nothing.fileno(), self.stdout.fileno(), self.stderr.fileno()]
+            for place, stream in enumerate(streams):
+                if stream is not None and stream >= 0:  # a terminal
+                    files[place] = stream
+            request = {"arguments": arguments, "environment": options["env"]}
+            socket.send_fds(program, [json.dumps(request).encode()], files)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdout.close()
+        self.stderr.close()
+
+    def wait(self, timeout: float) -> int:
+        assert readable(self._program.fileno(), timeout)
+        self.returncode = int(self._program.recv(16))
+        self.stderr.seek(0)
+        return self.returncode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        self.wait(timeout)
+        self.stdout.seek(0)
+        return self.stdout.read(), self.stderr.read()
 
 
 class ProgramAtThatMoment(Cli):
-    """Always runs in a process of its own."""
+    """Runs each command in a process of its own, which is a fork of one that has loaded the program."""
 
     __call__ = Cli.process
+
+    def __init__(self, root: str, host: ServerHost, commands: socket.socket) -> None:
+        super().__init__(root, host)
+        self._commands = commands
+
+    def start(self, *arguments: str, **options: Any) -> Any:
+        return ForkedCommand(self._commands, arguments, **{"env": self.env, **options})
+
+    def done_on_terminal(self, columns: int, *arguments: str) -> Done:
+        return self.process_on_terminal(columns, *arguments)
 
 
 @contextmanager
@@ -249,11 +323,21 @@ def golden_host() -> Iterator[Cli]:
         )
         for ago_s, event in _EVENTS:
             host.record(event, NOW_S - ago_s)
-        cli = ProgramAtThatMoment("/mnt", host)
-        python = (sys.executable, "-c", PROGRAM)
-        cli.program = ("unshare", "--mount", "sh", "-c", _ON_HOST, str(sim.root), *python)
-        cli.env.update(TZ="UTC", LD_LIBRARY_PATH="/mnt/lib", PATH="/usr/sbin:/usr/bin:/sbin:/bin")
-        yield cli
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            cli = ProgramAtThatMoment("/mnt", host, ours)
+            cli.env.update(
+                TZ="UTC", LD_LIBRARY_PATH="/mnt/lib", PATH="/mnt/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+            )
+            program = (sys.executable, "-c", PROGRAM)
+            command = ("unshare", "--mount", "sh", "-c", _ON_HOST, str(sim.root), *program)
+            with subprocess.Popen(command, env=cli.env, stdin=theirs.fileno()) as process:
+                theirs.close()
+                try:
+                    yield cli
+                finally:
+                    ours.close()
+            assert process.returncode == 0
 
 
 @contextmanager

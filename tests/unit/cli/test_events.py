@@ -77,7 +77,7 @@ def test_events_have_their_time_cause_and_consequence(happened: Cli) -> None:
 
 
 def test_on_a_narrow_terminal_lines_are_folded_and_no_word_is_broken(happened: Cli) -> None:
-    lines = happened.on_terminal(50, "events", "--limit", "4", "--kind", "domain")
+    lines = happened.process_lines(50, "events", "--limit", "4", "--kind", "domain")
     assert lines == [
         f"{day()} 12:00:00  WARNING  domain host: ready",
         "        -> backoff",

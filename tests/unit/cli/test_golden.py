@@ -53,7 +53,6 @@ GOLDENS = {
     "list --gpu 99": failure(1),
     "isolated-device-list": Golden("DeviceList"),
     "show 17:00.0-1": Golden("DeviceDetails"),
-    "show 17:00.0-9": failure(1),
     "gpus": Golden("GpuList"),
     "gpus -o wide": TEXT,
     "env 17:00.0-1": VARIABLES,
@@ -62,8 +61,6 @@ GOLDENS = {
     "env 17:00.0-1 -o systemd": TEXT,
     "run --dry-run": TEXT,
     "run --print-env": VARIABLES,
-    "run": failure(2),
-    "run --count 0 ./simulate": failure(2),
     "run --count 3 ./simulate": failure(1),
     "run --device 17:00.0-0 ./simulate": failure(5),
     "run --count 5 ./simulate": failure(1),
@@ -73,7 +70,6 @@ GOLDENS = {
     "lease list -o wide": TEXT,
     "lease show job-17": Golden("LeaseDetails"),
     "lease take job-17 --ttl 1h": Golden("LeaseRecord"),
-    "lease take job-18 --ttl 1h --device 17:00.0-0": failure(5),
     "lease renew job-17": Golden("LeaseRecord"),
     "lease release job-17": Golden("LeaseRecord"),
     "who": Golden(UseList),
@@ -91,13 +87,17 @@ GOLDENS = {
     "plan": Golden("ChangeList"),
     "reload": Golden("ChangeList"),
     "reload --now --yes": TEXT,
-    "reload --drain --now": failure(2),
     "ray resources": TEXT,
-    "ray start --resources 4": failure(2),
     "top --once": TEXT,
     "metrics": TEXT,
     "completion bash": TEXT,
-    "lst": failure(2),
+}
+#: Commands that print the same JSON as another one.
+SAME_JSON = {
+    "isolated-device-list": "list",
+    "lease renew job-17": "lease take job-17 --ttl 1h",
+    "lease release job-17": "lease take job-17 --ttl 1h",
+    "reload": "plan",
 }
 #: What is started on a device, and the place of its lease.
 STARTED = {
@@ -182,7 +182,8 @@ def test_a_command_prints_the_reviewed_json_and_what_the_api_answers(host: Cli, 
     kind = golden.answer
     schema = {"$ref": f"#/components/schemas/{kind}"} if isinstance(kind, str) else schema_of(kind)
     Draft202012Validator({**schema, **COMPONENTS}).validate(json.loads(done.out))
-    compare(f"{name_of(command)}.json", done.out.replace(f'"{__version__}"', '"1.2.3"'))
+    name = name_of(SAME_JSON.get(command, command))
+    compare(f"{name}.json", done.out.replace(f'"{__version__}"', '"1.2.3"'))
 
 
 def shown(done: Done) -> str:

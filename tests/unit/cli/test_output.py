@@ -69,7 +69,7 @@ def test_reasons_are_whole_on_every_terminal(troubled: Cli, columns: int) -> Non
 def test_without_utf_8_cut_text_is_marked_in_ascii(cli: Cli) -> None:
     ascii_only = Cli(cli.root)
     ascii_only.env["LC_ALL"] = "C"
-    lines = ascii_only.on_terminal(80, LIST)
+    lines = ascii_only.process_lines(80, LIST)
     assert "".join(lines).isascii()
     assert [line.replace("…", "~") for line in cli.on_terminal(80, LIST)] == lines
 

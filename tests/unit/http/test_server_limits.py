@@ -151,7 +151,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_cut_at_its_deadline(serve: S
     ],
 )
 def test_a_request_that_does_not_end_is_answered_with_408(serve: Serve, part: bytes) -> None:
-    answer = refused(serve(first_request_timeout_s=2, request_timeout_s=2), part)
+    answer = refused(serve(first_request_timeout_s=0.3, request_timeout_s=0.3), part)
     assert answer.problem == (408, "the request did not arrive in time", "send it at once")
 
 

@@ -177,6 +177,18 @@ def test_the_refusal_names_an_unenforced_gpu_that_is_not_reserved() -> None:
     refuse_infeasible(LeaseRequest(allow_unlimited=True), there)
 
 
+@pytest.mark.parametrize("allow_unlimited", [False, True])
+def test_a_reserved_gpu_without_enforcement_is_refused_as_reserved(allow_unlimited: bool) -> None:
+    old = Candidate(device(1, 0)._replace(budget_enforced=False))
+    unenforced = {"GPU-1": Unenforced("01:00.0 (P40)", "older than Volta")}
+    there = candidates(1)
+    there = there._replace(devices=[*there.devices, old], reserved=RESERVED, unenforced=unenforced)
+    for requested in (LeaseRequest(gpu="GPU-1"), LeaseRequest(devices=("01:00.0-0",))):
+        with pytest.raises(InfeasibleError) as caught:
+            refuse_infeasible(requested._replace(allow_unlimited=allow_unlimited), there)
+        assert (caught.value.code, "--allow-unlimited" in caught.value.hint) == ("reserved", False)
+
+
 def test_reserved_devices_are_left_to_what_they_are_reserved_for() -> None:
     there = candidates(2, 1)._replace(reserved=RESERVED)
     allocator = Allocator(Ledger())

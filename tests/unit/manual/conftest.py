@@ -35,13 +35,17 @@ class Manual:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._texts: dict[str, str] = {}
 
     def path(self, name: str) -> Path:
         return self.directory / name
 
     def text(self, name: str) -> str:
         """The page as man shows it on a terminal of 80 columns."""
-        return re.sub(".\b", "", run("mandoc", "-Tutf8", "-Owidth=80", self.path(name)).stdout)
+        if name not in self._texts:
+            page = run("mandoc", "-Tutf8", "-Owidth=80", self.path(name)).stdout
+            self._texts[name] = re.sub(".\b", "", page)
+        return self._texts[name]
 
 
 @pytest.fixture(scope="session")

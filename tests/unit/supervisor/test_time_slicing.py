@@ -19,6 +19,7 @@ from yunion_mps.service.devices import devices_json, unusable_reasons
 from simhost import SimHost
 from simhost.host import SHARED
 from unit.supervised import (
+    AtWork,
     Begin,
     MakeHost,
     MakeStandIns,
@@ -197,9 +198,10 @@ def test_a_pending_change_names_a_server_that_started_later(
     host.divide(4, 4)
     made.reload()
     assert made.snapshot.plan.pending[host.gpus[1].uuid].endswith("waits for lease job of root to end")
-    attach(jobs, host)
+    job = attach(jobs, host)
     made.rescan()
     assert f"(PID {jobs.servers()[0]}) of GPU 00:06.0" in made.snapshot.plan.pending[host.gpus[1].uuid]
+    AtWork(host=host, jobs=jobs, made=made, job=job).end()  # or the stop of the supervisor would wait for it
 
 
 def test_a_restart_finds_leases_that_no_control_daemon_serves(begin: Begin) -> None:
