@@ -12,6 +12,11 @@ typedef struct {
     char bus_id[32];
 } nvmlPciInfo_t;
 
+typedef struct {
+    unsigned int version, domain, bus, device, pci_device_id, pci_subsystem_id, base_class, sub_class;
+    char bus_id[32];
+} nvmlPciInfoExt_v1_t;
+
 typedef struct { unsigned long long total, free, used; } nvmlMemory_t;
 typedef struct { unsigned int version; unsigned long long total, reserved, free, used; } nvmlMemory_v2_t;
 typedef struct { unsigned int gpu, memory; } nvmlUtilization_t;
@@ -71,6 +76,18 @@ NVML nvmlDeviceGetPciInfo_v3(nvmlDevice_t gpu, nvmlPciInfo_t *pci)
         .pci_device_id = gpu->pci_device_id,
     };
     snprintf(pci->bus_id_legacy, sizeof pci->bus_id_legacy, "%04X:%02X:%02X.0", pci->domain, pci->bus, pci->device);
+    snprintf(pci->bus_id, sizeof pci->bus_id, "%08X:%02X:%02X.0", pci->domain, pci->bus, pci->device);
+    return SUCCESS;
+}
+
+/* nvidia-smi 550 and later ask for this one. */
+NVML nvmlDeviceGetPciInfoExt(nvmlDevice_t gpu, nvmlPciInfoExt_v1_t *pci)
+{
+    ENTER_DEVICE(gpu, pci);
+    *pci = (nvmlPciInfoExt_v1_t){
+        .version = pci->version, .domain = gpu->pci_domain, .bus = gpu->pci_bus, .device = gpu->pci_device,
+        .pci_device_id = gpu->pci_device_id, .base_class = 3, .sub_class = 2, /* a 3D controller */
+    };
     snprintf(pci->bus_id, sizeof pci->bus_id, "%08X:%02X:%02X.0", pci->domain, pci->bus, pci->device);
     return SUCCESS;
 }
