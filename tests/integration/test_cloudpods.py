@@ -192,7 +192,8 @@ def test_the_checks_after_each_step_say_what_the_manual_says(node: SimHost, make
     assert [f"00:06.0-{slot}" in listed for slot in range(5)] == [True] * 4 + [False]
     there = "control  control_lock  control_privileged  log"
     assert there in manual
-    assert "  ".join(sorted(os.listdir(daemon.pipe_directory))) == there
+    names = set(os.listdir(daemon.pipe_directory)) - {"nvidia-cuda-mps-control.pid"}  # of 550 and later
+    assert "  ".join(sorted(names)) == there
     _reload(node, enabled=False, devices=SHARED)
     eventually(lambda: check(mode, shared) == f"{shared}\n", "the compute mode of before")
     assert "*** Total: 0 " in check("yunion-mps isolated-device-list", "")

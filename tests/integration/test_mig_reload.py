@@ -282,7 +282,8 @@ def test_a_drain_outlasts_the_lease_that_blocks_the_layout(daemon: Daemon, befor
         assert late.says() == "asking"
         job.end()
         assert late.says() == "attached"
-        assert drained not in stand_ins.servers(), "it admitted no other client"
+        if not stand_ins.asked:  # from 550 on a server admits clients until it ends
+            assert drained not in stand_ins.servers(), "it admitted no other client"
         host.run(["yunion-mps", "lease", "release", "job"], check=True)
         late.end()
         eventually(lambda: profiles(daemon) == ["2g.20gb"] * 3, "the layout")
