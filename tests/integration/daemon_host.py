@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from control_groups import unique_name
 from posting import posted
 from simhost import SimHost
 from simhost.host import Closes
@@ -352,7 +353,7 @@ def _environ(pid: int) -> bytes:
 def no_more_processes(pid: int) -> Iterator[None]:
     """Let the process start no other process and no thread; skips the test if there is no such controller."""
     root = _controller()
-    group = root / f"yunion-mps-test-{os.getpid()}"
+    group = root / unique_name()
     try:
         group.mkdir()
     except OSError as error:
