@@ -17,7 +17,7 @@ from integration.daemon_host import Daemon, eventually, is_running
 from integration.image import IMAGE
 from integration.lease_host import ADDRESSES, given, leases_of, take
 from integration.podman_host import Podman, files_of, mps, reloads, spec_of
-from integration.test_containers import ASK
+from simhost.mps import ASK
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
