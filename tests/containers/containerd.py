@@ -28,6 +28,7 @@ from yunion_mps.kubernetes.kubelet_api import AnswerT, DeviceSpec, Empty, Messag
 
 from containers import cri_api as cri
 from containers.image import IMAGE
+from control_groups import ControlGroup, unique_name
 from integration.daemon_host import PATIENCE_S, eventually, is_running
 from kubernetes.kubelet import Pod
 from simhost import SimHost
@@ -65,7 +66,6 @@ echo '{"cniVersion": "0.3.1", "interfaces": [{"name": "eth0", "sandbox": "/"}],
        "ips": [{"version": "4", "address": "192.0.2.1/24", "interface": 0}]}'
 """
 _NAMESPACE = "mount -t tmpfs tmpfs /run && echo ready && exec cat"
-_CGROUPS = "/sys/fs/cgroup"
 _ON_THE_NODE = cri.NamespaceOption(network=cri.NODE, pid=cri.CONTAINER)
 
 
@@ -125,8 +125,7 @@ class Containerd(Closes):
         (self._folder / "config.toml").write_text(config)
         write_network(self._folder)
         self.socket = self._folder / "containerd.sock"
-        #: The cgroup of all pods.
-        self.cgroup = f"yunion-mps-test-{host.root.name}"
+        self._group = ControlGroup(unique_name())
         #: Each pod's sandbox, and how often its container was started.
         self._sandboxes: dict[str, tuple[str, cri.PodSandboxConfig]] = {}
         self._attempts: dict[str, int] = {}
@@ -141,6 +140,11 @@ class Containerd(Closes):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def cgroup(self) -> str:
+        """The name of the cgroup of all pods."""
+        return self._group.name
 
     # -- its life
 
@@ -278,59 +282,33 @@ class Containerd(Closes):
         """End it and everything that it has started."""
         self.cut_power()
         self._namespace.communicate()
-        eventually(self._remove_cgroups, "the end of the cgroups")  # which may be busy for a moment
+        self._group.close()
 
     def cut_power(self) -> None:
         """End it, its containers and their shims at once; pods need new sandboxes then."""
         self.kill()
         own = os.readlink(f"/proc/{self._namespace.pid}/ns/mnt")
-        for pid in {*self._pids_in_cgroups(), *_pids_with_mounts(own)} - {self._namespace.pid}:
+        for pid in {*self._group.pids(), *_pids_with_mounts(own)} - {self._namespace.pid}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        eventually(lambda: not self._pids_in_cgroups(), "the end of all containers")
+        eventually(lambda: not self._group.pids(), "the end of all containers")
         self._sandboxes.clear()
 
     def make_cgroup(self) -> None:
         """Create the cgroup of all pods before the kubelet looks for it."""
-        for root in _hierarchies():
-            cgroup = root / self.cgroup
-            cgroup.mkdir(exist_ok=True)
-            for file in ("cpuset.cpus", "cpuset.mems"):
-                if (cgroup / file).exists():  # version 1, in which it is empty at first
-                    (cgroup / file).write_text((root / file).read_text())
+        self._group.make()
 
     def cgroups_of(self, container: Container) -> list[Path]:
-        return [Path(path) for one in self._cgroups() for path, _, _ in os.walk(one) if container.id in path]
-
-    def _cgroups(self) -> list[Path]:
-        return [root / self.cgroup for root in _hierarchies() if (root / self.cgroup).is_dir()]
-
-    def _remove_cgroups(self) -> bool:
-        for cgroup in self._cgroups():
-            for path, _, _ in os.walk(cgroup, topdown=False):
-                with contextlib.suppress(OSError):
-                    os.rmdir(path)
-        return not self._cgroups()
-
-    def _pids_in_cgroups(self) -> set[int]:
-        found: set[int] = set()
-        for cgroup in self._cgroups():
-            for path, _, _ in os.walk(cgroup):
-                with contextlib.suppress(OSError):  # it has been removed meanwhile
-                    found.update(map(int, Path(path, "cgroup.procs").read_text().split()))
+        found = []
+        for folder in self._group.folders:
+            for path, _, _ in os.walk(folder):
+                if container.id in path:
+                    found.append(Path(path))
         return found
 
     @property
     def _env(self) -> dict[str, str]:
         return {"PATH": f"{self._programs}{os.pathsep}{os.environ['PATH']}"}
-
-
-def _hierarchies() -> list[Path]:
-    """The cgroup hierarchies: each of version 1, or the one of version 2."""
-    root = Path(_CGROUPS)
-    if (root / "cgroup.procs").exists():
-        return [root]
-    return [path for path in root.iterdir() if (path / "cgroup.procs").exists()]
 
 
 def _pids_with_mounts(namespace: str) -> set[int]:

@@ -1,7 +1,9 @@
 """The real podman on a simulated host: what it finds in /run/cdi is that host's.
 
-Podman knows no other place for CDI than /etc/cdi and /var/run/cdi. So it runs in a mount namespace of its
-own, with an empty /run and /var/lib, and the simulated host's /run/cdi; nothing of the machine changes.
+Podman knows no other place for CDI than /etc/cdi and /var/run/cdi, and no other control group for containers
+than /libpod_parent. So it runs in a mount namespace of its own, with an empty /run and /var/lib, and the
+simulated host's /run/cdi, and in a cgroup namespace whose root is a control group of this host alone. So two
+hosts share nothing.
 
 It starts containers by runc, or by crun, its default on most hosts. crun refuses hosts that have cgroups v1
 beside v2 ("cgroups in hybrid mode not supported"), so with it that namespace has v2 alone.
@@ -9,17 +11,16 @@ beside v2 ("cgroups in hybrid mode not supported"), so with it that namespace ha
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from containers.image import IMAGE, make_tree, write_layer
+from control_groups import ControlGroup, has_only_version_2, hierarchies, unique_name
 from integration.daemon_host import Daemon
 from simhost import SimHost
 from simhost.host import Closes
@@ -53,18 +54,37 @@ ignore_chown_errors = "true"
 ignore_chown_errors = "true"
 """
 _NAMESPACE = """\
-mount -t tmpfs tmpfs /run && mount -t tmpfs tmpfs /var/lib && mkdir -p /run/cdi &&
-    mount --bind {cdi} /run/cdi && {cgroups} && echo ready && exec cat
+mount -t tmpfs tmpfs /run
+mount -t tmpfs tmpfs /var/lib
+mkdir /run/cdi
+mount --bind {cdi} /run/cdi
+{cgroups}
+echo ready
+exec cat
 """
-_VERSION_2_ALONE = "mount -t cgroup2 cgroup2 /sys/fs/cgroup"
+_CGROUPS = "/sys/fs/cgroup"
+_UNSHARE = ("unshare", "--mount", "--cgroup")
+_ENTER = ("nsenter", "--mount", "--cgroup")
 #: For the rules of device nodes crun raises a limit, which root may not everywhere.
 _NEEDS = {"runc": (), "crun": ("--privileged",)}
 _PODMAN = """\
 #!/bin/sh
 export CONTAINERS_CONF={folder}/{runtime}.conf CONTAINERS_STORAGE_CONF={folder}/storage.conf
 unset LD_LIBRARY_PATH
-exec {nsenter} --target {pid} --mount --wd="$PWD" {podman} "$@"
+exec {enter} --wd="$PWD" {podman} "$@"
 """
+
+
+def _mounts(runtime: str) -> str:
+    """The commands that mount what is below the root of the cgroup namespace."""
+    if runtime == "crun":
+        return f"umount --recursive {_CGROUPS}\nmount -t cgroup2 cgroup2 {_CGROUPS}"
+    lines = []
+    for hierarchy in hierarchies():
+        options = f"-o {hierarchy.options}" if hierarchy.options else ""
+        lines.append(f"umount {hierarchy.place}")
+        lines.append(f"mount -t {hierarchy.kind} {options} cgroup {hierarchy.place}")
+    return "\n".join(lines)
 
 
 class Store:
@@ -101,26 +121,41 @@ class Podman(Closes):
         #: Where its containers and images are.
         self.storage = store.folder / "store"
         self._store = store
-        cdi = host.root / "run/cdi"
-        cdi.mkdir(exist_ok=True)
-        cgroups = _VERSION_2_ALONE if runtime == "crun" else "true"
-        namespace = _NAMESPACE.format(cdi=shlex.quote(str(cdi)), cgroups=cgroups)
-        command = ["unshare", "--mount", "sh", "-c", namespace]
-        self._namespace = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
+        self._cdi = host.root / "run/cdi"
+        self._cdi.mkdir(exist_ok=True)
+        self._group = ControlGroup(unique_name())
+        self._namespace: subprocess.Popen[str] | None = None
+        try:
+            self._group.make().inherit_controllers()
+            self._start(runtime)
+            store.make_image(self)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, runtime: str) -> None:
+        """Make the namespaces, and the program that runs podman in them."""
+        # In version 2 a group that has processes can have no controllers for the groups in it.
+        engine = self._group.below("engine")
+        script = _NAMESPACE.format(cdi=shlex.quote(str(self._cdi)), cgroups=_mounts(runtime))
+        command = self._group.entering(*_UNSHARE, *engine.entering("sh", "-ec", script))
+        self._namespace = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._namespace.stdout is not None
         assert self._namespace.stdout.readline() == "ready\n"
-        program = host.root / "bin/podman"
-        program.write_text(
-            _PODMAN.format(
-                folder=store.folder,
-                runtime=runtime,
-                nsenter=shutil.which("nsenter"),
-                pid=self._namespace.pid,
-                podman=shutil.which("podman"),
-            )
+        program = self.host.root / "bin/podman"
+        text = _PODMAN.format(
+            folder=self._store.folder,
+            runtime=runtime,
+            enter=shlex.join(engine.entering(*self._enter())),
+            podman=shutil.which("podman"),
         )
+        program.write_text(text)
         program.chmod(0o755)
-        store.make_image(self)
+
+    def _enter(self) -> list[str]:
+        """The beginning of a command that is run in its namespaces."""
+        assert self._namespace is not None
+        return [*_ENTER, "--target", str(self._namespace.pid)]
 
     def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
         return self.host.run(["podman", *words], timeout=_PATIENCE_S)
@@ -148,9 +183,16 @@ class Podman(Closes):
             "YUNION_MPS_ROOT": self.host.root,
         }
         become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "env", "-i"]
-        inside = ["nsenter", "--target", self._namespace.pid, "--mount", f"--wd={home}"]
+        inside = self._user_group(uid).entering(*self._enter(), f"--wd={home}")
         variables = [f"{name}={value}" for name, value in environment.items()]
         return self.host.run([*inside, *become, *variables, *words], timeout=_PATIENCE_S)
+
+    def _user_group(self, uid: int) -> ControlGroup:
+        """Where a user's podman runs; in version 2, runc makes the groups of its containers beside that."""
+        group = self._group.below(f"user-{uid}")
+        if has_only_version_2():
+            group.delegate(uid)
+        return group.below("engine")
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         return self("run", "--rm", *words)
@@ -164,17 +206,14 @@ class Podman(Closes):
         return int(self.good("inspect", "--format", "{{.State.Pid}}", container))
 
     def close(self) -> None:
-        """Remove the containers, and what podman leaves in the machine's cgroups."""
-        self("rm", "--all", "--force", "--time", "0")
-        for pause in self.host.root.glob("home/*/run/libpod/tmp/pause.pid"):  # what rootless podman leaves
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pause.read_text()), signal.SIGKILL)
-        self._namespace.communicate()
-        for path, folders, _ in os.walk("/sys/fs/cgroup"):  # which passes over what ends meanwhile
-            if path.endswith("/libpod_parent"):
-                for folder in (*(os.path.join(path, name) for name in folders), path):
-                    with contextlib.suppress(OSError):
-                        os.rmdir(folder)
+        """Remove the containers, and end everything else that was started by podman."""
+        try:
+            if (self.host.root / "bin/podman").exists():
+                self("rm", "--all", "--force", "--time", "0")
+        finally:
+            self._group.close()
+            if self._namespace is not None:
+                self._namespace.communicate()
 
 
 def mps(name: str) -> tuple[str, str]:

@@ -19,10 +19,9 @@ from kubernetes.kubelet import MEMORY, RESOURCE, Kubelet, KubeletPlugin
 from simhost import SimHost
 from simhost.gpu import SimGpu
 from simhost.host import IN_UNITS
+from simhost.mps import ASK
 
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
-
-_ASK = "echo get_default_active_thread_percentage | nvidia-cuda-mps-control"
 
 
 @pytest.fixture
@@ -70,7 +69,7 @@ def test_a_container_has_its_device_and_nothing_of_the_others(
     assert (lease["binding"], lease["pid"], lease["id"]) == (
         "container", container.pid, found["YUNION_MPS_LEASE"],
     )  # fmt: skip
-    assert containerd.inside(container, "sh", "-c", _ASK).split() == ["25.0"], "the control daemon is reached"
+    assert containerd.inside(container, "sh", "-c", ASK).split() == ["25.0"], "the control daemon is reached"
 
 
 def test_the_answer_of_allocate_suffices_without_cdi(ready_daemon: Daemon, containerd: Containerd) -> None:
@@ -83,7 +82,7 @@ def test_the_answer_of_allocate_suffices_without_cdi(ready_daemon: Daemon, conta
         expected = dict(pod.answer.envs)
         assert {name: container.environment.get(name) for name in expected} == expected
         assert_has_gpu(container, host.gpus[0])
-        assert containerd.inside(container, "sh", "-c", _ASK).split() == ["25.0"]
+        assert containerd.inside(container, "sh", "-c", ASK).split() == ["25.0"]
 
 
 def test_every_view_names_the_namespace_the_pod_and_the_container(

@@ -23,12 +23,10 @@ from integration.daemon_host import Daemon, eventually, is_running
 from integration.lease_host import ADDRESSES, given, leases_of, take, who_waits
 from simhost import SimHost
 from simhost.host import IN_UNITS
+from simhost.mps import ASK
 from waiting import readable
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
-
-FRONT_END = "nvidia-cuda-mps-control"
-ASK = f"echo get_default_active_thread_percentage | {FRONT_END}; echo get_server_list | {FRONT_END}"
 
 _PATIENCE_S = 60.0
 

@@ -15,10 +15,10 @@ import pytest
 
 from containers.image import IMAGE
 from containers.podman_host import Podman, mps, reloads
-from containers.test_containers import ASK
 from integration.cdi_files import files_of, spec_of
 from integration.daemon_host import Daemon, eventually, is_running
 from integration.lease_host import ADDRESSES, given, leases_of, take
+from simhost.mps import ASK
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import secrets
 import signal
-import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from engines.processes import ENGINES, children_of, kill_all_of, processes_of, with_engines
 from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running
+from integration.gateway_host import free_port
 from simhost.environment import CHECKOUT
 from simhost.host import Closes
 from waiting import readable
@@ -120,7 +119,7 @@ class Ray(Closes):
 
     def _start(self, number: int, *options: str) -> None:
         own = f'--resources={{"node{number}": 8}}'
-        ports = [f"--{name}-port={port}" for name, port in zip(_PORTS, _unused_ports())]
+        ports = [f"--{name}-port={free_port()}" for name in _PORTS]
         command = ["yunion-mps", "ray", "start", own, *_OPTIONS, *ports, *options]
         log = self.folder / "start.log"
         with log.open("a") as file, contextlib.suppress(subprocess.TimeoutExpired):
@@ -163,15 +162,6 @@ class Ray(Closes):
     def logs(self) -> str:
         found = sorted(self.folder.glob("session_latest/logs/*.*"))
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in found)
-
-
-def _unused_ports() -> Iterator[int]:
-    """Yield unused ports below the kernel's ephemeral range, so that they stay unused."""
-    while True:
-        port = random.randrange(20_000, 32_768)
-        with socket.socket() as made, contextlib.suppress(OSError):
-            made.bind(("127.0.0.1", port))
-            yield port
 
 
 class Driver(Closes):

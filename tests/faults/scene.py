@@ -154,11 +154,11 @@ class Scene(Closes):
         )
 
     def ask(self, *questions: str, place: Path | None = None) -> list[str]:
-        """What the control daemon tells NVIDIA's front-end; asked again where another one has its ear."""
+        """What the control daemon tells NVIDIA's front-end; asked again while none serves there."""
         place = place or self.pipe_directory
 
         def answer() -> list[str]:
-            with contextlib.suppress(AssertionError):  # another front-end is connected now
+            with contextlib.suppress(AssertionError):
                 return self.daemon.control(*questions, pipe_directory=place)
             return []
 

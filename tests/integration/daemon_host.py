@@ -25,10 +25,11 @@ from typing import Any, TypeVar
 
 import pytest
 
+from control_groups import unique_name
 from posting import posted
 from simhost import SimHost
 from simhost.host import Closes
-from simhost.mps import CONTROL
+from simhost.mps import CONTROL, PING, is_rejected
 from waiting import pause
 
 #: So long that only something that never comes is missed, on however slow a machine.
@@ -266,14 +267,22 @@ class Daemon(Closes):
             front_end.communicate()
 
     def control(self, *commands: str, pipe_directory: Path | None = None) -> list[str]:
-        """What the control daemon answers to the commands, through NVIDIA's own front-end."""
-        done = self.host.run(
-            ["nvidia-cuda-mps-control"],
-            input="".join(f"{command}\n" for command in commands),
-            env={**self.env, "CUDA_MPS_PIPE_DIRECTORY": str(pipe_directory or self.pipe_directory)},
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
+        """What the control daemon answers to the commands, through NVIDIA's own front-end.
+
+        It is asked again while another front-end is connected, such as the daemon's own, which reads the
+        limits back every minute.
+        """
+        env = {**self.env, "CUDA_MPS_PIPE_DIRECTORY": str(pipe_directory or self.pipe_directory)}
+        lines = "".join(f"{command}\n" for command in (PING, *commands))
+
+        def answer() -> list[str]:
+            done = self.host.run([CONTROL], input=lines, env=env)
+            if is_rejected(done.stdout + done.stderr):
+                return []
+            assert done.returncode == 0, done.stderr
+            return done.stdout.splitlines()
+
+        return eventually(answer, "the end of another front-end's connection")[1:]
 
     def polls(self, xid: int = 31, gpu: int = 0) -> bool:
         """Have the driver report an Xid, at which the daemon polls all GPUs at once, and not within 10 s.
@@ -352,7 +361,7 @@ def _environ(pid: int) -> bytes:
 def no_more_processes(pid: int) -> Iterator[None]:
     """Let the process start no other process and no thread; skips the test if there is no such controller."""
     root = _controller()
-    group = root / f"yunion-mps-test-{os.getpid()}"
+    group = root / unique_name()
     try:
         group.mkdir()
     except OSError as error:

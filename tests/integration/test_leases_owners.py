@@ -7,16 +7,17 @@ import json
 import os
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from control_groups import ControlGroup, unique_name
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import STRANGER, Connection, given, leases_of, needs_root, restart, stranger, take
-from packages.machine import hierarchies, removed
+from packages.machine import hierarchies
 from posting import posted
+from simhost.host import Closes
 
 pytestmark = [needs_root, pytest.mark.gpus({"kind": "v100"})]
 
@@ -42,19 +43,16 @@ print(answer.status, answer.read().decode())
 """
 
 
-class Job:
-    """A job's unit, as systemd makes its control groups; all jobs are of one user."""
+class Job(Closes):
+    """A job's unit, as systemd makes its control groups; all jobs are of one user. A context manager."""
 
-    def __init__(self, daemon: Daemon, unit: str = "") -> None:
+    def __init__(self, daemon: Daemon, unit: str) -> None:
         self._daemon = daemon
-        self._groups = [
-            path / f"yunion-mps-test-{uuid.uuid4().hex}" / "system.slice" / unit for path in hierarchies()
-        ]
-        for group in self._groups:
-            group.mkdir(parents=True)
+        self._top = ControlGroup(unique_name(), hierarchies()).make()
+        self.group = self._top.below("system.slice").below(unit)
 
     def ask(self, method: str, target: str, words: str = "", connects: str = "self") -> tuple[int, Any]:
-        path, groups = str(self._daemon.socket_path), map(str, self._groups)
+        path, groups = str(self._daemon.socket_path), map(str, self.group.folders)
         body = posted(words)[0].decode() if words else ""
         asked = [path, method, target, body, str(STRANGER), connects]
         command = [sys.executable, "-IS", "-c", _ASK, *asked, *groups]
@@ -62,13 +60,8 @@ class Job:
         status, _, body = done.stdout.partition(" ")
         return int(status), json.loads(body)
 
-    def remove(self) -> None:
-        for group in self._groups:
-            while group.name != "system.slice":
-                eventually(lambda group=group: removed(group), f"the end of {group}")  # type: ignore[misc]
-                group = group.parent
-            group.rmdir()
-            group.parent.rmdir()
+    def close(self) -> None:
+        self._top.close()
 
 
 @pytest.fixture
@@ -78,8 +71,7 @@ def jobs(ready_daemon: Daemon) -> Iterator[tuple[Job, Job, Job]]:
     with contextlib.ExitStack() as stack:
         found = []
         for unit in units:
-            found.append(Job(ready_daemon, unit))
-            stack.callback(found[-1].remove)
+            found.append(stack.enter_context(Job(ready_daemon, unit)))
         yield found[0], found[1], found[2]
 
 
@@ -123,8 +115,7 @@ def test_a_job_process_s_lease_is_its_unit_s_whichever_user_took_it(
     train, test, other = jobs
     with subprocess.Popen(["sleep", "300"], user=STRANGER) as process, contextlib.ExitStack() as end:
         end.callback(process.kill)
-        for group in train._groups:
-            (group / "cgroup.procs").write_text(str(process.pid))
+        train.group.add(process.pid)
         lease = take(ready_daemon, f"holder.pid={process.pid}")
         assert test.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 403
         bind = f"/v1/leases/{lease['id']}/bind", f"pid={process.pid}"
@@ -141,8 +132,7 @@ def test_no_job_passes_for_another_by_a_process_that_ended(
     train, test, _ = jobs
     with subprocess.Popen(["sleep", "300"], user=STRANGER) as process, contextlib.ExitStack() as end:
         end.callback(process.kill)
-        for group in train._groups:
-            (group / "cgroup.procs").write_text(str(process.pid))
+        train.group.add(process.pid)
         lease, own = take(ready_daemon, f"holder.pid={process.pid}"), f"holder.pid={process.pid}"
         for method, target, words in (
             ("DELETE", f"/v1/leases/{lease['id']}", ""),

@@ -10,6 +10,7 @@ It can be away, answer nothing, refuse requests, and forget what has changed (st
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import threading
 import uuid
@@ -64,14 +65,17 @@ class Cluster(Closes):
         self.is_silent = False
         #: The members that are dropped wherever they are, as those of features that are not enabled.
         self.dropped: set[str] = set()
-        self.port = 0
+        #: Is bound to the port and never listens, so the port stays ours while the server is stopped.
+        self._port_holder = socket.socket()
+        self._port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._port_holder.bind(("127.0.0.1", 0))
+        self.port = self._port_holder.getsockname()[1]
         self.start()
 
     # -- faults
 
     def start(self) -> None:
         self._server = _Server(("127.0.0.1", self.port), self)
-        self.port = self._server.server_address[1]
         if self._keys:
             tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             tls.load_cert_chain(self._keys / "certificate.pem", self._keys / "key.pem")
@@ -90,7 +94,9 @@ class Cluster(Closes):
         self._server.server_close()
         self._thread.join()
 
-    close = stop
+    def close(self) -> None:
+        self.stop()
+        self._port_holder.close()
 
     def forget_changes(self) -> None:
         """Answer 410 to watches that start before now, and end those that have started."""
@@ -203,6 +209,11 @@ class _Server(ThreadingHTTPServer):
         self.cluster = cluster
         self.is_stopping = False
         super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Bind to a port to which the cluster already is bound."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        super().server_bind()
 
 
 class _Handler(BaseHTTPRequestHandler):

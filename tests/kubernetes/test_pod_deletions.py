@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from yunion_mps.kubernetes.pod_deletions import Deletions, Pod
 
+from control_groups import ControlGroup
 from integration.daemon_host import Daemon, eventually
 from kubernetes.cluster import Cluster
 from kubernetes.kubelet import Kubelet, KubeletPlugin
-from packages.machine import hierarchies, removed
+from packages.machine import hierarchies
 from simhost import SimHost
 from simhost.mps import Client, StandIns
 
@@ -136,15 +137,12 @@ class Container:
     def __init__(self, jobs: StandIns, daemon: Daemon) -> None:
         self.id = uuid.uuid4().hex * 2
         self.client: Client = jobs.attached(daemon.pipe_directory)
-        self.groups = [path / f"cri-containerd-{self.id}.scope" for path in hierarchies()]
-        for group in self.groups:
-            group.mkdir()
-            (group / "cgroup.procs").write_text(str(self.client.pid))
+        self._group = ControlGroup(f"cri-containerd-{self.id}.scope", hierarchies()).make()
+        self._group.add(self.client.pid)
 
     def close(self) -> None:
         self.client.end()
-        for group in self.groups:
-            eventually(lambda group=group: removed(group), f"the end of {group}")  # type: ignore[misc]
+        self._group.close()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from control_groups import ControlGroup
 from packages.driver import Driver
 from packages.images import lay_over, take_off
 from simhost import Description
@@ -62,7 +63,7 @@ class Machine(Closes):
         self.root = self._folder / "root"
         self._nspawn: subprocess.Popen[bytes] | None = None
         self._leader = 0
-        self._group = ControlGroup(self._folder.name, self._hierarchies())
+        self._group = SystemdGroup(self._folder.name, self._hierarchies())
         try:
             lay_over(image, self.root)
             self.driver = Driver(self._folder / "driver", gpus)
@@ -254,31 +255,20 @@ class Machine(Closes):
         self._nspawn, self._leader = None, 0
 
 
-class ControlGroup:
+class SystemdGroup:
     """The group of a machine's systemd, in each hierarchy that systemd uses, if no other systemd makes it."""
 
     def __init__(self, name: str, places: Sequence[Path]) -> None:
         #: Whether this machine was booted with systemd, which then makes a scope.
         self.is_systemds = os.path.isdir("/run/systemd/system")
-        self._folders = [] if self.is_systemds else [place / f"yunion-mps-test-{name}" for place in places]
+        self._group = ControlGroup(f"yunion-mps-test-{name}", [] if self.is_systemds else places)
 
     def enter(self) -> list[str]:
         """The beginning of a command that is then run in the group."""
-        if self.is_systemds:
-            return []
-        for folder in self._folders:
-            folder.mkdir(exist_ok=True)
-            for file in ("cpuset.cpus", "cpuset.mems"):
-                if (folder / file).exists():  # version 1, in which it is empty at first
-                    (folder / file).write_text((folder.parent / file).read_text())
-        joined = " ".join(f"{folder}/cgroup.procs" for folder in self._folders)
-        return ["sh", "-ec", f'for file in {joined}; do echo $$ >"$file"; done; exec "$@"', "sh"]
+        return [] if self.is_systemds else self._group.make().entering()
 
     def remove(self) -> None:
-        """Remove it; the kernel takes a moment to forget the processes that were in it."""
-        end_s = time.monotonic() + _GRACE_S
-        while any(not removed(folder) for folder in self._folders) and time.monotonic() < end_s:
-            time.sleep(_LOOK_S)
+        self._group.close()
 
 
 def hierarchies() -> list[Path]:
@@ -291,10 +281,3 @@ def hierarchies() -> list[Path]:
     if "cgroup2" not in found:
         raise OSError("no cgroup2 is mounted: mount -t cgroup2 none /sys/fs/cgroup")
     return list(found.values())
-
-
-def removed(folder: Path) -> bool:
-    for path, _, _ in os.walk(folder, topdown=False):
-        with contextlib.suppress(OSError):
-            os.rmdir(path)
-    return not folder.exists()

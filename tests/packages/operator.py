@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from packages.driver import CLIENT
-from packages.machine import UNIT, Machine
+from packages.machine import UNIT, Machine, MachineError
+from simhost.mps import CONTROL, PING, is_rejected
 
 SOCKET = "/run/yunion-mps/yunion-mps.sock"
 PIPE = "/tmp/nvidia-mps/pipe"
@@ -105,9 +106,22 @@ class Operator:
         return int(domain["pid"] or 0)
 
     def control(self, *commands: str) -> list[str]:
-        lines = "\n".join(commands)
-        script = f"printf '%s\\n' '{lines}' | CUDA_MPS_PIPE_DIRECTORY={PIPE} nvidia-cuda-mps-control"
-        return self.machine.shell(script).splitlines()
+        """What the control daemon answers; it is asked again while another front-end is connected.
+
+        Not for `quit`, after which the front-end prints nothing, whatever it was answered before.
+        """
+        lines = "\n".join([PING, *commands])
+        script = f"printf '%s\\n' '{lines}' | CUDA_MPS_PIPE_DIRECTORY={PIPE} {CONTROL}"
+
+        def answer() -> list[str]:
+            done = self.machine.run("sh", "-c", script, check=False)
+            if is_rejected(done.stdout + done.stderr):
+                return []
+            if done.returncode != 0:
+                raise MachineError(f"{CONTROL}: status {done.returncode}\n{done.stdout}{done.stderr}")
+            return done.stdout.splitlines()
+
+        return self.machine.wait_until("the end of another front-end's connection", answer)[1:]
 
     def servers(self) -> list[int]:
         return [int(line) for line in self.control("get_server_list")]

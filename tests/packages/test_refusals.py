@@ -13,6 +13,7 @@ from packages.machine import UNIT, Machine, MachineError
 from packages.operator import PIPE, Operator
 from packages.traces import Traces
 from packages.versions import REQUIRED_MIB, Packages
+from simhost.mps import CONTROL
 
 both = pytest.mark.parametrize("family", ["bookworm-deb", "trixie-rpm"], indirect=True, scope="class")
 
@@ -110,7 +111,8 @@ class TestStart:
         )
         assert machine.show("ActiveState", "foreign.service") == "active"
         assert operator.modes() == ["Default"]
-        assert operator.control("quit") == []  # as the line says; the service need not be started again
+        quit_it = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={PIPE} {CONTROL}"
+        assert machine.shell(quit_it) == ""  # as the line says; the service need not be started again
         machine.wait_until("active", lambda: machine.show("ActiveState") == "active")
         operator.see_it_serves()
 

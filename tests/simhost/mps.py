@@ -29,6 +29,16 @@ from .install import BuildError, compiled, libcuda
 
 SERVER = "nvidia-cuda-mps-server"
 CONTROL = "nvidia-cuda-mps-control"
+#: A command that every control daemon answers with one line.
+PING = "get_default_active_thread_percentage"
+#: What the front-end prints, if it prints anything, while another one is connected.
+_REJECTED = "Cannot send command"
+#: A shell script that prints the default percentage and the servers. While another front-end is connected,
+#: such as that of yunion-mps, it asks again, because the control daemon has not received the question.
+ASK = (
+    f'until told=$(printf "{PING}\\nget_server_list\\n" | {CONTROL} 2>&1); '
+    f'[ "$told" ] && [ "${{told#{_REJECTED}}}" = "$told" ]; do sleep 0.05; done; echo "$told"'
+)
 #: So long that only something that never comes is missed.
 PATIENCE_S = 60.0
 _SOURCE = Path(__file__).with_name("mps-server") / "server.c"
@@ -40,6 +50,11 @@ _WRAPPER = """\
 PATH={folder}:$PATH
 exec {program} "$@"
 """
+
+
+def is_rejected(output: str) -> bool:
+    """Whether a front-end whose first command was PING has printed this because another one is connected."""
+    return not output or output.startswith(_REJECTED)
 
 
 def program_version() -> str:
