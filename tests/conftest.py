@@ -1,4 +1,4 @@
-"""What holds for all tests: the time zone, where hypothesis keeps its files, what `--quick` leaves out."""
+"""Settings of all tests: time zone, Hypothesis' folder, `--quick`, whose processes are measured, SIGTERM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 
 from simhost.install import built_library
 
-# One that no host is in: what tells a host's time from its own, or from UTC, only by luck fails everywhere.
+# A time zone that no machine uses, so that code that confuses a host's time with another one always fails.
 os.environ.setdefault("TZ", "HERE-5:45")
 time.tzset()
 
@@ -47,8 +47,8 @@ _QUICK_PATHS = (
 _NOT_QUICK = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec", "socket.bind", "socket.connect"}
 
 
-#: Tests whose processes are measured, too, which costs 0.1 s for each process. What the processes of other
-#: tests run is covered by these, or by a test that runs it in its own process.
+#: Test files whose child processes are measured as well, which costs 0.1 s a process. Code that other tests
+#: run in child processes is covered by these files, or by tests that call it directly.
 _MEASURED = (
     "tests/integration/test_adopt_and_restore.py",
     "tests/integration/test_cli_host.py",
@@ -60,7 +60,6 @@ _MEASURED = (
     "tests/integration/test_screens.py",
     "tests/integration/test_web.py",
     "tests/kubernetes/test_plugin.py",
-    "tests/packaging/test_purge.py",
     "tests/unit/cli/test_common.py",
     "tests/unit/cli/test_events.py",
     "tests/unit/cli/test_golden.py",
@@ -120,7 +119,7 @@ def _is_quick(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector not search the collected tests and modules during each test."""
+    """Keep the garbage collector from scanning the collected tests and modules again and again."""
     gc.collect()
     gc.freeze()
 

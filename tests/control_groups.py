@@ -1,6 +1,6 @@
 """Control groups that tests make, in either version or in both: each has a name that no other test uses.
 
-with ControlGroup(unique_name()) as group:
+with ControlGroup(unique_name()).make() as group:
     group.add(pid)                       # this process, and all that it starts from now on
 At the end, every process in it is killed, and it is removed with all groups below it.
 """
@@ -46,7 +46,7 @@ def hierarchies() -> list[Hierarchy]:
         _, place, kind, options = line.split()[:4]
         path = Path(place)
         if kind in ("cgroup", "cgroup2") and (path == _TOP or _TOP in path.parents):
-            found.append(Hierarchy(place=path, kind=kind, options=_identity(options)))
+            found.append(Hierarchy(place=path, kind=kind, options=_mount_options(options)))
     return found
 
 
@@ -54,7 +54,8 @@ def has_only_version_2() -> bool:
     return (_TOP / "cgroup.controllers").exists()
 
 
-def _identity(options: str) -> str:
+def _mount_options(options: str) -> str:
+    """Of the options of a mount, those with which it is mounted elsewhere: controllers, or a name."""
     lines = Path("/proc/cgroups").read_text().splitlines()
     controllers = {line.split()[0] for line in lines}
     words = [word for word in options.split(",") if word in controllers or word.startswith("name=")]
@@ -84,8 +85,11 @@ class ControlGroup(Closes):
                     (folder / file).write_text((folder.parent / file).read_text())
         return self
 
-    def inherit_controllers(self) -> ControlGroup:
-        """Have it offer all controllers of its parents, which version 2 passes on only if it is told to."""
+    def enable_controllers(self) -> ControlGroup:
+        """Enable all controllers of the parent for its subgroups, which version 2 does not do by itself.
+
+        This changes the parent, and stays when the group is removed.
+        """
         for folder in self.folders:
             controllers = folder.parent / "cgroup.controllers"
             names = controllers.read_text().split() if controllers.exists() else []
@@ -109,12 +113,12 @@ class ControlGroup(Closes):
         for file in self._files():
             file.write_text(str(pid))
 
-    def entering(self, *command: str) -> list[str]:
-        """Return the beginning of a command, or a whole one, that is run in it."""
+    def command_in(self, *command: str) -> list[str]:
+        """Return a command that first enters the group; without arguments, only its beginning."""
         return ["sh", "-ec", _ENTER, "sh", " ".join(map(str, self._files())), *command]
 
     def _files(self) -> list[Path]:
-        """The files to which the PID of a process is written that is to be in it."""
+        """The cgroup.procs files: writing a PID to them moves that process into the group."""
         return [folder / "cgroup.procs" for folder in self.folders]
 
     def pids(self) -> set[int]:

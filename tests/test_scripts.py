@@ -1,4 +1,4 @@
-"""scripts/test itself, whose tools are stand-ins here, and tests that are told to end by SIGTERM."""
+"""The scripts in scripts/ and .ci/. The tools that scripts/test calls are replaced by stand-ins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from integration.lease_host import needs_root
 CHECKOUT = Path(__file__).resolve().parent.parent
 TOOLS = tuple(f".venv/bin/{name}" for name in ("ruff", "mypy", "lint-imports", "coverage", "pytest"))
 SCRIPTS = ("scripts/setup", "scripts/test-engines", "scripts/test-packages")
-#: It fails, or hangs until SIGTERM comes, if these variables name it.
+#: It fails if $FAILS matches its call, and hangs until SIGTERM if $HANGS does.
 TOOL = """#!/bin/sh
 call="${0##*/} $*"
 case $call in $HANGS) trap 'echo interrupted >>calls; exit 2' TERM ;; esac
@@ -71,10 +71,10 @@ CALLS = {
 }
 
 
-def summary(out: str) -> dict[str, list[str]]:
-    """The parts that are `ok` and those that `FAILED`, by their first word."""
+def summary(out: str, heading: str = "==> Summary") -> dict[str, list[str]]:
+    """Return the parts that are `ok` and those that `FAILED`, by their first word."""
     rows: dict[str, list[str]] = {"ok": [], "FAILED": []}
-    for line in out.partition("==> Summary")[2].splitlines()[1:]:
+    for line in out.rpartition(heading)[2].splitlines()[1:]:
         result, name = line.split()[:2]
         rows[result].append(name.rstrip(":"))
     return rows
@@ -94,7 +94,7 @@ def summary(out: str) -> dict[str, list[str]]:
         ("--rest", "pytest tests/faults *", ["Faults"]),
         ("--rest", "*tests/containers", ["Containers"]),
         ("--rest", "*tests/packaging", ["Contents"]),
-        ("--rest", "test-engines *", ["Engines"]),
+        ("--rest", "test-engines *", ["Schedulers"]),
         ("--rest", "test-packages *", ["Packages"]),
         ("--quick", "-", []),
         ("--quick", "pytest *", ["Tests"]),
@@ -105,7 +105,8 @@ def test_all_parts_run_and_the_summary_lists_failures(
 ) -> None:
     with start(checkout, *mode.split(), fails=fails) as running:
         out, err = running.communicate(timeout=PATIENCE_S)
-    assert (err, sorted(calls(checkout))) == ("", sorted(CALLS[mode])), "some run at the same time"
+    # Sorted, because some run at the same time.
+    assert (err, sorted(calls(checkout))) == ("", sorted(CALLS[mode]))
     rows = summary(out)
     assert rows["FAILED"] == failed
     assert len(rows["ok"]) == {"": 5, "--rest": 5, "--quick": 4}[mode] - len(failed)
@@ -118,7 +119,7 @@ def test_ci_runs_both_commands_and_fails_if_one_has_failed(checkout: Path, fails
     shutil.copy(CHECKOUT / ".ci/run", checkout / ".ci/run")
     done = run_ci(checkout, fails)
     assert sorted(calls(checkout)) == sorted(CALLS[""] + CALLS["--rest"])
-    rows = summary(done.stdout.rpartition("==> Summary of both")[1] + done.stdout.rpartition("of both")[2])
+    rows = summary(done.stdout, "==> Summary of both")
     assert (len(rows["ok"]), len(rows["FAILED"]), done.returncode) == (9, 1, 1)
     assert run_ci(checkout, "-").returncode == 0
 
@@ -131,37 +132,49 @@ def run_ci(checkout: Path, fails: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "packages"),
+    ("arguments", "parts"),
     [
         (["tests/unit", "-k", "plan"], "test browser"),
         (["-x", "tests/containers/test_containerd.py"], "test browser containers"),
         (["tests/packaging"], "test browser packages"),
+        (["-k", "plan"], "test browser containers packages slurm engines"),
         (["tests/engines", "-x"], "test browser slurm engines containers"),
     ],
 )
 def test_pytest_gets_other_arguments_and_what_it_needs_is_installed(
-    checkout: Path, arguments: list[str], packages: str
+    checkout: Path, arguments: list[str], parts: str
 ) -> None:
     with start(checkout, *arguments) as running:
         running.communicate(timeout=PATIENCE_S)
-    words = [f"setup --quiet {packages}", " ".join(["pytest", *arguments])]
+    words = [f"setup --quiet {parts}", " ".join(["pytest", *arguments])]
     assert (checkout / "calls").read_text().splitlines() == words
 
 
 def test_repeat_runs_tests_so_often_and_stops_at_a_failure(checkout: Path) -> None:
     with start(checkout, "--repeat", "20", "tests/unit/a.py::test_b", fails="pytest *") as running:
         running.communicate(timeout=PATIENCE_S)
-    assert running.returncode == 3, "that of pytest"
+    assert running.returncode == 3, "pytest's exit status"
     call = (checkout / "calls").read_text().splitlines()[-1]
     assert re.fullmatch(r"pytest -n \d+ --dist load -x --count 20 tests/unit/a\.py::test_b", call)
 
 
-@pytest.mark.parametrize("words", ["", "20", "0 tests/unit", "many tests/unit"])
-def test_repeat_without_a_number_and_a_test_is_refused(checkout: Path, words: str) -> None:
-    with start(checkout, "--repeat", *words.split()) as running:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--repeat",
+        "--repeat 20",
+        "--repeat 0 tests/unit",
+        "--repeat many tests/unit",
+        "--rest tests",
+        "--quick x",
+    ],
+)
+def test_arguments_that_are_missing_or_surplus_are_refused(checkout: Path, words: str) -> None:
+    with start(checkout, *words.split()) as running:
         _, err = running.communicate(timeout=PATIENCE_S)
-    assert (running.returncode, err) == (2, "usage: scripts/test --repeat N TEST...\n")
-    assert calls(checkout) == []
+    assert (running.returncode, calls(checkout)) == (2, [])
+    assert "\nscripts/test --repeat N TEST... " in err
+    assert len(err.splitlines()) == 7
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -17,7 +17,7 @@ from integration.lease_host import leases_of
 
 def lines(settings: Settings) -> Iterator[Line]:
     if not (ENGINES / "ray").exists():
-        sys.stderr.write("bench: ray is skipped, because Ray is not installed: run scripts/setup\n")
+        sys.stderr.write("bench: ray is skipped, because Ray is not installed: run scripts/setup engines\n")
         return
     rounds = Rounds("ms")
     with running(1) as daemon, Ray([daemon]).start() as ray, ray.driver() as driver:

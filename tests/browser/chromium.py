@@ -42,7 +42,7 @@ addEventListener("securitypolicyviolation", (e) => errors.push(`${e.violatedDire
 addEventListener("error", (e) => errors.push(`error: ${e.message ?? e.target.outerHTML}`), true);
 addEventListener("unhandledrejection", (e) => errors.push(`rejection: ${e.reason}`));
 """
-#: What ends each pause of a page after a tenth of a second.
+#: Limits every timer of the page to 100 ms.
 _BRIEF_PAUSES = "const wait = setTimeout; window.setTimeout = (done, ms) => wait(done, Math.min(ms, 100));"
 _KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}
 
@@ -91,7 +91,7 @@ class Chromium(Closes):
     ) -> Page:
         """A new page of this size, which has begun to load.
 
-        With `brief_pauses`, it asks for what is new without the pauses that spare the server.
+        With `brief_pauses`, it asks for what is new at least every 0.1 s.
         """
         target = self.tell("Target.createTarget", {"url": "about:blank"})["targetId"]
         self._pages.append(target)

@@ -18,7 +18,7 @@ from integration.daemon_host import Daemon
 from posting import posted
 from simhost import SimHost
 
-MANY = [
+GPUS_64 = [
     {"kind": "h100", "count": 62, "virtual_number": 4},
     {"kind": "h100", "count": 2, "virtual_number": 48},
 ]
@@ -59,7 +59,7 @@ def test_three_gpus_with_twelve_devices_in_use_fit_1400_pixels(
 def test_64_gpus_are_drawn_once_and_then_updated(
     make_host: MakeHost, make_daemon: MakeDaemon, browser: Chromium
 ) -> None:
-    daemon = make_daemon(make_host(MANY))
+    daemon = make_daemon(make_host(GPUS_64))
     daemon.configure(cuda_mps_scope="gpu")
     daemon.start().wait_ready()
     take(daemon, 128, "&placement=spread")

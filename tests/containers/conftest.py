@@ -73,7 +73,7 @@ def make_podman_at_work(
     """Make what `make_at_work` makes, and podman on that host, whose devices can be found."""
 
     def make(**keys: object) -> tuple[AtWork, Podman]:
-        make_podman(make_host())  # which makes the image without stand-ins
+        make_podman(make_host())  # builds the image first, because the stand-ins must not be copied into it
         at_work = make_at_work(**keys)
         eventually(lambda: spec_of(at_work.daemon.host), "the file of the devices")
         return at_work, make_podman(at_work.daemon.host)

@@ -82,7 +82,7 @@ def programs() -> Path:
     machine = shutil.which(_PROGRAMS[0])
     folder = Path(machine).parent if machine and not _UNPACKED.exists() else _UNPACKED
     if not all((folder / name).exists() for name in _PROGRAMS):
-        pytest.fail("containerd is not there: run scripts/setup")
+        pytest.fail("containerd is not installed: run scripts/setup containers")
     done = subprocess.run([folder / _PROGRAMS[0], "--version"], capture_output=True, text=True)
     version = re.search(r" v?(\d+)\.(\d+)\.", done.stdout)
     if version is None or tuple(map(int, version.groups())) < _OLDEST:

@@ -65,7 +65,7 @@ exec cat
 _CGROUPS = "/sys/fs/cgroup"
 _UNSHARE = ("unshare", "--mount", "--cgroup")
 _ENTER = ("nsenter", "--mount", "--cgroup")
-#: For the rules of device nodes crun raises a limit, which root may not everywhere.
+#: crun raises a resource limit to load its rules for devices, which root may not do everywhere.
 _NEEDS = {"runc": (), "crun": ("--privileged",)}
 _PODMAN = """\
 #!/bin/sh
@@ -114,7 +114,7 @@ class Podman(Closes):
     def __init__(self, host: SimHost, store: Store, runtime: str = "runc") -> None:
         for needed in ("podman", runtime):
             if not shutil.which(needed):
-                pytest.fail(f"{needed} is not there: run scripts/setup")
+                pytest.fail(f"{needed} is not installed: run scripts/setup containers")
         self.host = host
         #: What `podman run` has to be told for the runtime to start a container here.
         self.needs = _NEEDS[runtime]
@@ -126,7 +126,7 @@ class Podman(Closes):
         self._group = ControlGroup(unique_name())
         self._namespace: subprocess.Popen[str] | None = None
         try:
-            self._group.make().inherit_controllers()
+            self._group.make().enable_controllers()
             self._start(runtime)
             store.make_image(self)
         except BaseException:
@@ -135,10 +135,12 @@ class Podman(Closes):
 
     def _start(self, runtime: str) -> None:
         """Make the namespaces, and the program that runs podman in them."""
-        # In version 2 a group that has processes can have no controllers for the groups in it.
+        # The host's group becomes the root of the namespace. Then the processes move into "engine", because in
+        # version 2 a group with processes cannot enable controllers for its subgroups.
         engine = self._group.below("engine")
         script = _NAMESPACE.format(cdi=shlex.quote(str(self._cdi)), cgroups=_mounts(runtime))
-        command = self._group.entering(*_UNSHARE, *engine.entering("sh", "-ec", script))
+        in_engine = engine.command_in("sh", "-ec", script)
+        command = self._group.command_in(*_UNSHARE, *in_engine)
         self._namespace = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._namespace.stdout is not None
         assert self._namespace.stdout.readline() == "ready\n"
@@ -146,7 +148,7 @@ class Podman(Closes):
         text = _PODMAN.format(
             folder=self._store.folder,
             runtime=runtime,
-            enter=shlex.join(engine.entering(*self._enter())),
+            enter=shlex.join(engine.command_in(*self._enter())),
             podman=shutil.which("podman"),
         )
         program.write_text(text)
@@ -183,7 +185,7 @@ class Podman(Closes):
             "YUNION_MPS_ROOT": self.host.root,
         }
         become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "env", "-i"]
-        inside = self._user_group(uid).entering(*self._enter(), f"--wd={home}")
+        inside = self._user_group(uid).command_in(*self._enter(), f"--wd={home}")
         variables = [f"{name}={value}" for name, value in environment.items()]
         return self.host.run([*inside, *become, *variables, *words], timeout=_PATIENCE_S)
 

@@ -154,7 +154,7 @@ class Scene(Closes):
         )
 
     def ask(self, *questions: str, place: Path | None = None) -> list[str]:
-        """What the control daemon tells NVIDIA's front-end; asked again while none serves there."""
+        """What a control daemon tells NVIDIA's front-end; asked again until one serves there."""
         place = place or self.pipe_directory
 
         def answer() -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 from control_groups import ControlGroup, unique_name
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import STRANGER, Connection, given, leases_of, needs_root, restart, stranger, take
-from packages.machine import hierarchies
+from packages.machine import systemd_hierarchies
 from posting import posted
 from simhost.host import Closes
 
@@ -48,7 +48,7 @@ class Job(Closes):
 
     def __init__(self, daemon: Daemon, unit: str) -> None:
         self._daemon = daemon
-        self._top = ControlGroup(unique_name(), hierarchies()).make()
+        self._top = ControlGroup(unique_name(), systemd_hierarchies()).make()
         self.group = self._top.below("system.slice").below(unit)
 
     def ask(self, method: str, target: str, words: str = "", connects: str = "self") -> tuple[int, Any]:

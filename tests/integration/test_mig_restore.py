@@ -25,8 +25,8 @@ def compute_mode(host: SimHost) -> str:
     return done.stdout.strip()
 
 
-def until_restored(daemon: Daemon) -> None:
-    """Wait for the compute mode that another program has set."""
+def wait_restored(daemon: Daemon) -> None:
+    """Wait until the GPU has its original compute mode, Prohibited, again."""
     eventually(lambda: daemon.polls() and compute_mode(daemon.host) == "Prohibited", "the original mode")
 
 
@@ -63,7 +63,7 @@ def test_a_start_with_mps_disabled_keeps_the_mode_of_a_leased_instance(daemon: D
     assert compute_mode(daemon.host) == "Default"
     daemon.start().wait_ready()
     end(job)
-    until_restored(daemon)
+    wait_restored(daemon)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_job_that_delays_a_layout_keeps_its_compute_mode(daemon: Daemon, entry
     assert daemon.polls()
     assert compute_mode(daemon.host) == "Default"
     end(job)
-    until_restored(daemon)
+    wait_restored(daemon)
 
 
 def test_a_leased_device_with_mps_keeps_the_mode_of_its_instance(daemon: Daemon) -> None:
@@ -103,7 +103,7 @@ def test_a_leased_device_with_mps_keeps_the_mode_of_its_instance(daemon: Daemon)
     assert daemon.polls()
     assert (compute_mode(daemon.host), control_daemons(daemon.host.root)) == ("Default", before)
     end(job)
-    until_restored(daemon)
+    wait_restored(daemon)
 
 
 def test_an_exclusive_mode_waits_until_mig_mode_is_off(daemon: Daemon) -> None:

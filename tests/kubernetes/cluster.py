@@ -65,7 +65,7 @@ class Cluster(Closes):
         self.is_silent = False
         #: The members that are dropped wherever they are, as those of features that are not enabled.
         self.dropped: set[str] = set()
-        #: Is bound to the port and never listens, so the port stays ours while the server is stopped.
+        #: Keeps the port while the server is stopped: it is bound, but never listens.
         self._port_holder = socket.socket()
         self._port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._port_holder.bind(("127.0.0.1", 0))

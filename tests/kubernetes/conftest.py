@@ -100,12 +100,12 @@ def driver(dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster) -> I
 
 
 @pytest.fixture
-def driver_program(dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraPlugin]:
-    """The same as a program, which can be killed."""
-    with DraPlugin(ready_daemon.host, cluster) as program:
+def driver_process(dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster) -> Iterator[DraPlugin]:
+    """The DRA driver as a process of its own, which can be killed; registered, with its devices published."""
+    with DraPlugin(ready_daemon.host, cluster) as process:
         dra_kubelet.register()
         eventually(dra_kubelet.devices, "its devices in slices")
-        yield program
+        yield process
 
 
 @pytest.fixture

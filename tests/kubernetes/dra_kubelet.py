@@ -41,7 +41,7 @@ NODES = "/api/v1/nodes"
 NAMESPACE = "default"
 #: How long the kubelet waits for an answer about claims, in s.
 CALL_S = 45.0
-#: Slices are written, and sockets created again, without the pauses that spare an API server.
+#: Slices are written, and sockets created again, sooner than spares an API server.
 QUICK = DriverTimes(slices_s=0.1, poll_s=0.05)
 
 

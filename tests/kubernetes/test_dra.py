@@ -30,7 +30,7 @@ def cdi_environment(daemon: Daemon, cdi: str) -> dict[str, str]:
 
 
 def test_the_driver_registers_with_both_versions_and_publishes_devices(
-    dra_kubelet: DraKubelet, driver_program: DraPlugin
+    dra_kubelet: DraKubelet, driver_process: DraPlugin
 ) -> None:
     info = dra_kubelet.register()
     assert (info.type, info.name) == ("DRAPlugin", "mps.yunion.io")
@@ -175,9 +175,9 @@ def test_devices_of_several_slices_are_one_generation(
     assert dra_kubelet.prepared(dra_kubelet.allocate("trainer", [name]))
 
 
-def test_the_slices_remain_when_the_driver_stops(dra_kubelet: DraKubelet, driver_program: DraPlugin) -> None:
+def test_the_slices_remain_when_the_driver_stops(dra_kubelet: DraKubelet, driver_process: DraPlugin) -> None:
     before = dra_kubelet.cluster.of(SLICES)
-    assert driver_program.end(signal.SIGTERM) == 0
-    driver_program.start()
+    assert driver_process.end(signal.SIGTERM) == 0
+    driver_process.start()
     dra_kubelet.register()
     assert dra_kubelet.cluster.of(SLICES) == before

@@ -146,9 +146,9 @@ class RestartedDriver:
 
 
 @pytest.fixture
-def restarted(driver_program: DraPlugin, dra_kubelet: DraKubelet, ready_daemon: Daemon) -> RestartedDriver:
+def restarted(driver_process: DraPlugin, dra_kubelet: DraKubelet, ready_daemon: Daemon) -> RestartedDriver:
     dra_kubelet.wait_published(4)
-    return RestartedDriver(driver_program, dra_kubelet, ready_daemon)
+    return RestartedDriver(driver_process, dra_kubelet, ready_daemon)
 
 
 def test_a_driver_killed_at_any_step_of_a_preparation_loses_nothing(

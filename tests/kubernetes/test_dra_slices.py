@@ -29,7 +29,7 @@ from kubernetes.peers import Loop
 from kubernetes.slice_rules import wrong_with
 
 #: The nodes of a cluster: enough that a write too many, or one too few, of each would show.
-MANY = 16
+NODE_COUNT = 16
 LOST = {"state": "unavailable", "reason_code": "gpu_lost", "reason": "the GPU is lost"}
 
 
@@ -264,20 +264,23 @@ def test_nodes_of_a_cluster_write_each_change_once(loop: Loop, cluster: Cluster,
     kubeconfig = cluster.write_kubeconfig(tmp_path / "kubeconfig")
     healthy, lost = shares(8, 4), shares(8, 4, **LOST)
     nodes: list[Node] = []
-    for number in range(MANY):
+    for number in range(NODE_COUNT):
         add_node(cluster, f"node-{number}")
         nodes.append(Node(loop, cluster, kubeconfig, f"node-{number}"))
         nodes[-1].offer(healthy)
-    eventually(lambda: len(cluster.of(SLICES)) == MANY and all(node.waits for node in nodes), "all slices")
-    assert (cluster.requests["POST"], cluster.requests["PUT"]) == (MANY, 0)
+    eventually(
+        lambda: len(cluster.of(SLICES)) == NODE_COUNT and all(node.waits for node in nodes), "all slices"
+    )
+    assert (cluster.requests["POST"], cluster.requests["PUT"]) == (NODE_COUNT, 0)
     for node in nodes:
         node.offer(lost)
-    eventually(lambda: cluster.requests["PUT"] == MANY, "all taints")
+    eventually(lambda: cluster.requests["PUT"] == NODE_COUNT, "all taints")
     before = cluster.requests["GET"]
-    again = [Node(loop, cluster, kubeconfig, f"node-{number}") for number in range(MANY)]
+    again = [Node(loop, cluster, kubeconfig, f"node-{number}") for number in range(NODE_COUNT)]
     for node in again:
         node.offer(lost)
     eventually(
-        lambda: cluster.requests["GET"] >= before + 2 * MANY, "a list and a watch of each restarted node"
+        lambda: cluster.requests["GET"] >= before + 2 * NODE_COUNT,
+        "a list and a watch of each restarted node",
     )
-    assert (cluster.requests["POST"], cluster.requests["PUT"]) == (MANY, MANY)
+    assert (cluster.requests["POST"], cluster.requests["PUT"]) == (NODE_COUNT, NODE_COUNT)

@@ -16,7 +16,7 @@ from control_groups import ControlGroup
 from integration.daemon_host import Daemon, eventually
 from kubernetes.cluster import Cluster
 from kubernetes.kubelet import Kubelet, KubeletPlugin
-from packages.machine import hierarchies
+from packages.machine import systemd_hierarchies
 from simhost import SimHost
 from simhost.mps import Client, StandIns
 
@@ -137,7 +137,7 @@ class Container:
     def __init__(self, jobs: StandIns, daemon: Daemon) -> None:
         self.id = uuid.uuid4().hex * 2
         self.client: Client = jobs.attached(daemon.pipe_directory)
-        self._group = ControlGroup(f"cri-containerd-{self.id}.scope", hierarchies()).make()
+        self._group = ControlGroup(f"cri-containerd-{self.id}.scope", systemd_hierarchies()).make()
         self._group.add(self.client.pid)
 
     def close(self) -> None:

@@ -201,7 +201,7 @@ class Machine(Closes):
     # -- systemd-nspawn
 
     def _hierarchies(self) -> list[Path]:
-        return hierarchies()
+        return systemd_hierarchies()
 
     def _command(self) -> list[str]:
         binds = [f"--bind={source}:{target}" for source, target in self.driver.binds.items()]
@@ -265,13 +265,13 @@ class SystemdGroup:
 
     def enter(self) -> list[str]:
         """The beginning of a command that is then run in the group."""
-        return [] if self.is_systemds else self._group.make().entering()
+        return [] if self.is_systemds else self._group.make().command_in()
 
     def remove(self) -> None:
         self._group.close()
 
 
-def hierarchies() -> list[Path]:
+def systemd_hierarchies() -> list[Path]:
     """Where version 2 is mounted, and version 1's named one for systemd, where there is that as well."""
     found: dict[str, Path] = {}
     for line in Path("/proc/self/mounts").read_text().splitlines():

@@ -53,7 +53,7 @@ exec {program} "$@"
 
 
 def is_rejected(output: str) -> bool:
-    """Whether a front-end whose first command was PING has printed this because another one is connected."""
+    """Return whether a front-end that began with PING has printed this because another was connected."""
     return not output or output.startswith(_REJECTED)
 
 

@@ -69,10 +69,10 @@ class Overview(NamedTuple):
 class OverviewCache:
     """Caches the page's overview for all clients; devices are queried again only after an event."""
 
-    def __init__(self, paths: Paths, answer_s: float = 10.0) -> None:
-        """`answer_s` is how long each answer of the daemon may take."""
+    def __init__(self, paths: Paths, timeout_s: float = 10.0) -> None:
+        """`timeout_s` limits each request to the daemon."""
         self._paths = paths
-        self._answer_s = answer_s
+        self._timeout_s = timeout_s
         #: None if the last query failed.
         self._overview: Overview | None = None
         self._begun_s = self._taken_s = 0.0
@@ -130,7 +130,7 @@ class OverviewCache:
 
     async def _call(self, operation: Operation[T], **arguments: Value) -> T:
         target = operation.encode(arguments).target
-        answer = await get_from_daemon(self._paths, target, timeout_s=self._answer_s)
+        answer = await get_from_daemon(self._paths, target, timeout_s=self._timeout_s)
         try:
             result: T = result_of(answer)
         except YunionError as error:

@@ -134,7 +134,7 @@ class DraDriver:
 
 
 class DriverTimes(NamedTuple):
-    """How long the driver waits for what."""
+    """Timeouts and intervals of the driver, in s."""
 
     host: HostTimes = HOST_TIMES
     #: How long a claim waits for a daemon that restarts.
@@ -143,7 +143,8 @@ class DriverTimes(NamedTuple):
     gone_s: float = GONE_S
     #: The least time between writes of slices, unless a device's health has changed.
     slices_s: float = INTERVAL_S
-    #: How often it is checked that the sockets exist, and whether a claim still has a lease.
+    #: How often the driver checks that its sockets exist and, while it refuses claims, whether a claim still
+    #: has a lease.
     poll_s: float = 1.0
 
 
@@ -165,7 +166,9 @@ class DraService:
         """With a `refusal`, its cause, the driver publishes nothing and only ends leases."""
         self._host = DraHost(paths, counts, times.host)
         server = ApiServer(credentials, _CLAIM_S)
-        self._claims = ClaimLeases(server, paths, times.gone_s, refusal, times.restart_s)
+        self._claims = ClaimLeases(
+            server, paths, gone_s=times.gone_s, refusal=refusal, restart_s=times.restart_s
+        )
         self._slices = SlicePublisher(ApiServer(credentials), node, counts, times.slices_s)
         self._poll_s = times.poll_s
         self._is_refusing = bool(refusal)

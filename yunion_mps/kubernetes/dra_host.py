@@ -29,16 +29,17 @@ _PCIE_ROOT = re.compile(r"/(pci[0-9a-f]{4}:[0-9a-f]{2})/")
 
 
 class HostTimes(NamedTuple):
-    """How long the driver waits for the daemon."""
+    """Timeouts and intervals of the driver's requests to the daemon, in s."""
 
     #: How long the daemon may be unreachable, as during an upgrade, before its devices get taints.
     outage_s: float = 5.0
     #: How often everything is read without a change of the devices: the control daemons' limits may change.
     reread_s: float = 60.0
     #: How long a claim waits for the daemon's first answer.
-    known_s: float = 10.0
-    #: How often the daemon is asked whether it is alive, and how long it has to answer.
+    first_answer_s: float = 10.0
+    #: How often the daemon is asked whether it is alive.
     probe_s: float = PROBE_S
+    #: How long it has to answer that.
     hang_s: float = HANG_S
 
 
@@ -54,14 +55,14 @@ class DraHost:
     def __init__(self, paths: Paths, counts: Counts, times: HostTimes = HOST_TIMES) -> None:
         self._paths = paths
         self._daemon = AsyncDaemonClient(paths)
-        self._known_s = times.known_s
+        self._first_answer_s = times.first_answer_s
         self._watch = DaemonWatch(
             self._daemon,
             counts,
             self._read,
             self._lose,
-            times.outage_s,
-            times.reread_s,
+            outage_s=times.outage_s,
+            reread_s=times.reread_s,
             probe_s=times.probe_s,
             hang_s=times.hang_s,
         )
@@ -83,9 +84,9 @@ class DraHost:
     async def known(self) -> dict[str, OfferedDevice]:
         """The devices by name, once the daemon has answered; raises YunionError if it does not."""
         if self.offered is None and self.failure is None:
-            await first_of(self.changed.wait(), asyncio.sleep(self._known_s))
+            await first_of(self.changed.wait(), asyncio.sleep(self._first_answer_s))
         if self.offered is None or self.failure:
-            raise self.failure or timeout_error(self._paths.socket, self._known_s)
+            raise self.failure or timeout_error(self._paths.socket, self._first_answer_s)
         return {one.name: one for one in self.offered}
 
     async def _facts(self) -> HostFacts:

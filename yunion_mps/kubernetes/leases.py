@@ -154,10 +154,10 @@ class ContainerLeases:
 
 
 async def call_patiently(
-    daemon: AsyncDaemonClient, operation: Operation[T], restart_s: float, **arguments: Value
+    daemon: AsyncDaemonClient, operation: Operation[T], timeout_s: float, **arguments: Value
 ) -> T:
-    """Call the daemon, and wait while it restarts; raises YunionError within twice `restart_s`."""
-    return await Retrier(daemon, restart_s, log.info).call(operation, restart_s, **arguments)
+    """Call the daemon, and retry for `timeout_s` while it restarts; raise YunionError after twice that."""
+    return await Retrier(daemon, timeout_s, log.info).call(operation, timeout_s, **arguments)
 
 
 async def list_containers(paths: Paths) -> list[kubelet_api.ContainerResources]:

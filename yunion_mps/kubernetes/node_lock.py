@@ -104,7 +104,7 @@ async def run_alone(
     """Do the work while no other plugin serves the node; raises what it raises.
 
     While one does, `report` is called with the text `other`. Raises HostError if the directory is removed or
-    replaced, by a mount or with all of the kubelet's files. Both are checked every `poll_s`.
+    replaced, by a mount or with all of the kubelet's files. Lock and directory are checked every `poll_s`.
     """
     lock = NodeLock(directory)
     await _wait_for(lock, other, report, poll_s)

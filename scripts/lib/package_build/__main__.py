@@ -34,7 +34,9 @@ def main() -> None:
         return
     missing = [program for program in ("git", "dpkg-deb", "rpmbuild") if shutil.which(program) is None]
     if missing:
-        raise SystemExit(f"package: missing: {' '.join(missing)}\npackage: install them with: scripts/setup")
+        raise SystemExit(
+            f"package: missing: {' '.join(missing)}\npackage: install them with: scripts/setup build"
+        )
     os.umask(0o022)
     os.makedirs(options.output, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="yunion-mps-package.") as work:

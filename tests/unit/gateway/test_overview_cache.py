@@ -30,7 +30,7 @@ def test_a_hanging_daemon_is_reported_to_all_pages_at_the_same_time(tmp_path: Pa
 
     async def ask() -> list[object]:
         async with await asyncio.start_unix_server(hang, paths.socket):
-            cache = OverviewCache(paths, answer_s=0.2)
+            cache = OverviewCache(paths, timeout_s=0.2)
             pages = [cache.overview(event=99999) for _ in range(_PAGES)]
             return [*await asyncio.gather(*pages, return_exceptions=True)]
 

@@ -20,7 +20,7 @@ from unit.mig_host import NOTHING_BUSY, MakeMigHost, MigHost
 
 
 class _Kill:
-    """Kills this process before its n-th call of an object's methods, which is also after the call before."""
+    """Kills this process before its n-th call of an object's methods: right after the previous call."""
 
     def __init__(self, target: Any, counter: list[int], at: int) -> None:
         self._target, self._counter, self._at = target, counter, at
