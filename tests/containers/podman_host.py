@@ -135,7 +135,7 @@ class Podman(Closes):
 
     def _start(self, runtime: str) -> None:
         """Make the namespaces, and the program that runs podman in them."""
-        # The host's group becomes the root of the namespace. Then the processes move into "engine", because in
+        # The host's group becomes the namespace's root. Then the processes move into "engine", because in
         # version 2 a group with processes cannot enable controllers for its subgroups.
         engine = self._group.below("engine")
         script = _NAMESPACE.format(cdi=shlex.quote(str(self._cdi)), cgroups=_mounts(runtime))

@@ -12,7 +12,7 @@ from containers.containerd import Container, Containerd
 from containers.image import make_image
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of, restart
-from kubernetes.dra_kubelet import DraKubelet, DraPlugin
+from kubernetes.dra_kubelet import DraKubelet, DriverInThread
 from kubernetes.kubelet import Pod
 from simhost import SimHost
 from simhost.mps import StandIns
@@ -34,7 +34,11 @@ def jobs(host: SimHost, image_folder: Path) -> Iterator[StandIns]:
 
 
 def test_views_name_the_pods_whose_processes_use_a_claim(
-    jobs: StandIns, dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, containerd: Containerd
+    jobs: StandIns,
+    dra_kubelet: DraKubelet,
+    driver: DriverInThread,
+    ready_daemon: Daemon,
+    containerd: Containerd,
 ) -> None:
     cdi = dra_kubelet.prepared(dra_kubelet.allocate("trainer", ["00-06-0-1"]))
     container = start(containerd, "first", cdi)
@@ -50,7 +54,7 @@ def test_views_name_the_pods_whose_processes_use_a_claim(
 
 
 def test_lists_name_the_container_that_started_last_with_a_claim(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, containerd: Containerd
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
     claim = dra_kubelet.allocate("trainer", ["00-06-0-1"])
     cdi = dra_kubelet.prepared(claim)
@@ -77,7 +81,7 @@ def shown(daemon: Daemon, *words: str) -> str:
 
 
 def test_containers_with_one_claim_share_its_lease(
-    dra_kubelet: DraKubelet, driver: DraPlugin, ready_daemon: Daemon, containerd: Containerd
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon, containerd: Containerd
 ) -> None:
     claim = dra_kubelet.allocate("trainer", ["00-06-0-1"])
     cdi = dra_kubelet.prepared(claim)
