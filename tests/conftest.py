@@ -73,10 +73,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _running.is_worker = hasattr(config, "workerinput")
     with contextlib.suppress(ValueError):  # in a thread of a worker
         signal.signal(signal.SIGTERM, _interrupt)
         # As a background job this would ignore it, and so would all that the tests start.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _interrupt if _running.is_worker else signal.default_int_handler)
     config.addinivalue_line("markers", "processes: starts processes or opens sockets; not in --quick")
     config.addinivalue_line("markers", "gpus(description, ...): the host's GPUs, if not the default ones")
     config.addinivalue_line("markers", "divided(how, ...): how the host's GPUs are divided, in order")
@@ -140,16 +141,25 @@ def _measured(request: pytest.FixtureRequest, coverage_variables: dict[str, str]
 
 
 def _interrupt(number: int, _: object, pid: int = os.getpid()) -> None:
-    """End the tests as Ctrl-C does, so that they end what they started; a forked child just ends."""
-    if os.getpid() == pid:
+    """End the tests as Ctrl-C does, so that they end what they started; a forked child just ends.
+
+    A worker is told twice: by a signal, and 5 s later by execnet. The second one would interrupt the ends of
+    fixtures, and leave behind what they have started.
+    """
+    if os.getpid() != pid:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    elif not (_running.is_worker and _running.is_interrupted):
+        _running.is_interrupted = True
         raise KeyboardInterrupt
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
 
 
 class _Running:
-    """The test that is running now."""
+    """What is so at the moment."""
 
+    is_worker = False
+    is_interrupted = False
+    #: Whether the test that is running now is one that `--quick` runs.
     is_quick = False
 
 

@@ -124,6 +124,20 @@ def test_ci_runs_both_commands_and_fails_if_one_has_failed(checkout: Path, fails
     assert run_ci(checkout, "-").returncode == 0
 
 
+def test_an_interrupt_of_the_first_command_ends_ci(checkout: Path) -> None:
+    (checkout / ".ci").mkdir()
+    shutil.copy(CHECKOUT / ".ci/run", checkout / ".ci/run")
+    env = {**os.environ, "FAILS": "-", "HANGS": "coverage run *"}
+    command = ["env", "--default-signal=HUP,INT,TERM", "bash", str(checkout / ".ci/run")]
+    with subprocess.Popen(command, env=env, stdout=-1, text=True, start_new_session=True) as running:
+        eventually(lambda: "coverage run" in calls(checkout), "the tests")
+        os.killpg(running.pid, signal.SIGINT)
+        running.communicate(timeout=PATIENCE_S)
+    assert running.returncode in (130, -signal.SIGINT)
+    assert "test-engines" not in calls(checkout)
+    assert "    FAILED  Tests (interrupted)\n" in (checkout / ".cache/summary-tests").read_text()
+
+
 def run_ci(checkout: Path, fails: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "FAILS": fails, "HANGS": "-"}
     return subprocess.run(
@@ -137,7 +151,6 @@ def run_ci(checkout: Path, fails: str) -> subprocess.CompletedProcess[str]:
         (["tests/unit", "-k", "plan"], "test browser"),
         (["-x", "tests/containers/test_containerd.py"], "test browser containers"),
         (["tests/packaging"], "test browser packages"),
-        (["-k", "plan"], "test browser containers packages slurm engines"),
         (["tests/engines", "-x"], "test browser slurm engines containers"),
     ],
 )
@@ -279,6 +292,7 @@ import subprocess, pathlib, pytest
 def process():
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as started:
         yield started
+        subprocess.run(["sleep", "6"])  # after 5 s, execnet interrupts a worker again
         started.kill()
 
 def test_a_test_waits_for_its_condition(process):
@@ -288,8 +302,12 @@ def test_a_test_waits_for_its_condition(process):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", ["0", "1"])
-def test_tests_that_get_sigterm_end_what_they_started(tmp_path: Path, workers: str) -> None:
+@pytest.mark.parametrize(
+    ("workers", "number"), [("0", signal.SIGTERM), ("1", signal.SIGTERM), ("1", signal.SIGINT)]
+)
+def test_tests_that_are_interrupted_end_what_they_started(
+    tmp_path: Path, workers: str, number: signal.Signals
+) -> None:
     (tmp_path / "test_it.py").write_text(_TEST)
     command = [
         sys.executable,
@@ -310,6 +328,6 @@ def test_tests_that_get_sigterm_end_what_they_started(tmp_path: Path, workers: s
     ) as tests:
         pid = tmp_path / "pid"
         started = eventually(lambda: pid.exists() and pid.read_text(), "the test")
-        os.killpg(tests.pid, signal.SIGTERM)
+        os.killpg(tests.pid, number)
         assert tests.wait() != 0
     eventually(lambda: not is_running(int(started)), "the end of the process")

@@ -16,11 +16,12 @@ from browser.scene import Served
 from integration.daemon_host import PATIENCE_S, Daemon
 from integration.gateway_host import Gateway, free_port
 
-_WARM_UP, _REQUESTS = 3_000, 6_000
+_WARM_UP, _REQUESTS = 4_000, 4_000
 #: How many requests are sent on one connection: a connection costs more than a small request.
 _ON_ONE = 10
-#: A server that leaks one object of a connection grows by more than this in so many; a sound one by 50 KiB.
-_MAX_KIB = 320
+#: A server that leaks one object of a connection grows by more than this in so many requests, each time. A
+#: sound one may grow by more once, when its allocator takes more memory from the system.
+_MAX_KIB = 210
 
 _SMALL = "/nothing"
 _PAGE = ("/", "/", "/overview.json", "/v1/events?limit=1", "/nothing")
@@ -83,6 +84,9 @@ def server(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[Server]:
 def test_a_server_does_not_grow_with_its_requests(server: Server, request: pytest.FixtureRequest) -> None:
     targets = _TARGETS[request.node.callspec.params["server"]]
     server.ask(targets, _WARM_UP)
-    before_kib = server.resident_kib
-    server.ask(targets, _REQUESTS)
-    assert server.resident_kib - before_kib < _MAX_KIB
+    growths_kib = []
+    for _ in range(2):
+        before_kib = server.resident_kib
+        server.ask(targets, _REQUESTS)
+        growths_kib.append(server.resident_kib - before_kib)
+    assert min(growths_kib) < _MAX_KIB, growths_kib

@@ -66,13 +66,15 @@ class Overview(NamedTuple):
     contents: Mapping[str, object]
 
 
+#: How long each answer of the daemon may take, in s.
+_ANSWER_S = 10.0
+
+
 class OverviewCache:
     """Caches the page's overview for all clients; devices are queried again only after an event."""
 
-    def __init__(self, paths: Paths, timeout_s: float = 10.0) -> None:
-        """`timeout_s` limits each request to the daemon."""
+    def __init__(self, paths: Paths) -> None:
         self._paths = paths
-        self._timeout_s = timeout_s
         #: None if the last query failed.
         self._overview: Overview | None = None
         self._begun_s = self._taken_s = 0.0
@@ -130,7 +132,7 @@ class OverviewCache:
 
     async def _call(self, operation: Operation[T], **arguments: Value) -> T:
         target = operation.encode(arguments).target
-        answer = await get_from_daemon(self._paths, target, timeout_s=self._timeout_s)
+        answer = await get_from_daemon(self._paths, target, timeout_s=_ANSWER_S)
         try:
             result: T = result_of(answer)
         except YunionError as error:

@@ -145,15 +145,16 @@ class Cli:
         return {name: value for name, value in self.env.items() if name != "COLUMNS"}
 
     def answered(self, answer: bytes, *arguments: str, columns: int = 0) -> tuple[int, str]:
-        """How a command ends, and what it prints, on a terminal on which its question is answered."""
+        """How a command ends and what it prints on a terminal, on which its question, if any, is answered."""
         ours, theirs = open_terminal(columns)
         with self.start(*arguments, stdin=theirs, stdout=theirs, stderr=theirs) as process:
             os.close(theirs)
             printed = b""
-            while b"[y/N]: " not in printed:
-                assert readable(ours, PATIENCE_S), printed
-                printed += os.read(ours, 65536)
-            os.write(ours, answer)
+            with contextlib.suppress(OSError):  # EIO: it has ended without a question
+                while b"[y/N]: " not in printed:
+                    assert readable(ours, PATIENCE_S), printed
+                    printed += os.read(ours, 65536)
+                os.write(ours, answer)
             printed += _rest(ours)
             return process.wait(PATIENCE_S), printed.decode().replace("\r\n", "\n")
 

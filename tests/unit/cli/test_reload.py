@@ -300,6 +300,9 @@ def test_nothing_is_asked_if_no_job_would_be_ended(own: Cli) -> None:
     own.host.reloader.planned = PLANNED
     with own.start("reload", "--now", "--yes", stdin=subprocess.DEVNULL) as process:
         assert process.communicate(timeout=PATIENCE_S) == (SAME, "")
+    code, text = own.answered(b"n\n", "reload", "--now")
+    assert (code, "Continue?" in text) == (0, False)
+    assert text.endswith(SAME)
 
 
 FOREIGN = {"subject": "00:06.0-g5", "lease": None, "holder": "another program (3g.40gb)"}
