@@ -108,7 +108,8 @@ class Kubelet(Closes):
         self._lists[request.resource_name] = lists
         opened = self._stack.enter_context(channel(self._directory / request.endpoint))
         self._channels[request.resource_name] = opened
-        answers = opened.unary_stream(api.LIST_AND_WATCH.path)(b"")
+        # As the kubelet, which waits until it is connected.
+        answers = opened.unary_stream(api.LIST_AND_WATCH.path)(b"", wait_for_ready=True)
         self._stack.callback(answers.cancel)
         threading.Thread(target=_collect, args=(answers, lists)).start()
         self.registrations.append(request)

@@ -17,7 +17,13 @@ T = TypeVar("T")
 
 PATIENCE_S = 60.0
 #: The options of grpcio's that the kubelet's Go library has by default.
-_OPTIONS = [("grpc.max_receive_message_length", 4 << 20), ("grpc.enable_http_proxy", 0)]
+_OPTIONS = [
+    ("grpc.max_receive_message_length", 4 << 20),
+    ("grpc.enable_http_proxy", 0),
+    # Otherwise a channel shares the connection of another one to the same path, and with it a failed attempt
+    # to reach the program that listened there before.
+    ("grpc.use_local_subchannel_pool", 1),
+]
 
 
 class Loop:
