@@ -81,8 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "processes: starts processes or opens sockets; not in --quick")
     config.addinivalue_line("markers", "gpus(description, ...): the host's GPUs, if not the default ones")
     config.addinivalue_line("markers", "divided(how, ...): how the host's GPUs are divided, in order")
-    # Not while coverage is measured: in Python 3.11, a thread fails that starts while another one installs its
-    # trace function, and an audit hook lets threads take turns just there.
+    # Not while coverage is measured: in Python 3.11, a thread fails that starts while another installs its
+    # trace function, and an audit hook lets threads take turns there.
     if config.getoption("quick") or sys.gettrace() is None:
         sys.addaudithook(_refuse)
 
@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Hold each test that `--quick` runs to its promise to start no process, also in runs without `--quick`."""
+    """Hold each test that `--quick` runs to its promise to start no process, also in other runs."""
     _running.is_quick = _is_quick(item)
     try:
         return (yield)
