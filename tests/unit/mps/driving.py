@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import shutil
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
+from subprocess import PIPE
 
 from yunion_mps.enums import READY
 from yunion_mps.errors import YunionError
@@ -24,12 +26,15 @@ from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.log_file import LOG_NAME
 from yunion_mps.mps.processes import client_variables, control_environment
 
-from integration.daemon_host import eventually, state_of
+from integration.daemon_host import eventually
 from simhost import SimHost
 from simhost.environment import CHECKOUT
 from simhost.mps import CONTROL, Client, StandIns
 
-from .front_ends import PATIENCE_S, converse, serves_front_end, wait_until_it_answers
+from .front_ends import PATIENCE_S, converse, wait_until_it_answers
+
+#: PIDs above Linux's limit of 4194304, so of no server.
+_UNUSED_PIDS = itertools.count(5_000_000)
 
 
 class Jobs:
@@ -275,23 +280,42 @@ class Bench:
     def hold_front_end(self) -> Callable[[], None]:
         """Open NVIDIA's front-end as an operator does who types commands; returns how to leave it.
 
-        It is left once the control daemon has noticed: until then it turns others away.
+        It is connected once the log has its first command, which has a number of its own, and has left once
+        the log says so after that. Until then the control daemon turns others away, and it may log late.
         """
-        place = self.plan.pipe_directory
-        eventually(lambda: not serves_front_end(self.plan))  # an earlier one of ours
-        front_end = subprocess.Popen([self.program], env=client_variables(place), stdin=-1, stdout=-1)
-        eventually(lambda: serves_front_end(self.plan))
+        command = f"get_device_client_list {next(_UNUSED_PIDS)}\n"
+        front_end = eventually(lambda: self._connected_front_end(command))
+        assert front_end
 
         def leave() -> None:
             front_end.kill()
             front_end.communicate()
-            eventually(lambda: not serves_front_end(self.plan) or peer_of(place) is None)
-            # It logs that before it accepts another one: then it waits, and so sleeps.
-            eventually(lambda: (peer := peer_of(place)) is None or state_of(peer.pid) in "SX")
+            eventually(lambda: b"] UI closed\n" in self._log_after(command) or not self._has_peer())
 
         once = self.stack.enter_context(ExitStack())
         once.callback(leave)
         return once.close
+
+    def _connected_front_end(self, command: str) -> subprocess.Popen[bytes] | None:
+        """NVIDIA's front-end after this command; None if it was rejected for an earlier one of ours."""
+        environment = client_variables(self.plan.pipe_directory)
+        front_end = subprocess.Popen([self.program], env=environment, stdin=PIPE, stdout=PIPE, bufsize=0)
+        assert front_end.stdin
+        with contextlib.suppress(BrokenPipeError):
+            front_end.stdin.write(command.encode())
+        eventually(lambda: self._log_after(command) or front_end.poll() is not None)
+        if front_end.poll() is None:
+            return front_end
+        front_end.communicate()
+        return None
+
+    def _log_after(self, command: str) -> bytes:
+        """What the control daemon's log has from this command on; empty if it does not have it yet."""
+        log = Path(self.plan.log_directory, LOG_NAME).read_bytes()
+        return b"".join(log.partition(f"] Cmd:{command}".encode())[1:])
+
+    def _has_peer(self) -> bool:
+        return peer_of(self.plan.pipe_directory) is not None
 
 
 def _kill(process: Process) -> None:

@@ -15,14 +15,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from yunion_mps.host.proc import is_stopped
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import Conversation, peer_of
-from yunion_mps.mps.log_file import LOG_NAME
 from yunion_mps.mps.processes import our_processes
 
 from integration.daemon_host import eventually
@@ -31,13 +29,6 @@ PATIENCE_S = 60.0
 #: nobody: a user who is neither root nor us.
 STRANGER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user, and mount")
-
-
-def serves_front_end(plan: DomainPlan) -> bool:
-    """Whether the control daemon is serving a front-end, by its log: it then turns others away."""
-    log = Path(plan.log_directory, LOG_NAME).read_bytes()
-    ends = (b"] UI closed\n", b"] Starting control daemon")
-    return log.rfind(b"] NEW UI\n") > max(map(log.rfind, ends))
 
 
 def running_here(plan: DomainPlan) -> list[tuple[int, tuple[str, ...]]]:
