@@ -11,6 +11,7 @@ import pytest
 import yaml
 from yunion_mps.config.document import read_document
 
+from descriptors import open_descriptors
 from unit.config.conftest import DEVICES, HOST, Files
 from unit.short_memory import with_memory_short
 
@@ -157,12 +158,12 @@ def test_an_unreadable_file_is_named_with_the_modes_it_should_have(files: Files)
 def test_a_special_file_is_refused_without_blocking(files: Files, make: Callable[[Path], None]) -> None:
     make(files.host)
     make(files.devices)
-    before = os.listdir("/proc/self/fd")
+    before = open_descriptors()
     assert files.messages() == [
         f"{HOST}: is not a regular file: put a YAML file there",
         f"{DEVICES}: is not a regular file: put a YAML file there",
     ]
-    assert os.listdir("/proc/self/fd") == before
+    assert open_descriptors() == before
 
 
 def test_a_file_of_1_mib_is_read_and_one_byte_more_is_refused(files: Files) -> None:

@@ -14,6 +14,8 @@ from yunion_mps.errors import HostError, NotAllowedError
 from yunion_mps.host.lock import take_lock
 from yunion_mps.paths import Paths
 
+from descriptors import open_descriptors
+
 #: nobody: a user who is neither root nor us.
 STRANGER = 65534
 
@@ -33,10 +35,10 @@ def mode_of(path: Path) -> int:
 
 
 def refused(paths: Paths) -> HostError:
-    before = os.listdir("/proc/self/fd")
+    before = open_descriptors()
     with pytest.raises(HostError) as caught:
         take_lock(paths)
-    assert os.listdir("/proc/self/fd") == before
+    assert open_descriptors() == before
     return caught.value
 
 

@@ -14,6 +14,8 @@ from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
 from yunion_mps.paths import Paths
 
+from descriptors import open_descriptors
+
 HINT = "move the file away; then restore changed compute modes: nvidia-smi -c DEFAULT"
 OTHER_BOOT = "00000000-0000-0000-0000-000000000000"
 
@@ -59,15 +61,10 @@ def note(store: OpenStore, **modes: str) -> None:
     opened.close()
 
 
-def open_descriptors() -> list[str]:
-    return [number for number in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{number}")]
-
-
 def error_of(paths: Paths) -> HostError:
     with pytest.raises(HostError) as caught:
         Store(paths)
-    held = [os.readlink(f"/proc/self/fd/{number}") for number in open_descriptors()]
-    assert not any(file.startswith(paths.root) for file in held)
+    assert not any(file.startswith(paths.root) for file in open_descriptors().values())
     return caught.value
 
 

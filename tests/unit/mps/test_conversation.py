@@ -17,6 +17,8 @@ from yunion_mps.mps.processes import client_variables
 from yunion_mps.planning.division import share_percentage
 from yunion_mps.planning.environment import decimal
 
+from descriptors import open_descriptors
+
 from .driving import Bench
 from .front_ends import converse
 
@@ -141,7 +143,7 @@ def test_no_line_of_the_right_answer_can_be_missing_doubled_or_other(two_gpus: D
 
 def test_a_stopped_control_daemon_is_given_up_at_the_deadline(bench: Bench) -> None:
     bench.control().signal(signal.SIGSTOP)
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     conversation = Conversation(
         bench.program,
         bench.plan.pipe_directory,
@@ -158,7 +160,7 @@ def test_a_stopped_control_daemon_is_given_up_at_the_deadline(bench: Bench) -> N
         "the control daemon did not answer 'set_default_active_thread_percentage 25' within 5 s"
     )
     assert caught.value.hint == "check the end of its log"
-    assert sorted(os.listdir("/proc/self/fd")) == before, "the front-end and its pipe are gone"
+    assert open_descriptors() == before, "the front-end and its pipe are gone"
 
 
 def test_without_a_control_daemon_the_front_ends_words_are_the_error(bench: Bench) -> None:
@@ -196,10 +198,10 @@ def test_an_endless_answer_is_cut_and_ends_at_the_deadline(bench: Bench) -> None
 
 
 def test_a_front_end_that_cannot_be_started_leaves_no_pipe_behind(plan: DomainPlan) -> None:
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with pytest.raises(HostError):
         Conversation("/no/such/program", plan.pipe_directory, ["quit"], 0.0, 5.0)
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 def test_the_front_ends_environment_is_built_from_nothing(

@@ -14,6 +14,8 @@ from yunion_mps.errors import HostError
 from yunion_mps.mps.directories import check_entries, open_log, set_access, use
 from yunion_mps.reasons import SHORTAGE, hint_of
 
+from descriptors import open_descriptors
+
 from .front_ends import STRANGER, no_descriptor_left
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
@@ -55,10 +57,6 @@ def refused(path: Path, watched: Path) -> HostError:
         make(path)
     assert (everything_below(watched), open_descriptors()) == (before, descriptors)
     return caught.value
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def make_for_clients(path: Path) -> None:

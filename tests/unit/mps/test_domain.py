@@ -13,6 +13,8 @@ from yunion_mps.host.proc import environment_of
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.health import PROBE_S
 
+from descriptors import open_descriptors
+
 from .driving import Bench
 from .front_ends import silent_connection, stop_process
 
@@ -202,8 +204,8 @@ def test_a_control_daemon_that_dies_while_it_is_stopped_has_stopped(bench: Bench
 
 def test_a_full_run_leaks_no_descriptor(bench: Bench) -> None:
     bench.domain().start().until(READY).stop().until(STOPPED)
-    before = os.listdir("/proc/self/fd")
+    before = open_descriptors()
     for _ in range(3):
         run = bench.domain().start().until(READY)
         run.kill().until(READY).stop().until(STOPPED)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(open_descriptors()) == len(before)

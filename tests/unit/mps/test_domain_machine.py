@@ -20,6 +20,7 @@ from yunion_mps.host.proc import all_pids, environment_of, is_stopped, parent_of
 from yunion_mps.mps import limits
 from yunion_mps.mps.conversation import Conversation, UnresponsiveError
 
+from descriptors import open_descriptors
 from simhost.mps import Client
 
 from .driving import Bench, DomainRun
@@ -55,7 +56,7 @@ class Faults(RuleBasedStateMachine):
         place.chmod(0o755)
         bench = Bench(place, self.stack)
         self.plan, self.jobs = bench.plan, bench.jobs
-        self.files = len(os.listdir("/proc/self/fd"))
+        self.files = len(open_descriptors())
         self.running: list[Client] = []
         #: Whether another program may have changed the limits since they were last read.
         self.meddled = False
@@ -270,7 +271,7 @@ class Faults(RuleBasedStateMachine):
         for pid in {*left, *self.lost}:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-        files = len(os.listdir("/proc/self/fd"))
+        files = len(open_descriptors())
         self.stack.close()
         assert left == [], "a control daemon is left"
         assert files <= self.files, "a descriptor is left"
