@@ -16,7 +16,7 @@ from yunion_mps.errors import Problem, YunionError
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, GET_STATUS
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.inventory.scan import Scanner, machine_id
+from yunion_mps.inventory.scan import Scanner, load_served, machine_id
 from yunion_mps.models import DomainPlan, Gpu, Inventory, Plan, PlannedGpu
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.paths import Paths
@@ -94,7 +94,9 @@ class Host:
         #: Initialised NVML; raises DriverError.
         self.nvml: Lazy[Nvml] = Lazy(lambda: _open_nvml(timeout_s * _FACT_TIME_SHARE))
         #: The driver and the GPUs; raises DriverError.
-        self.inventory: Lazy[Inventory] = Lazy(lambda: Scanner(paths).scan(self.nvml()))
+        self.inventory: Lazy[Inventory] = Lazy(
+            lambda: Scanner(paths).scan(self.nvml())._replace(meant=load_served(paths).meant)
+        )
         #: The plan, and its problems that depend on the GPUs; raises DriverError and HostError.
         self.plan: Lazy[tuple[Plan, list[Problem]]] = Lazy(
             lambda: make_plan(self.config()[0], self.inventory(), machine_id(paths))

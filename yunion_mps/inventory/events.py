@@ -15,10 +15,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from yunion_mps.gpu_path import normalise_address
 from yunion_mps.host import threads
 from yunion_mps.inventory.driver import pynvml
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.inventory.sysfs import normalise_address
 from yunion_mps.paths import Paths
 
 _FATAL_XIDS = {
@@ -89,9 +89,9 @@ class EventWatch:
         self._stopped.set()
         self._renewed.set()
 
-    def join(self) -> None:
-        """Wait for the thread's end after `stop`; for tests, which leave nothing behind."""
-        self._ended.wait()
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the thread's end after `stop`; return whether it has ended."""
+        return self._ended.wait(timeout_s)
 
     def _run(self) -> None:
         while True:
