@@ -53,6 +53,7 @@ class Supervised:
         self.preflight.check()
         self.supervisor = Supervisor(self.paths, self.preflight)
         self.lease_waits: FindLeaseWaits = lambda _: {}
+        self._has_nvml = True
 
     @property
     def snapshot(self) -> Snapshot:
@@ -119,6 +120,13 @@ class Supervised:
         if restore:
             self.supervisor.close()
 
+    def end(self) -> None:
+        """Stop, and close NVML, as the end of the daemon's process does."""
+        self.stop()
+        if self._has_nvml:
+            self._has_nvml = False
+            self.preflight.close()
+
 
 @pytest.fixture
 def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeHost]:
@@ -143,8 +151,7 @@ def supervise() -> Iterator[Supervise]:
 
         def make(host: SimHost) -> Supervised:
             made = Supervised(host, make)
-            stack.callback(made.preflight.close)
-            stack.callback(made.stop)
+            stack.callback(made.end)
             return made
 
         yield make

@@ -81,7 +81,7 @@ nvmlReturn_t enter_part(const char *call, const void *handle, struct part *part)
     nvmlReturn_t error = injected(call, (int)(part->gpu - state->gpus));
     if (error)
         return error;
-    return part->gpu->lost || !part->gpu->present ? GPU_IS_LOST : SUCCESS;
+    return part->gpu->lost || is_gone(part->gpu) ? GPU_IS_LOST : SUCCESS;
 }
 
 nvmlReturn_t enter_device(const char *call, nvmlDevice_t gpu)

@@ -76,7 +76,7 @@ def test_a_lost_gpu_keeps_its_devices_and_serves_them_on_return(
     name(host, *([entry(host, 0), entry(host, 1)] if entry else []))
     first = supervise(host).start()
     ids = list(shown(first))
-    first.stop()
+    first.end()
     host.gpus[0].remove() if lookup == "removed" else host.gpus[0].lose(lookup=lookup)
     made = first.again()
     served = [uuid for domain in made.snapshot.domains for uuid in domain.plan.gpu_uuids]
@@ -86,7 +86,10 @@ def test_a_lost_gpu_keeps_its_devices_and_serves_them_on_return(
         assert list(shown(made)) == ids
         assert reasons(made) == [GONE if lookup == "removed" else LOST] * 4 + [""] * 4
     host.gpus[0].restore()
-    again = made.again() if lookup == "removed" else made
+    again = made
+    if lookup == "removed":
+        made.end()
+        again = made.again()
     again.rescan()
     again.until(lambda: again.available == 8)
     assert list(shown(again)) == ids
