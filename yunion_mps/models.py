@@ -121,6 +121,7 @@ class Inventory(NamedTuple):
 
     `served` has the UUIDs of the GPUs that have served devices, including lost ones. `controllers` are all
     display controllers of the host. `meant` has what the entries' paths meant before, by `GpuPath.key`.
+    `unread` is why the driver did not report any GPU; empty if it was asked.
     """
 
     driver: Driver
@@ -128,6 +129,7 @@ class Inventory(NamedTuple):
     served: tuple[str, ...] = ()
     controllers: tuple[Controller, ...] = ()
     meant: Mapping[str, MeantGpu] = {}
+    unread: Reason = NO_REASON
 
 
 class Device(NamedTuple):

@@ -65,7 +65,9 @@ def hint_of(code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str =
 # -- GPUs
 
 GPU_LOST = _code("gpu_lost", "The GPU has fallen off the bus.", _REPAIRED)
-GPU_GONE = _code("gpu_gone", "The GPU is no longer on the PCI bus.", _REPAIRED)
+GPU_GONE = _code("gpu_gone", "The GPU is no longer on the PCI bus.",
+    "see whether the host finds it: lspci -d 10de:; if it was removed for good, remove its entry, "
+    "then: yunion-mps reload")
 GPU_FAULT = _code("gpu_fault", "The driver reported a fatal GPU error (Xid).",
     "reset it (nvidia-smi --gpu-reset -i {gpu}) or reboot, then: yunion-mps reload")
 GPU_OTHER_DRIVER = _code("gpu_other_driver",

@@ -126,6 +126,7 @@ class PlanRecord(TypedDict):
     """What the daemon would make of the configuration."""
 
     notice: str
+    warnings: list[str]
     missing: list[MissingRecord]
     driver: str | None
     host_id: str
@@ -278,6 +279,7 @@ def plan_json(preflight: Preflight) -> PlanRecord:
     plan = preflight.plan
     return {
         "notice": _notice(preflight),
+        "warnings": list(plan.warnings),
         "missing": [
             {
                 "path": entry.path,
@@ -308,7 +310,7 @@ def _notice(preflight: Preflight) -> str:
     config = preflight.config
     why = f"MPS is disabled: enable_cuda_mps is false{config.also_disabled}"
     notices = [] if config.enable_cuda_mps else [why]
-    return "; ".join([*notices, *preflight.warnings, *preflight.plan.warnings])
+    return "; ".join([*notices, *preflight.warnings])
 
 
 def gpu_records(preflight: Preflight) -> list[GpuRecord]:
@@ -356,6 +358,8 @@ def _plan_text(preflight: Preflight) -> str:
     notice, gpus = _notice(preflight), gpu_records(preflight)
     if notice:
         text += f"{notice}.\n"
+    for warning in preflight.plan.warnings:
+        text += f"Warning: {warning}.\n  {hint_of(warning.code)}\n"
     for entry in preflight.plan.missing:
         text += f"No GPU now for path {entry.path} ({entry.place}): {entry.reason}.\n"
         text += f"  {hint_of(entry.reason.code)}\n"

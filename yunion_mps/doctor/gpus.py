@@ -21,6 +21,7 @@ from yunion_mps.reasons import (
     COMPUTE_MODE_EXCLUSIVE,
     ENTRY_REFUSED,
     GPU_ERROR,
+    GPU_GONE,
     GPU_OTHER_DRIVER,
     LAYOUT_WAITS,
     MIG_ENABLED,
@@ -79,7 +80,13 @@ def gpus(host: Host) -> Findings:
         if not reason and answer and answer["reason_code"] not in _OF_DOMAINS:
             reason = Reason(answer["reason"], answer["reason_code"])
         if reason:
-            has_own_hint = reason.code in (*MODE_NEEDS, MIG_INSTANCE_GONE, GPU_OTHER_DRIVER, ENTRY_REFUSED)
+            has_own_hint = reason.code in (
+                *MODE_NEEDS,
+                MIG_INSTANCE_GONE,
+                GPU_GONE,
+                GPU_OTHER_DRIVER,
+                ENTRY_REFUSED,
+            )
             how = hint_of(reason.code, gpu=gpu.pci_address) if has_own_hint else hint
             findings.append(problem(f"{_gpu_name(gpu)}: {reason}", how, reason.code))
     instances = sum(gpu.is_instance for gpu in ours)

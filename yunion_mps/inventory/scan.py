@@ -219,6 +219,15 @@ def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
     return inventory._replace(gpus=in_order(gpus.values()), served=tuple(served_uuids))
 
 
+def with_saved(inventory: Inventory, saved: ServedGpus, *, are_named: bool) -> Inventory:
+    """Add what the last daemon saved: the lost GPUs that served, and what the entries meant.
+
+    GPUs that no entry names (`are_named` is false) are forgotten after a reboot.
+    """
+    served = saved.gpus if are_named or saved.this_boot else ()
+    return with_served(inventory, served)._replace(meant=saved.meant)
+
+
 def gone(gpu: Gpu, there: Mapping[str, Gpu]) -> Gpu:
     """Return the GPU with the reason why it is not among those `there` (by address)."""
     if not gpu.parent:

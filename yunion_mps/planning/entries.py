@@ -215,9 +215,9 @@ class _Resolver:
         there = self._led_to(name)
         if there is gpu or (there is None and name.kind != ADDRESS):
             return
-        leads = f"leads to GPU {there.address} ({there.uuid})" if there else "leads to no GPU"
-        what = f"path {entry.path} ({_place(entry)}) {leads} now; "
-        what += f"its entry still divides GPU {gpu.address} ({gpu.uuid}), which it meant before"
+        leads = f"leads to GPU {there.address}" if there else "leads to no GPU"
+        what = f"path {entry.path} ({_place(entry)}) {leads} now, "
+        what += f"but still means the GPU that it led to before: {gpu.address}, {gpu.uuid}"
         self._warnings.append(Reason(what, reasons.PATH_OUTDATED))
 
     def _resolve_uncertain(self, entry: DeviceEntry, name: GpuPath) -> None:
@@ -245,7 +245,7 @@ class _Resolver:
             self._miss(entry, name, self._why_recorded_missing(name, gpu, recorded))
 
     def _miss(self, entry: DeviceEntry, name: GpuPath, reason: Reason) -> None:
-        self._missing.append((entry, reason))
+        self._missing.append((entry, self._inventory.unread or reason))
         recorded = self._inventory.meant.get(name.key)
         if recorded:
             self._meant[name.key] = recorded

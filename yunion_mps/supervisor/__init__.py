@@ -102,6 +102,8 @@ class Supervisor:
         """
         self._keep_leased_gpus()
         self._gpus.record(self.desired.plan)
+        for event in self._gpus.report_unusable(self.desired.plan):
+            self.event_log.record(event)
         self._record_missing()
         leftovers = self._settle_leftovers()
         self._create_instances(gpus_of(leftovers.running))

@@ -72,6 +72,14 @@ class Gpus:
                 events += _availability_events(gpu, before.get(gpu.pci_address))
         return events
 
+    def report_unusable(self, plan: Plan) -> list[Event]:
+        """Log the divided GPUs that cannot be used from the start, and return the events."""
+        events: list[Event] = []
+        for gpu in self.inventory.gpus:
+            if gpu.reason and plan.divides(gpu):
+                events += _availability_events(gpu, None)
+        return events
+
     def note_xid(self, pci_address: str, xid: int) -> Event | None:
         """Record an Xid (an error that the driver reported); return None for an unknown GPU."""
         gpu = next((gpu for gpu in self.inventory.gpus if gpu.pci_address == pci_address), None)

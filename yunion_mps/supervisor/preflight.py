@@ -21,7 +21,7 @@ from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.host.store import COMPUTE_MODE, Store
 from yunion_mps.inventory.driver import reason_of
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_served
+from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_saved
 from yunion_mps.models import EXCLUSIVE_PROCESS, DomainPlan, Driver, Gpu, Inventory, Plan
 from yunion_mps.mps.control_daemon import MULTIUSER
 from yunion_mps.mps.conversation import peer_of
@@ -125,8 +125,7 @@ def run_preflight(
     config = config._replace(enable_cuda_mps=config.enable_cuda_mps or even_if_disabled)
     config, warnings = _without_multiuser(config, paths)
     nvml, inventory, driver_error = None, Inventory(Driver("", None), ()), None
-    plan = Plan("")
-    host_problems: list[Problem] = []
+    plan, host_problems = Plan(""), list[Problem]()
     if config.enable_cuda_mps:
         try:
             nvml = opened or Nvml()
@@ -134,36 +133,20 @@ def run_preflight(
         except DriverError as error:
             driver_error = error
             scanned = Inventory(Driver("", None), (), controllers=Scanner(paths).controllers())
-        inventory, gone = _with_served(scanned, config, paths, confirms_replaced=confirms_replaced)
+        inventory = with_saved(scanned, load_served(paths), are_named=bool(config.devices))
+        if confirms_replaced:
+            inventory = inventory._replace(meant=after_reload(inventory.meant, inventory))
+        gone = {gpu.pci_address for gpu in inventory.gpus} - {gpu.pci_address for gpu in scanned.gpus}
         if driver_error:
             lost = (gpu._replace(reason=reason_of(driver_error)) for gpu in inventory.gpus)
-            inventory = inventory._replace(gpus=tuple(lost))
+            inventory = inventory._replace(gpus=tuple(lost), unread=reason_of(driver_error))
         plan, host_problems = make_plan(config, inventory, host)
-        if driver_error:
-            unknown = (entry._replace(reason=reason_of(driver_error)) for entry in plan.missing)
-            plan = plan._replace(missing=tuple(unknown))
         kept = (g for g in inventory.gpus if g.pci_address not in gone or g.pci_address in plan.unavailable)
         inventory = inventory._replace(gpus=tuple(kept))
     if not config.devices and any(problem.file != paths.host_conf for problem in problems):
         host_problems = []  # the entries have problems, so cuda_mps_replicas does not apply
     all_problems = (*problems, *host_problems)
     return Preflight(config, all_problems, inventory, plan, host, nvml, driver_error, warnings)
-
-
-def _with_served(
-    scanned: Inventory, config: Config, paths: Paths, *, confirms_replaced: bool
-) -> tuple[Inventory, set[str]]:
-    """Add what was saved to the inventory: the lost GPUs that served, and what the entries meant.
-
-    Also return the addresses without a GPU now.
-    """
-    before = load_served(paths)
-    served = before.gpus if config.devices or before.this_boot else ()
-    inventory = with_served(scanned, served)
-    meant = after_reload(before.meant, inventory) if confirms_replaced else before.meant
-    there = {gpu.pci_address for gpu in scanned.gpus}
-    gone = {gpu.pci_address for gpu in inventory.gpus} - there
-    return inventory._replace(meant=meant), gone
 
 
 def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[Reason, ...]]:

@@ -166,8 +166,8 @@ def test_a_renumbered_render_node_still_means_the_recorded_gpu() -> None:
     assert meanings(resolution) == {"/dev/dri/renderD130": "0000:02:00.0"}
     (warning,) = resolution.warnings
     assert warning == (
-        f"path /dev/dri/renderD130 ({DEVICES}:2) leads to GPU 03:00.0 ({gpu(3).uuid}) now; "
-        f"its entry still divides GPU 02:00.0 ({gpu(2).uuid}), which it meant before"
+        f"path /dev/dri/renderD130 ({DEVICES}:2) leads to GPU 03:00.0 now, "
+        f"but still means the GPU that it led to before: 02:00.0, {gpu(2).uuid}"
     )
     assert warning.code == reasons.PATH_OUTDATED
 
