@@ -278,11 +278,15 @@ class DomainPlan(NamedTuple):
 
 
 class MissingGpu(NamedTuple):
-    """An entry whose GPU is not there: its path, where it is written (`FILE:LINE`), and the reason."""
+    """An entry whose GPU is not there: its path, where it is written (`FILE:LINE`), and the reason.
+
+    `reserved_for` is what the entry reserves the GPU for, empty if nothing.
+    """
 
     path: str
     place: str
     reason: Reason
+    reserved_for: str = ""
 
 
 class Plan(NamedTuple):

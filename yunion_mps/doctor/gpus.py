@@ -46,6 +46,9 @@ _SAME_NAMESPACE = "run doctor and the daemon on the host, not in a container wit
 #: Reasons of the domain that serves a GPU, which the check of the daemon reports.
 _OF_DOMAINS = TEMPORARY | {NO_DOMAIN}
 
+#: Reasons whose own hint says more than the kernel's log.
+_WITH_OWN_HINT = MODE_NEEDS | {MIG_INSTANCE_GONE, GPU_GONE, GPU_OTHER_DRIVER, ENTRY_REFUSED}
+
 #: A warning is given from this share of the limit.
 _WARNING_SHARE = 0.9
 #: Profile in a vGPU's name inside a virtual machine: `GRID T4-16C`, `NVIDIA A40-48Q`, `A100-1-5C`.
@@ -80,13 +83,7 @@ def gpus(host: Host) -> Findings:
         if not reason and answer and answer["reason_code"] not in _OF_DOMAINS:
             reason = Reason(answer["reason"], answer["reason_code"])
         if reason:
-            has_own_hint = reason.code in (
-                *MODE_NEEDS,
-                MIG_INSTANCE_GONE,
-                GPU_GONE,
-                GPU_OTHER_DRIVER,
-                ENTRY_REFUSED,
-            )
+            has_own_hint = reason.code in _WITH_OWN_HINT
             how = hint_of(reason.code, gpu=gpu.pci_address) if has_own_hint else hint
             findings.append(problem(f"{_gpu_name(gpu)}: {reason}", how, reason.code))
     instances = sum(gpu.is_instance for gpu in ours)

@@ -136,7 +136,10 @@ class _Resolver:
         order = list(self._config.devices)
         self._missing.sort(key=lambda item: order.index(item[0]))
         self._problems.sort(key=lambda problem: (problem.file, problem.line or 0))
-        missing = tuple(MissingGpu(entry.path, _place(entry), reason) for entry, reason in self._missing)
+        missing = tuple(
+            MissingGpu(entry.path, _place(entry), reason, entry.reserved_for)
+            for entry, reason in self._missing
+        )
         return Resolution(
             entries=self._entries,
             refused=refused,

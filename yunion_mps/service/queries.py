@@ -312,6 +312,7 @@ class Queries:
         faulty = {gpu: reason for gpu in snapshot.inventory.gpus if (reason := gpu_reason(gpu, snapshot))}
         of_gpus = (f"GPU {gpu.address}: {reason}" for gpu, reason in faulty.items())
         lines += [line for line in of_gpus if line not in snapshot.notice]
+        lines += [f"path {entry.path}: {entry.reason}" for entry in snapshot.plan.missing]
         explained = {gpu.uuid for gpu in faulty}
         lines += [
             f"devices of GPU {uuid}: {reason}"
