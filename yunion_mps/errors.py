@@ -46,7 +46,7 @@ class Problem(NamedTuple):
     """A problem in a configuration file; `hint` is empty if `what` contains it (`did you mean ...?`).
 
     `is_minor`: it does not keep the daemon from starting, which ignores the setting with a warning, or leaves
-    the only `gpu` that it is about (a PCI address) alone. A reload and `config check` refuse it like any other.
+    alone the only `gpu` that it is about (a PCI address). A reload and `config check` refuse it like others.
     """
 
     file: str
