@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from yunion_mps.errors import DriverError
 from yunion_mps.inventory import nvml as nvml_module
-from yunion_mps.inventory.driver import Deadline, call
+from yunion_mps.inventory.driver import Deadline, call, replaced_library
 from yunion_mps.inventory.nvml import GpuLoad, Load, Nvml
 from yunion_mps.inventory.scan import not_found
 from yunion_mps.reasons import DRIVER_HUNG, DRIVER_NOT_LOADED, GPU_ERROR, hint_of
@@ -264,3 +265,21 @@ def test_a_driver_that_was_unloaded_meanwhile_is_used_again_once_it_is_loaded(op
     opened.sim.load_driver()
     assert opened.nvml.initialise_again()
     assert [gpu.reason for gpu in opened.gpus()] == [""]
+
+
+def test_a_driver_whose_library_was_updated_is_known_by_its_file(tmp_path: Path) -> None:
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    old, new, link = (folder / f"libnvidia-ml.so.{version}" for version in ("535.1", "550.2", "1"))
+    maps = tmp_path / "maps"
+    maps.write_text(f"7f7b9000-7f7bd000 r--p 00000000 00:1b 38 /lib/libc.so.6\n7f7c r-xp 00:1b 39   {old}\n")
+    old.touch()
+    link.symlink_to(old)
+    assert replaced_library(str(maps)) == ""
+    new.touch()
+    link.unlink()
+    link.symlink_to(new)
+    assert replaced_library(str(maps)).startswith(f"{new} (inode ")
+    maps.write_text(f"7f7c r-xp 00:1b 39   {new} (deleted)\n")
+    assert replaced_library(str(maps)).startswith(f"{new} (inode "), "a file of the same name"
+    assert replaced_library(str(tmp_path / "none")) == ""
