@@ -229,12 +229,15 @@ def refused(daemon: Daemon, code: int) -> list[str]:
     return daemon.log.splitlines()
 
 
-def test_without_a_driver_it_says_so_and_ends_with_1(daemon: Daemon) -> None:
+def test_without_a_driver_it_waits_and_tells_systemd_what_for(daemon: Daemon) -> None:
     daemon.host.hide_library()
-    assert refused(daemon, 1) == [
-        "<3>no NVIDIA driver: its library libnvidia-ml.so.1 is not installed [driver_missing]",
-        "<3>install the NVIDIA driver with its libraries, then check it: nvidia-smi",
-    ]
+    daemon.start().wait_ready()
+    daemon.wait_message(
+        "STATUS=waiting for the NVIDIA driver: no NVIDIA driver: its library libnvidia-ml.so.1 is not installed"
+    )
+    daemon.host.show_library()
+    daemon.wait_message("STATUS=4 of 4 devices available, 1 of 1 control daemons serving")
+    assert daemon.stop() == 0
 
 
 def test_a_bad_configuration_ends_with_6_and_all_its_problems(daemon: Daemon) -> None:
