@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from yunion_mps import reasons
+from yunion_mps.addresses import normalise_address
 from yunion_mps.errors import DriverError
 from yunion_mps.inventory.driver import (
     MIB,
@@ -20,7 +21,6 @@ from yunion_mps.inventory.driver import (
     reason_of,
     text,
 )
-from yunion_mps.inventory.sysfs import normalise_address
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
 from yunion_mps.reasons import NO_REASON, Reason
 

@@ -1,11 +1,10 @@
-"""PCI addresses, and what sysfs and udev report about the devices there."""
+"""What sysfs and udev report about PCI devices."""
 
 from __future__ import annotations
 
-import functools
 import os
-import re
 
+from yunion_mps.addresses import normalise_address
 from yunion_mps.host.files import read_text
 from yunion_mps.models import PcieLink
 from yunion_mps.paths import Paths
@@ -23,22 +22,6 @@ _VERSIONS = {
     "128": ("7.0", 15.125),
 }
 
-#: Domain (not always given), bus, device and function.
-_ADDRESS = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([01]?[0-9a-f])\.([0-7])")
-
-
-@functools.lru_cache(maxsize=256)
-def normalise_address(text: str) -> str | None:
-    """Return `text` in sysfs' spelling of PCI addresses (`0000:00:06.0`); None if it is not an address.
-
-    NVML writes eight domain digits, people often none, and both sometimes in capitals.
-    """
-    match = _ADDRESS.fullmatch(text.strip().lower())
-    if not match:
-        return None
-    domain, bus, device = (int(part or "0", 16) for part in match.groups()[:3])
-    return f"{domain:04x}:{bus:02x}:{device:02x}.{match[4]}"
-
 
 def pci_addresses(paths: Paths) -> list[str]:
     return _listing(paths.pci_devices)
@@ -49,15 +32,6 @@ def is_nvidia_gpu(paths: Paths, address: str) -> bool:
     if _read(paths, address, "vendor") != NVIDIA_VENDOR:
         return False
     return _read(paths, address, "class").startswith("0x03")
-
-
-def sort_key(address: str) -> tuple[int, str, int]:
-    """Order normalised addresses as the bus does, even if a domain has more than four digits.
-
-    A GPU's MIG instances follow it.
-    """
-    gpu, _, instance = address.partition("-g")
-    return len(gpu), gpu, int(instance or -1)
 
 
 def vendor_device_id(paths: Paths, address: str) -> str | None:

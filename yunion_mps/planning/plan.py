@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from yunion_mps.addresses import shown_address
 from yunion_mps.enums import MPS, TIME_SLICING
 from yunion_mps.errors import Problem
 from yunion_mps.identity import NAMESPACE, uuid5
@@ -271,18 +272,9 @@ def find_gpu(path: str, gpus: Iterable[Gpu]) -> Gpu | None:
         link = f"/dev/dri/by-path/pci-{gpu.pci_address}-render" if gpu.render_node else None
         if name in (gpu.render_node, link) or lower == (gpu.uuid or "").lower():
             return gpu
-        if _same_address(lower, gpu.pci_address):
+        if shown_address(name) == gpu.address:
             return gpu
     return None
-
-
-def _same_address(text: str, pci_address: str) -> bool:
-    """Whether `text` is the address, with any number of domain digits, or without a domain if that is 0."""
-    domain, _, rest = pci_address.partition(":")
-    head, _, tail = text.partition(":")
-    if text.count(":") == 1:
-        return int(domain, 16) == 0 and text == rest
-    return tail == rest and head.lstrip("0") == domain.lstrip("0")
 
 
 def _may_be_broken(entry: DeviceEntry, inventory: Inventory) -> bool:
