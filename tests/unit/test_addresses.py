@@ -22,8 +22,8 @@ from yunion_mps.kubernetes.resources import DeviceResource
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Gpu, Snapshot
 from yunion_mps.paths import Paths
+from yunion_mps.planning.entries import find_gpu
 from yunion_mps.planning.environment import client_environment
-from yunion_mps.planning.plan import find_gpu
 from yunion_mps.reasons import GPU_FAULT, hint_of
 from yunion_mps.service.queries import Filters, Queries
 from yunion_mps.slurm.devices import gres_lines, record_of

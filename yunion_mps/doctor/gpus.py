@@ -19,7 +19,10 @@ from yunion_mps.reasons import (
     CLIENT_LIMIT,
     COMPUTE_MODE_CHANGED,
     COMPUTE_MODE_EXCLUSIVE,
+    ENTRY_REFUSED,
     GPU_ERROR,
+    GPU_GONE,
+    GPU_OTHER_DRIVER,
     LAYOUT_WAITS,
     MIG_ENABLED,
     MIG_INSTANCE_GONE,
@@ -43,6 +46,9 @@ _SAME_NAMESPACE = "run doctor and the daemon on the host, not in a container wit
 #: Reasons of the domain that serves a GPU, which the check of the daemon reports.
 _OF_DOMAINS = TEMPORARY | {NO_DOMAIN}
 
+#: Reasons whose own hint says more than the kernel's log.
+_WITH_OWN_HINT = MODE_NEEDS | {MIG_INSTANCE_GONE, GPU_GONE, GPU_OTHER_DRIVER, ENTRY_REFUSED}
+
 #: A warning is given from this share of the limit.
 _WARNING_SHARE = 0.9
 #: Profile in a vGPU's name inside a virtual machine: `GRID T4-16C`, `NVIDIA A40-48Q`, `A100-1-5C`.
@@ -53,13 +59,21 @@ _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 def gpus(host: Host) -> Findings:
     plan, served, known = host.plan()[0], host.served_gpus(), host.known_gpus()
     split = {layout.gpu_uuid for layout in plan.layouts}
-    ours = host.our_gpus()
+    findings = [
+        problem(f"path {one.path} ({one.place}): {one.reason}", hint_of(one.reason.code), one.reason.code)
+        for one in plan.missing
+    ]
+    try:
+        ours = host.our_gpus()
+    except SkipError:
+        if findings:
+            return findings
+        raise
     # The others are reported by `mig`.
     ours = [gpu for gpu in ours if gpu.reason or not gpu.mig_enabled or gpu.uuid in split]
-    if not ours:
+    if not ours and not findings:
         raise SkipError
     hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
-    findings = []
     for gpu in ours:
         reason = gpu.reason or plan.unavailable.get(gpu.pci_address)
         if reason and reason.code == MIG_PENDING:  # only the daemon knows what its layout waits for
@@ -69,7 +83,7 @@ def gpus(host: Host) -> Findings:
         if not reason and answer and answer["reason_code"] not in _OF_DOMAINS:
             reason = Reason(answer["reason"], answer["reason_code"])
         if reason:
-            has_own_hint = reason.code in (*MODE_NEEDS, MIG_INSTANCE_GONE)
+            has_own_hint = reason.code in _WITH_OWN_HINT
             how = hint_of(reason.code, gpu=gpu.pci_address) if has_own_hint else hint
             findings.append(problem(f"{_gpu_name(gpu)}: {reason}", how, reason.code))
     instances = sum(gpu.is_instance for gpu in ours)

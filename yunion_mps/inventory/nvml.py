@@ -35,6 +35,10 @@ COMPUTE_MODES = {
 _MODE_NUMBERS = {name: number for number, name in COMPUTE_MODES.items()}
 
 
+#: How long a new initialisation waits for other calls to end; if they do not, it is tried later.
+_ALONE_WITHIN_S = 2.0
+
+
 class GpuLoad(NamedTuple):
     """The load of one GPU; None for values that the driver does not report.
 
@@ -62,10 +66,26 @@ class Load(NamedTuple):
 class Nvml:
     """An initialised NVML, as a context manager. Opening raises DriverError without a working driver."""
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
-        self.deadline = Deadline(timeout_s)
+    def __init__(self, timeout_s: float = TIMEOUT_S, deadline: Deadline | None = None) -> None:
+        """With the `deadline` of an earlier attempt, no call is made while that attempt still hangs."""
+        self.deadline = deadline or Deadline(timeout_s)
         self._is_kept = False
         self.deadline.call(lambda: call(pynvml.nvmlInit))
+
+    def initialise_again(self) -> bool:
+        """Have NVML find the GPUs that have come since it was initialised; return whether that was possible.
+
+        NVML fixes its list of GPUs at the first initialisation (measured). No other call is in progress
+        meanwhile, and no `EventWatch` may be running. Raises DriverError if the driver does not work anymore:
+        then NVML is not initialised, and this can be repeated.
+        """
+
+        def work() -> None:
+            with contextlib.suppress(DriverError):  # it is not initialised after an earlier attempt
+                call(pynvml.nvmlShutdown)
+            call(pynvml.nvmlInit)
+
+        return self.deadline.call_alone(work, _ALONE_WITHIN_S)
 
     def close(self) -> None:
         if self._is_kept:

@@ -27,11 +27,19 @@ def pci_addresses(paths: Paths) -> list[str]:
     return _listing(paths.pci_devices)
 
 
-def is_nvidia_gpu(paths: Paths, address: str) -> bool:
-    """Whether an NVIDIA display controller (PCI class 03xxxx) is there, even if NVML does not offer it."""
-    if _read(paths, address, "vendor") != NVIDIA_VENDOR:
-        return False
-    return _read(paths, address, "class").startswith("0x03")
+def controller_vendor(paths: Paths, address: str) -> str:
+    """Return the vendor of the display controller (PCI class 03xxxx) there; empty if it is none."""
+    if _read(paths, address, "class").startswith("0x03"):
+        return _read(paths, address, "vendor")
+    return ""
+
+
+def driver_of(paths: Paths, address: str) -> str:
+    """Return the kernel driver that is bound to the device, such as nvidia or vfio-pci; empty if none is."""
+    try:
+        return os.path.basename(os.readlink(os.path.join(paths.pci_devices, address, "driver")))
+    except OSError:
+        return ""
 
 
 def vendor_device_id(paths: Paths, address: str) -> str | None:

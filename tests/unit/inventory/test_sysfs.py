@@ -6,7 +6,14 @@ import pytest
 from yunion_mps.addresses import sort_key
 from yunion_mps.errors import HostError
 from yunion_mps.inventory.scan import machine_id
-from yunion_mps.inventory.sysfs import is_nvidia_gpu, max_link, numa_node, pci_addresses, render_nodes
+from yunion_mps.inventory.sysfs import (
+    NVIDIA_VENDOR,
+    controller_vendor,
+    max_link,
+    numa_node,
+    pci_addresses,
+    render_nodes,
+)
 from yunion_mps.models import PcieLink
 from yunion_mps.paths import Paths
 
@@ -78,7 +85,7 @@ def test_only_display_controllers_of_nvidia_are_gpus(tree: Paths) -> None:
     for address, (vendor, kind) in kinds.items():
         write(tree, "vendor", f"{vendor}\n", address)
         write(tree, "class", f"{kind}\n", address)
-    gpus = [address for address in pci_addresses(tree) if is_nvidia_gpu(tree, address)]
+    gpus = [address for address in pci_addresses(tree) if controller_vendor(tree, address) == NVIDIA_VENDOR]
     assert sorted(gpus, key=sort_key) == ["0000:01:00.0", "0001:05:00.0", "10000:04:00.0"]
 
 

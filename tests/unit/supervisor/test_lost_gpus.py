@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.errors import ConfigError, DriverError
+from yunion_mps.errors import DriverError
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.service.devices import devices_json
 
@@ -230,13 +230,18 @@ def test_after_a_reboot_a_gone_gpu_is_listed_only_if_the_file_names_it(begin: Be
     assert len(shown(made.again())) == 10, "cuda_mps_replicas of the one that is there"
 
 
-def test_an_absent_gpu_that_never_served_is_a_configuration_error(begin: Begin) -> None:
+def test_an_absent_gpu_that_never_served_is_missing_and_the_others_serve(begin: Begin) -> None:
     host, made = begin(TWO, 4)
     made.stop()
     host.gpus[1].remove()
     name(host, by_uuid(host, 0), by_uuid(host, 1))
-    with pytest.raises(ConfigError, match=f"path {host.gpus[1].uuid} is not a GPU of this host"):
-        made.again()
+    again = made.again()
+    assert again.available == 4
+    (missing,) = again.snapshot.plan.missing
+    assert (missing.path, missing.reason) == (
+        host.gpus[1].uuid,
+        "this host has no GPU with this UUID now",
+    )
 
 
 def test_an_original_mode_is_restored_once_it_is_back_and_not_before(
