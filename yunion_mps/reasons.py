@@ -83,6 +83,8 @@ PATH_OUTDATED = _code("path_outdated", "The path of an entry leads to another GP
 RENDER_NODE_MISSING = _code("render_node_missing",
     "The host's GPUs have no render nodes, because nvidia-drm is not loaded.",
     "load it: modprobe nvidia-drm; or write the PCI address or UUID of the GPU as path")
+#: Codes of entries whose GPUs are not there, or that another card has replaced.
+GPU_NEEDS = frozenset({GPU_GONE, GPU_OTHER_DRIVER, GPU_MISSING, GPU_REPLACED, RENDER_NODE_MISSING})
 ENTRY_REFUSED = _code("entry_refused", "An entry divides its GPU in a way that the GPU does not allow.",
     "correct the entry, then verify it: yunion-mps config check; then: yunion-mps reload")
 GPU_ERROR = _code("gpu_error", "The driver cannot use the GPU, or reports no information about it.",

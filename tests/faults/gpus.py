@@ -117,6 +117,22 @@ def late_driver(scene: Scene) -> None:
     scene.hold_a_lease()
 
 
+@fault(GPUS, "the driver is updated, and its kernel module loaded again, while the daemon runs", takes_s=15)
+def driver_updated(scene: Scene) -> None:
+    scene.serve().job()
+    control = scene.control
+    for job in list(scene.jobs):
+        scene.forget(job)  # the driver's list of processes is empty after the update
+
+    def update() -> None:
+        scene.host.update_driver("550.163.01")
+        scene.host.gpus[0].compute_mode = FORMER_MODE
+
+    scene.inject(update)
+    scene.expect_report("library and its kernel module have different versions")
+    scene.serves_again(lambda: "re-executing the program" in scene.daemon.log and scene.control == control)
+
+
 @fault(GPUS, "a GPU gets a fatal Xid (48, double-bit ECC error)", takes_s=2)
 def fatal_xid(scene: Scene) -> None:
     scene.serve()

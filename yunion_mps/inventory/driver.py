@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -90,9 +91,28 @@ _UNKNOWN_FIELD = (
 
 MIB = 1 << 20
 
+#: The name by which pynvml loads NVML; driver packages make it a symlink to the file of their version.
+_LIBRARY = "libnvidia-ml.so.1"
+
 
 #: A driver that has to wake many GPUs takes tens of seconds for the first call.
 TIMEOUT_S = 60.0
+
+
+def replaced_library(maps: str = "/proc/self/maps") -> str:
+    """Return which library a new process would load instead of the one that this process has loaded.
+
+    Empty if it would load the same one, or if this process has loaded none. `maps` is as in proc(5).
+    """
+    with contextlib.suppress(OSError), open(maps, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            _, slash, rest = line.rstrip("\n").partition("/")
+            loaded = f"{slash}{rest}"
+            if not os.path.basename(loaded).startswith("libnvidia-ml.so"):
+                continue
+            current = os.path.realpath(os.path.join(os.path.dirname(loaded), _LIBRARY))
+            return "" if current == loaded else f"{current} (inode {os.stat(current).st_ino})"
+    return ""
 
 
 def reason_of(error: DriverError) -> Reason:

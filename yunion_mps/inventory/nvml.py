@@ -70,7 +70,17 @@ class Nvml:
         """With the `deadline` of an earlier attempt, no call is made while that attempt still hangs."""
         self.deadline = deadline or Deadline(timeout_s)
         self._is_kept = False
-        self.deadline.call(lambda: call(pynvml.nvmlInit))
+        self._is_initialised = False
+        self.deadline.call(self._initialise)
+
+    def _initialise(self) -> None:
+        call(pynvml.nvmlInit)
+        self._is_initialised = True
+
+    def ensure_initialised(self) -> None:
+        """Initialise NVML if `initialise_again` has failed; raises DriverError."""
+        if not self._is_initialised:
+            self.deadline.call(self._initialise)
 
     def initialise_again(self) -> bool:
         """Have NVML find the GPUs that have come since it was initialised; return whether that was possible.
@@ -81,14 +91,15 @@ class Nvml:
         """
 
         def work() -> None:
-            with contextlib.suppress(DriverError):  # it is not initialised after an earlier attempt
+            if self._is_initialised:
                 call(pynvml.nvmlShutdown)
-            call(pynvml.nvmlInit)
+                self._is_initialised = False
+            self._initialise()
 
         return self.deadline.call_alone(work, _ALONE_WITHIN_S)
 
     def close(self) -> None:
-        if self._is_kept:
+        if self._is_kept or not self._is_initialised:
             return
         with contextlib.suppress(DriverError):
             self.deadline.call(lambda: call(pynvml.nvmlShutdown))

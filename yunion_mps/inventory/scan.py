@@ -29,7 +29,6 @@ INSTANCE_GONE = Reason("the MIG instance no longer exists", reasons.MIG_INSTANCE
 _DIVIDED = Reason(
     "another program divided the MIG instance into compute instances", reasons.MIG_FOREIGN_INSTANCE
 )
-_UNBOUND = Reason("the GPU is not bound to any driver", reasons.GPU_OTHER_DRIVER)
 _NOT_OFFERED = Reason("the driver does not report this GPU", reasons.GPU_ERROR)
 
 
@@ -75,8 +74,6 @@ class Scanner:
             reason = _other_driver(controller)
             if not reason:
                 reason = nvml.reason_at(address) or (refused or [_NOT_OFFERED])[0]
-            if not controller.driver and reason.code == reasons.GPU_ERROR:
-                reason = _UNBOUND
             gpus[address] = self._locate(Gpu(address, reason=reason))
         located = [gpu._replace(render_node=nodes.get(gpu.pci_address)) for gpu in gpus.values()]
         shown = [one for gpu in located for one in _with_instances(gpu, Mig(nvml))]
@@ -116,10 +113,12 @@ class Scanner:
 
 
 def _other_driver(controller: Controller) -> Reason:
-    """Return which other driver is bound to this GPU; empty if none is."""
-    if controller.driver in ("", *_NVIDIA_DRIVERS):
+    """Return which other driver, or that none, is bound to this GPU; empty if NVIDIA's is."""
+    if controller.driver in _NVIDIA_DRIVERS:
         return NO_REASON
-    what = f"the GPU is bound to the driver {controller.driver}, so the NVIDIA driver cannot use it"
+    what = "the GPU is not bound to any driver"
+    if controller.driver:
+        what = f"the GPU is bound to the driver {controller.driver}, so the NVIDIA driver cannot use it"
     return Reason(what, reasons.GPU_OTHER_DRIVER)
 
 

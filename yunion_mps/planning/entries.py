@@ -129,10 +129,11 @@ class _Resolver:
     def result(self) -> Resolution:
         refused: dict[str, Reason] = {}
         for address, entry in self._entries.items():
-            problems = entry_errors(entry, self._by_address[address], self._config, self._inventory)
-            self._problems += problems
-            if any(problem.is_minor for problem in problems):
-                refused[address] = Reason("; ".join(map(str, problems)), reasons.ENTRY_REFUSED)
+            gpu = self._by_address[address]
+            for problem in entry_errors(entry, gpu, self._config, self._inventory):
+                self._problems.append(problem)
+                if problem.gpu:
+                    refused.setdefault(address, Reason(str(problem), reasons.ENTRY_REFUSED))
         order = list(self._config.devices)
         self._missing.sort(key=lambda item: order.index(item[0]))
         self._problems.sort(key=lambda problem: (problem.file, problem.line or 0))
@@ -301,7 +302,7 @@ def _all_gpus(config: Config, inventory: Inventory) -> Resolution:
         )
         problems += wrong
         if wrong:
-            refused[gpu.pci_address] = Reason("; ".join(map(str, wrong)), reasons.ENTRY_REFUSED)
+            refused[gpu.pci_address] = Reason(str(wrong[0]), reasons.ENTRY_REFUSED)
     return Resolution(entries, refused, (), {}, (), problems)
 
 
@@ -348,9 +349,9 @@ def entry_errors(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Invent
         return problems if is_split else problems + _memory_errors("virtual_number", entry, gpu, at)
     if entry.slices:
         many = _too_many("slices", len(entry.slices), gpu, config, inventory, at)
-        return many + [Problem(*at, *wrong, is_minor=True) for wrong in slices_error(entry, gpu, config)]
+        return many + [_of_gpu(gpu, at, *wrong) for wrong in slices_error(entry, gpu, config)]
     if entry.memory_unit_mib:
-        return [Problem(*at, *wrong, is_minor=True) for wrong in pool_error(entry, gpu)]
+        return [_of_gpu(gpu, at, *wrong) for wrong in pool_error(entry, gpu)]
     return _equal_devices_errors("virtual_number", entry, gpu, config, inventory)
 
 
@@ -365,7 +366,7 @@ def _equal_devices_errors(
     if not wrong and overcommit is not None and entry.virtual_number > 1000 * overcommit:
         what = f"{key} is {entry.virtual_number}, so each device of GPU {_name(gpu)} would have less than "
         hint = f"write at most {1000 * overcommit:g}"
-        wrong = [Problem(*at, f"{what}0.1 % of its threads", hint, is_minor=True)]
+        wrong = [_of_gpu(gpu, at, f"{what}0.1 % of its threads", hint)]
     return wrong
 
 
@@ -375,7 +376,11 @@ def _memory_errors(key: str, entry: DeviceEntry, gpu: Gpu, at: Source) -> list[P
         return []
     what = f"{key} is {entry.virtual_number}, so each device of GPU {_name(gpu)} with {gpu.memory_mib} MiB "
     what += "would have less than 1 MiB"
-    return [Problem(*at, what, f"write at most {gpu.memory_mib}", is_minor=True)]
+    return [_of_gpu(gpu, at, what, f"write at most {gpu.memory_mib}")]
+
+
+def _of_gpu(gpu: Gpu, at: Source, what: str, hint: str) -> Problem:
+    return Problem(*at, what, hint, is_minor=True, gpu=gpu.pci_address)
 
 
 def _found_by_every_program(gpu: Gpu, config: Config, how: str) -> list[Problem]:
@@ -393,7 +398,7 @@ def _layout_error(entry: DeviceEntry, gpu: Gpu) -> list[Problem]:
         if entry.mig:
             layout_of(entry, gpu)
     except LayoutError as error:
-        return [Problem(*(entry.mig_at or entry.divided_at), error.what, error.hint, is_minor=True)]
+        return [_of_gpu(gpu, entry.mig_at or entry.divided_at, error.what, error.hint)]
     return []
 
 
@@ -410,7 +415,7 @@ def _too_many(
     hint = f"write at most {most}"
     if enforces_budgets(gpu):
         hint += ", or set cuda_mps_max_clients in host.conf if the driver allows more"
-    return [Problem(*at, what, hint, is_minor=True)]
+    return [_of_gpu(gpu, at, what, hint)]
 
 
 def _name(gpu: Gpu) -> str:

@@ -9,16 +9,16 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Optional
 
-from yunion_mps.errors import DriverError, ShortageError
+from yunion_mps.errors import DriverError, ShortageError, YunionError
 from yunion_mps.host.log import Failures
 from yunion_mps.host.threads import on_thread
-from yunion_mps.inventory.driver import Deadline
+from yunion_mps.inventory.driver import Deadline, replaced_library
 from yunion_mps.inventory.events import EventWatch
 from yunion_mps.inventory.nvml import Load, Nvml
 from yunion_mps.inventory.scan import Scanner, not_found
 from yunion_mps.models import Inventory
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import DRIVER_HUNG, NO_REASON, Reason
+from yunion_mps.reasons import DRIVER_HUNG, DRIVER_MISMATCH, NO_REASON, Reason
 from yunion_mps.service.clients import XidAnalyzer
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services
@@ -70,6 +70,8 @@ class Monitor:
         self._retry_at_s = 0.0
         #: Whether the last poll failed, so that NVML is initialised again before the next one.
         self._has_failed = False
+        #: The driver's new library for which a re-exec was requested.
+        self._library = ""
 
     async def run(self) -> None:
         try:
@@ -136,6 +138,8 @@ class Monitor:
                 self._answering = frozenset()
                 self._usage.forget()
                 self._has_failed = error.code != DRIVER_HUNG
+                if error.code == DRIVER_MISMATCH:
+                    self._use_new_library()
                 supervisor.driver_failed(error, loop.time())
                 return
             self._has_failed = False
@@ -172,6 +176,20 @@ class Monitor:
             return None
         self._supervisor.driver_found(nvml)
         return nvml
+
+    def _use_new_library(self) -> None:
+        """Re-execute the program if the driver was updated, because only a new process loads its library."""
+        library = replaced_library()
+        if library and library != self._library:
+            self._library = library
+            log.warning("the NVIDIA driver was updated: its library is now %s", library)
+            self._begin(self._reexec())
+
+    async def _reexec(self) -> None:
+        try:
+            await self._reloader.reexec()
+        except YunionError as error:
+            log.error("the new library of the NVIDIA driver is not used: %s; %s", error.message, error.hint)
 
     def _may_find_more(self, inventory: Inventory) -> bool:
         """Whether NVML might report more GPUs if it were initialised again."""

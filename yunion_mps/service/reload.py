@@ -18,7 +18,7 @@ from yunion_mps.leases.holders import describe_holder
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event, Plan
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import MODE_NEEDS, NO_REASON, Reason, hint_of
+from yunion_mps.reasons import GPU_NEEDS, MODE_NEEDS, NO_REASON, Reason, hint_of
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import as_made, with_layout_effects
@@ -311,15 +311,16 @@ class Reloader:
             {"domain": "", "pending": f"GPU {address}: {why}", "leases": []}
             for address, why in self._pending_layouts()
         ]
-        pending += [
-            {
-                "domain": "",
-                "pending": f"GPU {gpu.address}: {why}; {hint_of(why.code, gpu=str(gpu.uuid))}",
-                "leases": [],
-            }
-            for gpu in snapshot.inventory.gpus
-            if (why := plan.unavailable.get(gpu.pci_address, NO_REASON)).code in MODE_NEEDS
-        ]
+        for gpu in snapshot.inventory.gpus:
+            why = plan.unavailable.get(gpu.pci_address, NO_REASON)
+            if plan.divides(gpu):
+                why = gpu.reason or why
+            if why.code in MODE_NEEDS | GPU_NEEDS:
+                what = f"GPU {gpu.address}: {why}; {hint_of(why.code, gpu=str(gpu.uuid))}"
+                pending.append({"domain": "", "pending": what, "leases": []})
+        for entry in plan.missing:
+            what = f"path {entry.path}: {entry.reason}; {hint_of(entry.reason.code)}"
+            pending.append({"domain": "", "pending": what, "leases": []})
         rows: list[answers.Change] = [
             {
                 "kind": change.kind,

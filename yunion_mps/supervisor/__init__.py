@@ -6,6 +6,7 @@ loaded, and asyncio afterwards. Calls to the driver may take long, so they are r
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -168,6 +169,9 @@ class Supervisor:
             log.error("%s: %s; %s", what, error.message, "restore them: yunion-mps-daemon --restore")
             self.release()
             return
+        if self.nvml:
+            with contextlib.suppress(DriverError):  # each setting that cannot be restored is reported
+                self.nvml.ensure_initialised()
         self.layouts.restore(self.nvml, self._store, gpus_of(left))
         if self.modes.restore(self.nvml, self._store, gpus_of(left)):
             self._changed()

@@ -87,11 +87,10 @@ class Preflight(NamedTuple):
         """
         if not all(problem.is_minor for problem in self.problems):
             raise ConfigError(self.problems)
-        refused = [str(reason) for reason in self.plan.unavailable.values()]
         ignored = (
             Reason(f"{problem}; {IGNORED_SETTING}", reasons.CONFIGURATION_IGNORED)
             for problem in self.problems
-            if not any(str(problem) in reason for reason in refused)
+            if not problem.gpu
         )
         return self._replace(problems=(), warnings=(*self.warnings, *ignored))
 

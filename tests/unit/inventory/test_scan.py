@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from yunion_mps.inventory.scan import Scanner, ServedGpus, load_served, save_served
+from yunion_mps.inventory.scan import Scanner, ServedGpus, load_served, not_found, save_served
 from yunion_mps.models import Controller, Driver, Gpu, Inventory, MeantGpu, PcieLink
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import GPU_OTHER_DRIVER
 
 from simhost.catalog import KINDS
 from simhost.mig import PROFILES
@@ -124,6 +125,29 @@ def test_a_scan_after_a_loss_reads_the_gpu_again(open_host: OpenHost) -> None:
     (opened.sim.root / "sys/bus/pci/devices/0000:00:07.0/numa_node").write_text("1\n")
     opened.sim.gpus[1].restore()
     assert scanner.scan(opened.nvml).gpus == (first.gpus[0], first.gpus[1]._replace(numa_node=1))
+
+
+@pytest.mark.parametrize(
+    ("driver", "text"),
+    [
+        ("vfio-pci", "the GPU is bound to the driver vfio-pci, so the NVIDIA driver cannot use it"),
+        ("", "the GPU is not bound to any driver"),
+    ],
+)
+def test_a_gpu_of_another_driver_is_named_with_it(open_host: OpenHost, driver: str, text: str) -> None:
+    opened = open_host([{"kind": "a100"}, {"kind": "a100"}])
+    opened.sim.gpus[1].bind(driver)
+    bound = opened.scan().gpus[1]
+    assert (bound.reason, bound.reason.code) == (text, GPU_OTHER_DRIVER)
+    assert not_found(opened.scan()) == frozenset(), "NVML need not be initialised again for it"
+
+
+def test_a_controller_of_another_vendor_is_known_and_is_no_gpu(open_host: OpenHost) -> None:
+    other = {"kind": "amd", "pci": "0000:03:00.0", "render": 128}
+    opened = open_host({"gpus": [{"kind": "a100", "render": 129}], "others": [other]})
+    found = opened.scan()
+    assert [gpu.pci_address for gpu in found.gpus] == ["0000:00:06.0"]
+    assert found.controllers[1] == Controller("0000:03:00.0", "0x1002", "amdgpu", "/dev/dri/renderD128")
 
 
 GPU = Gpu("0000:00:06.0", "GPU-1", "Tesla V100", minor=0, memory_mib=16384, compute_capability=(7, 0))
