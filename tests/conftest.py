@@ -39,6 +39,7 @@ _QUICK_PATHS = (
     "tests/unit/service/",
     "tests/unit/slurm/",
     "tests/unit/supervisor/test_event_",
+    "tests/unit/test_addresses.py",
     "tests/unit/test_errors.py",
     "tests/unit/test_models.py",
     "tests/unit/test_paths.py",

@@ -1,4 +1,4 @@
-"""PCI addresses, and the ways in which an entry names its GPU."""
+"""The ways in which an entry names its GPU."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import functools
 import re
 from typing import NamedTuple
 
+from yunion_mps.addresses import normalise_address
+
 #: The kinds of `GpuPath`.
 RENDER_NODE = "render node"
 ADDRESS = "PCI address"
 UUID = "UUID"
 
-#: Domain (not always given), bus, device and function.
-_ADDRESS = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([01]?[0-9a-f])\.([0-7])")
 _RENDER_NODE = re.compile(r"/dev/dri/renderD[0-9]+")
 _LINK = re.compile(r"/dev/dri/by-path/pci-(.+)-render")
 _UUID = re.compile(r"gpu-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -32,19 +32,6 @@ class GpuPath(NamedTuple):
     def key(self) -> str:
         """The text under which the state file has it."""
         return self.name
-
-
-@functools.lru_cache(maxsize=256)
-def normalise_address(text: str) -> str | None:
-    """Return `text` in sysfs' spelling of PCI addresses (`0000:00:06.0`); None if it is not an address.
-
-    NVML writes eight domain digits, people often none, and both sometimes in capitals.
-    """
-    match = _ADDRESS.fullmatch(text.strip().lower())
-    if not match:
-        return None
-    domain, bus, device = (int(part or "0", 16) for part in match.groups()[:3])
-    return f"{domain:04x}:{bus:02x}:{device:02x}.{match[4]}"
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from yunion_mps.addresses import gpu_of, is_on_instance, physical_gpu, short_address
 from yunion_mps.enums import DEV_TYPES, MPS, NORMAL, TIME_SLICING
-from yunion_mps.identity import gpu_of, is_on_instance, physical_gpu
 from yunion_mps.mig import MigInstance, MigLayout, MigProfile
 from yunion_mps.reasons import NO_REASON, Reason
 
@@ -74,7 +74,7 @@ class Gpu(NamedTuple):
     @property
     def address(self) -> str:
         """The PCI address, without its domain if that is 0000, as Cloudpods shows it."""
-        return self.pci_address[5:] if self.pci_address.startswith("0000:") else self.pci_address
+        return short_address(self.pci_address)
 
     @property
     def mig_profile(self) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from yunion_mps.addresses import full_address
+
 
 class ReasonCode(NamedTuple):
     meaning: str
@@ -56,8 +58,7 @@ def hint_of(code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str =
     if not lease:
         hint = "; ".join(part for part in hint.split("; ") if "{lease}" not in part) or hint
     gpu = gpu.partition("-g")[0]
-    pci_domain = "0000:" if gpu.count(":") == 1 else ""  # which nvidia-smi requires
-    hint = hint.replace("{gpu}", f"{pci_domain}{gpu}").replace("{lease}", lease or "LEASE")
+    hint = hint.replace("{gpu}", full_address(gpu)).replace("{lease}", lease or "LEASE")
     return hint.replace("{pid}", str(pid or "PID"))
 
 

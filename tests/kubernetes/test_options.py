@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from yunion_mps.addresses import gpu_of
 from yunion_mps.enums import SHARING
 from yunion_mps.errors import ConfigError
-from yunion_mps.identity import gpu_of
 from yunion_mps.kubernetes.options import KEYS, NamedConfiguration, PluginOptions, read_options
 from yunion_mps.kubernetes.resources import lease_name, preferred
 from yunion_mps.paths import Paths

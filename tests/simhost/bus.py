@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import uuid
 from pathlib import Path
 
@@ -269,5 +268,7 @@ class Bus:
             raise StateError(f"GPU {slot} is not on the bus: simhost-ctl restore {slot}")
 
     def _require_free(self, pci: Pci) -> None:
-        if os.path.lexists(self._root / "sys/bus/pci/devices" / address_of(pci)):
+        places = [self.gpu(slot).pci for slot in self._slots_on_bus()]
+        places += [other.pci for other in self._host.others]
+        if pci in places:
             raise StateError(f"there is already a device at {address_of(pci)}")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Optional
 
+from yunion_mps.addresses import SHOWN_ADDRESS
+
 
 class Field:
     """What the JSON schema of a value has beyond its type."""
@@ -18,8 +20,6 @@ class Field:
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         return {**handler(schema), **self._keywords}
 
-
-_PCI = "([0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\\.[0-7]"
 
 Count = Annotated[int, Field(minimum=0)]
 Mib = Annotated[int, Field("In MiB.", minimum=0)]
@@ -51,13 +51,16 @@ ReasonCode = Annotated[str, Field("The reason code; empty if there is no reason.
 _INSTANCE = "-g[0-9]+"
 GpuAddress = Annotated[
     str,
-    Field("A PCI address; domain 0000 is omitted. -g1 is a MIG instance.", pattern=f"^{_PCI}({_INSTANCE})?$"),
+    Field(
+        "A PCI address; domain 0000 is omitted. -g1 is a MIG instance.",
+        pattern=f"^{SHOWN_ADDRESS}({_INSTANCE})?$",
+    ),
 ]
 DeviceAddress = Annotated[
     str,
     Field(
         "The GPU's address and the slot; for a whole MIG instance, only its address.",
-        pattern=f"^{_PCI}({_INSTANCE}|({_INSTANCE})?-m?[0-9]+)$",
+        pattern=f"^{SHOWN_ADDRESS}({_INSTANCE}|({_INSTANCE})?-m?[0-9]+)$",
     ),
 ]
 VendorDeviceId = Annotated[str, Field("PCI vendor and device.", pattern="^[0-9a-f]{4}:[0-9a-f]{4}$")]

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from yunion_mps.addresses import is_on_instance
 from yunion_mps.cli.output import print_notice
 from yunion_mps.enums import WHY_UNENFORCED
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import GET_DEVICES, Operation
 from yunion_mps.http.parameters import Value
-from yunion_mps.identity import is_on_instance
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, NOTHING_FREE
 from yunion_mps.text import gpus_that_are

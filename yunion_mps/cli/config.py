@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, TypedDict
 
 import click
 
+from yunion_mps.addresses import is_part
 from yunion_mps.cli.output import Column, cell, mib, notes, output_option, show, show_pairs, table
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.enums import ENTRY_TYPES, MIG, MPS, TIME_SLICING, WHY_UNENFORCED
 from yunion_mps.errors import ConfigError
-from yunion_mps.identity import is_part
 from yunion_mps.mig import DISABLED
 from yunion_mps.overview import way_of
 from yunion_mps.paths import Paths

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from yunion_mps.addresses import gpu_of, is_part
 from yunion_mps.cli.calls import call, listed_devices
 from yunion_mps.cli.options import Number, complete_gpu, device_argument, one_device
 from yunion_mps.cli.output import (
@@ -24,7 +25,6 @@ from yunion_mps.cli.output import (
 )
 from yunion_mps.enums import FREE, MIG, TIME_SLICING, WHY_UNENFORCED
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, MAX_LIMIT, MAX_NUMBER
-from yunion_mps.identity import gpu_of, is_part
 from yunion_mps.overview import way_of
 from yunion_mps.service.holdings import ID_LENGTH
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from yunion_mps.addresses import physical_gpu
 from yunion_mps.cli.calls import call, listed_devices
 from yunion_mps.cli.devices import pools
 from yunion_mps.cli.output import (
@@ -24,7 +25,6 @@ from yunion_mps.cli.output import (
 )
 from yunion_mps.enums import MPS, NOT_SHARED
 from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS
-from yunion_mps.identity import physical_gpu
 from yunion_mps.overview import HostAnswers, HostOverview, fold_problems, way_of, with_hints
 from yunion_mps.service.holdings import is_memory_unknown
 from yunion_mps.text import count

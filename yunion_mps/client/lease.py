@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, TypeVar
 
+from yunion_mps.addresses import gpu_of
 from yunion_mps.client.values import LeaseRecord
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.http.operations import (
@@ -32,7 +33,6 @@ from yunion_mps.http.transport import (
     take,
     with_devices,
 )
-from yunion_mps.identity import gpu_of
 from yunion_mps.reasons import GPU_GONE, INVALID_REQUEST, hint_of
 from yunion_mps.units import mebibytes
 

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from yunion_mps import __version__
+from yunion_mps.addresses import physical_gpu
 from yunion_mps.doctor import cuda_client
 from yunion_mps.doctor.checks import (
     Finding,
@@ -27,7 +28,6 @@ from yunion_mps.enums import FREE, READY, WARNING
 from yunion_mps.errors import DriverError, HostError, Problem, UnreachableError
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.host.processes import outcome_of
-from yunion_mps.identity import physical_gpu
 from yunion_mps.mps.processes import server_pids
 from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,

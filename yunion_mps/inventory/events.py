@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from yunion_mps.gpu_path import normalise_address
+from yunion_mps.addresses import normalise_address
 from yunion_mps.host import threads
 from yunion_mps.inventory.driver import pynvml
 from yunion_mps.inventory.nvml import Nvml

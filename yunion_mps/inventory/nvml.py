@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from yunion_mps import reasons
+from yunion_mps.addresses import normalise_address
 from yunion_mps.errors import DriverError
-from yunion_mps.gpu_path import normalise_address
 from yunion_mps.inventory.driver import (
     MIB,
     TIMEOUT_S,

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from yunion_mps import reasons
+from yunion_mps.addresses import sort_key
 from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.files import read_text, write_atomically
 from yunion_mps.inventory import sysfs
@@ -137,7 +138,7 @@ def _answering(gpus: Iterable[Gpu]) -> dict[str, Gpu]:
 
 def in_order(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
     """Return the GPUs in the order of their PCI addresses."""
-    return tuple(sorted(gpus, key=lambda gpu: sysfs.sort_key(gpu.pci_address)))
+    return tuple(sorted(gpus, key=lambda gpu: sort_key(gpu.pci_address)))
 
 
 def load_served(paths: Paths) -> ServedGpus:

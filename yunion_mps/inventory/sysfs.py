@@ -1,10 +1,10 @@
-"""PCI addresses, and what sysfs and udev report about the devices there."""
+"""What sysfs and udev report about PCI devices."""
 
 from __future__ import annotations
 
 import os
 
-from yunion_mps.gpu_path import normalise_address
+from yunion_mps.addresses import normalise_address
 from yunion_mps.host.files import read_text
 from yunion_mps.models import PcieLink
 from yunion_mps.paths import Paths
@@ -40,15 +40,6 @@ def driver_of(paths: Paths, address: str) -> str:
         return os.path.basename(os.readlink(os.path.join(paths.pci_devices, address, "driver")))
     except OSError:
         return ""
-
-
-def sort_key(address: str) -> tuple[int, str, int]:
-    """Order normalised addresses as the bus does, even if a domain has more than four digits.
-
-    A GPU's MIG instances follow it.
-    """
-    gpu, _, instance = address.partition("-g")
-    return len(gpu), gpu, int(instance or -1)
 
 
 def vendor_device_id(paths: Paths, address: str) -> str | None:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from yunion_mps.addresses import full_address, is_on_instance, physical_gpu
 from yunion_mps.enums import AVAILABLE, LEASED, MIG, MPS, NOT_SHARED, UNAVAILABLE
 from yunion_mps.errors import InfeasibleError
-from yunion_mps.identity import is_on_instance
 from yunion_mps.kubernetes.dra_objects import (
     AllocatedDevice,
     DeviceAttribute,
@@ -350,10 +350,12 @@ def architecture_of(compute_capability: str | None) -> str:
 
 
 def bus_id(address: str) -> str:
-    """The address of the GPU with a domain of four digits, as Kubernetes writes it: 0000:00:06.0."""
-    gpu = address.lower().partition("-g")[0]
-    domain, _, rest = gpu.partition(":")
-    return f"{domain[-4:]}:{rest}" if rest.count(":") else f"0000:{gpu}"
+    """The address of the GPU in extended BDF notation: 0000:00:06.0, and as in sysfs for longer domains.
+
+    "Standard Device Attributes for Dynamic Resource Allocation" requires it to be unique on the node.
+    Kubernetes' helper for drivers knows domains of four digits only, but the API accepts any text.
+    """
+    return full_address(physical_gpu(address))
 
 
 def version_of(text: str) -> str:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from yunion_mps.addresses import physical_gpu
 from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient, timeout_error
 from yunion_mps.http.operations import GET_GPUS, GET_LEASES, GET_STATUS
@@ -25,7 +26,7 @@ from yunion_mps.tasks import first_of
 log = logging.getLogger(__name__)
 
 #: The root of the PCI hierarchy in a device's sysfs path.
-_PCIE_ROOT = re.compile(r"/(pci[0-9a-f]{4}:[0-9a-f]{2})/")
+_PCIE_ROOT = re.compile(r"/(pci[0-9a-f]{4,8}:[0-9a-f]{2})/")
 
 
 class HostTimes(NamedTuple):
@@ -92,7 +93,8 @@ class DraHost:
     async def _facts(self) -> HostFacts:
         call = self._daemon.call
         gpus = {gpu["uuid"]: gpu for gpu in (await call(GET_GPUS))["gpus"] if gpu["uuid"]}
-        roots = {uuid: root for uuid, gpu in gpus.items() if (root := self._pcie_root(gpu["pci_address"]))}
+        found = {uuid: pcie_root(self._paths, gpu["pci_address"]) for uuid, gpu in gpus.items()}
+        roots = {uuid: root for uuid, root in found.items() if root}
         status = await call(GET_STATUS)
         domains = {uuid: domain for domain in status["domains"] for uuid in domain["gpus"]}
         driver_version = status["driver"]["version"] or ""
@@ -101,13 +103,6 @@ class DraHost:
         leases = (await call(GET_LEASES))["leases"]  # after the devices, as unhealthy_cause needs them
         others = {lease["id"]: lease for lease in leases if not is_claim_lease(lease)}
         return HostFacts(devices, pools, gpus, domains, roots, driver_version, others)
-
-    def _pcie_root(self, address: str) -> str:
-        """As in /sys/devices/pci0000:00/…; empty if sysfs does not show it here."""
-        gpu = address.lower().partition("-g")[0]  # a MIG instance has its GPU's
-        path = os.path.realpath(os.path.join(self._paths.pci_devices, gpu))
-        found = _PCIE_ROOT.search(path)
-        return found[1] if found else ""
 
     def _lose(self, error: YunionError) -> None:
         if not isinstance(error, UnreachableError):
@@ -143,3 +138,10 @@ class DraHost:
 
 def _health(offered: Sequence[OfferedDevice]) -> dict[str, str]:
     return {one.name: UNHEALTHY if one.taint else HEALTHY for one in offered}
+
+
+def pcie_root(paths: Paths, address: str) -> str:
+    """Return the root of a GPU's PCI hierarchy, as in /sys/devices/pci0000:00/…; empty if sysfs has none."""
+    path = os.path.realpath(os.path.join(paths.pci_devices, physical_gpu(address)))
+    found = _PCIE_ROOT.search(path)
+    return found[1] if found else ""

@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
 
+from yunion_mps.addresses import physical_gpu
 from yunion_mps.containers import budget_variables
 from yunion_mps.enums import AVAILABLE, BINPACK, FREE, KUBERNETES, LEASED, NOT_SHARED, RESERVED
-from yunion_mps.identity import physical_gpu
 from yunion_mps.kubernetes.grpc import RpcError, StatusCode
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.options import PluginOptions

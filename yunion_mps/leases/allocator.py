@@ -130,14 +130,11 @@ def _hint_for_memory(request: LeaseRequest, candidates: Candidates, pools: Seque
     divide = "divide a GPU by memory_unit or slices: man yunion-mps-host_container_device.yml"
     if request.thread_percentage and not pools and candidates.usable_pools(request):
         return "omit the percentage, or add thread_percentage to the entry of the GPU that has memory_unit"
-    fits = sorted(
-        (not candidate.device.budget_enforced, candidate.device.memory_limit_mib, candidate.device.addr)
-        for candidate in candidates.devices
-        if request.matches(candidate.device)
-    )
+    fits = [candidate.device for candidate in candidates.devices if request.matches(candidate.device)]
     if len(fits) >= request.number:
-        _, mib, address = fits[0]
-        return f"request a device without an amount of memory, such as {address} with {mib} MiB; or {divide}"
+        least = min(fits, key=lambda device: (not device.budget_enforced, device.memory_limit_mib))
+        example = f"{least.addr} with {least.memory_limit_mib} MiB"
+        return f"request a device without an amount of memory, such as {example}; or {divide}"
     if any(candidate.pool.thread_percentage for candidate in pools):
         return "request less memory, or a lower percentage"
     return "request less memory" if pools else divide

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from yunion_mps.addresses import physical_gpu
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import user_name
-from yunion_mps.identity import physical_gpu
 from yunion_mps.leases.request import QueuedRequest, shorten
 from yunion_mps.models import Device, Holder, Lease, Pool
 from yunion_mps.planning.division import free_units, thread_tenths

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from yunion_mps.addresses import physical_gpu
 from yunion_mps.enums import SPREAD
-from yunion_mps.identity import physical_gpu
 from yunion_mps.leases.ledger import (
     combinable_kind,
     group_by_gpu,

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from yunion_mps.addresses import is_part, shown_address
 from yunion_mps.enums import BINPACK, MPS, TIME_SLICING, WHY_UNENFORCED
 from yunion_mps.errors import InfeasibleError, NotAllowedError, NotFoundError
 from yunion_mps.host.proc import user_name
-from yunion_mps.identity import is_part
 from yunion_mps.models import ALL, Device, DomainPlan, Gpu, Holder, Lease, Owner, Pool, Snapshot
 from yunion_mps.planning.division import enforces_budgets, pool_device
 from yunion_mps.planning.environment import (
@@ -271,6 +271,7 @@ def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:
 
 def index_of_gpu(name: str, gpus: Sequence[tuple[str, str]]) -> int:
     """The index of that GPU among these addresses and UUIDs; raises NotFoundError."""
+    name = shown_address(name)
     indices = [index for index, names in enumerate(gpus) if name in names]
     indices = indices or [
         index for index, names in enumerate(gpus) if any(other.startswith(name) for other in names)

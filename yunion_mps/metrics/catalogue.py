@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from yunion_mps.addresses import gpu_of
 from yunion_mps.enums import (
     AVAILABLE,
     BINDINGS,
@@ -25,7 +26,6 @@ from yunion_mps.enums import (
     UNAVAILABLE,
 )
 from yunion_mps.exposition import COUNTER, GAUGE, HISTOGRAM, INFO, Sample
-from yunion_mps.identity import gpu_of
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES

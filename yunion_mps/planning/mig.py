@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
+from yunion_mps.addresses import is_part
 from yunion_mps.enums import NOT_SHARED
-from yunion_mps.identity import is_part
 from yunion_mps.mig import ALL, BALANCED, DISABLED, MigInstance, MigLayout, MigProfile
 from yunion_mps.models import Gpu, Plan
 from yunion_mps.reasons import MIG_PENDING, Reason

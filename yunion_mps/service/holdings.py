@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Union
 
+from yunion_mps.addresses import gpu_of
 from yunion_mps.enums import (
     FREE,
     IDLE,
@@ -16,7 +17,6 @@ from yunion_mps.enums import (
     RESERVED,
     UNAVAILABLE,
 )
-from yunion_mps.identity import gpu_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, MpsClient, WaitingClient

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
+from yunion_mps.addresses import is_part, shown_address
 from yunion_mps.enums import FREE, PENDING, READY, RESERVED, TERMINATE, TIME_SLICING, UNAVAILABLE
 from yunion_mps.errors import HostError, NotFoundError
-from yunion_mps.identity import is_part
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.inventory.scan import in_order, unusable_instances
 from yunion_mps.leases.allocator import refuse_infeasible
@@ -62,7 +62,7 @@ class Filters(NamedTuple):
 
     def matches(self, device: answers.Device) -> bool:
         """Whether the device matches; an address may be the device's own, its MIG instance's or its GPU's."""
-        if self.addr is not None and not is_part(device["addr"], self.addr):
+        if self.addr is not None and not is_part(device["addr"], shown_address(self.addr)):
             return False
         if self.unused and device["state"] != FREE:
             return False
@@ -134,6 +134,7 @@ class Queries:
 
     def device(self, name: str) -> answers.DeviceDetails:
         """One device by id, address or a unique prefix of either; raises NotFoundError otherwise."""
+        name = shown_address(name)
         devices = self.all_devices()
         matches = [device for device in devices if name in (device["id"], device["addr"])]
         matches = matches or [
@@ -338,11 +339,11 @@ class Queries:
             raise HostError(notice, hint_of(DISABLED), DISABLED)
         devices, gpu = request.devices, request.gpu
         if devices and ALL not in devices:
-            addresses = [self.device(name.removeprefix("0000:"))["addr"] for name in devices]
+            addresses = [self.device(name)["addr"] for name in devices]
             devices = tuple(dict.fromkeys(addresses))
         if gpu:
             gpus = self._snapshot().inventory.gpus
-            gpu = find_gpu(gpu.removeprefix("0000:"), gpus).address
+            gpu = find_gpu(gpu, gpus).address
         request = request._replace(devices=devices, gpu=gpu)
         refuse_infeasible(request, self.candidates())
         return request

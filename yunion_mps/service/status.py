@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps import reasons
+from yunion_mps.addresses import gpu_of, physical_gpu
 from yunion_mps.enums import (
     IDLE,
     NOT_SHARED,
@@ -22,7 +23,6 @@ from yunion_mps.enums import (
     UNAVAILABLE,
     WARNING,
 )
-from yunion_mps.identity import gpu_of, physical_gpu
 from yunion_mps.models import Gpu, MissingGpu, Owner
 from yunion_mps.reasons import Reason, hint_of
 from yunion_mps.service.clients import ClientService

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from yunion_mps.addresses import gpu_of
 from yunion_mps.host.proc import variable_of
-from yunion_mps.identity import gpu_of
 from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import MemoryPeaks

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+from yunion_mps.addresses import gpu_of, physical_gpu
 from yunion_mps.enums import MPS, SLURM, TIME_SLICING
 from yunion_mps.errors import HostError, NotAllowedError, NotFoundError
 from yunion_mps.host.files import write_atomically
-from yunion_mps.identity import gpu_of, physical_gpu
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import (
     LAYOUT_NEEDS,

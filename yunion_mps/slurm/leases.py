@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from yunion_mps.addresses import gpu_of
 from yunion_mps.enums import IN_USE, NO_SIGNAL, OVER_BUDGET, SLURM
 from yunion_mps.errors import NotFoundError, NothingFreeError
 from yunion_mps.http.client import DaemonClient
@@ -26,7 +27,6 @@ from yunion_mps.http.operations import (
 )
 from yunion_mps.http.parameters import Value
 from yunion_mps.http.transport import BlockingTransport, OnMessage, Retrier, run_blocking
-from yunion_mps.identity import gpu_of
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NOTHING_FREE, SLURM_DEVICE_HELD, TEMPORARY, Reason, hint_of
 from yunion_mps.slurm.job import Job, job_of, stale_leases

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from yunion_mps.addresses import physical_gpu
 from yunion_mps.errors import DriverError, HostError, YunionError
 from yunion_mps.host.store import Store
-from yunion_mps.identity import physical_gpu
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.models import Gpu
 from yunion_mps.planning.plan import ModeChange

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from yunion_mps import reasons
+from yunion_mps.addresses import short_address
 from yunion_mps.enums import STOPPED
 from yunion_mps.models import DomainPlan, DomainStatus, Gpu, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
@@ -89,7 +90,7 @@ class Snapshots:
             pending = [f"GPU {gpu.address}: {reason}" for gpu, reason in layouts]
             named = {gpu.pci_address for gpu, _ in layouts}
             others = [
-                f"{address.removeprefix('0000:')}: {reason}"
+                f"{short_address(address)}: {reason}"
                 for address, reason in plan.unavailable.items()
                 if address not in named
             ]

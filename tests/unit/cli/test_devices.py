@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from yunion_mps.cli.devices import footer
 
+from unit import builders
 from unit.cli.conftest import Cli, Serve
 from unit.http import snapshots
 
@@ -260,3 +261,17 @@ def test_broken_gpus_have_their_reasons_whole_below_the_table(troubled: Cli) -> 
     assert "MIG mode" in cells["81:00.0"]["reason"]
     lines = troubled.good("gpus").splitlines()
     assert lines[-4:] == [f"{name}: {row['reason']}" for name, row in cells.items()]
+
+
+def test_gpus_whose_domains_end_alike_are_told_apart(serve: Serve) -> None:
+    gpus = [builders.gpu(1, pci_address="0003:00:00.0"), builders.gpu(2, pci_address="10003:00:00.0")]
+    cli = serve(snapshots.snapshot(*gpus, replicas=1))
+    names = ["0003:00:00.0", "10003:00:00.0"]
+    assert [line.split()[0] for line in cli.good("gpus").splitlines()[1:]] == names
+    assert [line.split()[0] for line in cli.good("list").splitlines()[1:]] == [f"{name}-0" for name in names]
+    for name, spelling in zip(names, ("00000003:00:00.0", "00010003:00:00.0")):
+        uuid = next(gpu.uuid for gpu in gpus if gpu.pci_address == name)
+        assert rows_of(cli.good(LIST, "--addr", f"{spelling}-0"))[0][7] == uuid
+        assert cli.read("list", "--gpu", spelling)[0]["isolated_devices"][0]["gpu_uuid"] == uuid
+        assert cli.read("show", f"{spelling}-0")[0]["gpu_uuid"] == uuid
+        assert f"={uuid}\n" in cli.good("env", f"{spelling}-0")

@@ -243,5 +243,5 @@ def test_it_loads_nothing_of_ours_but_the_daemons_client() -> None:
         "yunion_mps.http", "yunion_mps.http.client", "yunion_mps.http.messages", "yunion_mps.http.operations",
         "yunion_mps.containers", "yunion_mps.containers.hook", "yunion_mps.errors", "yunion_mps.text",
         "yunion_mps.http.parameters", "yunion_mps.models", "yunion_mps.paths", "yunion_mps.reasons",
-        "yunion_mps.enums", "yunion_mps.identity", "yunion_mps.mig", "yunion_mps.units",
+        "yunion_mps.enums", "yunion_mps.addresses", "yunion_mps.mig", "yunion_mps.units",
     }  # fmt: skip

@@ -3,8 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from yunion_mps.addresses import sort_key
 from yunion_mps.errors import HostError
-from yunion_mps.gpu_path import normalise_address
 from yunion_mps.inventory.scan import machine_id
 from yunion_mps.inventory.sysfs import (
     NVIDIA_VENDOR,
@@ -13,7 +13,6 @@ from yunion_mps.inventory.sysfs import (
     numa_node,
     pci_addresses,
     render_nodes,
-    sort_key,
 )
 from yunion_mps.models import PcieLink
 from yunion_mps.paths import Paths
@@ -31,32 +30,6 @@ def write(paths: Paths, name: str, text: str | bytes, address: str = ADDRESS) ->
     file = Path(paths.pci_devices, address, name)
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(text.encode() if isinstance(text, str) else text)
-
-
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("0000:00:06.0", "0000:00:06.0"),
-        ("00000000:00:06.0", "0000:00:06.0"),
-        ("00:06.0", "0000:00:06.0"),
-        ("0:6.0", "0000:00:06.0"),
-        ("00000001:3B:1F.7", "0001:3b:1f.7"),
-        ("00010000:E1:00.0", "10000:e1:00.0"),
-        (" 00:06.0\n", "0000:00:06.0"),
-        ("", None),
-        ("00:06", None),
-        ("06.0", None),
-        ("00:20.0", None),
-        ("100:00.0", None),
-        ("00:06.8", None),
-        ("100000000:00:06.0", None),
-        ("0000:zz:06.0", None),
-        ("1:2:3:4.0", None),
-        ("GPU-76aef7ff", None),
-    ],
-)
-def test_an_address_is_spelt_as_sysfs_does(text: str, address: str | None) -> None:
-    assert normalise_address(text) == address
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,17 @@ def test_the_hint_for_infeasible_memory_names_what_is_feasible(
     assert hint in caught.value.hint
 
 
+def test_the_hint_names_the_first_of_equal_devices_in_pci_order() -> None:
+    first, second, *_ = candidates(1).devices
+    names = ("e1:00.0-0", "10003:00:00.0-0")
+    devices = [
+        one._replace(device=one.device._replace(addr=name)) for one, name in zip((first, second), names)
+    ]
+    with pytest.raises(InfeasibleError) as caught:
+        refuse_infeasible(LeaseRequest(memory_mib=300), candidates(1)._replace(devices=devices))
+    assert "such as e1:00.0-0 with" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("pools", "number", "message", "hint"),
     [

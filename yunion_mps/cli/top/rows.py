@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from yunion_mps.addresses import physical_gpu
 from yunion_mps.enums import FREE, RESERVED, UNAVAILABLE
-from yunion_mps.identity import physical_gpu
 from yunion_mps.overview import (
     HostAnswers,
     HostOverview,
