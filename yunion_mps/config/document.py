@@ -138,37 +138,59 @@ def read_document(
 def _parse(path: str, text: bytes, keys: frozenset[str]) -> Node | None:
     if _ParserOfYaml is yaml.SafeLoader and not text.startswith((b"\xff\xfe", b"\xfe\xff")):
         text = re.sub(_TABS, lambda tabs: b" " * len(tabs[0]), text)
+    root = _compose(path, text, keys)
+    if root is None or root.tag.endswith(":null"):
+        return None
+    if isinstance(root, ScalarNode):
+        _check_look_alikes(path, text)
+    return root
+
+
+def _compose(path: str, text: bytes, keys: frozenset[str]) -> Node | None:
+    """Return the root of the first document; raises FileProblemError if the text is not valid YAML."""
     try:
         _check_bounds(path, text)
         roots = yaml.compose_all(text, Loader=_Loader)
         root = next(roots, None)
         for another in roots:
             _check_other_document(path, another, keys)
-        return None if root is None or root.tag.endswith(":null") else root
     except yaml.MarkedYAMLError as error:
-        mark, lines = error.problem_mark or error.context_mark, _lines_of(text)
-        if mark and mark.line >= len(lines):  # noticed only at the end of the file: the beginning says more
-            mark = error.context_mark or mark
-        for place in (error.problem_mark, error.context_mark):
-            for line in (place.line, place.line - 1) if place else ():
-                found = _look_alike_in_line(lines[line]) if 0 <= line < len(lines) else None
-                if found:
-                    raise _problem(path, line + 1, *found) from None
-        number = min(mark.line + 1, len(lines)) if mark else None
-        what = " ".join(filter(None, (error.context, error.problem)))
-        raise _problem(
-            path, number, f"not valid YAML ({what})", "correct the syntax near this line"
-        ) from None
+        raise _syntax_problem(path, text, error) from None
     except yaml.reader.ReaderError as error:
         line = text.count(b"\n", 0, error.position) + 1
         raise _problem(path, line, f"not valid YAML ({error.reason})", "save it as UTF-8 text") from None
     except UnicodeDecodeError:  # PyYAML does not catch it in a tag with escapes, and knows no line
         what = "not valid YAML (a tag is not UTF-8)"
         raise _problem(path, None, what, "write the values without tags") from None
+    return root
+
+
+def _syntax_problem(path: str, text: bytes, error: Any) -> FileProblemError:
+    """Return the problem of a syntax error, or of a character near it that is not what it looks like."""
+    lines = _lines_of(text)
+    for place in (error.problem_mark, error.context_mark):
+        for number in (place.line, place.line - 1) if place else ():
+            found = _look_alike_in_line(lines[number]) if 0 <= number < len(lines) else None
+            if found:
+                return _problem(path, number + 1, *found)
+    mark = error.problem_mark or error.context_mark
+    if mark and mark.line >= len(lines):  # noticed only at the end of the file: the beginning says more
+        mark = error.context_mark or mark
+    line = min(mark.line + 1, len(lines)) if mark else None
+    what = " ".join(filter(None, (error.context, error.problem)))
+    return _problem(path, line, f"not valid YAML ({what})", "correct the syntax near this line")
 
 
 def _lines_of(text: bytes) -> list[str]:
     return text.decode("utf-8-sig", errors="replace").splitlines()
+
+
+def _check_look_alikes(path: str, text: bytes) -> None:
+    """Refuse the first line with a character that only looks like indentation or a separator."""
+    for number, line in enumerate(_lines_of(text), start=1):
+        found = _look_alike_in_line(line)
+        if found:
+            raise _problem(path, number, *found)
 
 
 def _check_other_document(path: str, root: Node, keys: frozenset[str]) -> None:

@@ -161,6 +161,6 @@ def test_a_key_that_such_a_space_moves_out_of_its_entry_is_named(files: Files) -
 
 
 def test_a_fullwidth_colon_is_named_with_its_line(files: Files) -> None:
-    files.write("region: Yunion\nenable_cuda_mps\uff1a true\n")
     message = "the line contains a fullwidth colon (U+FF1A): replace it with a colon and a space"
-    assert files.messages() == [f"{HOST}:2: {message}"]
+    assert files.write("region: Yunion\nenable_cuda_mps\uff1a true\n").messages() == [f"{HOST}:2: {message}"]
+    assert files.write("# ours\nenable_cuda_mps\uff1atrue\n").messages() == [f"{HOST}:2: {message}"]
