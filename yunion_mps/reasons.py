@@ -287,7 +287,7 @@ INFEASIBLE = _code("infeasible", "The request could not be satisfied even if eve
 # -- the host and the daemon
 
 DISABLED = _code("disabled", "MPS is disabled: enable_cuda_mps is false.",
-    "set enable_cuda_mps: true in host.conf, then: yunion-mps reload")
+    "set enable_cuda_mps: true in host.conf or host_local.conf, then: yunion-mps reload")
 NO_USABLE_GPU = _code("no_usable_gpu", "No GPU on this host can serve devices.",
     "see each GPU's reason: yunion-mps gpus; then: yunion-mps reload")
 INVALID_CONFIGURATION = _code("invalid_configuration", "A configuration file has an error.",

@@ -1,4 +1,4 @@
-"""The contents of the two configuration files, as frozen values."""
+"""The contents of the configuration files, as frozen values."""
 
 from __future__ import annotations
 
@@ -60,12 +60,14 @@ class DeviceEntry(NamedTuple):
 
 
 class Config(NamedTuple):
-    """The contents of both files, with the defaults filled in.
+    """The contents of the files, with the defaults filled in.
 
-    `sources` has the place of each key of host.conf. `gpu_memory_unit_mib` is from the device file.
+    `sources` has the place of each key of host.conf and host_local.conf. `gpu_memory_unit_mib` is from the
+    device file. `files` has host.conf and the others that exist, in the order of reading.
     """
 
     enable_cuda_mps: bool
+    local_config_file: str
     container_device_config_file: str
     cuda_mps_pipe_directory: str
     cuda_mps_log_directory: str
@@ -91,6 +93,7 @@ class Config(NamedTuple):
     sources: Mapping[str, Source] = {}
     gpu_memory_unit_mib: int = 1024
     gpu_memory_unit_at: Source = Source("default", None)
+    files: tuple[str, ...] = ()
 
     @property
     def also_disabled(self) -> str:

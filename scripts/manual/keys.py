@@ -84,7 +84,8 @@ _WIDTH = 100
 
 _HOST_CONF = """\
 # The configuration of this host, shared with Cloudpods' host agent. The keys below belong to yunion-mps; all
-# others are ignored. Check a change before you apply it: yunion-mps config check
+# others are ignored. Values in host_local.conf replace those in this file. Check a change before you apply
+# it: yunion-mps config check
 # This is also documented in: man yunion-mps-host.conf
 """
 _DEVICE_FILE = """\

@@ -213,13 +213,18 @@ def _add_terms(made: Page, terms: dict[str, str]) -> None:
 
 
 _CHECK = """\
-`yunion-mps config check` checks both files, prints every problem with its line, and changes nothing. The
+`yunion-mps config check` checks the files, prints every problem with its line, and changes nothing. The
 daemon reads the files when it starts and on `systemctl reload yunion-mps-daemon`. If they have errors, the
 daemon does not start, and a reload changes nothing."""
 _HOST_CONF = """\
 A YAML file with one key and value per line. On a host with Cloudpods, it is shared with Cloudpods' host
 agent. The keys below belong to yunion-mps, and all others are ignored, except that a misspelt key, or an
-unknown one that begins with `cuda_mps_`, is an error."""
+unknown one that begins with `cuda_mps_`, is an error. Values in `host_local.conf` replace those in
+`host.conf`.
+
+Both are read as by Cloudpods: numbers and `true` may be in quotes, keys may have dashes instead of
+underscores, the file may have lines `key = value` instead of YAML, and only the first document of a file is
+read. A key twice with different values is an error."""
 _DEVICE_FILE = """\
 A YAML file with the key `devices`: a list of entries, each of which divides one GPU. On a host with
 Cloudpods, it is shared with Cloudpods' host agent. `container_device_config_file` in
@@ -236,9 +241,10 @@ def host_conf_page(date: str) -> str:
     """The source of yunion-mps-host.conf(5)."""
     made = Page("yunion-mps-host.conf", 5, date, "the keys of yunion-mps in /etc/yunion/host.conf")
     made.section("Synopsis")
-    made.paragraph("`/etc/yunion/host.conf`")
+    made.paragraph("`/etc/yunion/host.conf`, `/etc/yunion/host_local.conf`")
     made.section("Description")
-    made.paragraph(_HOST_CONF)
+    for paragraph in _HOST_CONF.split("\n\n"):
+        made.paragraph(paragraph)
     made.paragraph(_CHECK)
     made.section("Keys")
     _add_keys(made, host_keys())

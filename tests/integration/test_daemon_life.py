@@ -167,7 +167,7 @@ def test_check_says_what_is_right_or_wrong_and_changes_nothing(daemon: Daemon) -
     assert daemon.host.gpus[0].compute_mode == "default"
     assert not (daemon.host.root / RUN).exists()
     assert not (daemon.host.root / "tmp/nvidia-mps").exists()
-    daemon.configure(cuda_mps_scope="node", cuda_mps_replicas="4")
+    daemon.configure(cuda_mps_scope="node", cuda_mps_replicas="four")
     assert daemon.run("--check") == 6
     assert all(f"host.conf:{line}:" in daemon.log for line in (2, 3))
 

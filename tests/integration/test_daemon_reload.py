@@ -34,6 +34,20 @@ def test_a_bad_file_is_refused_with_the_reason_and_changes_nothing(ready_daemon:
     assert total(ready_daemon) == 4
 
 
+def test_a_reload_reads_host_local_conf_and_names_it(ready_daemon: Daemon) -> None:
+    local = ready_daemon.host.root / "etc/yunion/host_local.conf"
+    local.write_text("enable_cuda_mps: perhaps\n")
+    status, answer = ready_daemon.ask("POST", "/v1/reload")
+    assert (status, "host_local.conf:1: enable_cuda_mps is" in answer["detail"]) == (422, True)
+    local.write_text("enable_cuda_mps: false\n")
+    assert ready_daemon.ask("POST", "/v1/reload")[0] == 200
+    eventually(lambda: ready_daemon.status()["state"] == "disabled", "the end of the control daemon")
+    assert ready_daemon.status()["notice"] == f"MPS is disabled: enable_cuda_mps is false in {local}"
+    local.unlink()
+    assert ready_daemon.ask("POST", "/v1/reload")[0] == 200
+    assert total(ready_daemon) == 4
+
+
 def test_a_reexec_keeps_the_control_daemon_and_the_socket(ready_daemon: Daemon) -> None:
     control, inode = ready_daemon.control_pid(), ready_daemon.socket_path.stat().st_ino
     started = ready_daemon.status()["started"]

@@ -58,7 +58,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, read: Read) -> None:
     with pytest.raises(ConfigError) as caught:
         read(
             "resource: mps\ngpuResources: a.b/c\npreferred: spraed\nreplicas: 4\n"
-            "failRequestsGreaterThanOne: 1\nfailRequestsGreaterThanOne: true\n"
+            "failRequestsGreaterThanOne: 2\nfailRequestsGreaterThanOne: true\n"
         )
     told = caught.value.message.replace(f"{tmp_path}/etc/yunion/kubelet-plugin.yml:", "").splitlines()
     valid, name = "; the valid keys are " + ", ".join(KEYS), "failRequestsGreaterThanOne"
@@ -67,7 +67,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, read: Read) -> None:
         "2: unknown key gpuResources (did you mean gpuResource?)",
         '3: preferred is "spraed", but must be binpack or spread: did you mean spread?',
         f"4: unknown key replicas: remove it{valid}",
-        f"5: {name} is 1, not true or false: write {name}: true or {name}: false",
+        f"5: {name} is 2, not true or false: write {name}: true or {name}: false",
         f"6: duplicate key {name}: keep one of the two (the other is line 5)",
     ]
 

@@ -37,6 +37,7 @@ _ENTRY_COLUMNS = (
         short=lambda entry: _source_text(entry.path_at).rpartition("/")[2],
     ),
 )
+_FILE_COLUMNS = (Column("FILE", lambda file: file),)
 _SHARING = Column("SHARING", lambda gpu: way_of(gpu), drop=1)
 _GPU_COLUMNS = (
     Column("GPU", "addr"),
@@ -80,8 +81,9 @@ class EntryRecord(EntryFields, _Division):
 
 
 class ConfigRecord(TypedDict):
-    """Both files: the keys of host.conf, and the device file."""
+    """The files that were read, the keys of host.conf and host_local.conf, and the device file."""
 
+    files: list[str]
     keys: dict[str, SettingRecord]
     gpu_memory_unit: SettingRecord
     devices: list[EntryRecord]
@@ -137,9 +139,10 @@ class PlanRecord(TypedDict):
 
 @click.group("config", cls=SuggestingGroup, short_help="Show or check the configuration.")
 def config_group() -> None:
-    """Show or check the two configuration files, host.conf and host_container_device.yml.
+    """Show or check the configuration files: host.conf, host_local.conf and host_container_device.yml.
 
-    Neither command needs the daemon, and neither changes anything.
+    Values of host_local.conf, which need not exist, replace those of host.conf. Neither command needs the
+    daemon, and neither changes anything.
 
     \b
     Examples:
@@ -176,6 +179,7 @@ def config_json(config: Config) -> ConfigRecord:
     from yunion_mps.config import KEYS
 
     return {
+        "files": list(config.files),
         "keys": {name: _setting(getattr(config, name), config.sources[name]) for name in KEYS},
         "gpu_memory_unit": _setting(config.gpu_memory_unit_mib, config.gpu_memory_unit_at),
         "devices": [_entry_json(entry) for entry in config.devices],
@@ -225,9 +229,9 @@ def _source_text(source: Source) -> str:
 
 
 def _config_text(config: Config) -> str:
-    """Format a table of the settings and one of the device entries; values are never cut."""
+    """Format tables of the settings, of the device entries and of the files; nothing is cut."""
     entries = table(_ENTRY_COLUMNS, config.devices, none="No devices are configured.")
-    return table(_COLUMNS, _setting_rows(config)) + entries
+    return table(_COLUMNS, _setting_rows(config)) + entries + table(_FILE_COLUMNS, config.files)
 
 
 def _setting_rows(config: Config) -> list[tuple[str, object, str]]:
@@ -253,10 +257,10 @@ def _entry_text(entry: DeviceEntry) -> str:
     return count(entry.virtual_number, "equal device") + sliced + action
 
 
-@config_group.command("check", short_help="Check both files, and show the resulting plan.")
+@config_group.command("check", short_help="Check the files, and show the resulting plan.")
 @output_option
 def check_config(output: str) -> None:
-    """Check both files against the GPUs of this host, and show the resulting plan.
+    """Check the files against the GPUs of this host, and show the resulting plan.
 
     If a file has errors, all of them are printed with file and line, and check exits with 6.
 

@@ -67,21 +67,8 @@ COLUMNS = {
     "Index": "index",
     "Device_minor": "device_minor",
 }
-#: Columns that a narrow terminal omits, the least useful first.
-_DROP = (
-    "PCIE_Info", "Device_minor", "Index", "Host_id", "numa_node", "Vendor_device_id", "Dev_type",
-    "Device_path", "Model", "ID",
-)  # fmt: skip
-#: Columns that are still useful if they are cut, unlike an id that is to be copied, or JSON.
-_CUT = ("Model", "Host_id", "Device_path")
-_CLOUDPODS = [
-    Column(
-        header, field,
-        least=12 if header in _CUT else 0,
-        drop=len(_DROP) - _DROP.index(header) if header in _DROP else 0,
-    )
-    for header, field in COLUMNS.items()
-]  # fmt: skip
+#: As Cloudpods' own table, it is complete on every terminal: no column is omitted or cut.
+_CLOUDPODS = [Column(header, field) for header, field in COLUMNS.items()]
 #: The number of devices on a page, as in Cloudpods.
 _PAGE = 20
 

@@ -28,6 +28,8 @@ _PROGRAMS = "chmod docker dmesg echo journalctl kubectl mount nvidia-smi systemc
 _COMMAND = re.compile(
     rf"\w+_\w+: \S+|\([^)]*\)|(?<=: )[^;]+|(?:^|(?<=; ))(?:{_PROGRAMS.replace(' ', '|')}) [^;]+"
 )
+#: Spaces between the columns of a table without borders.
+_GAP = 2
 #: Stands for a space at which no line is broken; no text has it once it is printable.
 _KEPT_SPACE = "\0"
 
@@ -164,25 +166,25 @@ def table(
 ) -> str:
     """Format the records under the columns' headers, or the text `none` if there are no records.
 
-    Unknown values are dashes, or empty in a `boxed` table, which has borders. A `wide` table has all columns
-    in full, whatever the terminal's width.
+    Unknown values are dashes, or empty in a `boxed` table, which has borders. A `wide` or `boxed` table has
+    all columns in full, whatever the terminal's width.
     """
     if none and not records:
         return wrapped(none)
-    unknown, between, around = ("", 3, 4) if boxed else ("-", 2, 0)
-    width = 0 if wide else terminal_size()[0]
+    unknown = "" if boxed else "-"
+    width = 0 if wide or boxed else terminal_size()[0]
     cells = {
         column: [_cell_text(column.value, record) or unknown for record in records]
         for column in columns
         if wide or not column.wide
     }
-    if width and _total_width(_min_widths(_widths(cells)), between) + around > width:
+    if width and _total_width(_min_widths(_widths(cells))) > width:
         for column in cells:
             if column.short is not None:
                 cells[column] = [_cell_text(column.short, record) or unknown for record in records]
     widths = _widths(cells)
     if width:
-        _narrow(widths, width - around, between)
+        _narrow(widths, width)
     header = [fit(column.header, widths[column], right_aligned=column.numeric) for column in widths]
     rows = (
         [fit(cells[column][i], widths[column], right_aligned=column.numeric) for column in widths]
@@ -193,7 +195,7 @@ def table(
         lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
         lines = [border, lines[0], border, *lines[1:], border]
     else:
-        lines = ["  ".join(row).rstrip() for row in (header, *rows)]
+        lines = [(" " * _GAP).join(row).rstrip() for row in (header, *rows)]
     hidden = [column.header for column in cells if column not in widths]
     if hidden:
         lines.append(hidden_columns(hidden, "-o csv", width))
@@ -215,8 +217,8 @@ def _widths(cells: Mapping[Column, Sequence[str]]) -> dict[Column, int]:
     return {column: max(map(display_width, (column.header, *texts))) for column, texts in cells.items()}
 
 
-def _total_width(widths: Mapping[Column, int], between: int) -> int:
-    return sum(widths.values()) + between * (len(widths) - 1)
+def _total_width(widths: Mapping[Column, int]) -> int:
+    return sum(widths.values()) + _GAP * (len(widths) - 1)
 
 
 def _min_widths(widths: Mapping[Column, int]) -> dict[Column, int]:
@@ -226,14 +228,14 @@ def _min_widths(widths: Mapping[Column, int]) -> dict[Column, int]:
     }
 
 
-def _narrow(widths: dict[Column, int], width: int, between: int) -> None:
+def _narrow(widths: dict[Column, int], width: int) -> None:
     """Omit columns and cut others until they fit, or nothing more can be done."""
     least = _min_widths(widths)
     for column in sorted(widths, key=lambda column: -column.drop):
-        if not column.drop or _total_width(least, between) <= width:
+        if not column.drop or _total_width(least) <= width:
             break
         del widths[column], least[column]
-    while _total_width(widths, between) > width:
+    while _total_width(widths) > width:
         able = [column for column in widths if widths[column] > least[column]]
         if not able:
             break

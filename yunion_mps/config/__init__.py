@@ -1,6 +1,6 @@
-"""The two configuration files: host.conf, shared with Cloudpods' host agent, and the device file.
+"""The configuration: host.conf and host_local.conf, shared with Cloudpods' host agent, and the device file.
 
-`load` reads both and collects all problems instead of stopping at the first. Matching the entries to GPUs
+`load` reads them and collects all problems instead of stopping at the first. Matching the entries to GPUs
 needs the host's inventory, and is left to `planning`.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["KEYS", "load"]
 
 
 def load(paths: Paths) -> tuple[Config, list[Problem]]:
-    """Read both files; values with problems are replaced by defaults, so that the rest can be checked."""
+    """Read the files; values with problems are replaced by defaults, so that the rest can be checked."""
     config, problems = read_host(paths)
     config, device_problems = read_devices(config, paths)
     return config, [*problems, *device_problems]

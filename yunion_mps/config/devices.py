@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from yunion_mps.config.document import (
-    NO_MERGE,
     FileProblemError,
     MappingNode,
     Node,
@@ -15,12 +15,17 @@ from yunion_mps.config.document import (
     line_of,
     nearest,
     nearest_key,
-    pairs_of,
     quote,
     read_document,
     value_of,
 )
-from yunion_mps.config.mapping import MappingReader, Nodes
+from yunion_mps.config.mapping import (
+    MappingReader,
+    Nodes,
+    distinct_pairs,
+    look_alike_problem,
+    merge_problem,
+)
 from yunion_mps.config.values import (
     MAX_OVERRIDE,
     MAX_TIME_SLICED_DEVICES,
@@ -79,6 +84,8 @@ _VALID = {
 #: The keys that an entry with a MIG layout cannot have: its instances are divided equally, if at all.
 _NOT_WITH_MIG = (*_DIVIDING[1:], "memory_reserve", "thread_percentage", "thread_overcommit", "time_slice")
 _FILE_KEYS = ("devices", "gpu_memory_unit")
+#: What a key is written with if it is not in lower case with underscores: `virtualNumber`, `virtual-number`.
+_WORD_BREAK = re.compile(r"(?<=[a-z])(?=[A-Z])|[- ]")
 #: Keys of an entry that are only valid with another one.
 _VALID_WITH = {
     "memory_reserve": ("memory_unit",),
@@ -95,10 +102,10 @@ _SLICE_EXAMPLE = "{memory: 8GiB, thread_percentage: 50}"
 
 
 def read_devices(config: Config, paths: Paths) -> tuple[Config, list[Problem]]:
-    """Add our part of the device file that host.conf names, and return its problems.
+    """Add our part of the device file, and return its problems.
 
-    As with Cloudpods, a file that host.conf does not name may be missing: then `cuda_mps_replicas` applies to
-    every GPU.
+    A file that `container_device_config_file` does not name may be missing: then, as with Cloudpods,
+    `cuda_mps_replicas` applies to every GPU.
     """
     file = paths.under(config.container_device_config_file)
     is_named = config.sources["container_device_config_file"].line is not None
@@ -118,7 +125,8 @@ class _Reader(MappingReader):
         self._max_devices = max_devices
 
     def read(self, config: Config) -> Config:
-        nodes = self._file_nodes(read_document(self._file, "host_container_device.yml"))
+        config = config._replace(files=(*config.files, self._file))
+        nodes = self._file_nodes(read_document(self._file, "host_container_device.yml", _FILE_KEYS))
         items = self._items(nodes)
         if "gpu_memory_unit" in nodes:
             unit = self._read_optional("gpu_memory_unit", one_of(*MEMORY_UNITS), nodes)
@@ -129,38 +137,50 @@ class _Reader(MappingReader):
         return config._replace(devices=tuple(entry for entry in entries if entry))
 
     def _file_nodes(self, root: Node | None) -> Nodes:
-        """Return the file's keys; unknown keys are ignored unless they look like ours."""
+        """Return the file's keys; unknown keys are ignored unless they look like ours.
+
+        As with Cloudpods, a file that is empty or has no `devices` has no entries.
+        """
         if root is None:
-            hint = "write devices: [] to divide every GPU into cuda_mps_replicas devices"
-            hint += ", or enable_cuda_mps: false in host.conf to divide none"
-            raise FileProblemError(self._problem(None, "is empty", hint))
+            return {}
         if not isinstance(root, MappingNode):
             what = f"contains {quote(root)}, not a mapping"
             raise FileProblemError(self._problem(root, what, "begin the file with devices:"))
-        nodes: Nodes = {}
-        for name, key, node in pairs_of(root):
-            near = None if name in _FILE_KEYS else nearest_key(name, (*_FILE_KEYS, *_OUR_KEYS))
-            if near in _OUR_KEYS:
-                guess = "" if near == name else f" (did you mean {near}?)"
-                what = f"unknown key {name} beside devices{guess}"
-                self._report(key, what, "indent it below an entry of devices")
-            elif near:
-                self._report(key, f"unknown key {name} (did you mean {near}?)")
-            elif name in _FILE_KEYS and name in nodes:
-                hint = (
-                    "put all entries under one devices: key"
-                    if name == "devices"
-                    else "keep one of the two lines"
-                )
-                self._report(key, f"duplicate key {name}", hint)
-            else:
-                nodes.setdefault(name, (key, node))
-        if "devices" not in nodes and not self.problems:
-            self._report(root, "missing key devices", "begin the file with devices:")
-        return nodes
+        pairs, duplicates, invalid = distinct_pairs(root, _key_name)
+        for pair in invalid:
+            self._report(pair.key, *merge_problem(pair))
+        for duplicate in duplicates:
+            if duplicate.pair.name in _FILE_KEYS:
+                is_list = duplicate.pair.name == "devices"
+                hint = "put all entries under one devices: key" if is_list else duplicate.hint
+                self._report(duplicate.pair.key, duplicate.what, hint)
+        for pair in pairs.values():
+            self._check_file_key(pair.name, pair.key, has_devices="devices" in pairs)
+        return {name: (pair.key, pair.value) for name, pair in pairs.items() if name in _FILE_KEYS}
+
+    def _check_file_key(self, name: str, key: Node, *, has_devices: bool) -> None:
+        """Refuse a key beside `devices` that is nearly one of ours."""
+        if name in _FILE_KEYS:
+            return
+        odd = look_alike_problem(name, (*_FILE_KEYS, *_KEYS))
+        if odd:
+            self._report(key, *odd)
+            return
+        near = nearest_key(name, (*_FILE_KEYS, *_OUR_KEYS))
+        if near in _OUR_KEYS:
+            guess = "" if near == name else f" (did you mean {near}?)"
+            what = f"unknown key {name} beside devices{guess}"
+            self._report(key, what, "indent it below an entry of devices")
+        elif near:
+            self._report(key, f"unknown key {name} (did you mean {near}?)")
+        elif name in _KEYS and not has_devices:
+            self._report(
+                key, "missing key devices", "begin the file with devices:, and each entry with a dash"
+            )
 
     def _items(self, nodes: Nodes) -> list[Node]:
-        if "devices" not in nodes:
+        """Return the entries; none if `devices` is missing or null."""
+        if "devices" not in nodes or nodes["devices"][1].tag.endswith(":null"):
             return []
         entries = nodes["devices"][1]
         if not isinstance(entries, SequenceNode):
@@ -178,7 +198,7 @@ class _Reader(MappingReader):
             what = f"an entry of devices is {quote(item)}, not a mapping"
             self._report(item, what, "write - path: …, type: … and virtual_number: …")
             return None
-        nodes, duplicates = self._nodes_of(item)
+        nodes, duplicates = self._nodes_of(item, _key_name)
         sharing = self._sharing(item, nodes)
         if sharing is None:
             return None
@@ -303,7 +323,7 @@ class _Reader(MappingReader):
         if not isinstance(item, MappingNode):
             self._report(item, f"a slice is {quote(item)}, not a mapping", f"write - {_SLICE_EXAMPLE}")
             return SliceEntry(0)
-        nodes, duplicates = self._nodes_of(item)
+        nodes, duplicates = self._nodes_of(item, _key_name)
         self.problems += duplicates
         self._check_keys(nodes, tuple(_SLICE_KINDS), "a slice")
         if "memory" not in nodes and not _misspelt("memory", nodes, tuple(_SLICE_KINDS)):
@@ -321,16 +341,14 @@ class _Reader(MappingReader):
         None if it is other software's.
         """
         name = _type_key(nodes)
-        if name is None and "<<" in nodes:
-            self._check_merge(*nodes["<<"])
-            return None
         if name is None:
             hint = f"write type: {ENTRY_TYPES[MPS]}, or the type of other software"
             self._report(item, "an entry has no type", hint)
             return None
         key, node = nodes[name]
         if name != "type":
-            self._report(key, f"unknown key {name} (did you mean type?)")
+            odd = look_alike_problem(name, ("type",))
+            self._report(key, *(odd or (f"unknown key {name} (did you mean type?)",)))
         value = value_of(node)
         if not isinstance(value, str):
             self._report(node, f"type is {quote(node)}, not a string", f"write type: {ENTRY_TYPES[MPS]}")
@@ -351,16 +369,6 @@ class _Reader(MappingReader):
                 hint = f"write {' or '.join(f'type: {ours}' for ours in types)}, or remove it"
                 self._report(nodes[name][0], what, hint)
 
-    def _check_merge(self, key: Node, node: Node) -> None:
-        """Refuse an entry that gets our type by a merge; one with another type is other software's."""
-        merged = node.value if isinstance(node, SequenceNode) else [node]
-        mappings = [mapping for mapping in merged if isinstance(mapping, MappingNode)]
-        types = [
-            value_of(value) for mapping in mappings for name, _, value in pairs_of(mapping) if name == "type"
-        ]
-        if not _TYPES.keys().isdisjoint(types):
-            self._report(key, *NO_MERGE)
-
     def _read_required(self, item: Node, name: str, kind: Kind, nodes: Nodes, sharing: str = MPS) -> Any:
         if name not in nodes:
             alternatives = _DIVIDING if name in _DIVIDING else (name,)
@@ -370,6 +378,13 @@ class _Reader(MappingReader):
         return self._read_optional(name, kind, nodes)
 
 
+def _key_name(written: str) -> str:
+    """Return the name of a key that is written in another way which Cloudpods' jsonutils also reads."""
+    name = _WORD_BREAK.sub("_", written).lower()
+    known = (*_FILE_KEYS, *_KEYS, *_SLICE_KINDS)
+    return name if name in known else written
+
+
 def _misspelt(name: str, nodes: Nodes, valid: Sequence[str]) -> bool:
     """Whether an unknown key, which is reported already, is a misspelling of this missing one."""
     return any(nearest_key(other, [name]) for other in nodes if other not in valid)
@@ -377,7 +392,12 @@ def _misspelt(name: str, nodes: Nodes, valid: Sequence[str]) -> bool:
 
 def _type_key(nodes: Nodes) -> str | None:
     """Return the key with the entry's type, or a misspelling of it."""
-    return "type" if "type" in nodes else next((name for name in nodes if nearest_key(name, ["type"])), None)
+    if "type" in nodes:
+        return "type"
+    for name in nodes:
+        if nearest_key(name, ["type"]) or look_alike_problem(name, ["type"]):
+            return name
+    return None
 
 
 def _path(key: str, node: Node) -> str:

@@ -7,8 +7,8 @@ import importlib
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from yunion_mps.errors import Problem
 
@@ -70,7 +70,7 @@ class _Loader(_ParserOfYaml):  # type: ignore[misc]
         return super().resolve(kind, value, implicit)
 
 
-#: Directory in which the packages install examples of both files.
+#: Directory in which the packages install examples of configuration files.
 _EXAMPLES = "/usr/share/yunion-mps"
 
 _construct = yaml.constructor.SafeConstructor()
@@ -81,7 +81,16 @@ MappingNode = yaml.nodes.MappingNode
 ScalarNode = yaml.nodes.ScalarNode
 SequenceNode = yaml.nodes.SequenceNode
 
-NO_MERGE = ("merge keys (<<) are not supported", "write the keys out")
+#: The tag of a plain `<<` as a key (https://yaml.org/type/merge.html).
+_MERGE = "tag:yaml.org,2002:merge"
+
+#: What looks like a space, or like nothing, but is no space to YAML; and the colon of Chinese keyboards.
+_LOOK_ALIKES = "\u00a0\u1680\u2000-\u200b\u202f\u205f\u2060\u3000\ufeff\uff1a"
+_LOOK_ALIKE = rf"[\t{_LOOK_ALIKES}]"
+_INDENTATION = rf" *(?:- *)*(?P<odd>{_LOOK_ALIKE})[\s{_LOOK_ALIKES}]*[^\s#]"
+_SEPARATOR = rf"[^#]*(?:(?::|^ *-)(?P<odd>[{_LOOK_ALIKES}])|(?P<colon>\uff1a))"
+#: Tabs behind something else in their line: valid, but not for PyYAML's own parser.
+_TABS = rb"(?<=[^\s])[ \t]*\t[ \t]*"
 
 
 class FileProblemError(Exception):
@@ -92,29 +101,147 @@ class FileProblemError(Exception):
         self.problem = problem
 
 
-def read_document(path: str, example: str) -> Node | None:
-    """Return the root of the YAML file `path`, None if it is empty; raises FileProblemError.
+class Pair(NamedTuple):
+    """A key of a mapping with its value; `name` is the key's text, "" for keys that are not scalars.
 
-    `example` is the name of the packages' example of the file.
+    `is_merged`: the pair is from the value of a merge key (<<), so that the mapping's own keys override it.
+    """
+
+    name: str
+    key: Node
+    value: Node
+    is_merged: bool = False
+
+
+def read_document(
+    path: str, example: str, keys: Iterable[str] = (), other: Callable[[bytes], Node | None] | None = None
+) -> Node | None:
+    """Return the root of the YAML file `path`, None if it is empty or null; raises FileProblemError.
+
+    Only the first document of the file is read, as by Cloudpods; one of `keys` in another document is a
+    problem. `example` is the name of the packages' example of the file. `other` reads another format, and
+    returns None for what is not in it; it is tried if the file is not a mapping in YAML.
     """
     text = _read(path, example)
     try:
+        root = _parse(path, text, frozenset(keys))
+    except FileProblemError:
+        mapping = other(text) if other else None
+        if mapping is None:
+            raise
+        return mapping
+    if root is not None and not isinstance(root, MappingNode) and other:
+        return other(text) or root
+    return root
+
+
+def _parse(path: str, text: bytes, keys: frozenset[str]) -> Node | None:
+    if _ParserOfYaml is yaml.SafeLoader and not text.startswith((b"\xff\xfe", b"\xfe\xff")):
+        text = re.sub(_TABS, lambda tabs: b" " * len(tabs[0]), text)
+    root = _compose(path, text, keys)
+    if root is None or root.tag.endswith(":null"):
+        return None
+    if isinstance(root, ScalarNode):
+        _check_look_alikes(path, text)
+    return root
+
+
+def _compose(path: str, text: bytes, keys: frozenset[str]) -> Node | None:
+    """Return the root of the first document; raises FileProblemError if the text is not valid YAML."""
+    try:
         _check_bounds(path, text)
-        root = yaml.compose(text, Loader=_Loader)
-        return root if root and not root.tag.endswith(":null") else None
+        roots = yaml.compose_all(text, Loader=_Loader)
+        root = next(roots, None)
+        for another in roots:
+            _check_other_document(path, another, keys)
     except yaml.MarkedYAMLError as error:
-        mark, last = error.problem_mark or error.context_mark, len(text.splitlines())
-        if mark and mark.line >= last:  # noticed only at the end of the file: the beginning says more
-            mark = error.context_mark or mark
-        line = min(mark.line + 1, last) if mark else None
-        what = " ".join(filter(None, (error.context, error.problem)))
-        raise _problem(path, line, f"not valid YAML ({what})", "correct the syntax near this line") from None
+        raise _syntax_problem(path, text, error) from None
     except yaml.reader.ReaderError as error:
         line = text.count(b"\n", 0, error.position) + 1
         raise _problem(path, line, f"not valid YAML ({error.reason})", "save it as UTF-8 text") from None
     except UnicodeDecodeError:  # PyYAML does not catch it in a tag with escapes, and knows no line
         what = "not valid YAML (a tag is not UTF-8)"
         raise _problem(path, None, what, "write the values without tags") from None
+    return root
+
+
+def _syntax_problem(path: str, text: bytes, error: Any) -> FileProblemError:
+    """Return the problem of a syntax error, or of a character near it that is not what it looks like."""
+    lines = _lines_of(text)
+    for place in (error.problem_mark, error.context_mark):
+        for number in (place.line, place.line - 1) if place else ():
+            found = _look_alike_in_line(lines[number]) if 0 <= number < len(lines) else None
+            if found:
+                return _problem(path, number + 1, *found)
+    mark = error.problem_mark or error.context_mark
+    if mark and mark.line >= len(lines):  # noticed only at the end of the file: the beginning says more
+        mark = error.context_mark or mark
+    line = min(mark.line + 1, len(lines)) if mark else None
+    what = " ".join(filter(None, (error.context, error.problem)))
+    return _problem(path, line, f"not valid YAML ({what})", "correct the syntax near this line")
+
+
+def _lines_of(text: bytes) -> list[str]:
+    return text.decode("utf-8-sig", errors="replace").splitlines()
+
+
+def _check_look_alikes(path: str, text: bytes) -> None:
+    """Refuse the first line with a character that only looks like indentation or a separator."""
+    for number, line in enumerate(_lines_of(text), start=1):
+        found = _look_alike_in_line(line)
+        if found:
+            raise _problem(path, number, *found)
+
+
+def _check_other_document(path: str, root: Node, keys: frozenset[str]) -> None:
+    """Refuse one of `keys` in a document that is not read."""
+    if not isinstance(root, MappingNode):
+        return
+    for pair in pairs_of(root):
+        if pair.name in keys:
+            what = f"{pair.name} is in another document of the file, which is not read"
+            raise _problem(path, line_of(pair.key), what, "remove the line --- above it")
+
+
+def look_alike(text: str) -> str:
+    """Return the first character that looks like a space but is none, such as `a no-break space (U+00A0)`.
+
+    "" if there is none.
+    """
+    match = re.search(_LOOK_ALIKE, text)
+    return _name_of(match[0]) if match else ""
+
+
+def without_look_alikes(text: str) -> str:
+    return re.sub(_LOOK_ALIKE, "", text)
+
+
+def _name_of(character: str) -> str:
+    import unicodedata  # rarely needed
+
+    if character == "\t":
+        return "a tab"
+    name = unicodedata.name(character).lower()
+    article = "an" if name[0] in "aeiou" else "a"
+    return f"{article} {name} (U+{ord(character):04X})"
+
+
+def _look_alike_in_line(line: str) -> tuple[str, str] | None:
+    """Return the problem and the hint if a character only looks like indentation or a separator."""
+    match = re.match(_INDENTATION, line)
+    if match:
+        return f"the line is indented with {_name_of(match['odd'])}", "indent it with spaces"
+    match = re.match(_SEPARATOR, line)
+    if match and match["colon"]:
+        return f"the line contains {_name_of(match['colon'])}", "replace it with a colon and a space"
+    if match:
+        return f"the line contains {_name_of(match['odd'])}", "replace it with a space"
+    return None
+
+
+def mark_of_line(line: int) -> Any:
+    """Return the beginning of a line, from 0, as the mark of a node."""
+    return yaml.Mark("", 0, line, 0, None, 0)
 
 
 def line_of(node: Node) -> int:
@@ -128,18 +255,56 @@ def value_of(node: Node) -> Any:
     kind = node.tag.rpartition(":")[2]
     if not isinstance(node, ScalarNode) or kind not in ("int", "bool", "float", "null", "str"):
         return node
-    if kind != "str" and len(node.value) > _MAX_NUMBER:
-        return node.value
+    if kind != "str" and (len(node.value) > _MAX_NUMBER or (kind in ("int", "float") and ":" in node.value)):
+        return node.value  # YAML 1.1's sexagesimal numbers are strings for Cloudpods, as in YAML 1.2
     try:
         return getattr(_construct, f"construct_yaml_{kind}")(node)
     except (ValueError, LookupError):  # an explicit tag that the text does not match, as in `!!int ""`
         return node.value
 
 
-def pairs_of(node: Node) -> Iterator[tuple[str, Node, Node]]:
-    """Yield (key's text, key, value) of a mapping; the text is "" for keys that are not scalars."""
+def pairs_of(node: Node) -> list[Pair]:
+    """Return the pairs of a mapping in the order of the file, with those of its merge keys in their place.
+
+    A merge key whose value is neither a mapping nor a list of mappings is returned as it is.
+    """
+    pairs: list[Pair] = []
     for key, value in node.value:
-        yield (key.value if isinstance(key, ScalarNode) else "", key, value)
+        if key.tag != _MERGE:
+            pairs.append(Pair(key.value if isinstance(key, ScalarNode) else "", key, value))
+            continue
+        merged = value.value[::-1] if isinstance(value, SequenceNode) else [value]  # the first one counts
+        if not all(isinstance(mapping, MappingNode) for mapping in merged):
+            pairs.append(Pair("<<", key, value))
+            continue
+        for mapping in merged:
+            pairs += [pair._replace(is_merged=True) for pair in pairs_of(mapping)]
+    return pairs
+
+
+def is_invalid_merge(pair: Pair) -> bool:
+    """Whether the pair is a merge key that merges nothing."""
+    return bool(pair.key.tag == _MERGE)
+
+
+def is_same(node: Node, other: Node) -> bool:
+    """Whether both nodes have the same value."""
+    if node is other:
+        return True
+    if isinstance(node, ScalarNode) or isinstance(other, ScalarNode):
+        if not (isinstance(node, ScalarNode) and isinstance(other, ScalarNode)):
+            return False
+        if node.tag.endswith(":null") or other.tag.endswith(":null"):
+            return bool(node.tag == other.tag)
+        return node.value == other.value or (value_of(node) == value_of(other) and node.tag == other.tag)
+    if type(node) is not type(other) or len(node.value) != len(other.value):
+        return False
+    if isinstance(node, SequenceNode):
+        return all(is_same(item, its) for item, its in zip(node.value, other.value))
+    for (key, value), (other_key, other_value) in zip(node.value, other.value):
+        if not (is_same(key, other_key) and is_same(value, other_value)):
+            return False
+    return True
 
 
 def quote(node: Node) -> str:

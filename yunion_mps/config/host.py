@@ -1,21 +1,22 @@
-"""/etc/yunion/host.conf: our keys; those of Cloudpods' host agent are ignored."""
+"""/etc/yunion/host.conf and host_local.conf: our keys; those of Cloudpods' host agent are ignored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from typing import NamedTuple
 
+from yunion_mps.config.assignments import read_assignments
 from yunion_mps.config.document import (
-    NO_MERGE,
     FileProblemError,
     MappingNode,
-    Node,
-    SequenceNode,
+    Pair,
     line_of,
     nearest_key,
-    pairs_of,
     quote,
     read_document,
+    value_of,
 )
+from yunion_mps.config.mapping import distinct_pairs, look_alike_problem, merge_problem
 from yunion_mps.config.values import (
     MAX_DEVICES_PER_GPU,
     MAX_OVERRIDE,
@@ -32,6 +33,7 @@ from yunion_mps.config.values import (
     one_of,
     overlap,
     own_directory,
+    path_or_empty,
     textfile,
     whole_number,
 )
@@ -40,11 +42,19 @@ from yunion_mps.errors import Problem
 from yunion_mps.paths import MAX_SOCKET_PATH, Paths
 from yunion_mps.settings import Config, Source
 
+#: The keys that name other files.
+LOCAL_FILE, DEVICE_FILE = "local_config_file", "container_device_config_file"
+
 KEYS: dict[str, Key] = {
     "enable_cuda_mps": Key(
         boolean, default=False, help="whether this host offers devices, with or without MPS"
     ),
-    "container_device_config_file": Key(
+    LOCAL_FILE: Key(
+        path_or_empty,
+        "/etc/yunion/host_local.conf",
+        "the file whose values replace those of host.conf, if any",
+    ),
+    DEVICE_FILE: Key(
         absolute_path, "/etc/yunion/host_container_device.yml", "the file that divides the GPUs"
     ),
     "cuda_mps_pipe_directory": Key(
@@ -120,43 +130,115 @@ _GPU_DIRECTORY = "/GPU-00000000-0000-0000-0000-000000000000"
 #: Prefixes of keys that no job needs.
 _MINOR = ("metrics_", "web_")
 
-#: The tag of a plain `<<` as a key (https://yaml.org/type/merge.html).
-_MERGE = "tag:yaml.org,2002:merge"
+_DEFAULT = Source("default", None)
+
+
+class _Setting(NamedTuple):
+    """One of our keys in a file."""
+
+    file: str
+    pair: Pair
+
+    @property
+    def source(self) -> Source:
+        return Source(self.file, line_of(self.pair.key))
 
 
 def read_host(paths: Paths) -> tuple[Config, list[Problem]]:
-    """Return the keys' values and places, and the problems; invalid values are replaced by defaults."""
-    file = paths.host_conf
-    sources = {name: Source("default", None) for name in KEYS}
-    config = Config(**{name: key.default for name, key in KEYS.items()}, sources=sources)
-    problems: list[Problem] = []
-    try:
-        root = _require_mapping(file, read_document(file, "host.conf"))
-    except FileProblemError as error:
-        return config, [error.problem]
+    """Return the keys' values and places, and the problems; invalid values are replaced by defaults.
+
+    As Cloudpods' host agent does, read host.conf and then the file that `local_config_file` names, if it
+    exists; its values replace those of host.conf.
+    """
+    defaults = {name: key.default for name, key in KEYS.items()}
+    config = Config(**defaults, sources=dict.fromkeys(KEYS, _DEFAULT))
+    files = [paths.host_conf]
+    settings, problems = _settings_of(paths.host_conf)
+    local_file = _local_file(settings)
+    if local_file and os.path.lexists(paths.under(local_file)):
+        files.append(paths.under(local_file))
+        local_settings, local_problems = _settings_of(files[-1])
+        settings += [setting for setting in local_settings if setting.pair.name != LOCAL_FILE]
+        problems += [*local_problems, *_check_local_file(local_settings, local_file)]
     # `cuda_mps_max_clients` comes first, because it bounds another key.
-    for name, key_node, node in sorted(pairs_of(root), key=lambda pair: pair[0] != "cuda_mps_max_clients"):
-        line = line_of(key_node)
-        if key_node.tag == _MERGE:
-            if any(merged in KEYS for merged in _merged_keys(node)):
-                problems.append(Problem(file, line, *NO_MERGE))
-        elif name not in KEYS:
-            problems += _check_foreign_key(file, line, name)
-        elif sources[name].line is not None:
-            hint = f"keep one of the two lines (the other is line {sources[name].line})"
-            problems.append(Problem(file, line, f"duplicate key {name}", hint))
-        else:
-            sources[name] = Source(file, line)
-            try:
-                config = config._replace(**{name: _kind(name, config)(name, node)})
-            except InvalidValueError as error:
-                minor = name.startswith(_MINOR)
-                problems.append(Problem(file, line_of(node), error.what, error.hint, minor))
+    for setting in sorted(settings, key=lambda setting: setting.pair.name != "cuda_mps_max_clients"):
+        config, problem = _with_setting(config, setting)
+        problems += [problem] if problem else []
     problems += _check_pipe_directory(paths, config)
     invalid = [*_check_public(config), *_check_ports(config)]
-    config = config._replace(**{name: KEYS[name].default for name, _ in invalid})
+    config = config._replace(**{name: KEYS[name].default for name, _ in invalid}, files=tuple(files))
     problems += [problem._replace(is_minor=True) for _, problem in invalid]
-    return config, sorted(problems, key=lambda problem: problem.line or 0)
+    places = {file: number for number, file in enumerate(files)}
+    return config, sorted(problems, key=lambda problem: (places.get(problem.file, 0), problem.line or 0))
+
+
+def _settings_of(file: str) -> tuple[list[_Setting], list[Problem]]:
+    """Return our keys in the file, and the problems of its keys; none if it is empty."""
+    try:
+        root = read_document(file, "host.conf", KEYS, read_assignments)
+    except FileProblemError as error:
+        return [], [error.problem]
+    if root is None:
+        return [], []
+    if not isinstance(root, MappingNode):
+        hint = "write one key: value per line, as in the example"
+        return [], [Problem(file, line_of(root), f"contains {quote(root)}, not a mapping", hint)]
+    pairs, duplicates, invalid = distinct_pairs(root, _key_name)
+    problems = [Problem(file, line_of(pair.key), *merge_problem(pair)) for pair in invalid]
+    problems += [
+        Problem(file, line_of(duplicate.pair.key), duplicate.what, duplicate.hint)
+        for duplicate in duplicates
+        if duplicate.pair.name in KEYS
+    ]
+    settings = []
+    for pair in pairs.values():
+        if pair.name in KEYS:
+            settings.append(_Setting(file, pair))
+        else:
+            problems += _check_foreign_key(file, line_of(pair.key), pair.name)
+    return settings, problems
+
+
+def _key_name(written: str) -> str:
+    """Return the name of a key; as for Cloudpods, it may have dashes instead of underscores."""
+    name = written.strip(" ").replace("-", "_")
+    return name if name in KEYS else written
+
+
+def _local_file(settings: list[_Setting]) -> str:
+    """Return the value of `local_config_file`; its default if it is missing or invalid, "" if it is empty."""
+    key = KEYS[LOCAL_FILE]
+    for _, pair in settings:
+        if pair.name == LOCAL_FILE:
+            try:
+                return str(key.kind(LOCAL_FILE, pair.value))
+            except InvalidValueError:  # reported with the other values
+                break
+    return str(key.default)
+
+
+def _check_local_file(settings: list[_Setting], file: str) -> list[Problem]:
+    """Refuse `local_config_file` in the file that it has named, unless it names that file."""
+    if not any(setting.pair.name == LOCAL_FILE for setting in settings) or _local_file(settings) == file:
+        return []
+    source = next(setting.source for setting in settings if setting.pair.name == LOCAL_FILE)
+    what = f"{LOCAL_FILE} has no effect in this file"
+    return [Problem(source.file, source.line, what, "set it in host.conf, or remove it")]
+
+
+def _with_setting(config: Config, setting: _Setting) -> tuple[Config, Problem | None]:
+    """Return the configuration with the setting, or the problem of its value."""
+    name, node = setting.pair.name, setting.pair.value
+    config = config._replace(sources={**config.sources, name: setting.source})
+    if name == DEVICE_FILE and value_of(node) == "":  # as if it were not set
+        default = {name: KEYS[name].default}
+        return config._replace(**default, sources={**config.sources, name: _DEFAULT}), None
+    try:
+        value = _kind(name, config)(name, node)
+    except InvalidValueError as error:
+        minor = name.startswith(_MINOR)
+        return config, Problem(setting.file, line_of(node), error.what, error.hint, minor)
+    return config._replace(**{name: value}), None
 
 
 def _kind(name: str, config: Config) -> Kind:
@@ -165,18 +247,11 @@ def _kind(name: str, config: Config) -> Kind:
     return KEYS[name].kind
 
 
-def _require_mapping(file: str, root: Node | None) -> Node:
-    if root is None:
-        hint = "write at least enable_cuda_mps: true or enable_cuda_mps: false"
-        raise FileProblemError(Problem(file, None, "is empty", hint))
-    if not isinstance(root, MappingNode):
-        hint = "write one key: value per line, as in the example"
-        raise FileProblemError(Problem(file, line_of(root), f"contains {quote(root)}, not a mapping", hint))
-    return root
-
-
 def _check_foreign_key(file: str, line: int, name: str) -> list[Problem]:
     """Check a foreign key: it is a problem if it is nearly one of ours, or belongs in the device file."""
+    odd = look_alike_problem(name, KEYS)
+    if odd:
+        return [Problem(file, line, *odd)]
     near = nearest_key(name, KEYS)
     if near:
         return [Problem(file, line, f"unknown key {name} (did you mean {near}?)")]
@@ -187,17 +262,6 @@ def _check_foreign_key(file: str, line: int, name: str) -> list[Problem]:
         keys = ", ".join(sorted(KEYS))
         return [Problem(file, line, f"unknown key {name}", f"remove it; yunion-mps reads these keys: {keys}")]
     return []
-
-
-def _merged_keys(node: Node) -> Iterator[str]:
-    if isinstance(node, SequenceNode):
-        for inner in node.value:
-            yield from _merged_keys(inner)
-    elif isinstance(node, MappingNode):
-        for name, key, inner in pairs_of(node):
-            yield name
-            if key.tag == _MERGE:
-                yield from _merged_keys(inner)
 
 
 def _check_public(config: Config) -> list[tuple[str, Problem]]:

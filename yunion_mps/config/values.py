@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from yunion_mps.config.document import Node, SequenceNode, nearest, quote, value_of
+from yunion_mps.config.document import Node, ScalarNode, SequenceNode, look_alike, nearest, quote, value_of
 from yunion_mps.mig import ALL, BALANCED, DISABLED
 from yunion_mps.units import mebibytes
 
@@ -38,6 +38,15 @@ SHARING_KEYS = ("time_slice", "mig", "mig_restore")
 #: The operator's override for future drivers is at most this.
 MAX_OVERRIDE = 4096
 
+#: Words for true and false: those of Go's strconv.ParseBool, and those that only plain text is.
+_TRUE_AND_FALSE = (
+    ("1", "0"), ("t", "f"), ("T", "F"), ("true", "false"), ("True", "False"), ("TRUE", "FALSE")
+)  # fmt: skip
+_PLAIN = (("y", "n"), ("Y", "N"))
+#: Numbers in quotes; not so long that their conversion takes time.
+_WHOLE = r"[+-]?[0-9]{1,18}"
+_DECIMAL = rf"{_WHOLE}(?:\.[0-9]{{1,18}})?"
+
 _MAX_PORT = 65_535
 _LOCALHOST = "127.0.0.1"
 _EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - to recognise them, not to listen there
@@ -53,7 +62,8 @@ class InvalidValueError(Exception):
 
     def __init__(self, key: str, node: Node, what: str, hint: str) -> None:
         self.what = f"{key} is {quote(node)}, {what}"
-        self.hint = hint
+        odd = look_alike(node.value) if isinstance(node, ScalarNode) else ""
+        self.hint = f"it contains {odd}; remove that" if odd else hint
         super().__init__(self.what)
 
 
@@ -70,17 +80,30 @@ class Key(NamedTuple):
 
 
 def boolean(key: str, node: Node) -> bool:
+    """Accept YAML's words, `y`, and what Go's strconv.ParseBool reads, as Cloudpods: `"true"`, `1`, `T`."""
     value = value_of(node)
-    if not isinstance(value, bool):
-        raise InvalidValueError(key, node, "not true or false", f"write {key}: true or {key}: false")
-    return value
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int) and value in (0, 1):
+        return value == 1
+    if isinstance(value, str) and isinstance(node, ScalarNode):
+        words = _TRUE_AND_FALSE if node.style else (*_TRUE_AND_FALSE, *_PLAIN)
+        for true, false in words:
+            if value in (true, false):
+                return value == true
+    raise InvalidValueError(key, node, "not true or false", f"write {key}: true or {key}: false")
 
 
 def whole_number(lowest: int, highest: int) -> Kind:
+    """Accept whole numbers within inclusive bounds, also in quotes."""
+
     def kind(key: str, node: Node) -> int:
         value = value_of(node)
-        quotes = ", without quotes" if isinstance(value, str) else ""
-        hint = f"write a whole number from {lowest} to {highest}{quotes}"
+        hint = f"write a whole number from {lowest} to {highest}"
+        if isinstance(value, str) and re.fullmatch(_WHOLE, value):
+            value = int(value)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         if not isinstance(value, int) or isinstance(value, bool):
             raise InvalidValueError(key, node, "not a whole number", hint)
         if not lowest <= value <= highest:
@@ -91,13 +114,14 @@ def whole_number(lowest: int, highest: int) -> Kind:
 
 
 def number(lowest: float, highest: float, decimals: int) -> Kind:
-    """Accept numbers within inclusive bounds, with at most this many decimals."""
+    """Accept numbers within inclusive bounds, with at most this many decimals, also in quotes."""
 
     def kind(key: str, node: Node) -> float:
         value = value_of(node)
         precision = "one decimal" if decimals == 1 else f"{decimals} decimals"
-        quotes = " and without quotes" if isinstance(value, str) else ""
-        hint = f"write a number from {lowest:g} to {highest:g}, with at most {precision}{quotes}"
+        hint = f"write a number from {lowest:g} to {highest:g}, with at most {precision}"
+        if isinstance(value, str) and re.fullmatch(_DECIMAL, value):
+            value = float(value)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise InvalidValueError(key, node, "not a number", hint)
         if not lowest <= value <= highest:
@@ -137,6 +161,11 @@ def one_of(*choices: str) -> Kind:
         return str(value)
 
     return kind
+
+
+def path_or_empty(key: str, node: Node) -> str:
+    """Accept what `absolute_path` does, and the empty string."""
+    return "" if value_of(node) == "" else absolute_path(key, node)
 
 
 def absolute_path(key: str, node: Node) -> str:

@@ -22,8 +22,9 @@ Run NVIDIA MPS as a service: divide GPUs into devices, and enforce their budgets
 The daemon runs in the foreground, and is normally started by systemd:
 systemctl enable --now yunion-mps-daemon
 
-It reads /etc/yunion/host.conf and the device file named there; yunion-mps config show prints both. On SIGTERM
-or SIGINT, it gives running jobs time to end, stops, and restores the GPUs' compute modes.
+It reads /etc/yunion/host.conf, host_local.conf, whose values replace those of host.conf, and the device
+file; yunion-mps config show prints them. On SIGTERM or SIGINT, it gives running jobs time to end, stops, and
+restores the GPUs' compute modes.
 """
 _STATUSES = """\b
 Exit status:

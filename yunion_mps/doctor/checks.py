@@ -89,7 +89,7 @@ class Host:
         self.paths = paths
         self.timeout_s = timeout_s
         client = DaemonClient(paths, timeout_s * _FACT_TIME_SHARE)
-        #: The configuration and the problems of both files.
+        #: The configuration and the problems of its files.
         self.config: Lazy[tuple[Config, list[Problem]]] = Lazy(lambda: load(paths))
         #: Initialised NVML; raises DriverError.
         self.nvml: Lazy[Nvml] = Lazy(lambda: _open_nvml(timeout_s * _FACT_TIME_SHARE))

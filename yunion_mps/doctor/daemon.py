@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from yunion_mps import __version__
@@ -137,33 +138,37 @@ def daemon(host: Host) -> Findings:
 
 @check("configuration", INVALID_CONFIGURATION)
 def configuration(host: Host) -> Findings:
-    paths = host.paths
-    if os.path.exists(paths.host_conf) and not os.access(paths.host_conf, os.R_OK):
-        raise invisible(paths.host_conf)
     config, problems = host.config()
+    _check_readable(config.files)
     if problems:
         return [_finding(error) for error in problems]
     if not config.enable_cuda_mps:
-        return [ok("both files are valid; enable_cuda_mps is false")]
+        return [ok("the configuration is valid; enable_cuda_mps is false")]
     try:
         plan, problems = host.plan()
     except DriverError:
-        return [ok("both files are valid; they cannot be checked against the GPUs without the driver")]
+        return [ok("the configuration is valid; they cannot be checked against the GPUs without the driver")]
     except HostError as error:
         return [problem(error.message, error.hint)]
     if problems:
         return [_finding(error) for error in problems]
     unusable = len(plan.unavailable) + len(plan.missing)
     if not plan.devices and not plan.pools and unusable:  # other checks report why
-        return [ok(f"both files are valid; {count(unusable, 'GPU')} cannot be divided now")]
+        return [ok(f"the configuration is valid; {count(unusable, 'GPU')} cannot be divided now")]
     if not plan.devices and not plan.pools:
         hint = f"check the GPUs (yunion-mps gpus) and {config.container_device_config_file}"
-        return [problem("both files are valid, but no GPU on this host can be divided", hint)]
+        return [problem("the configuration is valid, but no GPU on this host can be divided", hint)]
     gpus = len({physical_gpu(device.addr) for device in plan.devices})
     parts = [f"{count(len(plan.devices), 'device')} on {count(gpus, 'GPU')}"] if gpus else []
     if plan.pools:
         parts.append(count(len(plan.pools), "memory pool"))
-    return [ok(f"both files are valid; {', '.join(parts)}")]
+    return [ok(f"the configuration is valid; {', '.join(parts)}")]
+
+
+def _check_readable(files: Iterable[str]) -> None:
+    for file in files:
+        if os.path.exists(file) and not os.access(file, os.R_OK):
+            raise invisible(file)
 
 
 def _finding(error: Problem) -> Finding:

@@ -286,7 +286,7 @@ class _OptionsReader:
 
     def _configs(self, root: MappingNode, base: dict[str, Any]) -> Iterator[NamedConfiguration]:
         names: dict[str, Node] = {}
-        for name, key, node in pairs_of(root):
+        for name, key, node, _ in pairs_of(root):
             if not re.fullmatch(_NAME, name) or len(name) > _MAX_NAME:
                 hint = "write letters, digits, -, _ and ., as in the value of a label"
                 self._report(key, f"{quote(key)} is not the name of a configuration", hint)
@@ -307,7 +307,7 @@ class _OptionsReader:
         """The values that are written, of valid keys."""
         values: dict[str, Any] = {}
         seen: dict[str, Node] = {}
-        for name, key, node in pairs_of(root):
+        for name, key, node, _ in pairs_of(root):
             if name not in keys:
                 near = nearest_key(name, keys)
                 hint = "" if near else f"remove it; the valid keys are {', '.join(keys)}"

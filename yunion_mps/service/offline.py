@@ -175,7 +175,8 @@ def _restore_layouts(paths: Paths, store: Store, used: Collection[str]) -> bool:
     cause = preflight.driver_error and preflight.driver_error.message
     if preflight.problems:
         cause = "the configuration has errors; see: yunion-mps config check"
-    is_sure = all(problem.file == paths.host_conf for problem in preflight.problems)
+    device_file = paths.under(preflight.config.container_device_config_file)
+    is_sure = all(problem.file != device_file for problem in preflight.problems)
     known = {one.gpu_uuid for one in layouts} if is_sure else to_restore
     unknown = changed - known if cause else set()
     for uuid in unknown:

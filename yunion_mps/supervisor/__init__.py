@@ -74,7 +74,6 @@ class Supervisor:
         self.layouts = MigLayouts(self._gpus, self.desired, self.event_log.record)
         self.desired.confirmed = lambda: self.layouts.confirmed
         self._snapshots = Snapshots(
-            paths.host_conf,
             self.desired,
             self._gpus,
             self.fleet,

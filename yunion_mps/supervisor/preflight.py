@@ -113,7 +113,7 @@ def run_preflight(
     even_if_disabled: bool = False,
     confirms_replaced: bool = False,
 ) -> Preflight:
-    """Read both files and scan the GPUs, through `opened` if NVML is already open; changes nothing.
+    """Read the files and scan the GPUs, through `opened` if NVML is already open; changes nothing.
 
     If MPS is disabled, the GPUs are not scanned; with `even_if_disabled`, it counts as enabled. With
     `confirms_replaced`, the operator confirms that entries mean the cards that replaced theirs. Raises
@@ -142,7 +142,8 @@ def run_preflight(
         plan, host_problems = make_plan(config, inventory, host)
         kept = (g for g in inventory.gpus if g.pci_address not in gone or g.pci_address in plan.unavailable)
         inventory = inventory._replace(gpus=tuple(kept))
-    if not config.devices and any(problem.file != paths.host_conf for problem in problems):
+    device_file = paths.under(config.container_device_config_file)
+    if not config.devices and any(problem.file == device_file for problem in problems):
         host_problems = []  # the entries have problems, so cuda_mps_replicas does not apply
     all_problems = (*problems, *host_problems)
     return Preflight(config, all_problems, inventory, plan, host, nvml, driver_error, warnings)

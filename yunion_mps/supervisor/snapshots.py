@@ -25,7 +25,6 @@ class Snapshots:
 
     def __init__(
         self,
-        host_conf: str,
         desired: DesiredState,
         gpus: Gpus,
         fleet: Fleet,
@@ -34,7 +33,6 @@ class Snapshots:
         warnings: Callable[[], Iterable[Reason]],
     ) -> None:
         """`plan` returns the plan in effect, `warnings` those of other parts of the supervisor."""
-        self._host_conf = host_conf
         self._desired = desired
         self._gpus = gpus
         self._fleet = fleet
@@ -81,8 +79,10 @@ class Snapshots:
         """
         why, code = "", reasons.CONTROL_DAEMON_LEFT
         if not self._desired.config.enable_cuda_mps:
-            also = self._desired.config.also_disabled
-            why = f"MPS is disabled: enable_cuda_mps is false in {self._host_conf}{also}"
+            config = self._desired.config
+            at = config.sources["enable_cuda_mps"]
+            file = next(iter(config.files), "host.conf") if at.line is None else at.file
+            why = f"MPS is disabled: enable_cuda_mps is false in {file}{config.also_disabled}"
             code = reasons.DISABLED
         elif self.driver_error:
             why, code = f"waiting for the NVIDIA driver: {self.driver_error}", self.driver_error.code

@@ -187,10 +187,6 @@ def _shown(printed: bytes) -> str:
     return printed.decode().replace("\r\n", "\n")
 
 
-def table_of(lines: list[str]) -> list[str]:
-    return [line for line in lines if line.startswith(("|", "+"))]
-
-
 @pytest.fixture(scope="module")
 def serve() -> Iterator[Serve]:
     """Make a Cli for a host in the state of a snapshot."""

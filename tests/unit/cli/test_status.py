@@ -108,7 +108,7 @@ def test_the_status_of_a_host_without_mps_says_why(serve: Serve) -> None:
     assert cli.good("status").splitlines()[:7] == [
         "State:    disabled",
         "Notice:   enable_cuda_mps is false",
-        "Hint:     set enable_cuda_mps: true in host.conf, then: yunion-mps reload",
+        "Hint:     set enable_cuda_mps: true in host.conf or host_local.conf, then: yunion-mps reload",
         "Devices:  0 of 0 available",
         "Leases:   0; 0 processes",
         "GPUs:     0",

@@ -1,4 +1,4 @@
-"""The two configuration files of a host that has nothing else."""
+"""The configuration files of a host that has nothing else."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ from yunion_mps.settings import Config
 Content = Optional[Union[str, bytes]]
 
 HOST = "/etc/yunion/host.conf"
+LOCAL = "/etc/yunion/host_local.conf"
 DEVICES = "/etc/yunion/host_container_device.yml"
 
 
 class Files:
-    """Writes both files below a root and reads them back; messages name files as on a host without a root."""
+    """Writes the files below a root and reads them back; messages name files as on a host without a root."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.paths = Paths(str(root))
         self.host = root / HOST[1:]
+        self.local = root / LOCAL[1:]
         self.devices = root / DEVICES[1:]
         self.host.parent.mkdir(parents=True)
 
-    def write(self, host: Content = "enable_cuda_mps: true\n", devices: Content = None) -> Files:
-        for file, content in ((self.host, host), (self.devices, devices)):
+    def write(
+        self, host: Content = "enable_cuda_mps: true\n", devices: Content = None, local: Content = None
+    ) -> Files:
+        for file, content in ((self.host, host), (self.devices, devices), (self.local, local)):
             file.unlink(missing_ok=True)
             if content is not None:
                 file.write_bytes(content.encode() if isinstance(content, str) else content)

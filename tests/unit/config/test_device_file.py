@@ -11,10 +11,6 @@ from yunion_mps.config import load
 from unit.config.conftest import DEVICES, Files, annotated
 
 INDENT = "indent it below an entry of devices"
-EMPTY = (
-    "write devices: [] to divide every GPU into cuda_mps_replicas devices, "
-    "or enable_cuda_mps: false in host.conf to divide none"
-)
 NUMBER = "write a whole number from 1 to 60"
 KEYS = (
     "path, type, virtual_number, slices, memory_unit, memory_reserve, thread_percentage, thread_overcommit, "
@@ -76,12 +72,9 @@ def test_our_key_in_an_entry_of_another_type_is_reported(files: Files, entry_typ
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", f": is empty: {EMPTY}"),
-        ("# nothing\n", f": is empty: {EMPTY}"),
         ("- path: a\n", ":1: contains a list, not a mapping: begin the file with devices:"),
         ("\n\nword\n", ':3: contains "word", not a mapping: begin the file with devices:'),
-        ("version: 1\n", ":1: missing key devices: begin the file with devices:"),
-        ("{}\n", ":1: missing key devices: begin the file with devices:"),
+        ("path: a\n", ":1: missing key devices: begin the file with devices:, and each entry with a dash"),
         ("v: 1\ndevice: []\n", ":2: unknown key device (did you mean devices?)"),
         ("devices: []\nvirtual_number: 3\n", f":2: unknown key virtual_number beside devices: {INDENT}"),
         ("memory_unit: 1GiB\ndevices: []\n", f":1: unknown key memory_unit beside devices: {INDENT}"),
@@ -90,8 +83,11 @@ def test_our_key_in_an_entry_of_another_type_is_reported(files: Files, entry_typ
             f":2: unknown key virtual_numbr beside devices (did you mean virtual_number?): {INDENT}",
         ),
         ("dveices: []\n", ":1: unknown key dveices (did you mean devices?)"),
-        ("devices: []\ndevices: []\n", ":2: duplicate key devices: put all entries under one devices: key"),
-        ("devices:\n", ":1: devices is empty (null), not a list: write each entry after a dash: - path: …"),
+        (
+            "devices: []\ndevices: [{type: X}]\n",
+            ":2: duplicate key devices: put all entries under one devices: key",
+        ),
+        ("devices: ''\n", ':1: devices is "", not a list: write each entry after a dash: - path: …'),
         (
             "devices:\n  path: a\n",
             ":2: devices is a mapping, not a list: write each entry after a dash: - path: …",
@@ -101,6 +97,29 @@ def test_our_key_in_an_entry_of_another_type_is_reported(files: Files, entry_typ
 )
 def test_a_file_of_another_shape_is_refused_with_the_right_one(files: Files, text: str, message: str) -> None:
     assert files.write(devices=text).messages() == [DEVICES + message]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "# nothing\n", "---\n...\n", "\ufeff", "null\n", "{}\n", "version: 1\n", "devices:\n",
+     "devices: ~\n", "devices: []\n", "devices: []\ndevices: []\n"],
+)  # fmt: skip
+def test_a_file_without_entries_has_none_as_for_cloudpods(files: Files, text: str) -> None:
+    assert files.write(devices=text).load().devices == ()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("virtual-number", "path", "type"),
+        ("virtualNumber", "Path", "Type"),
+        ("VirtualNumber", "PATH", "TYPE"),
+    ],
+)
+def test_a_key_may_be_written_as_cloudpods_finds_its_fields(files: Files, keys: tuple[str, ...]) -> None:
+    number, path, kind = keys
+    files.write(devices=f"Devices:\n- {{{path}: 00:06.0, {kind}: NVIDIA_MPS, {number}: '4'}}\n")
+    assert [entry[:2] for entry in files.load().devices] == [("00:06.0", 4)]
 
 
 WRONG = """\
@@ -115,8 +134,6 @@ devices:
 ! an entry has no type: write type: NVIDIA_MPS, or the type of other software
 - {path: 00:06.0, virtual_number: 4, tpye: NVIDIA_MPS}
 ! unknown key tpye (did you mean type?)
-- {path: 00:06.0, virtual_number: 4, Type: NVIDIA_MPS}
-! unknown key Type (did you mean type?)
 - {path: 00:06.0, virtual_number: 4, typ: NVIDIA_MSP}
 ! unknown key typ (did you mean type?)
 ! unknown type NVIDIA_MSP (did you mean NVIDIA_MPS?)
@@ -149,9 +166,9 @@ devices:
 - {type: NVIDIA_MPS}
 ! an NVIDIA_MPS entry has no path: add path, for example path: /dev/dri/renderD128
 ! an NVIDIA_MPS entry has no virtual_number: add virtual_number, for example virtual_number: 4
-- {type: NVIDIA_MPS, path: 5, virtual_number: '4'}
+- {type: NVIDIA_MPS, path: 5, virtual_number: '4.5'}
 ! path is 5, not a string: $PATH
-! virtual_number is "4", not a whole number: $NUMBER, without quotes
+! virtual_number is "4.5", not a whole number: $NUMBER
 - {type: NVIDIA_MPS, path: , virtual_number: 4.5}
 ! path is empty (null), not a string: $PATH
 ! virtual_number is 4.5, not a whole number: $NUMBER
@@ -169,7 +186,8 @@ devices:
 ! a key that is not a string in an NVIDIA_MPS entry: remove it; $VALID
 - {path: 00:06.0, type: NVIDIA_MPS, virtual_number: 4,
    path: 00:07.0}
-! duplicate key path: keep one of the two lines (the other is line 30)
+! duplicate key path: keep one of the two lines (the other is line 29)
+- {path: 00:06.0, type: NVIDIA_MPS, type: NVIDIA_MPS, virtual_number: 4, virtual_number: '4'}
 """
 
 
@@ -215,9 +233,6 @@ def test_values_given_by_alias_are_read(files: Files) -> None:
     assert [entry[:2] for entry in files.load().devices] == [("00:06.0", 4), ("00:07.0", 4)]
 
 
-NO_MERGE = "merge keys (<<) are not supported: write the keys out"
-
-
 def test_an_entry_that_merges_another_software_s_type_is_left_alone(files: Files) -> None:
     files.write(
         devices="base: &b {type: NVIDIA_GPU, foo: 2}\n"
@@ -232,9 +247,16 @@ def test_an_entry_that_merges_another_software_s_type_is_left_alone(files: Files
     "entry",
     ["{<<: *b, path: 00:06.0}", "{<<: [*b], path: 00:06.0}", "{<<: *b, path: 00:06.0, type: NVIDIA_MPS}"],
 )
-def test_an_entry_with_yaml_merge_keys_is_refused(files: Files, entry: str) -> None:
+def test_an_entry_gets_the_keys_that_it_merges(files: Files, entry: str) -> None:
     files.write(devices=f"base: &b {{type: NVIDIA_MPS, virtual_number: 2}}\ndevices:\n- {entry}\n")
-    assert files.messages()[0] == f"{DEVICES}:3: {NO_MERGE}"
+    assert [one[:2] for one in files.load().devices] == [("00:06.0", 2)]
+
+
+def test_a_problem_of_a_merged_value_names_the_line_where_it_is(files: Files) -> None:
+    files.write(
+        devices="base: &b {type: NVIDIA_MPS,\n virtual_number: 0}\ndevices:\n- {<<: *b, path: 00:06.0}\n"
+    )
+    assert files.messages() == [f"{DEVICES}:2: virtual_number is 0, out of range: {NUMBER}"]
 
 
 def test_an_unreadable_host_conf_hides_no_problem_of_the_device_file(files: Files) -> None:

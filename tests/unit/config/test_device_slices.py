@@ -125,7 +125,7 @@ devices:
   - {memory: 1GiB, thread_percentage: 100.1}
 ! thread_percentage is 100.1, out of range: $PERCENTAGE
   - {memory: 1GiB, thread_percentage: 50%}
-! thread_percentage is "50%", not a number: $PERCENTAGE and without quotes
+! thread_percentage is "50%", not a number: $PERCENTAGE
   - {memory: 1GiB, thread_percentage: 33.33}
 ! thread_percentage is 33.33, too precise: $PERCENTAGE
   - {memory: 1GiB, thread_percentage: .nan}
@@ -213,8 +213,8 @@ def test_more_slices_than_any_gpu_may_have_are_named(files: Files) -> None:
         ("gpu_memory_unit: 2GiB", f'1: gpu_memory_unit is "2GiB", {UNITS}'),
         ("gpu_memory_unti: 1GiB", "1: unknown key gpu_memory_unti (did you mean gpu_memory_unit?)"),
         (
-            "gpu_memory_unit: 1GiB\ngpu_memory_unit: 1GiB",
-            "2: duplicate key gpu_memory_unit: keep one of the two lines",
+            "gpu_memory_unit: 1GiB\ngpu_memory_unit: 128MiB",
+            "2: duplicate key gpu_memory_unit: keep one of the two lines (the other is line 1)",
         ),
     ],
 )

@@ -16,7 +16,6 @@ from unit.config.conftest import DEVICES, HOST, Files
 from unit.short_memory import with_memory_short
 
 MIB = 1 << 20
-FILL = "write at least enable_cuda_mps: true or enable_cuda_mps: false"
 FLAT = "write one key: value per line, as in the example"
 SYNTAX = "correct the syntax near this line"
 UTF_8 = "save it as UTF-8 text"
@@ -64,20 +63,15 @@ def test_every_value_is_of_the_same_kind_as_for_pyyaml(files: Files) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", f": is empty: {FILL}"),
-        (b"\n  \n", f": is empty: {FILL}"),
-        (b"# only a comment\n", f": is empty: {FILL}"),
-        (b"\xef\xbb\xbf", f": is empty: {FILL}"),
-        (b"---\n...\n", f": is empty: {FILL}"),
         (b"- a\n", f":1: contains a list, not a mapping: {FLAT}"),
         (b"\nenable_cuda_mps\n", f':2: contains "enable_cuda_mps", not a mapping: {FLAT}'),
-        (b"enable_cuda_mps = true\n", f':1: contains "enable_cuda_mps = true", not a mapping: {FLAT}'),
+        (b"enable_cuda_mps = true\nb\n", f':1: contains "enable_cuda_mps = true b", not a mapping: {FLAT}'),
         (b"4.5\n", f":1: contains 4.5, not a mapping: {FLAT}"),
         (b"a: b: c\n", f":1: not valid YAML (mapping values are not allowed in this context): {SYNTAX}"),
         (
-            b"a: 1\nb:\n\tc: 2\n",
+            b"a: 1\nb: @c\n",
             (
-                ":3: not valid YAML (while scanning for the next token"
+                ":2: not valid YAML (while scanning for the next token"
                 f" found character that cannot start any token): {SYNTAX}"
             ),
         ),
@@ -86,13 +80,6 @@ def test_every_value_is_of_the_same_kind_as_for_pyyaml(files: Files) -> None:
             f":2: not valid YAML (while scanning a quoted scalar found unexpected end of stream): {SYNTAX}",
         ),
         (b"a: 1\nb: *c\n", f":2: not valid YAML (found undefined alias): {SYNTAX}"),
-        (
-            b"a: 1\n--- 2\n",
-            (
-                ":2: not valid YAML (expected a single document in the stream but found another document):"
-                f" {SYNTAX}"
-            ),
-        ),
         (b"a: 1\n# gr\xfcn\n", f":2: not valid YAML (invalid leading UTF-8 octet): {UTF_8}"),
         (b"a: 1\n\nb: \x07\n", f":3: not valid YAML (control characters are not allowed): {UTF_8}"),
         (b"\x7fELF\x02\x01\x01\x00", f":1: not valid YAML (control characters are not allowed): {UTF_8}"),
@@ -261,7 +248,7 @@ def test_a_number_of_1_mib_is_refused_quickly(files: Files, number: str) -> None
     assert files.messages() == [
         (
             f"{HOST}:1: cuda_mps_replicas is {number[:39]}…, not a whole number:"
-            " write a whole number from 1 to 60, without quotes"
+            " write a whole number from 1 to 60"
         )
     ]
     assert time.process_time() - begin < QUICK_S

@@ -22,8 +22,8 @@ def whole(most: int) -> str:
 WRONG: list[tuple[str, str, str, dict[str, str]]] = [
     (
         "enable_cuda_mps", "not true or false", "write enable_cuda_mps: true or enable_cuda_mps: false",
-        {'"true"': '"true"', "1": "1", "": NULL, "~": NULL, "ture": '"ture"', "y": '"y"', "[true]": "a list",
-         "{a: true}": "a mapping", '!!bool "maybe"': "maybe"},
+        {'"yes"': '"yes"', "2": "2", "": NULL, "~": NULL, "ture": '"ture"', '"y"': '"y"', "tRUE": '"tRUE"',
+         "[true]": "a list", "{a: true}": "a mapping", '!!bool "maybe"': "maybe"},
     ),
     (
         "cuda_mps_pipe_group", "a group that does not exist",
@@ -31,22 +31,19 @@ WRONG: list[tuple[str, str, str, dict[str, str]]] = [
         {"no such group": '"no such group"'},
     ),
     (
-        "cuda_mps_replicas", "not a whole number", f"{whole(60)}, without quotes",
-        {'"4"': '"4"', "1e1": '"1e1"', "four": '"four"', '!!int "-"': "-", '!!int "four"': "four"},
-    ),
-    (
         "cuda_mps_replicas", "not a whole number", whole(60),
-        {"4.5": "4.5", "4.0": "4.0", ".inf": ".inf", "true": "true", "yes": "yes", "null": NULL,
-         "[4]": "a list", "2001-01-01": "2001-01-01", "!!float 4": "4", "!mine 4": "4"},
+        {"4.5": "4.5", '"4.0"': '"4.0"', ".inf": ".inf", "true": "true", "yes": "yes", "null": NULL,
+         "[4]": "a list", "2001-01-01": "2001-01-01", "!mine 4": "4", "four": '"four"', '"1_0"': '"1_0"',
+         '!!int "-"': "-", '!!int "four"': "four", "0:30": '"0:30"', "1:10": "1:10"},
     ),
     (
         "cuda_mps_replicas", "out of range", whole(60),
-        {"0": "0", "-1": "-1", "61": "61", "1:10": "1:10", "9" * 50: f"{'9' * 39}…"},
+        {"0": "0", "-1": "-1", "61": "61", '"61"': '"61"', "9" * 50: f"{'9' * 39}…"},
     ),
     ("cuda_mps_max_clients", "out of range", whole(4096), {"0": "0", "4097": "4097"}),
     ("cuda_mps_max_clients", "not a whole number", whole(4096), {"null": NULL}),
     ("max_leases_per_user", "out of range", whole(1_000_000), {"0": "0"}),
-    ("max_leases_per_user", "not a whole number", f"{whole(1_000_000)}, without quotes", {"none": '"none"'}),
+    ("max_leases_per_user", "not a whole number", whole(1_000_000), {"none": '"none"'}),
     ("max_lease_ttl_s", "out of range", whole(31_536_000), {"99999999": "99999999"}),
     ("over_budget", "but must be report or terminate", "", {"kill": '"kill"'}),
     ("over_budget_grace_s", "out of range", whole(3600), {"0": "0"}),
@@ -94,6 +91,7 @@ WRONG: list[tuple[str, str, str, dict[str, str]]] = [
 #: For each key its default, another value, and how that is written.
 VALUES: dict[str, tuple[object, object, str]] = {
     "enable_cuda_mps": (False, True, "true"),
+    "local_config_file": ("/etc/yunion/host_local.conf", "/etc/local.conf", "/etc/local.conf"),
     "container_device_config_file": (
         "/etc/yunion/host_container_device.yml", "/etc/devices.yml", "/etc/devices.yml"
     ),
@@ -151,7 +149,7 @@ def test_a_wrong_value_is_named_with_its_line_and_a_hint(
     ("misspelt", "real"),
     [
         ("enable_cuda_mp", "enable_cuda_mps"),
-        ("enable-cuda-mps", "enable_cuda_mps"),
+        ("enable-cuda-mp", "enable_cuda_mps"),
         ("Enable_CUDA_MPS", "enable_cuda_mps"),
         ("cuda_mps_replica", "cuda_mps_replicas"),
         ("cuda_mps_socpe", "cuda_mps_scope"),
@@ -180,9 +178,9 @@ def test_an_unknown_key_that_begins_like_ours_is_named_with_all_of_ours(files: F
             "container_device_config_file, cuda_mps_combine, cuda_mps_compute_mode, "
             "cuda_mps_log_directory, cuda_mps_max_clients, cuda_mps_multiuser, cuda_mps_pipe_directory, "
             "cuda_mps_pipe_group, cuda_mps_replicas, cuda_mps_scope, cuda_mps_stop_timeout_s, "
-            "cuda_mps_thread_percentage, enable_cuda_mps, max_lease_ttl_s, max_leases_per_user, "
-            "metrics_allow_public, metrics_listen, metrics_textfile, over_budget, over_budget_grace_s, "
-            "web_allow_public, web_listen"
+            "cuda_mps_thread_percentage, enable_cuda_mps, local_config_file, max_lease_ttl_s, "
+            "max_leases_per_user, metrics_allow_public, metrics_listen, metrics_textfile, over_budget, "
+            "over_budget_grace_s, web_allow_public, web_listen"
         )
     ]
 
@@ -190,25 +188,59 @@ def test_an_unknown_key_that_begins_like_ours_is_named_with_all_of_ours(files: F
 @pytest.mark.parametrize(
     "merge",
     [
-        "<<: {cuda_mps_scope: gpu}",
+        "<<: {cuda_mps_scope: gpu, cuda_mps_replicas: 3}",
         "<<: [{a: b}, {cuda_mps_scope: gpu}]",
         "<<: *ours",
         "<<: [*ours]",
         "<<: {<<: *ours}",
     ],
 )
-def test_a_merge_that_brings_in_keys_of_ours_is_named(files: Files, merge: str) -> None:
-    files.write(f"theirs: &ours {{enable_cuda_mps: true}}\n{merge}\n")
-    assert files.messages() == [f"{HOST}:2: merge keys (<<) are not supported: write the keys out"]
+def test_a_merge_brings_in_keys_that_the_file_s_own_keys_override(files: Files, merge: str) -> None:
+    base = "theirs: &ours {cuda_mps_scope: gpu, cuda_mps_replicas: 3}\n"
+    config = files.write(f"{base}{merge}\ncuda_mps_replicas: 4\n").load()
+    assert (config.cuda_mps_scope, config.cuda_mps_replicas) == ("gpu", 4)
+    assert [config.sources[key].line for key in ("cuda_mps_replicas", "enable_cuda_mps")] == [3, None]
+
+
+def test_the_first_of_merged_mappings_counts(files: Files) -> None:
+    files.write("<<: [{cuda_mps_scope: gpu}, {cuda_mps_scope: host, enable_cuda_mps: true}]\n")
+    config = files.load()
+    assert (config.cuda_mps_scope, config.enable_cuda_mps) == ("gpu", True)
+
+
+def test_a_merge_below_a_key_with_another_value_is_named(files: Files) -> None:
+    """Cloudpods takes the value of the merge, and YAML's specification that of the key."""
+    files.write("a: &a {cuda_mps_scope: gpu}\ncuda_mps_scope: host\n<<: *a\n")
+    hint = "keep one of the two lines (the other is line 2)"
+    assert files.messages() == [f"{HOST}:1: duplicate key cuda_mps_scope: {hint}"]
+
+
+def test_a_merge_of_something_else_than_mappings_is_named(files: Files) -> None:
+    files.write("enable_cuda_mps: true\n<<: [{a: 1}, 5]\n")
+    hint = "write <<: and the alias of a mapping, or remove it"
+    assert files.messages() == [f"{HOST}:2: << is a list, not a mapping: {hint}"]
 
 
 def test_the_first_of_duplicate_keys_counts_and_both_are_named(files: Files) -> None:
-    files.write("cuda_mps_scope: gpu\nhypervisor: kvm\ncuda_mps_scope: host\ncuda_mps_scope: host\n")
+    files.write("cuda_mps_scope: gpu\nhypervisor: kvm\ncuda_mps_scope: host\ncuda-mps-scope: host\n")
     hint = "keep one of the two lines (the other is line 1)"
     assert files.messages() == [
         f"{HOST}:3: duplicate key cuda_mps_scope: {hint}",
         f"{HOST}:4: duplicate key cuda_mps_scope: {hint}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("cuda_mps_replicas: 4", "cuda_mps_replicas: 4"),
+        ("cuda_mps_replicas: 4", "cuda_mps_replicas: '4'"),
+        ("cuda_mps_replicas: 4", "cuda-mps-replicas: 0x4"),
+    ],
+)
+def test_a_key_twice_with_the_same_value_is_accepted(files: Files, first: str, second: str) -> None:
+    config = files.write(f"{first}\n{second}\n").load()
+    assert (config.cuda_mps_replicas, config.sources["cuda_mps_replicas"].line) == (4, 1)
 
 
 def test_the_override_bounds_the_number_of_devices_wherever_it_stands(files: Files) -> None:
@@ -224,6 +256,7 @@ hypervisor: twice
 networks: [eth1/br0/10.168.222.136, eth2/br1/bcast0]
 region: Yunion
 auth_url: https://10.0.0.1:30500/v3
+common_config_file: /etc/yunion/common.conf
 local_image_path: [/opt/cloud/workspace/disks]
 ovn_underlay_mtu: 1500
 enable_cpu_binding: 'true'
@@ -247,14 +280,40 @@ def test_foreign_keys_are_ignored_whatever_they_contain(files: Files) -> None:
 
 
 @pytest.mark.parametrize(
-    "written", ["true", "True", "TRUE", "yes", "Yes", "on", "&anchor true", "!!bool yes"]
-)
-def test_true_is_written_as_yaml_1_1_has_it(files: Files, written: str) -> None:
+    "written",
+    ["true", "True", "TRUE", "yes", "Yes", "YES", "on", "On", "ON", "y", "Y", "&anchor true", "!!bool yes",
+     "'true'", '"True"', "T", "t", "1", "'1'"],
+)  # fmt: skip
+def test_true_is_written_as_cloudpods_reads_it(files: Files, written: str) -> None:
     assert files.write(f"enable_cuda_mps: {written}\n").load().enable_cuda_mps is True
 
 
-@pytest.mark.parametrize("written", ["16", "0x10", "020", "0b10000", "1_6", "+16", '!!int "16"'])
-def test_a_whole_number_is_written_as_yaml_1_1_has_it(files: Files, written: str) -> None:
+@pytest.mark.parametrize(
+    "written",
+    ["false", "False", "FALSE", "no", "No", "NO", "off", "Off", "OFF", "n", "N", "'false'", "F", "f", "0"],
+)
+def test_false_is_written_as_cloudpods_reads_it(files: Files, written: str) -> None:
+    assert files.write(f"recycle: 1\ncuda_mps_multiuser: {written}\n").load().cuda_mps_multiuser is False
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "16",
+        "0x10",
+        "020",
+        "0b10000",
+        "1_6",
+        "+16",
+        '!!int "16"',
+        "'16'",
+        '"16"',
+        '"+16"',
+        "16.0",
+        "!!float 16",
+    ],
+)
+def test_a_whole_number_is_written_as_cloudpods_reads_it(files: Files, written: str) -> None:
     assert files.write(f"cuda_mps_replicas: {written}\n").load().cuda_mps_replicas == 16
 
 

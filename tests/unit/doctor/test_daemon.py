@@ -61,22 +61,28 @@ def test_a_stopped_daemon_is_a_problem_only_if_mps_is_enabled(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("keys", "devices", "level", "what"),
     [
-        ({}, "", "ok", "both files are valid; 10 devices on 1 GPU"),
-        ({}, "  virtual_number: 1\n", "ok", "both files are valid; 1 device on 1 GPU"),
-        ({"enable_cuda_mps": "false"}, "", "ok", "both files are valid; enable_cuda_mps is false"),
+        ({}, "", "ok", "the configuration is valid; 10 devices on 1 GPU"),
+        ({}, "  virtual_number: 1\n", "ok", "the configuration is valid; 1 device on 1 GPU"),
+        ({"enable_cuda_mps": "false"}, "", "ok", "the configuration is valid; enable_cuda_mps is false"),
         ({"cuda_mps_scope": "hots"}, "", "problem", "/etc/yunion/host.conf:2: cuda_mps_scope is"),
         ({}, "  virtual_number: 0\n  memory_unit: 1GiB\n", "ok", "1 memory pool"),
         ({}, "  virtual_number: many\n", "problem", "/etc/yunion/host_container_device.yml:4: "),
     ],
     ids=["right", "one device", "off", "host.conf", "units", "device file"],
 )
-def test_both_files_are_checked_with_the_gpus(
+def test_the_files_are_checked_with_the_gpus(
     tmp_path: Path, keys: dict[str, Any], devices: str, level: str, what: str
 ) -> None:
     if devices:
         entry = f"devices:\n- path: {P40.uuid}\n  type: NVIDIA_MPS\n{devices}"
         write(tmp_path / "etc/yunion/host_container_device.yml", entry)
     assert what in one(host_of(tmp_path, P40, **keys), "configuration", level).what
+
+
+def test_a_value_of_host_local_conf_is_checked_in_that_file(tmp_path: Path) -> None:
+    write(tmp_path / "etc/yunion/host_local.conf", "\ncuda_mps_scope: hots\n")
+    what = one(host_of(tmp_path, P40), "configuration", "problem").what
+    assert what.startswith(f"{tmp_path}/etc/yunion/host_local.conf:2: cuda_mps_scope is")
 
 
 @pytest.mark.processes

@@ -280,7 +280,7 @@ def test_a_gpu_in_mig_mode_is_reported_once(tmp_path: Path) -> None:
     host = host_of(tmp_path, FIRST._replace(mig_enabled=True))
     assert one(host, "MIG", "problem")
     assert one(host, "GPUs", "skipped").what == "no GPU of this host is divided into devices"
-    assert one(host, "configuration", "ok").what == "both files are valid; 1 GPU cannot be divided now"
+    assert one(host, "configuration", "ok").what == "the configuration is valid; 1 GPU cannot be divided now"
     assert one(host, "compute mode", "ok").what == "Default; left unchanged because no GPU can be divided"
 
 
@@ -290,7 +290,7 @@ def test_mig_instances_are_not_counted_as_gpus(tmp_path: Path) -> None:
     write(tmp_path / "etc/yunion/host_container_device.yml", "\n".join(["devices:", *entries, ""]))
     host = host_of(tmp_path, *snapshots.mig().inventory.gpus, snapshot=snapshots.mig())
     assert one(host, "GPUs", "ok").what == "2 divided (2 MIG instances), all working"
-    assert one(host, "configuration", "ok").what == "both files are valid; 6 devices on 2 GPUs"
+    assert one(host, "configuration", "ok").what == "the configuration is valid; 6 devices on 2 GPUs"
 
 
 def test_a_missing_or_closed_node_of_a_mig_instance_is_found(tmp_path: Path) -> None:

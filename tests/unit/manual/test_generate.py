@@ -147,9 +147,11 @@ def problems_of(name: str, value: str) -> list[Problem]:
 def right_and_wrong(kind: str) -> tuple[list[str], list[str]]:
     """Values that are right by what the example says, and some that are wrong."""
     if kind == "true or false":
-        return ["true", "false"], ["1", '"true"', "maybe"]
+        return ["true", "false"], ["2", '"yes"', "maybe"]
     if kind == "an absolute path":
         return ["/etc/devices.yml"], ["devices.yml", "1", "/"]
+    if kind == 'an absolute path, or ""':
+        return ["/etc/devices.yml", '""'], ["devices.yml", "1", "/", "~"]
     if kind == "an absolute path that ends in .prom":
         return ["/srv/own.prom"], ["own.prom", "1", "/", "/etc/yunion/host.conf", "/srv/own"]
     if kind == "the name of a group":
@@ -159,7 +161,7 @@ def right_and_wrong(kind: str) -> tuple[list[str], list[str]]:
     numbers = re.fullmatch(r"a whole number from (\d+) to (\d+)", kind)
     if numbers:
         lowest, highest = int(numbers[1]), int(numbers[2])
-        return [numbers[1], numbers[2]], [str(lowest - 1), str(highest + 1), "2.5", '"2"']
+        return [numbers[1], numbers[2]], [str(lowest - 1), str(highest + 1), "2.5", '"2.5"']
     words = re.split(", | or ", kind)
     assert len(words) > 1
     assert all(re.fullmatch(r"[a-z_]+", word) for word in words)
