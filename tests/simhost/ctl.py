@@ -100,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     fail.add_argument(
         "--skip", type=int, default=0, metavar="K", help="number of calls that succeed first (default: 0)"
     )
+    fail.add_argument("--one-version", action="store_true", help="let other versions of the call go on")
     add("reboot", "Do to the GPUs what a reboot does.", lambda host, _: host.reboot())
     add("clear", "Clear all failures.", lambda host, _: host.clear())
     add("show", "Print the host as JSON.", lambda host, _: json.dump(host.show(), sys.stdout, indent=2))
@@ -135,4 +136,5 @@ def _fail(host: SimHost, given: argparse.Namespace) -> None:
         times=given.times,
         delay_ms=given.delay_ms,
         skip=given.skip,
+        one_version=given.one_version,
     )

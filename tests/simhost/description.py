@@ -98,7 +98,7 @@ _GPU = {
     "name": _text(90),
     "uuid": _text(60),
     "pci": _like(_PCI.pattern, "'0000:00:06.0'"),
-    "memory_mib": _number(1, 1 << 40),
+    "memory_mib": _number(0, 1 << 40),
     "compute_mode": _one_of(COMPUTE_MODES),
     "mig": _FLAG,
     "numa_node": _number(-1, 1023),
