@@ -14,12 +14,12 @@ from yunion_mps.inventory.driver import (
     Deadline,
     bounded,
     call,
-    mib,
     optional,
     pynvml,
     reason_of,
     text,
 )
+from yunion_mps.inventory.running import MPS_CLIENTS, running_processes
 from yunion_mps.inventory.sysfs import normalise_address
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
 from yunion_mps.reasons import NO_REASON, Reason
@@ -120,11 +120,8 @@ class Nvml:
 
         GPUs that do not answer are missing.
         """
-        listed = _of_each_gpu(pynvml.nvmlDeviceGetComputeRunningProcesses)
-        return {
-            uuid: {process.pid: mib(process.usedGpuMemory) for process in jobs}
-            for uuid, jobs in listed.items()
-        }
+        listed = _of_each_gpu(running_processes)
+        return {uuid: {job.pid: job.memory_mib for job in jobs} for uuid, jobs in listed.items()}
 
     @bounded
     def compute_modes(self) -> dict[str, str]:
@@ -134,7 +131,7 @@ class Nvml:
     @bounded
     def mps_clients(self) -> dict[str, set[int]]:
         """Return the PIDs of the MPS clients on each GPU, by UUID; GPUs that do not answer are missing."""
-        listed = _of_each_gpu(pynvml.nvmlDeviceGetMPSComputeRunningProcesses)
+        listed = _of_each_gpu(lambda handle: running_processes(handle, MPS_CLIENTS))
         return {uuid: {client.pid for client in clients} for uuid, clients in listed.items()}
 
     @bounded
@@ -198,15 +195,25 @@ class Nvml:
 
     def _update(self, gpu: Gpu, handle: Any) -> Gpu:
         """Update what can change while the driver runs, such as the memory by a reset that switches ECC."""
-        memory = optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        memory_mib = _memory_mib(handle)
         mode = optional(pynvml.nvmlDeviceGetComputeMode, handle)
         mig = optional(pynvml.nvmlDeviceGetMigMode, handle)
         return gpu._replace(
-            memory_mib=memory and memory.total // MIB,
+            memory_mib=memory_mib,
             compute_mode=None if mode is None else COMPUTE_MODES.get(mode, str(mode)),
             mig_enabled=None if mig is None else mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
             mig_pending=None if mig is None else mig[1] == pynvml.NVML_DEVICE_MIG_ENABLE,
         )
+
+
+def _memory_mib(handle: Any) -> int | None:
+    """Return the GPU's memory; None for one that shares the host's; raises DriverError for a lost GPU."""
+    memory = optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    if memory is None:
+        # The driver answers the other calls for a lost GPU from what it keeps in memory.
+        optional(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
+        return None
+    return memory.total // MIB or None  # 0: it does not know
 
 
 def _of_each_gpu(function: Callable[[Any], T], *, whole: bool = False) -> dict[str, T]:

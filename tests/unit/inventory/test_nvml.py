@@ -201,3 +201,53 @@ def test_an_impossible_utilization_is_none(open_host: OpenHost) -> None:
     host.sim.gpus[0].add_process(7, 1, sm=2147483632)  # as drivers were seen to tell
     host.sim.gpus[0].add_process(8, 1, sm=100)
     assert read(host).processes == {host.sim.gpus[0].uuid: {8: 100}}
+
+
+LISTED = {"processes": {7: 4096, 8: 1}, "mps_clients": {8}}
+JOBS = [{"pid": 7, "used_mib": 4096}, {"pid": 8, "used_mib": 1, "kind": "M+C"}]
+
+
+def listed_by(host: OpenedHost) -> dict[str, object]:
+    (uuid,) = (gpu.uuid for gpu in host.sim.gpus)
+    return {"processes": host.nvml.processes()[uuid], "mps_clients": host.nvml.mps_clients()[uuid]}
+
+
+def test_processes_are_listed_if_a_query_without_room_succeeds(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "h100", "processes": JOBS}])
+    host.sim.fail("nvmlDeviceGetRunningProcessesSize", "insufficient_size")
+    assert listed_by(host) == LISTED
+
+
+@pytest.mark.parametrize("error", ["not_supported", "function_not_found"])
+@pytest.mark.parametrize("missing", [("_v3",), ("_v3", "_v2")])
+def test_processes_are_listed_by_an_older_version_of_the_call(
+    open_host: OpenHost, missing: tuple[str, ...], error: str
+) -> None:
+    host = open_host([{"kind": "h100", "processes": JOBS}])
+    for suffix in missing:
+        for kind in ("", "MPS"):
+            call = f"nvmlDeviceGet{kind}ComputeRunningProcesses{suffix}"
+            host.sim.fail(call, error, one_version=True)
+    assert listed_by(host) == LISTED
+
+
+def test_a_gpu_that_lists_no_processes_is_missing_not_idle(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "h100", "processes": JOBS}])
+    host.sim.fail("nvmlDeviceGetComputeRunningProcesses", "not_supported")
+    assert host.nvml.processes() == {}
+
+
+def test_more_processes_than_there_is_room_for_are_listed(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = open_host([{"kind": "h100", "processes": JOBS}])
+    monkeypatch.setattr("yunion_mps.inventory.running._FIRST_ROOM", 1)
+    assert listed_by(host) == LISTED
+
+
+def test_a_process_without_known_memory_has_none_at_every_version(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "h100", "processes": [{"pid": 7, "used_mib": None}]}])
+    uuid = host.sim.gpus[0].uuid
+    for suffix in ("_v3", "_v2", ""):
+        assert host.nvml.processes()[uuid] == {7: None}
+        host.sim.fail(f"nvmlDeviceGetComputeRunningProcesses{suffix}", "not_supported", one_version=True)
