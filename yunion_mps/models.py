@@ -47,7 +47,8 @@ class Gpu(NamedTuple):
     Values that the driver does not report are None; `reason` says why it is unusable. `mig_pending` is the
     mode after the next reset. An instance has an `identity`, by the place that it occupies, because its UUID
     changes when it is made again; ids of devices are derived from it. `sm_percentage` is its share of the
-    SMs of its parent.
+    SMs of its parent. `mode_is_fixed`: its compute mode stays as it is, because the driver does not support
+    changing it, or does not report it.
     """
 
     pci_address: str
@@ -70,6 +71,7 @@ class Gpu(NamedTuple):
     parent: str = ""
     identity: str = ""
     sm_percentage: float | None = None
+    mode_is_fixed: bool = False
 
     @property
     def address(self) -> str:
@@ -255,7 +257,8 @@ class Plan(NamedTuple):
     their devices are listed, but no control daemon is started for them. `direct` has the GPUs that are shared
     without MPS, lost ones included: no control daemon serves them. `sharing` has the way of sharing of each
     divided GPU, by PCI address, unusable ones included. `pending` has the GPUs whose devices are still shared
-    as before, and what the new way of sharing waits for.
+    as before, and what the new way of sharing waits for. `kept_modes` has the PCI addresses of the GPUs whose
+    compute mode is kept as configured.
     """
 
     host_id: str
@@ -272,6 +275,7 @@ class Plan(NamedTuple):
     pending: Mapping[str, Reason] = {}
     layouts: tuple[MigLayout, ...] = ()
     time_slices: Mapping[str, str] = {}
+    kept_modes: frozenset[str] = frozenset()
 
     @property
     def offered(self) -> frozenset[str]:

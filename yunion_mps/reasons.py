@@ -141,6 +141,10 @@ TIME_SLICE_REFUSED = _code("time_slice_refused",
 COMPUTE_MODE_REFUSED = _code("compute_mode_refused", "The GPU's compute mode cannot be set.",
     "set it manually: nvidia-smi -i {gpu} -c EXCLUSIVE_PROCESS, or DEFAULT for a GPU without MPS "
     "or in MIG mode; or set cuda_mps_compute_mode: keep")
+COMPUTE_MODE_UNSUPPORTED = _code("compute_mode_unsupported",
+    "The driver does not support changing the GPU's compute mode, as on a vGPU; the GPU serves in the mode "
+    "that it has.",
+    "to accept that, write cuda_mps_compute_mode: keep in the entry of the GPU, then: yunion-mps reload")
 COMPUTE_MODE_CHANGED = _code("compute_mode_changed",
     "The GPU's compute mode differs from the configured one.",
     "set it again: yunion-mps reload; or leave it unmanaged: cuda_mps_compute_mode: keep")

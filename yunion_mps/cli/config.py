@@ -67,6 +67,7 @@ class _Division(TypedDict, total=False):
     thread_overcommit: float
     thread_percentage: int
     over_budget: str
+    cuda_mps_compute_mode: str
     time_slice: str
     mig: list[str]
 
@@ -196,6 +197,8 @@ def _entry_json(entry: DeviceEntry) -> EntryRecord:
         shown["thread_overcommit"] = entry.thread_overcommit
     if entry.over_budget:
         shown["over_budget"] = entry.over_budget
+    if entry.cuda_mps_compute_mode:
+        shown["cuda_mps_compute_mode"] = entry.cuda_mps_compute_mode
     if entry.time_slice:
         shown["time_slice"] = entry.time_slice
     if entry.mig:
@@ -227,6 +230,8 @@ def _setting_rows(config: Config) -> list[tuple[str, object, str]]:
 
 def _entry_text(entry: DeviceEntry) -> str:
     action = f"; over_budget: {entry.over_budget}" if entry.over_budget else ""
+    mode = entry.cuda_mps_compute_mode
+    action += f"; cuda_mps_compute_mode: {mode}" if mode else ""
     how = f"time-sliced ({entry.time_slice})" if entry.time_slice else "time-sliced"
     sliced = f", {how}" if entry.sharing == TIME_SLICING else ""
     if entry.mig not in ((), (DISABLED,)):

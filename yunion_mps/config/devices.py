@@ -37,10 +37,12 @@ from yunion_mps.config.values import (
 )
 from yunion_mps.enums import (
     ENTRY_TYPES,
+    KEEP,
     MPS,
     PRIORITIES,
     REPORT,
     RESERVATIONS,
+    SET_EXCLUSIVE,
     TERMINATE,
     TIME_SLICES,
     TIME_SLICING,
@@ -64,6 +66,7 @@ _OUR_KEYS = (
     "thread_overcommit",
     "reserved_for",
     "over_budget",
+    "cuda_mps_compute_mode",
     *SHARING_KEYS,
 )
 _KEYS = ("path", "type", *_OUR_KEYS)
@@ -72,7 +75,16 @@ _TYPES = {name: sharing for sharing, name in ENTRY_TYPES.items()}
 #: The keys of an entry by its way of sharing.
 _VALID = {
     MPS: tuple(name for name in _KEYS if name != "time_slice"),
-    TIME_SLICING: ("path", "type", "virtual_number", "time_slice", "reserved_for", "mig", "mig_restore"),
+    TIME_SLICING: (
+        "path",
+        "type",
+        "virtual_number",
+        "time_slice",
+        "reserved_for",
+        "cuda_mps_compute_mode",
+        "mig",
+        "mig_restore",
+    ),
 }
 #: The keys that an entry with a MIG layout cannot have: its instances are divided equally, if at all.
 _NOT_WITH_MIG = (*_DIVIDING[1:], "memory_reserve", "thread_percentage", "thread_overcommit", "time_slice")
@@ -187,10 +199,17 @@ class _Reader(MappingReader):
         divided = self._divided(item, nodes, sharing)
         reserved_for = self._read_optional("reserved_for", one_of(*RESERVATIONS), nodes) or ""
         over_budget = self._read_optional("over_budget", one_of(REPORT, TERMINATE), nodes) or ""
+        mode = self._read_optional("cuda_mps_compute_mode", one_of(SET_EXCLUSIVE, KEEP), nodes) or ""
         if path is None:
             return None
         at = Source(self._file, line_of(nodes["path"][1]))
-        return divided._replace(path=path, path_at=at, reserved_for=reserved_for, over_budget=over_budget)
+        return divided._replace(
+            path=path,
+            path_at=at,
+            reserved_for=reserved_for,
+            over_budget=over_budget,
+            cuda_mps_compute_mode=mode,
+        )
 
     def _divided(self, item: Node, nodes: Nodes, sharing: str) -> DeviceEntry:
         """Return how the entry divides its GPU, or each instance of its MIG layout."""

@@ -33,6 +33,7 @@ from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
     CLIENT_WAITING,
     COMPUTE_MODE_CHANGED,
+    COMPUTE_MODE_UNSUPPORTED,
     CONTROL_DAEMON_EXITED,
     DAEMON_UNREACHABLE,
     INVALID_CONFIGURATION,
@@ -46,7 +47,12 @@ if TYPE_CHECKING:
     from yunion_mps.answers import DeviceDetails
 
 #: Warnings about single GPUs and processes, which other checks report in more detail.
-_CHECKED_ELSEWHERE = (BUDGET_NOT_ENFORCED, COMPUTE_MODE_CHANGED, CLIENT_WAITING)
+_CHECKED_ELSEWHERE = (
+    BUDGET_NOT_ENFORCED,
+    COMPUTE_MODE_CHANGED,
+    COMPUTE_MODE_UNSUPPORTED,
+    CLIENT_WAITING,
+)
 _EVENTS = "see what happened: yunion-mps events; journalctl -u yunion-mps-daemon"
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, warning
 from yunion_mps.enums import MIG, MPS, TERMINATE, TIME_SLICING
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import name_of
-from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu
+from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu, Plan
 from yunion_mps.mps.processes import is_server
 from yunion_mps.planning.division import enforces_budgets, max_clients
 from yunion_mps.reasons import (
@@ -19,6 +20,7 @@ from yunion_mps.reasons import (
     CLIENT_LIMIT,
     COMPUTE_MODE_CHANGED,
     COMPUTE_MODE_EXCLUSIVE,
+    COMPUTE_MODE_UNSUPPORTED,
     GPU_ERROR,
     LAYOUT_WAITS,
     MIG_ENABLED,
@@ -193,27 +195,55 @@ def compute_mode(host: Host) -> Findings:
 
     While leases delay a change of how a GPU is shared, the GPU has the mode of its current way of sharing.
     """
-    planned, sharing = host.plan()[0].compute_modes, host.plan()[0].sharing
+    plan = host.plan()[0]
+    planned, sharing = plan.compute_modes, plan.sharing
+    unsupported = _unsupported_modes(host)
     is_served = _is_served(host)
     ways = {address: gpu["sharing"] for address, gpu in host.known_gpus().items() if gpu["sharing"]}
     kept = {address for address, way in ways.items() if way != sharing.get(address, MIG)}
-    unavailable = host.plan()[0].unavailable.items()  # reported by `gpus`
+    unavailable = plan.unavailable.items()  # reported by `gpus`
     kept |= {address for address, reason in unavailable if reason.code == COMPUTE_MODE_EXCLUSIVE}
     uuids = {gpu.parent or gpu.uuid for gpu in host.our_gpus() if gpu.pci_address not in kept}
-    ours = [gpu for gpu in host.inventory().gpus if gpu.uuid in uuids and gpu.compute_mode]
-    checked = (_check_mode(gpu, planned.get(gpu.uuid or ""), is_served=is_served) for gpu in ours)
-    findings = [finding for finding in checked if finding]
+    ours = [gpu for gpu in host.inventory().gpus if gpu.uuid in uuids and not gpu.reason]
+    findings = [*unsupported.values()]
+    for gpu in ours:
+        finding = _check_mode(gpu, planned.get(gpu.uuid or ""), is_served=is_served)
+        if finding and gpu.address not in unsupported:
+            findings.append(finding)
     if findings:
         return findings
     if not ours:
-        raise SkipError
-    modes = ", ".join(sorted({str(gpu.compute_mode) for gpu in ours}))
-    if not planned:
-        is_kept = host.config()[0].cuda_mps_compute_mode == "keep"
-        why = "because cuda_mps_compute_mode is keep" if is_kept else "because no GPU can be divided"
-        return [ok(f"{modes}; left unchanged {why}")]
-    future = ", ".join(sorted(set(planned.values())))
-    return [ok(modes if is_served else f"{modes}; the daemon will set {future} when it starts")]
+        raise SkipError("no GPU's compute mode can be compared now")
+    return [ok(_describe_modes(ours, plan, is_served=is_served))]
+
+
+def _describe_modes(gpus: Sequence[Gpu], plan: Plan, *, is_served: bool) -> str:
+    """Describe the modes, all of which are right: those that are set, kept, and not known."""
+    modes = ", ".join(sorted({gpu.compute_mode for gpu in gpus if gpu.compute_mode}))
+    unknown = [gpu.address for gpu in gpus if gpu.compute_mode is None]
+    kept = [gpu.address for gpu in gpus if gpu.pci_address in plan.kept_modes]
+    parts = [modes] if modes else []
+    if kept:
+        where = "" if len(kept) == len(gpus) else f" on {', '.join(kept)}"
+        parts.append(f"left unchanged{where} because cuda_mps_compute_mode is keep")
+    elif not plan.compute_modes and not unknown:
+        parts.append("left unchanged because no GPU can be divided")
+    if plan.compute_modes and not is_served:
+        future = ", ".join(sorted(set(plan.compute_modes.values())))
+        parts.append(f"the daemon will set {future} when it starts")
+    if unknown:
+        parts.append(f"the driver does not report that of {', '.join(unknown)}, which stays as it is")
+    return "; ".join(parts)
+
+
+def _unsupported_modes(host: Host) -> dict[str, Finding]:
+    """Return what the daemon says about GPUs (addresses) whose driver supports no change of the mode."""
+    status = host.known_status()
+    return {
+        other["gpu"]: warning(other["text"], other["hint"], other["code"])
+        for other in (status["problems"] if status else ())
+        if other["code"] == COMPUTE_MODE_UNSUPPORTED and other["gpu"]
+    }
 
 
 def _check_mode(gpu: Gpu, planned: str | None, *, is_served: bool) -> Finding | None:
@@ -223,7 +253,7 @@ def _check_mode(gpu: Gpu, planned: str | None, *, is_served: bool) -> Finding | 
             f"{_gpu_name(gpu)} is in compute mode Prohibited: no CUDA program can use it",
             f"{setting} {DEFAULT.upper()}",
         )
-    if is_served and planned and gpu.compute_mode != planned:
+    if is_served and planned and gpu.compute_mode not in (None, planned):
         what = f"{_gpu_name(gpu)} is in compute mode {gpu.compute_mode} instead of {planned}"
         hint = f"find what changed it (yunion-mps events --kind compute_mode); {setting} {planned.upper()}"
         means = "programs that bypass the control daemon run without limits"

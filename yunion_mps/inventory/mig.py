@@ -254,6 +254,7 @@ def instance_gpu(parent: Gpu, instance: MigInstance) -> Gpu:
         name=f"{parent.name} MIG {instance.profile}",
         minor=parent.minor,
         compute_mode=parent.compute_mode,
+        mode_is_fixed=parent.mode_is_fixed,
         compute_capability=parent.compute_capability,
         vendor_device_id=parent.vendor_device_id,
         numa_node=parent.numa_node,

@@ -14,15 +14,17 @@ from yunion_mps.inventory.driver import (
     Deadline,
     bounded,
     call,
+    driver_error,
     optional,
     pynvml,
     reason_of,
+    refuse_if_abandoned,
     text,
 )
 from yunion_mps.inventory.running import MPS_CLIENTS, running_processes
 from yunion_mps.inventory.sysfs import normalise_address
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
-from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.reasons import NO_REASON, Reason, hint_of
 
 T = TypeVar("T")
 
@@ -158,7 +160,6 @@ class Nvml:
             handle = handle_of(uuid)
             differs = _mode(handle) != mode
             if differs:
-                _refuse_in_mig_mode(handle, mode)
                 _set_mode(handle, mode)
             return differs
 
@@ -201,6 +202,7 @@ class Nvml:
         return gpu._replace(
             memory_mib=memory_mib,
             compute_mode=None if mode is None else COMPUTE_MODES.get(mode, str(mode)),
+            mode_is_fixed=mode is None,  # what cannot be read back is not set
             mig_enabled=None if mig is None else mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
             mig_pending=None if mig is None else mig[1] == pynvml.NVML_DEVICE_MIG_ENABLE,
         )
@@ -289,7 +291,17 @@ def _refuse_in_mig_mode(handle: Any, mode: str) -> None:
 
 
 def _set_mode(handle: Any, mode: str) -> None:
-    call(pynvml.nvmlDeviceSetComputeMode, handle, _MODE_NUMBERS[mode])
+    """Set the mode and read it back; the error's code says whether the driver supports no change of it."""
+    _refuse_in_mig_mode(handle, mode)
+    refuse_if_abandoned()
+    try:
+        pynvml.nvmlDeviceSetComputeMode(handle, _MODE_NUMBERS[mode])
+    except pynvml.NVMLError as error:
+        if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:
+            raise driver_error(error) from None
+        code = reasons.COMPUTE_MODE_UNSUPPORTED
+        what = "the driver does not support changing the compute mode of this GPU"
+        raise DriverError(what, hint_of(code), code) from None
     actual = _mode(handle)
     if actual != mode:
         raise DriverError(

@@ -58,7 +58,9 @@ def running_processes(handle: Any, kind: str = COMPUTE) -> list[RunningProcess]:
 
 
 def _read(name: str, item: Any, handle: Any) -> list[RunningProcess]:
-    function = pynvml._nvmlGetFunctionPointer(name)  # raises Function Not Found
+    function = getattr(pynvml.nvmlLib, name, None)
+    if function is None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
     room = _FIRST_ROOM
     while True:
         items, number = (item * room)(), ctypes.c_uint(room)

@@ -28,6 +28,7 @@ from yunion_mps.planning.division import (
     MAX_GPUS_PER_DOMAIN,
     divide,
     enforces_budgets,
+    keeps_mode,
     max_clients,
     pool_error,
     pools_of,
@@ -61,10 +62,16 @@ def make_plan(
         return Plan(host), []
     entries, problems = _entries_of(config, inventory)
     reserved = _reservations(entries, inventory.gpus)
+    kept_modes = frozenset(address for address, entry in entries.items() if keeps_mode(entry, config))
     entries, layouts, waiting = _with_instances(entries, inventory.gpus, used)
     divided = [gpu for gpu in inventory.gpus if gpu.pci_address in entries]
     sharing = {gpu.pci_address: entries[gpu.pci_address].sharing for gpu in divided}
-    unusable = {gpu.pci_address: unusable_reason(gpu, config, sharing[gpu.pci_address]) for gpu in divided}
+    unusable = {
+        gpu.pci_address: unusable_reason(
+            gpu, sharing[gpu.pci_address], keeps_mode=gpu.physical_address in kept_modes
+        )
+        for gpu in divided
+    }
     unavailable = {address: reason for address, reason in unusable.items() if reason}
     usable = [gpu for gpu in divided if gpu.pci_address not in unavailable]
     of_host = [gpu for gpu in usable if sharing[gpu.pci_address] == MPS and not gpu.parent]
@@ -85,10 +92,12 @@ def make_plan(
     pools = [pool for domain in (*domains, *parked) for pool in pools_of(domain, planned)]
     order = {str(gpu.uuid): place for place, gpu in enumerate(inventory.gpus)}
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
-    keep = config.cuda_mps_compute_mode == "keep"
     modes = dict(mode_for(gpu, sharing[gpu.pci_address]) for gpu in planned)
     in_mig_mode = {gpu.uuid for gpu in inventory.gpus if gpu.mig_enabled}
     modes |= {one.gpu_uuid: DEFAULT for one in layouts if one.enabled or one.gpu_uuid in in_mig_mode}
+    for gpu in inventory.gpus:
+        if gpu.pci_address in kept_modes or gpu.mode_is_fixed:
+            modes.pop(str(gpu.uuid), None)
     actions = {
         str(gpu.uuid): entries[gpu.pci_address].over_budget or config.over_budget
         for gpu in planned
@@ -96,8 +105,8 @@ def make_plan(
     }
     unavailable |= waiting
     plan = Plan(
-        host, domains, {} if keep else modes, tuple(devices), unavailable, tuple(pools), parked, reserved,
-        actions, direct, sharing, time_slices=slices, layouts=layouts,
+        host, domains, modes, tuple(devices), unavailable, tuple(pools), parked, reserved,
+        actions, direct, sharing, time_slices=slices, layouts=layouts, kept_modes=kept_modes,
     )  # fmt: skip
     return plan, problems
 

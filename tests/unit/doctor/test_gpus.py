@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 from yunion_mps.doctor.checks import Host, Lazy
 from yunion_mps.models import Gpu
-from yunion_mps.reasons import GPU_LOST, MIG_INSTANCE_GONE, PROCESS_MEMORY_UNKNOWN, Reason
+from yunion_mps.reasons import (
+    COMPUTE_MODE_UNSUPPORTED,
+    GPU_LOST,
+    MIG_INSTANCE_GONE,
+    PROCESS_MEMORY_UNKNOWN,
+    Reason,
+)
 
 from unit import builders
 from unit.doctor.hosts import DRIVER, host_of, one, write
@@ -253,6 +259,34 @@ def test_a_compute_mode_that_is_to_be_kept_is_no_mistake(tmp_path: Path) -> None
     assert one(host, "compute mode", "ok").what.startswith(
         "Default; left unchanged because cuda_mps_compute_mode is keep"
     )
+
+
+def test_a_mode_that_is_kept_by_an_entry_is_named_with_its_gpu(tmp_path: Path) -> None:
+    second = SECOND._replace(compute_mode=EXCLUSIVE)
+    host = served(tmp_path, FIRST, second)
+    entries = [
+        f"- {{path: {gpu.pci_address}, type: NVIDIA_MPS, virtual_number: 4{more}}}\n"
+        for gpu, more in ((FIRST, ", cuda_mps_compute_mode: keep"), (second, ""))
+    ]
+    write(tmp_path / "etc/yunion/host_container_device.yml", "devices:\n" + "".join(entries))
+    what = "Default, Exclusive_Process; left unchanged on 00:06.0 because cuda_mps_compute_mode is keep"
+    assert one(host, "compute mode", "ok").what.replace(FIRST.address, "00:06.0") == what
+
+
+def test_an_unsupported_mode_is_the_warning_that_the_status_shows(tmp_path: Path) -> None:
+    fixed, second = FIRST._replace(mode_is_fixed=True), SECOND._replace(compute_mode=EXCLUSIVE)
+    host = host_of(tmp_path, FIRST, second, snapshot=snapshot(fixed, second))
+    (shown,) = host.status()["problems"]
+    finding = one(host, "compute mode", "warning")
+    assert (finding.what, finding.hint, finding.code) == (shown["text"], shown["hint"], shown["code"])
+    assert finding.code == COMPUTE_MODE_UNSUPPORTED
+    assert one(host, "daemon", "ok")
+
+
+def test_an_unknown_compute_mode_is_not_called_right(tmp_path: Path) -> None:
+    host = host_of(tmp_path, FIRST._replace(compute_mode=None, mode_is_fixed=True))
+    what = f"the driver does not report that of {FIRST.address}, which stays as it is"
+    assert one(host, "compute mode", "ok").what == what
 
 
 def test_a_kept_mode_that_time_slicing_cannot_use_is_reported_once(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ MESSAGES = {
     "no_permission": (NOT_PERMITTED, "run as root: systemctl start yunion-mps-daemon"),
     "not_supported": (
         "the driver does not support this on the GPU",
-        "if this is about the compute mode, set cuda_mps_compute_mode: keep in host.conf",
+        "see: dmesg | grep -i nvidia; try: nvidia-smi",
     ),
     "function_not_found": ("NVML error: Function Not Found", "see: dmesg | grep -i nvidia; try: nvidia-smi"),
     "unknown": ("NVML error: Unknown Error", "see: dmesg | grep -i nvidia; try: nvidia-smi"),
@@ -72,6 +72,8 @@ def test_a_field_that_the_driver_does_not_report_is_absent(
     absent: dict[str, Any] = {field: None}
     if field == "mig_enabled":
         absent |= {"mig_pending": None, "mig_profiles": ()}
+    if field == "compute_mode":
+        absent |= {"mode_is_fixed": True}
     assert host.gpus() == (before[0]._replace(**absent), before[1])
 
 

@@ -10,7 +10,7 @@ import pytest
 from yunion_mps.errors import DriverError
 from yunion_mps.inventory.driver import Deadline, call
 from yunion_mps.inventory.nvml import GpuLoad, Load, Nvml
-from yunion_mps.reasons import DRIVER_HUNG, hint_of
+from yunion_mps.reasons import COMPUTE_MODE_UNSUPPORTED, DRIVER_ERROR, DRIVER_HUNG, MIG_ENABLED, hint_of
 
 from integration.daemon_host import eventually
 from unit.inventory.conftest import OpenedHost, OpenHost
@@ -110,19 +110,34 @@ def test_a_compute_mode_is_set_on_the_gpu_with_the_uuid_and_on_no_other(
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "message", "code"),
     [
-        ("no_permission", "NVML: permission denied"),
-        ("not_supported", "the driver does not support this on the GPU"),
-        ("unknown", "NVML error: Unknown Error"),
+        ("no_permission", "NVML: permission denied", DRIVER_ERROR),
+        (
+            "not_supported",
+            "the driver does not support changing the compute mode of this GPU",
+            COMPUTE_MODE_UNSUPPORTED,
+        ),
+        ("unknown", "NVML error: Unknown Error", DRIVER_ERROR),
     ],
 )
-def test_a_compute_mode_that_cannot_be_set_is_an_error(open_host: OpenHost, error: str, message: str) -> None:
+def test_a_compute_mode_that_cannot_be_set_is_an_error(
+    open_host: OpenHost, error: str, message: str, code: str
+) -> None:
     host = open_host()
     host.sim.fail("nvmlDeviceSetComputeMode", error)
-    with pytest.raises(DriverError, match=message):
+    with pytest.raises(DriverError, match=message) as caught:
         host.nvml.set_compute_mode(host.sim.gpus[0].uuid, "Exclusive_Process")
+    assert caught.value.code == code
     assert host.sim.gpus[0].compute_mode == "default"
+
+
+@needs_root
+def test_a_mode_that_mig_mode_forbids_is_not_one_that_nothing_can_change(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "h100", "mig": True}])
+    with pytest.raises(DriverError, match="in MIG mode") as caught:
+        host.nvml.set_compute_mode(host.sim.gpus[0].uuid, "Exclusive_Process")
+    assert caught.value.code == MIG_ENABLED
 
 
 @needs_root

@@ -6,11 +6,12 @@ from decimal import ROUND_FLOOR, Decimal
 from uuid import UUID
 
 import pytest
+from yunion_mps.enums import TIME_SLICING
 from yunion_mps.models import DomainPlan, Driver, Gpu, Plan, PlannedGpu
 from yunion_mps.planning.division import max_clients, share_percentage
 from yunion_mps.planning.environment import client_environment, decimal
 from yunion_mps.planning.plan import find_gpu, make_plan, mode_changes
-from yunion_mps.reasons import GPU_LOST, Reason
+from yunion_mps.reasons import COMPUTE_MODE_REFUSED, GPU_LOST, Reason
 from yunion_mps.settings import Config
 
 from unit.builders import DEVICES, HOST, MACHINE_ID, P40, config, entry, gpu, inventory, messages, planned
@@ -375,3 +376,36 @@ def test_over_budget_of_an_entry_overrides_host_conf() -> None:
     assert plan.over_budget == {first.uuid: "terminate", second.uuid: "report"}
     same = planned(config(*entries), inventory(first, second))
     assert same.domains == plan.domains, "no control daemon depends on it"
+
+
+@pytest.mark.parametrize(("of_host", "of_entry"), [("exclusive_process", "keep"), ("keep", "")])
+def test_an_entry_overrides_the_compute_mode_of_host_conf(of_host: str, of_entry: str) -> None:
+    kept = entry("/dev/dri/renderD128", 4)._replace(cuda_mps_compute_mode=of_entry)
+    other = entry("/dev/dri/renderD129", 4, 5)._replace(cuda_mps_compute_mode="exclusive_process")
+    plan = planned(config(kept, other, cuda_mps_compute_mode=of_host), inventory(gpu(0), gpu(1)))
+    assert plan.compute_modes == {gpu(1).uuid: "Exclusive_Process"}
+    assert plan.kept_modes == {gpu(0).pci_address}
+    assert len(plan.devices) == 8
+
+
+@pytest.mark.parametrize("mode", ["Default", "Exclusive_Process", None])
+def test_a_gpu_whose_mode_cannot_change_is_divided_as_it_is(mode: str | None) -> None:
+    fixed = gpu(0, compute_mode=mode, mode_is_fixed=True)
+    plan = planned(config(), inventory(fixed, gpu(1)))
+    assert plan.compute_modes == {gpu(1).uuid: "Exclusive_Process"}
+    assert plan.unavailable == {}
+    assert plan.kept_modes == frozenset()
+
+
+def test_a_mode_that_cannot_change_and_keeps_jobs_out_is_a_reason() -> None:
+    fixed = gpu(0, compute_mode="Prohibited", mode_is_fixed=True)
+    plan = planned(config(), inventory(fixed))
+    (reason,) = plan.unavailable.values()
+    what = "the GPU's compute mode is Prohibited, and the driver does not support changing it"
+    assert (reason, reason.code) == (what, COMPUTE_MODE_REFUSED)
+    sliced = entry("/dev/dri/renderD128", 4)._replace(sharing=TIME_SLICING)
+    exclusive = gpu(0, compute_mode="Exclusive_Process", mode_is_fixed=True)
+    settings = config(sliced, cuda_mps_pipe_directory="/run/mps/pipe")
+    (reason,) = planned(settings, inventory(exclusive)).unavailable.values()
+    what = "time-slicing requires compute mode Default, but it is Exclusive_Process, and the driver does not "
+    assert (reason, reason.code) == (f"{what}support changing it", COMPUTE_MODE_REFUSED)
