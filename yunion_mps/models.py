@@ -108,6 +108,7 @@ class Inventory(NamedTuple):
 class Device(NamedTuple):
     """The `slot`-th part of a GPU or of its pool, with its budget.
 
+    Its memory is unknown (None) on a time-sliced GPU whose driver does not report any.
     `domain` is the domain that serves it; empty if it is not shared through MPS. Then nothing enforces its
     budget. `reserve_mib` of the GPU's memory is kept free in addition to the limit, for MPS' own use.
     """
@@ -116,8 +117,8 @@ class Device(NamedTuple):
     addr: str
     gpu_uuid: str
     slot: int
-    memory_limit_mib: int
-    memory_total_mib: int
+    memory_limit_mib: int | None
+    memory_total_mib: int | None
     thread_percentage: float
     budget_enforced: bool
     domain: str
@@ -198,11 +199,12 @@ class PlannedGpu(NamedTuple):
 class DirectGpu(NamedTuple):
     """A GPU whose equal devices need no control daemon, because it is not shared through MPS.
 
-    Nothing enforces `memory_limit_mib`, the budget of each device, except on a MIG instance that is one.
+    Nothing enforces `memory_limit_mib`, the budget of each device, except on a MIG instance that is one; None
+    if it is unknown.
     """
 
     uuid: str
-    memory_limit_mib: int
+    memory_limit_mib: int | None
     device_count: int
     sharing: str = TIME_SLICING
     thread_percentage: float = 100.0
@@ -258,7 +260,7 @@ class Plan(NamedTuple):
     without MPS, lost ones included: no control daemon serves them. `sharing` has the way of sharing of each
     divided GPU, by PCI address, unusable ones included. `pending` has the GPUs whose devices are still shared
     as before, and what the new way of sharing waits for. `kept_modes` has the PCI addresses of the GPUs whose
-    compute mode is kept as configured.
+    compute mode is kept as configured, and `memory_mib` the configured memory of GPUs, by PCI address.
     """
 
     host_id: str
@@ -276,6 +278,7 @@ class Plan(NamedTuple):
     layouts: tuple[MigLayout, ...] = ()
     time_slices: Mapping[str, str] = {}
     kept_modes: frozenset[str] = frozenset()
+    memory_mib: Mapping[str, int] = {}
 
     @property
     def offered(self) -> frozenset[str]:

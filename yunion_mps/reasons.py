@@ -111,6 +111,10 @@ MIG_INSTANCE_GONE = _code("mig_instance_gone", "The MIG instance of the devices 
     "or release its lease: yunion-mps lease release {lease}")
 MPS_UNSUPPORTED = _code("mps_unsupported", "The GPU is too old for MPS.",
     "remove it from the device file, then: yunion-mps reload")
+MEMORY_UNKNOWN = _code("memory_unknown",
+    "The driver does not report the memory of the GPU, which shares the host's, so MPS cannot limit it.",
+    "write memory: 96GiB in its entry in host_container_device.yml, or use type: NVIDIA_GPU_SHARE there; "
+    "if it has no entry, write one; then: yunion-mps reload")
 TIME_SLICE_CHANGED = _code("time_slice_changed", "Another program changed the time slice of a GPU.",
     f"find what else sets it, and stop it; {_EVENTS}")
 BUDGET_NOT_ENFORCED = _code("budget_not_enforced",

@@ -61,6 +61,7 @@ _DIVIDING = ("virtual_number", "slices", "memory_unit")
 #: Keys that only our entries have; beside `devices`, too, they can only be meant for one of them.
 _OUR_KEYS = (
     *_DIVIDING,
+    "memory",
     "memory_reserve",
     "thread_percentage",
     "thread_overcommit",
@@ -79,6 +80,7 @@ _VALID = {
         "path",
         "type",
         "virtual_number",
+        "memory",
         "time_slice",
         "reserved_for",
         "cuda_mps_compute_mode",
@@ -87,7 +89,14 @@ _VALID = {
     ),
 }
 #: The keys that an entry with a MIG layout cannot have: its instances are divided equally, if at all.
-_NOT_WITH_MIG = (*_DIVIDING[1:], "memory_reserve", "thread_percentage", "thread_overcommit", "time_slice")
+_NOT_WITH_MIG = (
+    *_DIVIDING[1:],
+    "memory",
+    "memory_reserve",
+    "thread_percentage",
+    "thread_overcommit",
+    "time_slice",
+)
 _FILE_KEYS = ("devices", "gpu_memory_unit")
 #: Keys of an entry that are only valid with another one.
 _VALID_WITH = {
@@ -199,6 +208,7 @@ class _Reader(MappingReader):
         divided = self._divided(item, nodes, sharing)
         reserved_for = self._read_optional("reserved_for", one_of(*RESERVATIONS), nodes) or ""
         over_budget = self._read_optional("over_budget", one_of(REPORT, TERMINATE), nodes) or ""
+        memory_mib = self._read_optional("memory", memory(1), nodes)
         mode = self._read_optional("cuda_mps_compute_mode", one_of(SET_EXCLUSIVE, KEEP), nodes) or ""
         if path is None:
             return None
@@ -209,6 +219,8 @@ class _Reader(MappingReader):
             reserved_for=reserved_for,
             over_budget=over_budget,
             cuda_mps_compute_mode=mode,
+            memory_mib=memory_mib,
+            memory_at=self._at(nodes["memory"][1]) if memory_mib else None,
         )
 
     def _divided(self, item: Node, nodes: Nodes, sharing: str) -> DeviceEntry:
@@ -224,6 +236,8 @@ class _Reader(MappingReader):
         for name in _NOT_WITH_MIG:
             if name in nodes and name in _VALID[sharing]:  # another one's problem is reported
                 hint = "remove it; virtual_number divides each instance"
+                if name == "memory":
+                    hint = "remove it; each instance has the memory of its profile"
                 self._report(nodes[name][0], f"{name} is not allowed with mig", hint)
         most = MAX_TIME_SLICED_DEVICES if sharing == TIME_SLICING else self._max_devices
         number = self._read_optional("virtual_number", whole_number(1, most), nodes) or 0

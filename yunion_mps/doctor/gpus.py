@@ -22,12 +22,13 @@ from yunion_mps.reasons import (
     COMPUTE_MODE_EXCLUSIVE,
     COMPUTE_MODE_UNSUPPORTED,
     GPU_ERROR,
+    GPU_FAULT,
+    GPU_GONE,
+    GPU_LOST,
     LAYOUT_WAITS,
     MIG_ENABLED,
-    MIG_INSTANCE_GONE,
     MIG_PENDING,
     MIG_RESET_REQUIRED,
-    MODE_NEEDS,
     NO_DOMAIN,
     PROCESS_MEMORY_UNKNOWN,
     TEMPORARY,
@@ -45,6 +46,8 @@ _SAME_NAMESPACE = "run doctor and the daemon on the host, not in a container wit
 #: Reasons of the domain that serves a GPU, which the check of the daemon reports.
 _OF_DOMAINS = TEMPORARY | {NO_DOMAIN}
 
+#: Reasons of which the kernel's log says more.
+_OF_HARDWARE = (GPU_LOST, GPU_GONE, GPU_FAULT, GPU_ERROR)
 #: A warning is given from this share of the limit.
 _WARNING_SHARE = 0.9
 #: Profile in a vGPU's name inside a virtual machine: `GRID T4-16C`, `NVIDIA A40-48Q`, `A100-1-5C`.
@@ -60,7 +63,6 @@ def gpus(host: Host) -> Findings:
     ours = [gpu for gpu in ours if gpu.reason or not gpu.mig_enabled or gpu.uuid in split]
     if not ours:
         raise SkipError
-    hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
     findings = []
     for gpu in ours:
         reason = gpu.reason or plan.unavailable.get(gpu.pci_address)
@@ -71,9 +73,10 @@ def gpus(host: Host) -> Findings:
         if not reason and answer and answer["reason_code"] not in _OF_DOMAINS:
             reason = Reason(answer["reason"], answer["reason_code"])
         if reason:
-            has_own_hint = reason.code in (*MODE_NEEDS, MIG_INSTANCE_GONE)
-            how = hint_of(reason.code, gpu=gpu.pci_address) if has_own_hint else hint
-            findings.append(problem(f"{_gpu_name(gpu)}: {reason}", how, reason.code))
+            hint = hint_of(reason.code, gpu=gpu.pci_address)
+            if reason.code in _OF_HARDWARE:
+                hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
+            findings.append(problem(f"{_gpu_name(gpu)}: {reason}", hint, reason.code))
     instances = sum(gpu.is_instance for gpu in ours)
     means = f" ({count(instances, 'MIG instance')})" if instances else ""
     return findings or [ok(f"{len({gpu.physical_address for gpu in ours})} divided{means}, all working")]

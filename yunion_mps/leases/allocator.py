@@ -131,7 +131,7 @@ def _hint_for_memory(request: LeaseRequest, candidates: Candidates, pools: Seque
     if request.thread_percentage and not pools and candidates.usable_pools(request):
         return "omit the percentage, or add thread_percentage to the entry of the GPU that has memory_unit"
     fits = sorted(
-        (not candidate.device.budget_enforced, candidate.device.memory_limit_mib, candidate.device.addr)
+        (not candidate.device.budget_enforced, candidate.device.memory_limit_mib or 0, candidate.device.addr)
         for candidate in candidates.devices
         if request.matches(candidate.device)
     )

@@ -30,6 +30,7 @@ from yunion_mps.planning.division import (
     enforces_budgets,
     keeps_mode,
     max_clients,
+    memory_error,
     pool_error,
     pools_of,
     slices_error,
@@ -63,6 +64,8 @@ def make_plan(
     entries, problems = _entries_of(config, inventory)
     reserved = _reservations(entries, inventory.gpus)
     kept_modes = frozenset(address for address, entry in entries.items() if keeps_mode(entry, config))
+    memory_mib = {address: entry.memory_mib for address, entry in entries.items() if entry.memory_mib}
+    inventory = _with_memory(inventory, memory_mib)
     entries, layouts, waiting = _with_instances(entries, inventory.gpus, used)
     divided = [gpu for gpu in inventory.gpus if gpu.pci_address in entries]
     sharing = {gpu.pci_address: entries[gpu.pci_address].sharing for gpu in divided}
@@ -76,7 +79,12 @@ def make_plan(
     usable = [gpu for gpu in divided if gpu.pci_address not in unavailable]
     of_host = [gpu for gpu in usable if sharing[gpu.pci_address] == MPS and not gpu.parent]
     problems += _too_many_in_one_domain(config, of_host)
-    served = [gpu for gpu in divided if gpu.uuid in inventory.served and gpu.memory_mib is not None]
+    served = [
+        gpu
+        for gpu in divided
+        if gpu.uuid in inventory.served
+        if gpu.memory_mib is not None or sharing[gpu.pci_address] == TIME_SLICING
+    ]
     lost = [gpu for gpu in served if gpu.pci_address in unavailable]
     domains, parked = (
         _domains(config, entries, inventory.driver, [gpu for gpu in gpus if sharing[gpu.pci_address] == MPS])
@@ -107,8 +115,17 @@ def make_plan(
     plan = Plan(
         host, domains, modes, tuple(devices), unavailable, tuple(pools), parked, reserved,
         actions, direct, sharing, time_slices=slices, layouts=layouts, kept_modes=kept_modes,
+        memory_mib=memory_mib,
     )  # fmt: skip
     return plan, problems
+
+
+def _with_memory(inventory: Inventory, memory_mib: Mapping[str, int]) -> Inventory:
+    """Return the inventory with the configured memory of these GPUs (PCI addresses)."""
+    gpus = [
+        gpu._replace(memory_mib=memory_mib.get(gpu.pci_address, gpu.memory_mib)) for gpu in inventory.gpus
+    ]
+    return inventory._replace(gpus=tuple(gpus))
 
 
 def mode_changes(plan: Plan, gpus: Iterable[Gpu]) -> tuple[ModeChange, ...]:
@@ -146,7 +163,7 @@ def devices_of(host: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Devic
                 gpu_uuid=planned.uuid,
                 slot=slot,
                 memory_limit_mib=share.memory_limit_mib,
-                memory_total_mib=gpu.memory_mib or 0,
+                memory_total_mib=gpu.memory_mib,
                 thread_percentage=share.thread_percentage,
                 budget_enforced=enforces_budgets(gpu),
                 domain=domain.name,
@@ -315,6 +332,9 @@ def _entry_error(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Invent
     if gpu.reason:
         return []
     at = entry.divided_at
+    if wrong := [Problem(*(entry.memory_at or at), *error) for error in memory_error(entry, gpu)]:
+        return wrong
+    gpu = gpu._replace(memory_mib=entry.memory_mib or gpu.memory_mib)
     if wrong := _layout_error(entry, gpu):
         return wrong
     is_split = entry.mig not in ((), (DISABLED,))

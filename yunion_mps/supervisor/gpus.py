@@ -20,7 +20,7 @@ from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, gone, identities, in_order, save_served
 from yunion_mps.models import Event, Gpu, Inventory, Plan
 from yunion_mps.paths import Paths
-from yunion_mps.planning.division import unusable_reason
+from yunion_mps.planning.division import unusable_reason, with_memory
 from yunion_mps.reasons import NO_REASON, Reason
 
 log = logging.getLogger(__name__)
@@ -173,7 +173,9 @@ class Gpus:
         gpu = self._with_mode_answer(gpu)
         way = plan.sharing.get(gpu.pci_address)
         keeps_mode = gpu.physical_address in plan.kept_modes
-        reason = unusable_reason(gpu, way, keeps_mode=keeps_mode) if way else gpu.reason
+        reason = gpu.reason
+        if way:
+            reason = unusable_reason(with_memory(gpu, plan), way, keeps_mode=keeps_mode)
         return gpu._replace(reason=reason or self._fault_of(gpu))
 
     def _fault_of(self, gpu: Gpu) -> Reason:
