@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from yunion_mps import reasons
@@ -59,6 +59,14 @@ class Load(NamedTuple):
 
     gpus: Mapping[str, GpuLoad] = {}
     processes: Mapping[str, Mapping[int, int]] = {}
+
+    def with_idle(self, processes: Mapping[str, Iterable[int]]) -> Load:
+        """Return the load with 0 % for those `processes` (by GPU UUID) on idle GPUs that have no sample."""
+        samples = dict(self.processes)
+        for uuid, pids in processes.items():
+            if self.gpus.get(uuid, GpuLoad()).utilization == 0:
+                samples[uuid] = {**dict.fromkeys(pids, 0), **samples.get(uuid, {})}
+        return self._replace(processes=samples)
 
 
 class Nvml:

@@ -56,6 +56,7 @@ class Monitor:
         self._events: EventWatch | None = None
 
     async def run(self) -> None:
+        self._poll_now.set()  # the load of the GPUs is not known yet
         try:
             while True:
                 self._watch_events()
@@ -120,7 +121,7 @@ class Monitor:
         """Everything that a poll reads from the driver; thread-safe."""
         inventory, processes = self._scanner.scan(nvml), nvml.processes()
         busy = [uuid for uuid, pids in processes.items() if pids]
-        return inventory, processes, nvml.load(busy, time.time() - POLL_S)
+        return inventory, processes, nvml.load(busy, time.time() - POLL_S).with_idle(processes)
 
     def _watch_events(self) -> None:
         """Register for the driver's events once the driver is available."""

@@ -266,3 +266,21 @@ def test_a_process_without_known_memory_has_none_at_every_version(open_host: Ope
     for suffix in ("_v3", "_v2", ""):
         assert host.nvml.processes()[uuid] == {7: None}
         host.sim.fail(f"nvmlDeviceGetComputeRunningProcesses{suffix}", "not_supported", one_version=True)
+
+
+def test_a_process_without_a_sample_on_an_idle_gpu_uses_nothing(open_host: OpenHost) -> None:
+    idle = [{"pid": 7, "used_mib": 1}]
+    host = open_host(
+        [
+            {"kind": "h100", "processes": idle},
+            {"kind": "h100", "processes": idle},
+            {"kind": "h100", "mig": True},
+        ]
+    )
+    host.sim.gpus[1].load(35)
+    first, busy, in_mig_mode = (gpu.uuid for gpu in host.sim.gpus)
+    found = read(host).with_idle({uuid: [7] for uuid in (first, busy, in_mig_mode, "GPU-gone")})
+    assert found.processes == {first: {7: 0}, busy: {}, in_mig_mode: {}}
+    host.sim.gpus[0].add_process(7, 1, sm=0)
+    host.sim.gpus[0].add_process(8, 1)
+    assert read(host).with_idle({first: [7, 8]}).processes[first] == {7: 0, 8: 0}

@@ -116,6 +116,25 @@ def test_a_gpu_that_returns_and_is_lost_again_is_noticed_at_once(
     assert told == ["unavailable", *["available", "unavailable"] * 2]
 
 
+def test_the_load_is_known_at_the_start_and_0_for_idle_processes(
+    make_host: MakeHost, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "POLL_S", 3600.0)
+    host = make_host([{"kind": "v100", "processes": [{"pid": os.getpid(), "used_mib": 5}]}])
+    made, history = supervise(host).start(), UsageHistory()
+    uuid = host.gpus[0].uuid
+
+    async def follow() -> None:
+        polled = asyncio.Event()
+        task = asyncio.create_task(monitor_of(made, asyncio.Event(), polled, history).run())
+        await asyncio.wait_for(polled.wait(), PATIENCE_S)
+        await cancel([task])
+
+    asyncio.run(follow())
+    assert history.latest.load.gpus[uuid].utilization == 0
+    assert history.latest.load.processes == {uuid: {os.getpid(): 0}}
+
+
 def test_a_poll_measures_and_a_driver_that_fails_makes_it_unknown(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
