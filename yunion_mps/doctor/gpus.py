@@ -36,7 +36,7 @@ from yunion_mps.reasons import (
     Reason,
     hint_of,
 )
-from yunion_mps.text import count
+from yunion_mps.text import count, list_of
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -93,6 +93,7 @@ def _pending_layout(gpu: Gpu, reason: Reason, known: answers.Gpu | None) -> Find
 def mig(host: Host) -> Findings:
     """MIG mode, now and after the next reset."""
     modes = {layout.gpu_uuid: layout.enabled for layout in host.plan()[0].layouts}
+    _refuse_if_none_answers(host.our_gpus())
     for gpu in host.our_gpus():
         is_changing = gpu.mig_pending not in (None, gpu.mig_enabled)
         if gpu.mig_enabled and gpu.uuid not in modes:
@@ -119,6 +120,8 @@ def _foreign_mode_change(gpu: Gpu) -> Finding:
 @check("vGPU", VGPU, "no divided GPU is a vGPU or hosts vGPUs")
 def vgpu(host: Host) -> Findings:
     """GPUs that are vGPUs, or that host vGPUs for virtual machines."""
+    if not any(gpu.name for gpu in host.our_gpus()):
+        raise SkipError("the driver reports no GPU's name, by which vGPUs are known")
     for gpu in host.our_gpus():
         if gpu.name and _VGPU.search(gpu.name):
             what = (
@@ -138,19 +141,27 @@ def vgpu(host: Host) -> Findings:
 
 @check("budgets", BUDGET_NOT_ENFORCED, "enforced on every divided GPU")
 def budgets(host: Host) -> Findings:
-    findings = [
-        warning(
-            f"{_gpu_name(gpu)} is older than Volta: no budget is enforced, and each client can use the "
-            "whole GPU",
-            "run only jobs that stay within their budgets by themselves",
-        )
-        for gpu in host.mps_gpus()
-        if not gpu.reason and not enforces_budgets(gpu)
-    ]
+    _refuse_if_none_answers(host.mps_gpus())
+    findings = []
+    for gpu in host.mps_gpus():
+        if gpu.reason or enforces_budgets(gpu):
+            continue
+        what = f"{_gpu_name(gpu)} is older than Volta: no budget is enforced"
+        if gpu.compute_capability is None:
+            what = f"the driver does not report the compute capability of {_gpu_name(gpu)}: unless it is "
+            what += "Volta or newer, no budget is enforced"
+        hint = "run only jobs that stay within their budgets by themselves"
+        findings.append(warning(f"{what}, and each client can use the whole GPU", hint))
     sliced = _time_sliced(host)
     if findings or not sliced:
         return findings
     return [ok(f"enforced on every divided GPU except {sliced}")]
+
+
+def _refuse_if_none_answers(gpus: Sequence[Gpu]) -> None:
+    """Raise SkipError if all GPUs are broken, because nothing is known about them then."""
+    if all(gpu.reason for gpu in gpus):
+        raise SkipError("no divided GPU answers")
 
 
 def _time_sliced(host: Host) -> str:
@@ -165,8 +176,7 @@ def job_budgets(host: Host) -> Findings:
     """Whether `over_budget: terminate` can act: it needs the memory of each process."""
     actions = host.plan()[0].over_budget
     ours = [gpu for gpu in host.mps_gpus() if not gpu.reason]
-    if not ours:
-        raise SkipError
+    _refuse_if_none_answers(ours)
     terminating = [gpu for gpu in ours if actions.get(gpu.uuid or "") == TERMINATE]
     if not terminating:
         return [ok("over_budget is report on every divided GPU")]
@@ -278,11 +288,15 @@ def client_limit(host: Host) -> Findings:
     driver, override = host.inventory().driver, host.config()[0].cuda_mps_max_clients
     users = host.users()
     counts = []
+    unknown: list[str] = []
     for gpu in host.mps_gpus():
         if not gpu.uuid or gpu.reason:
             continue
         limit = max_clients(gpu, driver, override)
-        number = sum(not is_server(pid) for pid in users.get(gpu.uuid, {}))
+        if gpu.uuid not in users:
+            unknown.append(gpu.address)
+            continue
+        number = sum(not is_server(pid) for pid in users[gpu.uuid])
         counts.append((number, limit))
         if number >= limit:
             what = (
@@ -295,11 +309,14 @@ def client_limit(host: Host) -> Findings:
         elif number >= limit * _WARNING_SHARE:
             what = f"GPU {gpu.address} has {number} of the {limit} clients that MPS allows"
             yield warning(what, "list them: yunion-mps who --clients")
+    if not counts and unknown:
+        raise SkipError(f"the driver does not report the processes on {list_of(unknown)}")
     if not counts:
-        raise SkipError
+        raise SkipError("no divided GPU answers")
     if all(number < limit * _WARNING_SHARE for number, limit in counts):
         most, limits = max(number for number, _ in counts), [limit for _, limit in counts]
-        yield ok(f"at most {most} of {min(limits)} clients on a GPU")
+        what = f"at most {most} of {min(limits)} clients on a GPU"
+        yield ok(what + (f"; not known for {list_of(unknown)}" if unknown else ""))
 
 
 def _is_served(host: Host) -> bool:

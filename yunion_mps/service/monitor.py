@@ -56,7 +56,7 @@ class Monitor:
         self._events: EventWatch | None = None
 
     async def run(self) -> None:
-        self._poll_now.set()  # the load of the GPUs is not known yet
+        await self._measure()
         try:
             while True:
                 self._watch_events()
@@ -116,6 +116,17 @@ class Monitor:
             supervisor.modes.time_slices.compare()
         await self._reloader.set_modes()
         await self._reloader.apply_layouts()
+
+    async def _measure(self) -> None:
+        """Record the load of the GPUs before the first poll, so that what is idle is not unknown."""
+        nvml, began_s = self._supervisor.nvml, asyncio.get_running_loop().time()
+        if nvml is None:
+            return
+        async with self._reloader.lock:
+            with contextlib.suppress(DriverError, ShortageError):  # which the next poll reports
+                _, processes, load = await on_thread(lambda: self._read_gpus(nvml))
+                self._supervisor.jobs.update(processes, began_s)
+                self._usage.record(processes, load, began_s)
 
     def _read_gpus(self, nvml: Nvml) -> tuple[Inventory, Processes, Load]:
         """Everything that a poll reads from the driver; thread-safe."""

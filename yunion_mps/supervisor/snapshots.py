@@ -129,6 +129,11 @@ def warnings(snapshot: Snapshot) -> Iterator[tuple[Reason, Gpu | None]]:
                 f"GPU {gpu.address} ({gpu.name}): budgets are not enforced because it is older than Volta; "
                 "its clients can use all of its memory and threads"
             )
+            if gpu.compute_capability is None:
+                what = (
+                    f"GPU {gpu.address} ({gpu.name}): its budgets may not be enforced, because the driver "
+                    "does not report its compute capability; before Volta, its clients can use all of it"
+                )
             yield Reason(what, reasons.BUDGET_NOT_ENFORCED), gpu
         if gpu.uuid in served - leaving and not gpu.reason and _lacks_mode(gpu, snapshot.plan):
             yield _unsupported_mode(gpu), gpu

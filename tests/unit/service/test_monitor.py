@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Mapping
 
 import pytest
 from yunion_mps.containers.publisher import CdiPublisher
@@ -121,13 +122,19 @@ def test_the_load_is_known_at_the_start_and_0_for_idle_processes(
 ) -> None:
     monkeypatch.setattr(monitor, "POLL_S", 3600.0)
     host = make_host([{"kind": "v100", "processes": [{"pid": os.getpid(), "used_mib": 5}]}])
-    made, history = supervise(host).start(), UsageHistory()
+    made, recorded = supervise(host).start(), asyncio.Event()
     uuid = host.gpus[0].uuid
 
+    class History(UsageHistory):
+        def record(self, now_s: float, used: Mapping[str, tuple[int, int | None]]) -> None:
+            super().record(now_s, used)
+            recorded.set()
+
+    history = History()
+
     async def follow() -> None:
-        polled = asyncio.Event()
-        task = asyncio.create_task(monitor_of(made, asyncio.Event(), polled, history).run())
-        await asyncio.wait_for(polled.wait(), PATIENCE_S)
+        task = asyncio.create_task(monitor_of(made, asyncio.Event(), asyncio.Event(), history).run())
+        await asyncio.wait_for(recorded.wait(), PATIENCE_S)
         await cancel([task])
 
     asyncio.run(follow())
