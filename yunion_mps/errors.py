@@ -45,8 +45,8 @@ class YunionError(Exception):
 class Problem(NamedTuple):
     """A problem in a configuration file; `hint` is empty if `what` contains it (`did you mean ...?`).
 
-    `is_minor`: no job needs this setting, so a start ignores it with a warning. A reload and `config check`
-    refuse it like any other.
+    `is_minor`: it does not keep the daemon from starting, which ignores the setting with a warning, or leaves
+    alone the only `gpu` that it is about (a PCI address). A reload and `config check` refuse it like others.
     """
 
     file: str
@@ -54,6 +54,7 @@ class Problem(NamedTuple):
     what: str
     hint: str = ""
     is_minor: bool = False
+    gpu: str = ""
 
     def __str__(self) -> str:
         """Return `FILE:LINE: what is wrong: hint`, the form of compilers and editors, on one line.

@@ -94,15 +94,44 @@ class Gpu(NamedTuple):
         return physical_gpu(self.pci_address)
 
 
+class Controller(NamedTuple):
+    """A display controller of any vendor, as sysfs and udev describe it.
+
+    `vendor` is as in sysfs (`0x10de`). `driver` is the kernel driver that is bound to it, empty if none is.
+    `render_node` is None without one.
+    """
+
+    pci_address: str
+    vendor: str
+    driver: str = ""
+    render_node: str | None = None
+
+
+class MeantGpu(NamedTuple):
+    """The GPU that an entry's path led to when it was resolved for the first time.
+
+    `replaced` is the UUID of the card that was in its place before, until the operator's next reload.
+    """
+
+    uuid: str
+    pci_address: str
+    replaced: str = ""
+
+
 class Inventory(NamedTuple):
     """The driver and the GPUs found, in PCI order.
 
-    `served` has the UUIDs of the GPUs that have served devices, including lost ones.
+    `served` has the UUIDs of the GPUs that have served devices, including lost ones. `controllers` are all
+    display controllers of the host. `meant` has what the entries' paths meant before, by `GpuPath.key`.
+    `unread` is why the driver did not report any GPU; empty if it was asked.
     """
 
     driver: Driver
     gpus: tuple[Gpu, ...]
     served: tuple[str, ...] = ()
+    controllers: tuple[Controller, ...] = ()
+    meant: Mapping[str, MeantGpu] = {}
+    unread: Reason = NO_REASON
 
 
 class Device(NamedTuple):
@@ -252,6 +281,18 @@ class DomainPlan(NamedTuple):
         return (*places, self.gpu_uuids, self.multiuser)
 
 
+class MissingGpu(NamedTuple):
+    """An entry whose GPU is not there: its path, where it is written (`FILE:LINE`), and the reason.
+
+    `reserved_for` is what the entry reserves the GPU for, empty if nothing.
+    """
+
+    path: str
+    place: str
+    reason: Reason
+    reserved_for: str = ""
+
+
 class Plan(NamedTuple):
     """The plan for the host. `unavailable` has reasons by PCI address, the other mappings are by GPU UUID.
 
@@ -261,6 +302,8 @@ class Plan(NamedTuple):
     divided GPU, by PCI address, unusable ones included. `pending` has the GPUs whose devices are still shared
     as before, and what the new way of sharing waits for. `kept_modes` has the PCI addresses of the GPUs whose
     compute mode is kept as configured, and `memory_mib` the configured memory of GPUs, by PCI address.
+    `missing` has the entries whose GPUs are unknown, and `meant` what all entries mean, by `GpuPath.key`.
+    `warnings` name entries whose path leads to another GPU than before.
     """
 
     host_id: str
@@ -279,6 +322,15 @@ class Plan(NamedTuple):
     time_slices: Mapping[str, str] = {}
     kept_modes: frozenset[str] = frozenset()
     memory_mib: Mapping[str, int] = {}
+    missing: tuple[MissingGpu, ...] = ()
+    meant: Mapping[str, MeantGpu] = {}
+    warnings: tuple[Reason, ...] = ()
+
+    def divides(self, gpu: Gpu) -> bool:
+        """Whether an entry divides this GPU or MIG instance, or did and its leases have not ended."""
+        if gpu.pci_address in self.sharing or gpu.pci_address in self.unavailable:
+            return True
+        return self.has_layout(gpu)
 
     @property
     def offered(self) -> frozenset[str]:

@@ -65,9 +65,27 @@ def hint_of(code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str =
 # -- GPUs
 
 GPU_LOST = _code("gpu_lost", "The GPU has fallen off the bus.", _REPAIRED)
-GPU_GONE = _code("gpu_gone", "The GPU is no longer on the PCI bus.", _REPAIRED)
+GPU_GONE = _code("gpu_gone", "The GPU is no longer on the PCI bus.",
+    "see whether the host finds it: lspci -d 10de:; if it was removed for good, remove its entry, "
+    "then: yunion-mps reload")
 GPU_FAULT = _code("gpu_fault", "The driver reported a fatal GPU error (Xid).",
     "reset it (nvidia-smi --gpu-reset -i {gpu}) or reboot, then: yunion-mps reload")
+GPU_OTHER_DRIVER = _code("gpu_other_driver",
+    "The GPU is bound to another kernel driver, such as vfio-pci, or to none.",
+    "return it to the NVIDIA driver; or remove its entry, then: yunion-mps reload")
+GPU_MISSING = _code("gpu_missing", "An entry names a GPU that this host does not have now.",
+    "see which GPUs there are: yunion-mps gpus; then correct or remove the entry, and: yunion-mps reload")
+GPU_REPLACED = _code("gpu_replaced", "Another card is in the place of the GPU that an entry means.",
+    "if the entry means the new card: yunion-mps reload; otherwise correct or remove it")
+PATH_OUTDATED = _code("path_outdated", "The path of an entry leads to another GPU than the entry means.",
+    "write the UUID of the GPU as path: yunion-mps gpus; then: yunion-mps reload")
+RENDER_NODE_MISSING = _code("render_node_missing",
+    "The host's GPUs have no render nodes, because nvidia-drm is not loaded.",
+    "load it: modprobe nvidia-drm; or write the PCI address or UUID of the GPU as path")
+#: Codes of entries whose GPUs are not there, or that another card has replaced.
+GPU_NEEDS = frozenset({GPU_GONE, GPU_OTHER_DRIVER, GPU_MISSING, GPU_REPLACED, RENDER_NODE_MISSING})
+ENTRY_REFUSED = _code("entry_refused", "An entry divides its GPU in a way that the GPU does not allow.",
+    "correct the entry, then verify it: yunion-mps config check; then: yunion-mps reload")
 GPU_ERROR = _code("gpu_error", "The driver cannot use the GPU, or reports no information about it.",
     _REPAIRED)
 XID = _code("xid", "The driver reported a non-fatal GPU error (Xid).", "check its jobs: yunion-mps who")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from faults.hands import await_events, hang
 from faults.rows import GPUS, fault
-from faults.scene import Scene, until
+from faults.scene import FORMER_MODE, Scene, until
 from simhost import SimGpu
 
 _MANY = [{"kind": "v100", "count": 64, "virtual_number": 4}]
@@ -61,6 +61,76 @@ def lost_in_a_look(scene: Scene) -> None:
     scene.repair(scene.host.gpus[1].restore, "its return")
     scene.serves_again()
     assert controls == [domain["pid"] for domain in scene.daemon.status()["domains"]], scene.daemon.log
+
+
+@fault(GPUS, "one of two GPUs is bound to vfio-pci, and to the NVIDIA driver again", takes_s=12, gpus=_TWO)
+def passed_through(scene: Scene) -> None:
+    scene.budgets = ["10G", "25.0"]
+    scene.daemon.configure(cuda_mps_scope="gpu")
+    scene.serve().job()
+    control = scene.control
+    scene.inject(lambda: scene.host.gpus[1].bind("vfio-pci"))
+    scene.expect_report("bound to the driver vfio-pci")
+    assert _available(scene) == 4
+    scene.repair(lambda: scene.host.gpus[1].bind("nvidia"), "its return")
+    scene.serves_again(lambda: scene.control == control)
+
+
+@fault(
+    GPUS,
+    "one of two GPUs is missing after a reboot, and render nodes have other numbers",
+    takes_s=12,
+    gpus=_TWO,
+)
+def missing_after_reboot(scene: Scene) -> None:
+    scene.budgets = ["10G", "25.0"]
+    first, second = scene.host.gpus
+    scene.serve()
+    assert scene.daemon.stop() == 0
+    scene.lease = ""
+
+    def reboot() -> None:
+        first.remove()
+        scene.host.renumber()
+        scene.daemon.start().wait_ready()
+
+    scene.inject(reboot, answers=False)
+    scene.expect_report("00:06.0: unavailable")
+    assert _available(scene) == 4
+    assert [gpu.compute_mode for gpu in (first, second)] == [FORMER_MODE, "exclusive_process"]
+    scene.hold_a_lease()
+    scene.repair(first.restore, "its return")
+    scene.serves_again()
+
+
+@fault(GPUS, "the driver's kernel module is loaded after the daemon was started", takes_s=4)
+def late_driver(scene: Scene) -> None:
+    scene.serve()
+    assert scene.daemon.stop() == 0
+    scene.lease = ""
+    scene.host.unload_driver()
+    scene.host.gpus[0].compute_mode = FORMER_MODE  # as a boot script sets it before the daemon asks
+    scene.inject(lambda: scene.daemon.start().wait_ready(), answers=False)
+    scene.expect_report("waiting for the NVIDIA driver")
+    scene.repair(scene.host.load_driver, "it is loaded")
+    scene.serves_again()
+    scene.hold_a_lease()
+
+
+@fault(GPUS, "the driver is updated, and its kernel module loaded again, while the daemon runs", takes_s=15)
+def driver_updated(scene: Scene) -> None:
+    scene.serve().job()
+    control = scene.control
+    for job in list(scene.jobs):
+        scene.forget(job)  # the driver's list of processes is empty after the update
+
+    def update() -> None:
+        scene.host.update_driver("550.163.01")
+        scene.host.gpus[0].compute_mode = FORMER_MODE
+
+    scene.inject(update)
+    scene.expect_report("library and its kernel module have different versions")
+    scene.serves_again(lambda: "re-executing the program" in scene.daemon.log and scene.control == control)
 
 
 @fault(GPUS, "a GPU gets a fatal Xid (48, double-bit ECC error)", takes_s=2)

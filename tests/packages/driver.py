@@ -37,10 +37,22 @@ class Driver:
 
     def __init__(self, folder: Path, description: Description | None = None) -> None:
         self.host = SimHost.create(description, root=folder)
-        pci = folder / "pci"
-        if not pci.exists():  # without the links, which lead to parts of /sys that the machine has not
-            shutil.copytree(folder / "sys/bus/pci/devices", pci)
+        self._folder = folder
+        (folder / "pci").mkdir(exist_ok=True)
+        self.show_bus()
         self.binds = {folder: _PLACE, folder / "dev/dri": "/dev/dri"}
+
+    def show_bus(self) -> None:
+        """Show the machine which devices are on the PCI bus now, and their drivers.
+
+        It sees copies, because the links of sysfs lead to parts of /sys that it does not have.
+        """
+        shown = self._folder / "pci"
+        for name in os.listdir(shown):
+            shutil.rmtree(shown / name)
+        devices = self._folder / "sys/bus/pci/devices"
+        for name in os.listdir(devices):
+            shutil.copytree(devices / name, shown / name, symlinks=True)
 
     def install(self, root: Path) -> None:
         """Put library and programs into the machine whose files lie below `root`."""

@@ -45,6 +45,22 @@ KINDS = {
     "rtx-5090": Kind("NVIDIA GeForce RTX 5090", 0x2B85, 32607, (12, 0), 5, 575),
 }  # fmt: skip
 
+
+class OtherKind(NamedTuple):
+    """A display controller of another vendor."""
+
+    vendor: int
+    device: int
+    driver: str
+    has_render_node: bool
+
+
+OTHER_KINDS = {
+    "aspeed": OtherKind(0x1A03, 0x2000, "ast", has_render_node=False),  # a BMC's, on most servers
+    "amd": OtherKind(0x1002, 0x73BF, "amdgpu", has_render_node=True),
+    "intel": OtherKind(0x8086, 0x56C0, "i915", has_render_node=True),
+}
+
 #: nvmlReturn_t in its order.
 _ERRORS = (
     "success", "uninitialized", "invalid_argument", "not_supported", "no_permission",

@@ -45,6 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     add_gpu("lose", "Lose the GPU: every call on it fails.", lambda gpu, _: gpu.lose())
     add_gpu("remove", "Remove the GPU from the bus.", lambda gpu, _: gpu.remove())
     add_gpu("restore", "Bring back a lost or removed GPU.", lambda gpu, _: gpu.restore())
+    bind = add_gpu("bind", "Give the GPU to another driver of the kernel.", _bind)
+    bind.add_argument("driver", metavar="DRIVER", help="nvidia, none, or any other, such as vfio-pci")
+    add_gpu("replace", "Put another card into the GPU's slot.", lambda gpu, _: gpu.replace())
+    move = add_gpu("move", "Put the card into another slot.", lambda gpu, given: gpu.move(given.address))
+    move.add_argument("address", metavar="ADDRESS", help="a PCI address, such as 0000:41:00.0")
     xid = add_gpu("xid", "Report an Xid error of the GPU.", lambda gpu, given: gpu.xid(given.code))
     xid.add_argument("code", type=int, metavar="CODE")
     mode = add_gpu("compute-mode", "Set the compute mode, as another program would.", _set_compute_mode)
@@ -101,6 +106,16 @@ def _parser() -> argparse.ArgumentParser:
         "--skip", type=int, default=0, metavar="K", help="number of calls that succeed first (default: 0)"
     )
     fail.add_argument("--one-version", action="store_true", help="let other versions of the call go on")
+    driver = add("driver", "Load, unload or update NVIDIA's kernel module.", _driver)
+    driver.add_argument("what", choices=["on", "off", "version", "library"])
+    driver.add_argument(
+        "version", nargs="?", metavar="X", help="of the module and library, or the library alone"
+    )
+    drm = add(
+        "drm", "Load or unload nvidia-drm.", lambda host, given: host.set_drm(loaded=given.state == "on")
+    )
+    drm.add_argument("state", choices=["on", "off"])
+    add("renumber", "Number the render nodes as a boot may.", lambda host, _: host.renumber())
     add("reboot", "Do to the GPUs what a reboot does.", lambda host, _: host.reboot())
     add("clear", "Clear all failures.", lambda host, _: host.clear())
     add("show", "Print the host as JSON.", lambda host, _: json.dump(host.show(), sys.stdout, indent=2))
@@ -111,6 +126,23 @@ def _gpu(host: SimHost, number: int) -> SimGpu:
     if not 0 <= number < len(host.gpus):
         raise StateError(f"GPU {number}: the host has GPUs 0 to {len(host.gpus) - 1}")
     return host.gpus[number]
+
+
+def _bind(gpu: SimGpu, given: argparse.Namespace) -> None:
+    gpu.bind("" if given.driver == "none" else given.driver)
+
+
+def _driver(host: SimHost, given: argparse.Namespace) -> None:
+    if (given.version is not None) != (given.what in {"version", "library"}):
+        raise StateError("driver on | off | version X | library X")
+    if given.what == "on":
+        host.load_driver()
+    elif given.what == "off":
+        host.unload_driver()
+    elif given.what == "version":
+        host.update_driver(given.version)
+    else:
+        host.update_library(given.version)
 
 
 def _set_compute_mode(gpu: SimGpu, given: argparse.Namespace) -> None:

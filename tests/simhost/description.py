@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Union
 
-from .catalog import COMPUTE_MODES, KINDS, Kind
-from .layout import MAX_GPUS
+from .catalog import COMPUTE_MODES, KINDS, OTHER_KINDS, Kind, OtherKind
+from .layout import MAX_GPUS, MAX_OTHERS
 
 # The one GPU of the reference case in the project's design.
 REFERENCE = {
@@ -22,7 +22,7 @@ REFERENCE = {
 
 _NAMESPACE = uuid.UUID("5d6e1a52-7b0c-4f0e-9c1d-3a2f6f1c5e10")
 _PCI = re.compile(r"(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{2}):([01][0-9a-fA-F])\.0")
-_FIRST_RENDER = 128  # the kernel numbers render nodes from 128
+FIRST_RENDER = 128  # the kernel numbers render nodes from 128
 
 Description = Union[Mapping[str, Any], Sequence[Mapping[str, Any]]]
 Pci = tuple[int, int, int]  # domain, bus, device; the function is always 0
@@ -31,6 +31,24 @@ Rule = tuple[Callable[[Any], object], str]  # whether a value is right, and what
 
 class DescriptionError(ValueError):
     """A description of a simulated host is wrong: says where, what, and what would be right."""
+
+
+def address_of(pci: Pci) -> str:
+    """Return the PCI address as Linux writes it, e.g. 0000:00:06.0."""
+    return "{:04x}:{:02x}:{:02x}.0".format(*pci)
+
+
+class OtherDescription(NamedTuple):
+    """One device of another vendor."""
+
+    kind: OtherKind
+    pci: Pci
+    numa_node: int
+    render: int | None
+
+    @property
+    def address(self) -> str:
+        return address_of(self.pci)
 
 
 class GpuDescription(NamedTuple):
@@ -50,11 +68,11 @@ class GpuDescription(NamedTuple):
     virtual_number: int
     processes: list[dict[str, Any]]  # as SimGpu.add_process takes them
     lost: bool
+    present: bool
 
     @property
     def address(self) -> str:
-        """The PCI address as Linux writes it, e.g. 0000:00:06.0."""
-        return "{:04x}:{:02x}:{:02x}.0".format(*self.pci)
+        return address_of(self.pci)
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -66,7 +84,10 @@ class HostDescription(NamedTuple):
 
     driver_version: str
     cuda_version: tuple[int, int]
+    driver_loaded: bool
+    drm_loaded: bool
     gpus: list[GpuDescription]
+    others: list[OtherDescription]
 
 
 def _number(least: int, most: int) -> Rule:
@@ -90,23 +111,37 @@ def _one_of(known: Iterable[str]) -> Rule:
 
 _FLAG: Rule = (lambda it: isinstance(it, bool)), "true or false"
 _LIST: Rule = (lambda it: isinstance(it, (list, tuple))), "a list"
-_HOST: dict[str, Rule] = {"driver": ((lambda it: isinstance(it, Mapping)), "a mapping"), "gpus": _LIST}
-_DRIVER = {"version": _text(60), "cuda": _like(r"\d{1,3}\.\d", '"12.2"')}
+_HOST: dict[str, Rule] = {
+    "driver": ((lambda it: isinstance(it, Mapping)), "a mapping"),
+    "gpus": _LIST,
+    "others": _LIST,
+}
+_DRIVER = {
+    "version": _text(60),
+    "cuda": _like(r"\d{1,3}\.\d", '"12.2"'),
+    "loaded": _FLAG,
+    "drm": _FLAG,
+}
+_PCI_RULE = _like(_PCI.pattern, "'0000:00:06.0'")
+_NUMA_NODE = _number(-1, 1023)
+_RENDER: Rule = (lambda it: it is None or (type(it) is int and 0 <= it <= 255)), "null or 0 to 255"
 _GPU = {
     "kind": _one_of(KINDS),
     "count": _number(1, MAX_GPUS),
     "name": _text(90),
     "uuid": _text(60),
-    "pci": _like(_PCI.pattern, "'0000:00:06.0'"),
+    "pci": _PCI_RULE,
     "memory_mib": _number(0, 1 << 40),
     "compute_mode": _one_of(COMPUTE_MODES),
     "mig": _FLAG,
-    "numa_node": _number(-1, 1023),
-    "render": ((lambda it: it is None or (type(it) is int and 0 <= it <= 255)), "null or 0 to 255"),
+    "numa_node": _NUMA_NODE,
+    "render": _RENDER,
     "virtual_number": _number(1, 1000),
     "processes": _LIST,
     "lost": _FLAG,
+    "present": _FLAG,
 }
+_OTHER = {"kind": _one_of(OTHER_KINDS), "pci": _PCI_RULE, "numa_node": _NUMA_NODE, "render": _RENDER}
 
 
 def _checked(value: Any, place: str, rules: Mapping[str, Rule]) -> dict[str, Any]:
@@ -127,13 +162,78 @@ def _checked(value: Any, place: str, rules: Mapping[str, Rule]) -> dict[str, Any
 def parse_description(value: object) -> HostDescription:
     """Check a description, or a list of GPUs alone; raises DescriptionError at the first problem."""
     whole = _checked({"gpus": value} if isinstance(value, (list, tuple)) else value, "", _HOST)
+    if "gpus" not in whole:
+        raise DescriptionError("gpus: must be a list, e.g. [{kind: tesla-p40}]")
     driver = _checked(whole.get("driver", {}), "driver", _DRIVER)
     major, minor = driver.get("cuda", "12.2").split(".")
-    gpus = sorted(_gpus(whole.get("gpus", [])), key=lambda gpu: gpu.pci)
-    return HostDescription(driver.get("version", "535.261.03"), (int(major), int(minor)), gpus)
+    gpus, others = _devices(whole["gpus"], whole.get("others", []))
+    return HostDescription(
+        driver_version=driver.get("version", "535.261.03"),
+        cuda_version=(int(major), int(minor)),
+        # The kernel module refuses to be loaded on a host without a GPU.
+        driver_loaded=driver.get("loaded", any(gpu.present for gpu in gpus)),
+        drm_loaded=driver.get("drm", True),
+        gpus=sorted(gpus, key=lambda gpu: gpu.pci),
+        others=sorted(others, key=lambda other: other.pci),
+    )
 
 
-def _gpus(entries: Sequence[Any]) -> list[GpuDescription]:
+def _devices(
+    gpus: Sequence[Any], others: Sequence[Any]
+) -> tuple[list[GpuDescription], list[OtherDescription]]:
+    """Check the entries, and give each device an address and a render node that no other has."""
+    described = _described_gpus(gpus)
+    described_others = _described_others(others)
+    slots = _Slots(one for one in (*described, *described_others))
+    made = []
+    for number, one in enumerate(described):
+        made.append(_gpu(one, slots.pci_of(one), slots.render_of(one, FIRST_RENDER + number), number))
+    made_others = []
+    for one in described_others:
+        kind = OTHER_KINDS[one["kind"]]
+        render = slots.render_of(one, FIRST_RENDER) if kind.has_render_node else None
+        made_others.append(OtherDescription(kind, slots.pci_of(one), one.get("numa_node", -1), render))
+    for key, devices in (("uuid", made), ("pci", [*made, *made_others]), ("render", [*made, *made_others])):
+        for value, count in Counter(getattr(device, key) for device in devices).items():
+            if count > 1 and value is not None:
+                raise DescriptionError(f"{count} devices have the same {key}, {value}")
+    return made, made_others
+
+
+class _Slots:
+    """The addresses and render nodes that devices do not name: the first that are free."""
+
+    def __init__(self, described: Iterable[dict[str, Any]]) -> None:
+        given = [*described]
+        self._renders = {one["render"] for one in given if "render" in one}
+        reserved = {_pci(one["pci"]) for one in given if "pci" in one}
+        # 0000:00:06.0, the reference case's, is the first; sixteen on each bus
+        slots = ((0, slot // 16, 6 + slot % 16) for slot in itertools.count())
+        self._free_pci = (pci for pci in slots if pci not in reserved)
+
+    def pci_of(self, given: dict[str, Any]) -> Pci:
+        return _pci(given["pci"]) if "pci" in given else next(self._free_pci)
+
+    def render_of(self, given: dict[str, Any], first: int) -> int | None:
+        if "render" in given:
+            render: int | None = given["render"]
+            return render
+        free = next(number for number in itertools.count(first) if number not in self._renders)
+        self._renders.add(free)
+        return free
+
+
+def _described_others(entries: Sequence[Any]) -> list[dict[str, Any]]:
+    described = [_checked(entry, f"others[{number}]", _OTHER) for number, entry in enumerate(entries)]
+    for number, one in enumerate(described):
+        if "kind" not in one:
+            raise DescriptionError(f"others[{number}].kind: must be {_OTHER['kind'][1]}")
+    if len(described) > MAX_OTHERS:
+        raise DescriptionError(f"others: must be at most {MAX_OTHERS} devices")
+    return described
+
+
+def _described_gpus(entries: Sequence[Any]) -> list[dict[str, Any]]:
     described: list[dict[str, Any]] = []
     for number, entry in enumerate(entries):
         one = _checked(entry, f"gpus[{number}]", _GPU)
@@ -142,25 +242,9 @@ def _gpus(entries: Sequence[Any]) -> list[GpuDescription]:
         if one.get("mig") and not KINDS[one["kind"]].mig:
             raise DescriptionError(f"gpus[{number}].mig: a {one['kind']} has no MIG mode")
         described += [one] * one.get("count", 1)
-    if not 1 <= len(described) <= MAX_GPUS:
-        raise DescriptionError(f"gpus: must be 1 to {MAX_GPUS} GPUs, e.g. [{{kind: tesla-p40}}]")
-    reserved = {_pci(one["pci"]) for one in described if "pci" in one}
-    renders = {one.get("render") for one in described}
-    # 0000:00:06.0, the reference case's, is the first; sixteen on each bus
-    slots = ((0, slot // 16, 6 + slot % 16) for slot in itertools.count())
-    free_pci = (pci for pci in slots if pci not in reserved)
-    gpus = []
-    for number, one in enumerate(described):
-        render = one.get("render", 0)
-        if "render" not in one:
-            render = next(free for free in itertools.count(_FIRST_RENDER + number) if free not in renders)
-            renders.add(render)
-        gpus.append(_gpu(one, _pci(one["pci"]) if "pci" in one else next(free_pci), render, number))
-    for key in ("uuid", "pci", "render"):
-        for value, count in Counter(getattr(gpu, key) for gpu in gpus).items():
-            if count > 1 and value is not None:
-                raise DescriptionError(f"gpus: {count} GPUs have the same {key}, {value}")
-    return gpus
+    if len(described) > MAX_GPUS:
+        raise DescriptionError(f"gpus: must be at most {MAX_GPUS} GPUs")
+    return described
 
 
 def _gpu(given: dict[str, Any], pci: Pci, render: int | None, minor: int) -> GpuDescription:
@@ -181,7 +265,15 @@ def _gpu(given: dict[str, Any], pci: Pci, render: int | None, minor: int) -> Gpu
         virtual_number=given.get("virtual_number", 4),
         processes=[*given.get("processes", [])],
         lost=given.get("lost", False),
+        present=given.get("present", True),
     )
+
+
+def parse_pci(text: str) -> Pci:
+    """Return the address as numbers; raises DescriptionError if it is none."""
+    if not _PCI.fullmatch(text):
+        raise DescriptionError(f"{text!r} is not a PCI address like 0000:00:06.0")
+    return _pci(text)
 
 
 def _pci(text: str) -> Pci:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import layout
+from .bus import Bus
 from .catalog import COMPUTE_MODES, ERRORS, XID_FELL_OFF_THE_BUS
 from .description import GpuDescription
 from .install import found_library
 from .mig import TIME_SLICES
 from .state import PROCESS_TYPES, StateFile
-from .tree import plug_in, unplug
 
 
 class MigDevice(NamedTuple):
@@ -25,13 +25,18 @@ class MigDevice(NamedTuple):
 
 
 class SimGpu:
-    """A GPU by its slot: its NVML index as long as no GPU before it is removed."""
+    """A GPU by its slot: its NVML index as long as all GPUs are where the description has them."""
 
-    def __init__(self, slot: int, description: GpuDescription, state: StateFile, root: Path) -> None:
+    def __init__(self, slot: int, bus: Bus, state: StateFile, root: Path) -> None:
         self.slot = slot
-        self.description = description
+        self._bus = bus
         self._file = state
         self._root = root
+
+    @property
+    def description(self) -> GpuDescription:
+        """The GPU with its UUID, address and render node of now."""
+        return self._bus.gpu(self.slot)
 
     @property
     def uuid(self) -> str:
@@ -115,24 +120,42 @@ class SimGpu:
     def remove(self) -> None:
         """Take the GPU off the bus: also its files go, and the next nvmlInit does not count it."""
         self.end_instances()
-        with self._file.changing():
-            self._slot.present = 0
-        unplug(self._root, self.description)
+        if self._slot.on_bus:
+            self._bus.remove(self.slot)
 
     def restore(self) -> None:
-        """Bring a lost or removed GPU back, as after a reset; a removed one is found by the next nvmlInit."""
+        """Bring back a GPU that is lost, removed, without a driver or another driver's, as after a reset.
+
+        All but a lost one are found by the next first nvmlInit only; processes that had the GPU before have
+        lost it until then.
+        """
         self.end_instances()
-        if not self._slot.present:
-            plug_in(self._root, self.description)
         with self._file.changing():
             self._slot.lost = 0
-            self._slot.present = 1
+        self._bus.restore(self.slot)
 
-    def replace(self, uuid: str) -> None:
-        """Put another GPU of the same model in its place; not while a daemon runs."""
-        self.description = self.description._replace(uuid=uuid)
-        with self._file.changing():
-            self._slot.uuid = uuid.encode()
+    def bind(self, driver: str) -> None:
+        """Give the GPU to another driver of the kernel, such as vfio-pci, to "nvidia", or to none ("").
+
+        It stays on the bus, and loses what only NVIDIA's driver gives it: its place in NVML, and its nodes.
+        """
+        self.end_instances()
+        self._bus.bind(self.slot, driver)
+
+    def replace(self, uuid: str | None = None) -> None:
+        """Put another card of the same model into its slot, as with the power off."""
+        self.forget()
+        self._bus.exchange(self.slot, uuid)
+
+    def move(self, address: str) -> None:
+        """Put the card into another slot, as with the power off."""
+        self.forget()
+        self._bus.move(self.slot, address)
+
+    def forget(self) -> None:
+        """Lose all that does not survive that the driver is unloaded, or the power is off."""
+        self.reset()
+        self.time_slice = "default"
 
     def add_process(
         self,
@@ -190,7 +213,9 @@ class SimGpu:
             "time_slice": self.time_slice,
             "reset_required": bool(slot.reset_required),
             "lost": bool(slot.lost),
-            "present": bool(slot.present),
+            "present": bool(slot.on_bus),
+            "driver": slot.driver.decode() or None,
+            "render": self.description.render,
             "processes": processes,
         }
 

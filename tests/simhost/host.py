@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from . import layout
+from .bus import Bus
 from .description import REFERENCE, Description, HostDescription, parse_description
 from .environment import host_environment
 from .gpu import MigDevice, SimGpu
@@ -55,7 +57,8 @@ class SimHost(Closes):
         self.env = host_environment(root)
         self._state = state
         self._temporary = temporary
-        self.gpus = [SimGpu(slot, gpu, state, root) for slot, gpu in enumerate(description.gpus)]
+        self._bus = Bus(root, description, state)
+        self.gpus = [SimGpu(slot, self._bus, state, root) for slot in range(len(description.gpus))]
 
     @classmethod
     def create(cls, description: Description | None = None, root: Path | None = None) -> SimHost:
@@ -75,8 +78,9 @@ class SimHost(Closes):
             if root is None:
                 place.chmod(0o755)  # programs of other users look in too
             write_tree(place, host)
-            install(place, library)
+            install(place, library, host.driver_version)
             state = StateFile.create(place / "lib/simhost.state", host)
+            Bus(place, host, state).start()
             (place / "lib/simhost.json").write_text(json.dumps(raw))
         except BaseException:
             if root is None:
@@ -104,7 +108,7 @@ class SimHost(Closes):
             raise StateError(
                 f"{root}: has a host with another description: remove it, or omit the description"
             )
-        install(root, built_library())
+        install(root, built_library(), host.library_version)
         return host
 
     def close(self) -> None:
@@ -141,7 +145,17 @@ class SimHost(Closes):
         self._state.add_failure(call, error, gpu, times, delay_ms, skip, one_version=one_version)
 
     def show(self) -> dict[str, Any]:
-        return {"failures": self._state.failures(), "gpus": [gpu.show() for gpu in self.gpus]}
+        state = self._state.state
+        return {
+            "driver": {
+                "version": state.driver_version.decode(),
+                "library": self.library_version,
+                "loaded": bool(state.driver_loaded),
+                "drm": bool(state.drm_loaded),
+            },
+            "failures": self._state.failures(),
+            "gpus": [gpu.show() for gpu in self.gpus],
+        }
 
     def clear(self) -> None:
         """Take back all failures; calls that hang in them go on."""
@@ -150,8 +164,44 @@ class SimHost(Closes):
     def reboot(self) -> None:
         """Do to the GPUs what a reboot does: apply pending MIG modes, end instances, forget policies."""
         for gpu in self.gpus:
-            gpu.reset()
-            gpu.time_slice = "default"
+            gpu.forget()
+
+    def renumber(self) -> None:
+        """Number the render nodes as a boot may: from 128, in the order of the addresses of all devices."""
+        self._bus.renumber()
+
+    def set_drm(self, *, loaded: bool) -> None:
+        """Load or unload nvidia-drm, which makes the render nodes of NVIDIA's GPUs."""
+        self._bus.set_drm(loaded=loaded)
+
+    def load_driver(self) -> None:
+        """Load NVIDIA's kernel module; raises StateError where no GPU is for it."""
+        self._bus.load_driver()
+
+    def unload_driver(self) -> None:
+        """Unload NVIDIA's kernel module, even if programs use it, which a real one refuses."""
+        for gpu in self.gpus:
+            gpu.forget()
+        self._bus.unload_driver()
+
+    def update_library(self, version: str) -> None:
+        """Install NVIDIA's library of another version: processes that have the old one keep it."""
+        if len(version) >= layout.State.library_version.size:
+            raise StateError(f"the version is too long: {version}")
+        install(self.root, built_library(), version)
+        with self._state.changing() as state:
+            state.library_version = version.encode()
+
+    def update_driver(self, version: str) -> None:
+        """Install NVIDIA's library and kernel module of another version, and load that module instead."""
+        is_loaded = bool(self._state.state.driver_loaded)
+        if is_loaded:
+            self.unload_driver()
+        self.update_library(version)
+        with self._state.changing() as state:
+            state.driver_version = version.encode()
+        if is_loaded:
+            self.load_driver()
 
     def create_mig_devices(self, gpu: int, *profiles: str) -> list[MigDevice]:
         """Create GPU instances with a compute instance each, as an operator does; return all of the GPU."""
@@ -166,6 +216,11 @@ class SimHost(Closes):
     def show_library(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._hidden_library.rename(self.library)
+
+    @property
+    def library_version(self) -> str:
+        version: bytes = self._state.state.library_version
+        return version.decode()
 
     @property
     def library(self) -> Path:

@@ -91,14 +91,19 @@ def found_library(root: Path) -> Path:
     return hidden if hidden.exists() else library_path(root)
 
 
-def install(root: Path, library: Path) -> None:
-    """Install both; a library that is hidden stays so.
+#: Where libnvidia-ml/library.c has its version.
+_VERSION = b"simhost: version of this library".ljust(80, b"\0")
+
+
+def install(root: Path, library: Path, version: str) -> None:
+    """Install both, the library as that of a driver of this version; a library that is hidden stays so.
 
     A copy, not a link: the library finds its state beside itself, and two hosts that one process loads
     must be two files to the loader.
     """
     temporary = library_path(root).with_name(f".{SONAME}.{os.getpid()}")
-    shutil.copyfile(library, temporary)
+    before, _, after = library.read_bytes().partition(_VERSION)
+    temporary.write_bytes(before + version.encode().ljust(len(_VERSION), b"\0") + after)
     temporary.replace(found_library(root))
     ctl = root / "bin/simhost-ctl"
     words = {

@@ -11,9 +11,10 @@ import ctypes
 from typing import Any
 
 MAGIC = 0x53494D48  # "SIMH"
-VERSION = 4
+VERSION = 5
 
 MAX_GPUS = 64
+MAX_OTHERS = 16  # devices of other vendors
 MAX_PROCESSES = 32  # a GPU
 MAX_FAILURES = 64
 MAX_EVENTS = 64  # a ring: the oldest is overwritten
@@ -23,7 +24,8 @@ MAX_INSTANCES = 8  # GPU instances of a GPU, and compute instances of each; NVID
 FOREVER = 0xFFFFFFFF  # Failure.times: until cleared
 ALL_GPUS = -1  # Failure.gpu
 UNKNOWN_MIB = 0xFFFFFFFFFFFFFFFF  # Process.used_mib: the driver cannot tell
-UNSET = 0xFFFFFFFF  # Process.sm_percent: no sample of it; Gpu.utilization: that of its processes
+#: Process.sm_percent: no sample of it; Gpu.utilization: that of its processes; render: no render node
+UNSET = 0xFFFFFFFF
 
 PROCESS_COMPUTE, PROCESS_MPS = 1, 2
 
@@ -88,7 +90,7 @@ class Instance(ctypes.Structure):
 
 
 class Gpu(ctypes.Structure):
-    """One GPU. Slots are in the order of PCI addresses, which is NVML's order of indices."""
+    """One GPU. Slots are in the order of the PCI addresses in the description, NVML's indices of today's."""
 
     _fields_ = [
         ("uuid", ctypes.c_char * 64),
@@ -110,7 +112,11 @@ class Gpu(ctypes.Structure):
         ("time_slice", ctypes.c_uint32),  # 0 to 3, as nvidia-smi compute-policy numbers them
         ("last_serial", ctypes.c_uint32),  # of all instances ever: a handle or UUID is never used again
         ("compute_mode", ctypes.c_uint32),  # nvmlComputeMode_t
-        ("present", ctypes.c_uint32),  # 0: not enumerated by the next nvmlInit
+        ("on_bus", ctypes.c_uint32),  # 0: there is no such PCI device
+        ("driver", ctypes.c_char * 32),  # of the kernel: nvidia, another one, or none
+        ("present", ctypes.c_uint32),  # on the bus, and nvidia's: enumerated by the next nvmlInit
+        ("arrivals", ctypes.c_uint32),  # how often it became present; who had it before has lost it
+        ("render", ctypes.c_uint32),  # number of its render node, whenever it has one; or UNSET
         ("lost", ctypes.c_uint32),  # 1: every call on its handle gives GPU_IS_LOST
         ("lost_lookup", ctypes.c_uint32),  # what looking up a lost GPU's handle gives (nvmlReturn_t)
         ("utilization", ctypes.c_uint32),  # percent
@@ -121,6 +127,12 @@ class Gpu(ctypes.Structure):
         ("profiles", Profile * MAX_PROFILES),
         ("instances", Instance * MAX_INSTANCES),
     ]
+
+
+class Other(ctypes.Structure):
+    """One device of another vendor."""
+
+    _fields_ = [("render", ctypes.c_uint32)]  # number of its render node, or UNSET
 
 
 class Failure(ctypes.Structure):
@@ -155,7 +167,10 @@ class State(ctypes.Structure):
         ("version", ctypes.c_uint32),
         ("size", ctypes.c_uint32),
         ("changes", ctypes.c_uint32),  # counts changes; a futex on which the C side waits
-        ("driver_version", ctypes.c_char * 80),
+        ("driver_version", ctypes.c_char * 80),  # of the kernel module
+        ("library_version", ctypes.c_char * 80),  # of the library's file; a process may have an older one
+        ("driver_loaded", ctypes.c_uint32),
+        ("drm_loaded", ctypes.c_uint32),  # nvidia-drm, which makes the render nodes
         ("cuda_version", ctypes.c_uint32),  # 1000 * major + 10 * minor
         ("gpu_count", ctypes.c_uint32),  # slots in use
         ("failure_count", ctypes.c_uint32),  # rules in effect; 0 keeps the calls off the lock
@@ -164,6 +179,7 @@ class State(ctypes.Structure):
         ("failures", Failure * MAX_FAILURES),
         ("events", Event * MAX_EVENTS),
         ("gpus", Gpu * MAX_GPUS),
+        ("others", Other * MAX_OTHERS),
     ]
 
 
@@ -171,7 +187,7 @@ STATE_SIZE = ctypes.sizeof(State)
 
 _C_TYPES = {ctypes.c_uint32: "uint32_t", ctypes.c_int32: "int32_t", ctypes.c_uint64: "uint64_t"}
 _CONSTANTS = (
-    "MAGIC VERSION MAX_GPUS MAX_PROCESSES MAX_FAILURES MAX_EVENTS MAX_PROFILES MAX_INSTANCES "
+    "MAGIC VERSION MAX_GPUS MAX_OTHERS MAX_PROCESSES MAX_FAILURES MAX_EVENTS MAX_PROFILES MAX_INSTANCES "
     "FOREVER ALL_GPUS UNSET PROCESS_COMPUTE PROCESS_MPS"
 )
 
@@ -181,7 +197,7 @@ def c_header() -> str:
     lines = ["/* Made from layout.py; do not edit. */", "#include <stdint.h>"]
     lines += [f"#define SIM_{name} ({globals()[name]:#x})" for name in _CONSTANTS.split()]
     lines.append(f"#define SIM_UNKNOWN_MIB UINT64_C({UNKNOWN_MIB:#x})")
-    for struct in (Process, Profile, Compute, Instance, Gpu, Failure, Event, State):
+    for struct in (Process, Profile, Compute, Instance, Gpu, Other, Failure, Event, State):
         name = f"struct sim_{struct.__name__.lower()}"
         members = [f"    {_c_member(field[0], field[1])};" for field in struct._fields_]
         lines += [f"{name} {{", *members, "};"]

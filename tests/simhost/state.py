@@ -51,11 +51,14 @@ class StateFile:
     def create(cls, path: Path, host: HostDescription) -> StateFile:
         """Write the state that a description asks for; anybody on the machine may map it."""
         state = layout.State(magic=layout.MAGIC, version=layout.VERSION, size=layout.STATE_SIZE)
-        state.driver_version = host.driver_version.encode()
+        state.driver_version = state.library_version = host.driver_version.encode()
+        state.driver_loaded, state.drm_loaded = host.driver_loaded, host.drm_loaded
         state.cuda_version = host.cuda_version[0] * 1000 + host.cuda_version[1] * 10
         state.gpu_count = len(host.gpus)
         for slot, gpu in enumerate(host.gpus):
             _fill(state.gpus[slot], gpu)
+        for number, other in enumerate(host.others):
+            state.others[number].render = layout.UNSET if other.render is None else other.render
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
         temporary.write_bytes(bytes(state))
         temporary.chmod(0o666)
@@ -180,7 +183,7 @@ def _fill(slot: layout.Gpu, gpu: GpuDescription) -> None:
         place.sm, (place.copy, place.decoders, place.jpeg, place.ofa) = profile.sm, profile.engines
         place.size, place.starts = profile.size, sum(1 << start for start in profile.starts)
     slot.compute_mode = gpu.compute_mode
-    slot.present = 1
+    slot.render = layout.UNSET if gpu.render is None else gpu.render
     slot.lost, slot.lost_lookup = gpu.lost, ERRORS["gpu_is_lost"]
     slot.utilization = layout.UNSET
     slot.power_limit_mw = kind.power_limit_w * 1000

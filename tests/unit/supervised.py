@@ -49,10 +49,10 @@ class Supervised:
         self.host = host
         self._make = make or Supervised
         self.paths = Paths(str(host.root))
-        self.preflight = run_preflight(self.paths)
-        self.preflight.check()
+        self.preflight = run_preflight(self.paths).for_start()
         self.supervisor = Supervisor(self.paths, self.preflight)
         self.lease_waits: FindLeaseWaits = lambda _: {}
+        self._has_nvml = True
 
     @property
     def snapshot(self) -> Snapshot:
@@ -82,7 +82,8 @@ class Supervised:
     def accept(self) -> list[Change]:
         """Read the files again, and aim at what they say."""
         nvml = self.supervisor.nvml
-        changes = self.supervisor.accept(run_preflight(self.paths, nvml), self.lease_waits)
+        preflight = run_preflight(self.paths, nvml, confirms_replaced=True)
+        changes = self.supervisor.accept(preflight, self.lease_waits)
         self.set_modes()
         self.supervisor.apply(time.monotonic())
         return changes
@@ -119,6 +120,13 @@ class Supervised:
         if restore:
             self.supervisor.close()
 
+    def end(self) -> None:
+        """Stop, and close NVML, as the end of the daemon's process does."""
+        self.stop()
+        if self._has_nvml:
+            self._has_nvml = False
+            self.preflight.close()
+
 
 @pytest.fixture
 def make_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeHost]:
@@ -143,8 +151,7 @@ def supervise() -> Iterator[Supervise]:
 
         def make(host: SimHost) -> Supervised:
             made = Supervised(host, make)
-            stack.callback(made.preflight.close)
-            stack.callback(made.stop)
+            stack.callback(made.end)
             return made
 
         yield make

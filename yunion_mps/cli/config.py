@@ -14,6 +14,7 @@ from yunion_mps.identity import is_part
 from yunion_mps.mig import DISABLED
 from yunion_mps.overview import way_of
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import hint_of
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
@@ -114,10 +115,21 @@ class DomainRecord(TypedDict):
     thread_percentage: float
 
 
+class MissingRecord(TypedDict):
+    """An entry whose GPU this host does not have now."""
+
+    path: str
+    place: str
+    reason: str
+    reason_code: str
+
+
 class PlanRecord(TypedDict):
     """What the daemon would make of the configuration."""
 
     notice: str
+    warnings: list[str]
+    missing: list[MissingRecord]
     driver: str | None
     host_id: str
     gpus: list[GpuRecord]
@@ -276,6 +288,16 @@ def plan_json(preflight: Preflight) -> PlanRecord:
     plan = preflight.plan
     return {
         "notice": _notice(preflight),
+        "warnings": list(plan.warnings),
+        "missing": [
+            {
+                "path": entry.path,
+                "place": entry.place,
+                "reason": entry.reason,
+                "reason_code": entry.reason.code,
+            }
+            for entry in plan.missing
+        ],
         "driver": preflight.inventory.driver.version or None,
         "host_id": plan.host_id,
         "gpus": gpu_records(preflight),
@@ -345,6 +367,11 @@ def _plan_text(preflight: Preflight) -> str:
     notice, gpus = _notice(preflight), gpu_records(preflight)
     if notice:
         text += f"{notice}.\n"
+    for warning in preflight.plan.warnings:
+        text += f"Warning: {warning}.\n  {hint_of(warning.code)}\n"
+    for entry in preflight.plan.missing:
+        text += f"No GPU now for path {entry.path} ({entry.place}): {entry.reason}.\n"
+        text += f"  {hint_of(entry.reason.code)}\n"
     if not gpus:
         return text
     is_plain = all(gpu["sharing"] in (MPS, None) for gpu in gpus)

@@ -31,6 +31,7 @@ from yunion_mps.overview import REEXEC as REEXEC_HINT
 from yunion_mps.overview import version_mismatch
 from yunion_mps.reasons import (
     DRIVER_HUNG,
+    GPU_NEEDS,
     LAYOUT_NEEDS,
     LAYOUT_WAITS,
     LEASES_PENDING,
@@ -193,11 +194,11 @@ def _with(answer: ChangeList, later: ChangeList) -> ChangeList:
 def _in_effect(answer: ChangeList, status: Status) -> ChangeList:
     """Return a reload's answer as it is once all of its changes are in effect.
 
-    GPUs whose modes the operator has to change stay pending, but are no reason to fail.
+    GPUs that are missing, or whose modes the operator has to change, stay pending, but are no reason to fail.
     """
     changes: list[Change] = [{**change, "effect": AT_ONCE, "at_once": True} for change in answer["changes"]]
-    modes = (f"{one['text']}; {one['hint']}" for one in _pending(status, MODE_NEEDS))
-    pending: list[Pending] = [{"domain": "", "pending": text, "leases": []} for text in modes]
+    needs = (f"{one['text']}; {one['hint']}" for one in _pending(status, MODE_NEEDS | GPU_NEEDS))
+    pending: list[Pending] = [{"domain": "", "pending": text, "leases": []} for text in needs]
     return {**answer, "changes": changes, "pending": pending}
 
 

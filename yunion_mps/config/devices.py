@@ -25,6 +25,7 @@ from yunion_mps.config.values import (
     MAX_OVERRIDE,
     MAX_TIME_SLICED_DEVICES,
     SHARING_KEYS,
+    InvalidValueError,
     Kind,
     boolean,
     layout,
@@ -48,6 +49,7 @@ from yunion_mps.enums import (
     TIME_SLICING,
 )
 from yunion_mps.errors import Problem
+from yunion_mps.gpu_path import parse_gpu_path
 from yunion_mps.mig import DISABLED
 from yunion_mps.paths import Paths
 from yunion_mps.settings import Config, DeviceEntry, SliceEntry, Source
@@ -412,4 +414,9 @@ def _type_key(nodes: Nodes) -> str | None:
 
 
 def _path(key: str, node: Node) -> str:
-    return text(key, node, "a render node, a PCI address or a GPU's UUID")
+    """Accept what can be a GPU, whether this host has it now or not."""
+    path = text(key, node, "a render node, a PCI address or a GPU's UUID")
+    if parse_gpu_path(path) is None:
+        hint = "write a render node such as /dev/dri/renderD128, a PCI address or a GPU's UUID"
+        raise InvalidValueError(key, node, "which cannot be a GPU", hint)
+    return path

@@ -81,9 +81,9 @@ def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -
     notifier = Notifier()
     notifier.status("reading the configuration and the GPUs")
     directories.set_record_file(os.path.join(paths.state_directory, "directories"))
-    preflight = run_preflight(paths).for_start()
+    preflight = run_preflight(paths)
     try:
-        preflight.check()
+        preflight = preflight.for_start()
         daemon = _Daemon(paths, signals, notifier, Supervisor(paths, preflight), lock, state)
         listener = daemon.start()
         if listener:
@@ -183,7 +183,8 @@ class _Daemon:
         # Only numbers are shown of them; the lease service replaces them.
         queries.set_leases(recorded_ledger(self._supervisor.store(), self._paths.lease_copies), str)
         line = queries.summary
-        log.info("yunion-mps %s is ready: %s", __version__, line)
+        state = "is running" if self._supervisor.snapshot().notice else "is ready"
+        log.info("yunion-mps %s %s: %s", __version__, state, line)
         for warning, _ in warnings(self._supervisor.snapshot()):
             log.warning("%s", warning)
         self._record("info", f"ready, {__version__}", consequence=line)

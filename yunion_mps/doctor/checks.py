@@ -16,7 +16,7 @@ from yunion_mps.errors import Problem, YunionError
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, GET_STATUS
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.inventory.scan import Scanner, machine_id
+from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_saved
 from yunion_mps.models import DomainPlan, Gpu, Inventory, Plan, PlannedGpu
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.paths import Paths
@@ -94,7 +94,7 @@ class Host:
         #: Initialised NVML; raises DriverError.
         self.nvml: Lazy[Nvml] = Lazy(lambda: _open_nvml(timeout_s * _FACT_TIME_SHARE))
         #: The driver and the GPUs; raises DriverError.
-        self.inventory: Lazy[Inventory] = Lazy(lambda: Scanner(paths).scan(self.nvml()))
+        self.inventory: Lazy[Inventory] = Lazy(self._inventory)
         #: The plan, and its problems that depend on the GPUs; raises DriverError and HostError.
         self.plan: Lazy[tuple[Plan, list[Problem]]] = Lazy(
             lambda: make_plan(self.config()[0], self.inventory(), machine_id(paths))
@@ -110,6 +110,11 @@ class Host:
         #: The running domains, or else the planned ones; their directories are below the root.
         self.domains: Lazy[list[DomainPlan]] = Lazy(self._domains)
         self._client = client
+
+    def _inventory(self) -> Inventory:
+        scanned = Scanner(self.paths).scan(self.nvml())
+        are_named = bool(self.config()[0].devices)
+        return with_saved(scanned, load_served(self.paths), are_named=are_named)
 
     @property
     def foreign_root(self) -> bool:

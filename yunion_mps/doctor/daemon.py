@@ -159,8 +159,9 @@ def configuration(host: Host) -> Findings:
         return [problem(error.message, error.hint)]
     if problems:
         return [_finding(error) for error in problems]
-    if not plan.devices and not plan.pools and plan.unavailable:  # other checks report why
-        return [ok(f"both files are valid; {count(len(plan.unavailable), 'GPU')} cannot be divided now")]
+    unusable = len(plan.unavailable) + len(plan.missing)
+    if not plan.devices and not plan.pools and unusable:  # other checks report why
+        return [ok(f"both files are valid; {count(unusable, 'GPU')} cannot be divided now")]
     if not plan.devices and not plan.pools:
         hint = f"check the GPUs (yunion-mps gpus) and {config.container_device_config_file}"
         return [problem("both files are valid, but no GPU on this host can be divided", hint)]

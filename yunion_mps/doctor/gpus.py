@@ -23,7 +23,6 @@ from yunion_mps.reasons import (
     COMPUTE_MODE_UNSUPPORTED,
     GPU_ERROR,
     GPU_FAULT,
-    GPU_GONE,
     GPU_LOST,
     LAYOUT_WAITS,
     MIG_ENABLED,
@@ -47,7 +46,7 @@ _SAME_NAMESPACE = "run doctor and the daemon on the host, not in a container wit
 _OF_DOMAINS = TEMPORARY | {NO_DOMAIN}
 
 #: Reasons of which the kernel's log says more.
-_OF_HARDWARE = (GPU_LOST, GPU_GONE, GPU_FAULT, GPU_ERROR)
+_OF_HARDWARE = (GPU_LOST, GPU_FAULT, GPU_ERROR)
 #: A warning is given from this share of the limit.
 _WARNING_SHARE = 0.9
 #: Profile in a vGPU's name inside a virtual machine: `GRID T4-16C`, `NVIDIA A40-48Q`, `A100-1-5C`.
@@ -58,12 +57,20 @@ _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 def gpus(host: Host) -> Findings:
     plan, served, known = host.plan()[0], host.served_gpus(), host.known_gpus()
     split = {layout.gpu_uuid for layout in plan.layouts}
-    ours = host.our_gpus()
+    findings = [
+        problem(f"path {one.path} ({one.place}): {one.reason}", hint_of(one.reason.code), one.reason.code)
+        for one in plan.missing
+    ]
+    try:
+        ours = host.our_gpus()
+    except SkipError:
+        if findings:
+            return findings
+        raise
     # The others are reported by `mig`.
     ours = [gpu for gpu in ours if gpu.reason or not gpu.mig_enabled or gpu.uuid in split]
-    if not ours:
+    if not ours and not findings:
         raise SkipError
-    findings = []
     for gpu in ours:
         reason = gpu.reason or plan.unavailable.get(gpu.pci_address)
         if reason and reason.code == MIG_PENDING:  # only the daemon knows what its layout waits for

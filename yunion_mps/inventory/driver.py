@@ -5,11 +5,13 @@ With a broken GPU, a driver call may hang forever, so every call has a deadline.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import os
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from queue import Empty, SimpleQueue
 from types import ModuleType
 from typing import Any, TypeVar
@@ -85,9 +87,28 @@ _UNKNOWN_FIELD = (
 
 MIB = 1 << 20
 
+#: The name by which pynvml loads NVML; driver packages make it a symlink to the file of their version.
+_LIBRARY = "libnvidia-ml.so.1"
+
 
 #: A driver that has to wake many GPUs takes tens of seconds for the first call.
 TIMEOUT_S = 60.0
+
+
+def replaced_library(maps: str = "/proc/self/maps") -> str:
+    """Return which library a new process would load instead of the one that this process has loaded.
+
+    Empty if it would load the same one, or if this process has loaded none. `maps` is as in proc(5).
+    """
+    with contextlib.suppress(OSError), open(maps, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            _, slash, rest = line.rstrip("\n").partition("/")
+            loaded = f"{slash}{rest}"
+            if not os.path.basename(loaded).startswith("libnvidia-ml.so"):
+                continue
+            current = os.path.realpath(os.path.join(os.path.dirname(loaded), _LIBRARY))
+            return "" if current == loaded else f"{current} (inode {os.stat(current).st_ino})"
+    return ""
 
 
 def reason_of(error: DriverError) -> Reason:
@@ -140,11 +161,46 @@ def text(value: Any) -> str:
     return decode_line(value) if isinstance(value, bytes) else printable(str(value))
 
 
+class _Gate:
+    """Lets many calls pass, or a single one that has the driver for itself."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._passing = 0
+        self._is_exclusive = False
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_exclusive)
+            self._passing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._passing -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def exclusive(self, timeout_s: float) -> Iterator[bool]:
+        """Wait until no call is passing, and yield whether that came about in time."""
+        with self._changed:
+            self._is_exclusive = self._changed.wait_for(lambda: self._passing == 0, timeout_s)
+            is_alone = self._is_exclusive
+        try:
+            yield is_alone
+        finally:
+            with self._changed:
+                self._is_exclusive = False
+                self._changed.notify_all()
+
+
 class Deadline:
-    """Makes one call at a time, on a thread that must return within `timeout_s`."""
+    """Makes calls on threads that must return within `timeout_s`."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
+        self._gate = _Gate()
         #: Gets the outcome of a call that took too long.
         self._hanging: SimpleQueue[Any] | None = None
 
@@ -155,6 +211,20 @@ class Deadline:
         earlier call hangs, no other is made. If no thread can be started, raises ShortageError, or
         with `may_hang` makes the call on the caller's thread without a deadline.
         """
+        with self._gate.shared():
+            return self._call(work, may_hang=may_hang)
+
+    def call_alone(self, work: Callable[[], None], wait_s: float) -> bool:
+        """Make the call while no other is made; return False if others do not end within `wait_s`.
+
+        Raises DriverError and ShortageError like `call`.
+        """
+        with self._gate.exclusive(wait_s) as is_alone:
+            if is_alone:
+                self._call(work, may_hang=False)
+            return is_alone
+
+    def _call(self, work: Callable[[], T], *, may_hang: bool) -> T:
         if self._hanging and self._hanging.empty():
             what = "the NVIDIA driver still does not answer an earlier call"
             raise DriverError(*_with_hint(what, reasons.DRIVER_HUNG))

@@ -15,10 +15,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from yunion_mps.gpu_path import normalise_address
 from yunion_mps.host import threads
 from yunion_mps.inventory.driver import pynvml
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.inventory.sysfs import normalise_address
 from yunion_mps.paths import Paths
 
 _FATAL_XIDS = {
@@ -52,9 +52,9 @@ _XID_RECORD = rb"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+), pid='?(\d+)"
 _MAX_RECORDS = 20_000
 
 #: The longest wait in the driver, and so for `renew` and the thread's end: each wait wakes a processor.
-_WAIT_S = 5.0
+_WAIT_S = 3.0
 #: GPUs are enumerated again after this many waits: a lost one may be back.
-_WAITS_BEFORE_ENUMERATION = 12
+_WAITS_BEFORE_ENUMERATION = 20
 #: The pause after a failure or while no GPU answers, so as not to flood the driver with calls.
 _PAUSE_S = 5.0
 
@@ -89,9 +89,9 @@ class EventWatch:
         self._stopped.set()
         self._renewed.set()
 
-    def join(self) -> None:
-        """Wait for the thread's end after `stop`; for tests, which leave nothing behind."""
-        self._ended.wait()
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the thread's end after `stop`; return whether it has ended."""
+        return self._ended.wait(timeout_s)
 
     def _run(self) -> None:
         while True:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError
+from yunion_mps.gpu_path import normalise_address
 from yunion_mps.inventory.driver import (
     MIB,
     TIMEOUT_S,
@@ -22,7 +23,6 @@ from yunion_mps.inventory.driver import (
     text,
 )
 from yunion_mps.inventory.running import MPS_CLIENTS, running_processes
-from yunion_mps.inventory.sysfs import normalise_address
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
 from yunion_mps.reasons import NO_REASON, Reason, hint_of
 
@@ -35,6 +35,10 @@ COMPUTE_MODES = {
     pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: EXCLUSIVE_PROCESS,
 }
 _MODE_NUMBERS = {name: number for number, name in COMPUTE_MODES.items()}
+
+
+#: How long a new initialisation waits for other calls to end; if they do not, it is tried later.
+_ALONE_WITHIN_S = 2.0
 
 
 class GpuLoad(NamedTuple):
@@ -72,13 +76,40 @@ class Load(NamedTuple):
 class Nvml:
     """An initialised NVML, as a context manager. Opening raises DriverError without a working driver."""
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
-        self.deadline = Deadline(timeout_s)
+    def __init__(self, timeout_s: float = TIMEOUT_S, deadline: Deadline | None = None) -> None:
+        """With the `deadline` of an earlier attempt, no call is made while that attempt still hangs."""
+        self.deadline = deadline or Deadline(timeout_s)
         self._is_kept = False
-        self.deadline.call(lambda: call(pynvml.nvmlInit))
+        self._is_initialised = False
+        self.deadline.call(self._initialise)
+
+    def _initialise(self) -> None:
+        call(pynvml.nvmlInit)
+        self._is_initialised = True
+
+    def ensure_initialised(self) -> None:
+        """Initialise NVML if `initialise_again` has failed; raises DriverError."""
+        if not self._is_initialised:
+            self.deadline.call(self._initialise)
+
+    def initialise_again(self) -> bool:
+        """Have NVML find the GPUs that have come since it was initialised; return whether that was possible.
+
+        NVML fixes its list of GPUs at the first initialisation (measured). No other call is in progress
+        meanwhile, and no `EventWatch` may be running. Raises DriverError if the driver does not work anymore:
+        then NVML is not initialised, and this can be repeated.
+        """
+
+        def work() -> None:
+            if self._is_initialised:
+                call(pynvml.nvmlShutdown)
+                self._is_initialised = False
+            self._initialise()
+
+        return self.deadline.call_alone(work, _ALONE_WITHIN_S)
 
     def close(self) -> None:
-        if self._is_kept:
+        if self._is_kept or not self._is_initialised:
             return
         with contextlib.suppress(DriverError):
             self.deadline.call(lambda: call(pynvml.nvmlShutdown))

@@ -19,7 +19,7 @@ from yunion_mps.inventory import sysfs
 from yunion_mps.inventory.driver import reason_of
 from yunion_mps.inventory.mig import Mig, instance_gpu
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import Gpu, Inventory, PcieLink
+from yunion_mps.models import Controller, Gpu, Inventory, MeantGpu, PcieLink
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 
@@ -31,11 +31,16 @@ _DIVIDED = Reason(
 _NOT_OFFERED = Reason("the driver does not report this GPU", reasons.GPU_ERROR)
 
 
+#: The kernel drivers whose GPUs NVML can report: of PCI devices, and of Tegra's integrated GPUs.
+_NVIDIA_DRIVERS = ("nvidia", "nvgpu")
+
+
 class ServedGpus(NamedTuple):
-    """The GPUs that served devices, and whether they did in this boot."""
+    """The GPUs that served devices, whether they did in this boot, and what the entries meant."""
 
     gpus: tuple[Gpu, ...] = ()
     this_boot: bool = True
+    meant: Mapping[str, MeantGpu] = {}
 
 
 class Scanner:
@@ -46,8 +51,8 @@ class Scanner:
         self._paths = paths
         #: GPUs that answered the last scan, by UUID.
         self._known = _answering(earlier)
-        #: Whether a device is an NVIDIA GPU, by PCI address.
-        self._is_gpu = {gpu.pci_address: True for gpu in self._known.values() if not gpu.parent}
+        #: The vendor of each device that is a display controller, empty for others, by PCI address.
+        self._vendors: dict[str, str] = {}
 
     def scan(self, nvml: Nvml) -> Inventory:
         """Return all NVIDIA GPUs of the host in PCI order, broken ones with their reason.
@@ -58,24 +63,43 @@ class Scanner:
         driver = nvml.driver()
         answering, silent = nvml.gpus(self._known)
         nodes = sysfs.render_nodes(self._paths)
+        controllers = self.controllers(nodes)
         gpus = {gpu.pci_address: self._locate(gpu) for gpu in answering}
         refused = [reason_of(error) for error in silent]
-        for address in self._nvidia_gpus():
-            if address not in gpus:
+        for controller in controllers:
+            address = controller.pci_address
+            if address in gpus or controller.vendor != sysfs.NVIDIA_VENDOR:
+                continue
+            reason = _other_driver(controller)
+            if not reason:
                 reason = nvml.reason_at(address) or (refused or [_NOT_OFFERED])[0]
-                gpus[address] = self._locate(Gpu(address, reason=reason))
+            gpus[address] = self._locate(Gpu(address, reason=reason))
         located = [gpu._replace(render_node=nodes.get(gpu.pci_address)) for gpu in gpus.values()]
         shown = [one for gpu in located for one in _with_instances(gpu, Mig(nvml))]
         self._known = _answering(gpu for gpu in shown if not gpu.parent)
-        return Inventory(driver, in_order(shown))
+        return Inventory(driver, in_order(shown), controllers=controllers)
 
-    def _nvidia_gpus(self) -> list[str]:
-        before = self._is_gpu
-        self._is_gpu = {
-            address: before[address] if address in before else sysfs.is_nvidia_gpu(self._paths, address)
+    def controllers(self, render_nodes: Mapping[str, str] | None = None) -> tuple[Controller, ...]:
+        """Return the host's display controllers, without asking the driver.
+
+        `render_nodes` are those of all devices, by PCI address, if they have just been read.
+        """
+        nodes = sysfs.render_nodes(self._paths) if render_nodes is None else render_nodes
+        before = self._vendors
+        self._vendors = {
+            address: before[address] if address in before else sysfs.controller_vendor(self._paths, address)
             for address in sysfs.pci_addresses(self._paths)
         }
-        return [address for address, is_gpu in self._is_gpu.items() if is_gpu]
+        return tuple(
+            Controller(
+                pci_address=address,
+                vendor=vendor,
+                driver=sysfs.driver_of(self._paths, address),
+                render_node=nodes.get(address),
+            )
+            for address, vendor in sorted(self._vendors.items())
+            if vendor
+        )
 
     def _locate(self, gpu: Gpu) -> Gpu:
         before = self._known.get(gpu.uuid or "")
@@ -85,6 +109,16 @@ class Scanner:
         numa_node = sysfs.numa_node(self._paths, gpu.pci_address)
         link = sysfs.max_link(self._paths, gpu.pci_address)
         return gpu._replace(vendor_device_id=vendor_device_id, numa_node=numa_node, link=link)
+
+
+def _other_driver(controller: Controller) -> Reason:
+    """Return which other driver, or that none, is bound to this GPU; empty if NVIDIA's is."""
+    if controller.driver in _NVIDIA_DRIVERS:
+        return NO_REASON
+    what = "the GPU is not bound to any driver"
+    if controller.driver:
+        what = f"the GPU is bound to the driver {controller.driver}, so the NVIDIA driver cannot use it"
+    return Reason(what, reasons.GPU_OTHER_DRIVER)
 
 
 def _with_instances(gpu: Gpu, mig: Mig) -> tuple[Gpu, ...]:
@@ -107,17 +141,34 @@ def in_order(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
 
 
 def load_served(paths: Paths) -> ServedGpus:
-    """Return the GPUs that the last daemon saved; none if they cannot be read."""
+    """Return what the last daemon saved; nothing if it cannot be read."""
     unreadable = (OSError, ValueError, TypeError, KeyError, RecursionError)
     with contextlib.suppress(*unreadable), open(paths.served_gpus) as file:
-        text = json.load(file)
-        return ServedGpus(
-            tuple(_gpu_from_json(row) for row in text["gpus"]), text["boot_id"] == _boot_id(paths)
-        )
+        record = json.load(file)
+        gpus = tuple(_gpu_from_json(row) for row in record["gpus"])
+        return ServedGpus(gpus, record["boot_id"] == _boot_id(paths), _meant_from_json(record, gpus))
     return ServedGpus()
 
 
-def save_served(paths: Paths, gpus: Iterable[Gpu]) -> bool:
+def _meant_from_json(record: Mapping[str, Any], gpus: Iterable[Gpu]) -> dict[str, MeantGpu]:
+    """Return what the entries meant; an earlier version saved only the render nodes of GPUs that served."""
+    if "entries" not in record:
+        return {
+            gpu.render_node: MeantGpu(str(gpu.uuid), gpu.pci_address)
+            for gpu in gpus
+            if gpu.render_node and not gpu.parent
+        }
+    meant: dict[str, MeantGpu] = {}
+    for key, row in record["entries"].items():
+        gpu = MeantGpu(uuid=row["uuid"], pci_address=row["pci_address"], replaced=row["replaced"])
+        if not all(isinstance(text, str) for text in gpu):
+            raise TypeError(f"not a GPU: {row}")
+        meant[key] = gpu
+    return meant
+
+
+def save_served(paths: Paths, gpus: Iterable[Gpu], meant: Mapping[str, MeantGpu]) -> bool:
+    """Save the GPUs that serve, and what the entries mean; return whether that succeeded."""
     kept = [
         gpu._replace(
             nvml_index=None,
@@ -132,9 +183,10 @@ def save_served(paths: Paths, gpus: Iterable[Gpu]) -> bool:
         for gpu in gpus
     ]
     rows = [{**gpu._asdict(), "link": gpu.link and gpu.link._asdict()} for gpu in kept]
+    entries = {key: gpu._asdict() for key, gpu in meant.items()}
     with contextlib.suppress(OSError):
-        text = {"boot_id": _boot_id(paths), "gpus": rows}
-        write_atomically(paths.served_gpus, json.dumps(text), directory_mode=0o700)
+        record = {"boot_id": _boot_id(paths), "gpus": rows, "entries": entries}
+        write_atomically(paths.served_gpus, json.dumps(record), directory_mode=0o700)
         return True
     return False
 
@@ -167,6 +219,15 @@ def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
     return inventory._replace(gpus=in_order(gpus.values()), served=tuple(served_uuids))
 
 
+def with_saved(inventory: Inventory, saved: ServedGpus, *, are_named: bool) -> Inventory:
+    """Add what the last daemon saved: the lost GPUs that served, and what the entries meant.
+
+    GPUs that no entry names (`are_named` is false) are forgotten after a reboot.
+    """
+    served = saved.gpus if are_named or saved.this_boot else ()
+    return with_served(inventory, served)._replace(meant=saved.meant)
+
+
 def gone(gpu: Gpu, there: Mapping[str, Gpu]) -> Gpu:
     """Return the GPU with the reason why it is not among those `there` (by address)."""
     if not gpu.parent:
@@ -177,6 +238,16 @@ def gone(gpu: Gpu, there: Mapping[str, Gpu]) -> Gpu:
     addresses = {f"{parent.pci_address}-g{one.id}": one for one in parent.mig_instances}
     now = addresses.get(gpu.pci_address)
     return gpu._replace(reason=INSTANCE_GONE if now is None or now.is_whole else _DIVIDED)
+
+
+def not_found(inventory: Inventory) -> frozenset[str]:
+    """Return the PCI addresses of the GPUs that the driver is bound to but NVML does not report.
+
+    They may have come after NVML was initialised, when it fixed its list of GPUs.
+    """
+    ours = {one.pci_address for one in inventory.controllers if one.driver in _NVIDIA_DRIVERS}
+    silent = {gpu.pci_address for gpu in inventory.gpus if gpu.nvml_index is None and not gpu.parent}
+    return frozenset(ours & silent)
 
 
 def unusable_instances(gpus: Iterable[Gpu]) -> list[Gpu]:

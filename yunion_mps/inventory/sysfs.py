@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import re
 
+from yunion_mps.gpu_path import normalise_address
 from yunion_mps.host.files import read_text
 from yunion_mps.models import PcieLink
 from yunion_mps.paths import Paths
@@ -23,32 +22,24 @@ _VERSIONS = {
     "128": ("7.0", 15.125),
 }
 
-#: Domain (not always given), bus, device and function.
-_ADDRESS = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([01]?[0-9a-f])\.([0-7])")
-
-
-@functools.lru_cache(maxsize=256)
-def normalise_address(text: str) -> str | None:
-    """Return `text` in sysfs' spelling of PCI addresses (`0000:00:06.0`); None if it is not an address.
-
-    NVML writes eight domain digits, people often none, and both sometimes in capitals.
-    """
-    match = _ADDRESS.fullmatch(text.strip().lower())
-    if not match:
-        return None
-    domain, bus, device = (int(part or "0", 16) for part in match.groups()[:3])
-    return f"{domain:04x}:{bus:02x}:{device:02x}.{match[4]}"
-
 
 def pci_addresses(paths: Paths) -> list[str]:
     return _listing(paths.pci_devices)
 
 
-def is_nvidia_gpu(paths: Paths, address: str) -> bool:
-    """Whether an NVIDIA display controller (PCI class 03xxxx) is there, even if NVML does not offer it."""
-    if _read(paths, address, "vendor") != NVIDIA_VENDOR:
-        return False
-    return _read(paths, address, "class").startswith("0x03")
+def controller_vendor(paths: Paths, address: str) -> str:
+    """Return the vendor of the display controller (PCI class 03xxxx) there; empty if it is none."""
+    if _read(paths, address, "class").startswith("0x03"):
+        return _read(paths, address, "vendor")
+    return ""
+
+
+def driver_of(paths: Paths, address: str) -> str:
+    """Return the kernel driver that is bound to the device, such as nvidia or vfio-pci; empty if none is."""
+    try:
+        return os.path.basename(os.readlink(os.path.join(paths.pci_devices, address, "driver")))
+    except OSError:
+        return ""
 
 
 def sort_key(address: str) -> tuple[int, str, int]:

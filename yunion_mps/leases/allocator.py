@@ -82,7 +82,7 @@ def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
     by_gpu = group_by_gpu(candidate.device for candidate in matching)
     if len(matching) >= len(request.devices) and place(request, by_gpu, candidates):
         return
-    if not matching and candidates.waiting_for(request):
+    if len(matching) < request.number and candidates.waiting_for(request):
         return
     if not request.allow_unlimited:
         _refuse_enforced(request, candidates)
@@ -297,7 +297,8 @@ class Allocator:
         pools = candidates.matching_pools(request)
         if not matching and not pools and (waiting := candidates.waiting_for(request)):
             gpu, reason, _ = waiting
-            what = f"{request} cannot be allocated now: GPU {gpu}: {reason}"
+            named = f"GPU {gpu}: {reason}" if gpu else reason
+            what = f"{request} cannot be allocated now: {named}"
             return what, hint_of(reason.code, gpu=gpu), reason.code
         if not matching and not pools:
             what = f"{request} cannot be allocated: no such device exists"

@@ -130,9 +130,12 @@ class PoolCandidate(NamedTuple):
 
 
 class WaitingGpu(NamedTuple):
-    """A GPU whose MIG layout is not in effect, and why: it has no devices yet, or not all of them."""
+    """A GPU that may have more devices later, and why it has none yet, or not all of them.
 
-    gpu: str  # its address
+    Its MIG layout is not in effect, its entry's GPU is missing, or the driver does not work yet.
+    """
+
+    gpu: str  # its address or path, empty if unknown
     reason: Reason
     reserved_for: str | None = None
 
@@ -161,7 +164,7 @@ class Candidates(NamedTuple):
     waiting: Sequence[WaitingGpu] = ()
 
     def waiting_for(self, request: LeaseRequest) -> WaitingGpu | None:
-        """The GPU whose layout the request may wait for; None if there is none."""
+        """The GPU that the request may wait for; None if there is none."""
         uses = (None, request.reserved_for)
         fit = (one for one in self.waiting if request.gpu in ("", one.gpu) and one.reserved_for in uses)
         return next(fit, None)
@@ -254,6 +257,9 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
         for gpu in gpus
         if gpu.uuid in layouts and (reason := gpu.reason or plan.unavailable.get(gpu.pci_address))
     ]
+    waiting += [WaitingGpu(entry.path, entry.reason, entry.reserved_for or None) for entry in plan.missing]
+    if snapshot.inventory.unread:
+        waiting.append(WaitingGpu("", snapshot.inventory.unread))
     return Candidates(devices, pools, unenforced, domains, planned, plan.reserved, waiting)
 
 

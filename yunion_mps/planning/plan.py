@@ -12,7 +12,7 @@ from typing import NamedTuple
 from yunion_mps.enums import MPS, TIME_SLICING
 from yunion_mps.errors import Problem
 from yunion_mps.identity import NAMESPACE, uuid5
-from yunion_mps.mig import DISABLED, MigLayout
+from yunion_mps.mig import MigLayout
 from yunion_mps.models import (
     DEFAULT,
     Device,
@@ -30,19 +30,14 @@ from yunion_mps.planning.division import (
     enforces_budgets,
     keeps_mode,
     max_clients,
-    memory_error,
-    pool_error,
     pools_of,
-    slices_error,
     unusable_reason,
 )
-from yunion_mps.planning.mig import LayoutError, instances_of, layout_of
+from yunion_mps.planning.entries import reservations, resolve
+from yunion_mps.planning.mig import instances_of
 from yunion_mps.planning.sharing import direct_devices, divide_directly, mode_for
 from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config, DeviceEntry, Source
-
-#: Where CUDA looks for a control daemon unless CUDA_MPS_PIPE_DIRECTORY is set (NVIDIA's MPS documentation).
-DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 
 
 class ModeChange(NamedTuple):
@@ -54,19 +49,32 @@ class ModeChange(NamedTuple):
 def make_plan(
     config: Config, inventory: Inventory, machine_id: str, used: Collection[str] = ()
 ) -> tuple[Plan, list[Problem]]:
-    """Return the plan and the problems that depend on the GPUs; a plan with problems must not be used.
+    """Return the plan and the problems that depend on the GPUs.
+
+    A plan with problems that are not minor must not be used. A minor one concerns a single GPU, which is
+    unavailable in the plan.
 
     MIG layouts keep, if possible, the instances (UUIDs) that are `used`.
     """
     host = uuid5(NAMESPACE, machine_id)
     if not config.enable_cuda_mps:
         return Plan(host), []
-    entries, problems = _entries_of(config, inventory)
-    reserved = _reservations(entries, inventory.gpus)
+    resolution = resolve(config, inventory)
+    entries, problems = resolution.entries, resolution.problems
     kept_modes = frozenset(address for address, entry in entries.items() if keeps_mode(entry, config))
-    memory_mib = {address: entry.memory_mib for address, entry in entries.items() if entry.memory_mib}
+    memory_mib = {
+        address: entry.memory_mib
+        for address, entry in entries.items()
+        if entry.memory_mib and address not in resolution.refused
+    }
     inventory = _with_memory(inventory, memory_mib)
-    entries, layouts, waiting = _with_instances(entries, inventory.gpus, used)
+    reserved = reservations(entries, inventory.gpus)
+    entries, layouts, waiting = _with_instances(
+        {address: entry for address, entry in entries.items() if address not in resolution.refused},
+        inventory.gpus,
+        used,
+    )
+    waiting |= resolution.refused
     divided = [gpu for gpu in inventory.gpus if gpu.pci_address in entries]
     sharing = {gpu.pci_address: entries[gpu.pci_address].sharing for gpu in divided}
     unusable = {
@@ -114,8 +122,9 @@ def make_plan(
     unavailable |= waiting
     plan = Plan(
         host, domains, modes, tuple(devices), unavailable, tuple(pools), parked, reserved,
-        actions, direct, sharing, time_slices=slices, layouts=layouts, kept_modes=kept_modes,
-        memory_mib=memory_mib,
+        actions, direct, sharing, time_slices=slices, layouts=layouts, missing=resolution.missing,
+        meant=resolution.meant, warnings=resolution.warnings,
+        kept_modes=kept_modes, memory_mib=memory_mib,
     )  # fmt: skip
     return plan, problems
 
@@ -228,47 +237,6 @@ def _domains(
     return tuple(domains)
 
 
-def _entries_of(config: Config, inventory: Inventory) -> tuple[dict[str, DeviceEntry], list[Problem]]:
-    """Return the entry that divides each GPU (by PCI address), and the problems of the entries.
-
-    Without entries, every GPU is divided into `cuda_mps_replicas` equal devices.
-    """
-    problems = []
-    entries: dict[str, DeviceEntry] = {}
-    physical = [gpu for gpu in inventory.gpus if not gpu.parent]
-    for entry in config.devices:
-        gpu = find_gpu(entry.path, physical)
-        if gpu is None and _may_be_broken(entry, inventory):
-            continue
-        if gpu is None:
-            problems.append(_no_gpu(entry, inventory))
-        elif gpu.pci_address in entries:
-            first = entries[gpu.pci_address]
-            line = first.path_at.line
-            what = f"path {entry.path} is GPU {gpu.address}, which is already divided on line {line}"
-            if entry.path != first.path:
-                what += f" as {first.path}"
-            problems.append(Problem(*entry.path_at, what, "remove one of the two entries"))
-        else:
-            entries[gpu.pci_address] = entry
-            problems += _entry_error(entry, gpu, config, inventory)
-    if not config.devices:
-        at = config.sources["cuda_mps_replicas"]
-        for gpu in physical:
-            entries[gpu.pci_address] = DeviceEntry(gpu.pci_address, config.cuda_mps_replicas, at, at)
-            problems += _too_many("cuda_mps_replicas", config.cuda_mps_replicas, gpu, config, inventory, at)
-    return entries, problems
-
-
-def _reservations(entries: Mapping[str, DeviceEntry], gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return what GPUs and their MIG instances (UUIDs) are reserved for, even those without devices now."""
-    entries_by_gpu = {gpu.uuid: entries.get(gpu.pci_address) for gpu in gpus}
-    found = {gpu.uuid: entries_by_gpu.get(gpu.parent or gpu.uuid) for gpu in gpus}
-    return {
-        uuid: entry.reserved_for for uuid, entry in found.items() if uuid and entry and entry.reserved_for
-    }
-
-
 def _with_instances(
     entries: Mapping[str, DeviceEntry], gpus: Sequence[Gpu], used: Collection[str]
 ) -> tuple[dict[str, DeviceEntry], tuple[MigLayout, ...], dict[str, Reason]]:
@@ -287,98 +255,3 @@ def _with_instances(
         layouts += instances.layouts
         waiting |= {address: gpu.reason} if gpu.reason else instances.waiting
     return divided, tuple(layouts), waiting
-
-
-def find_gpu(path: str, gpus: Iterable[Gpu]) -> Gpu | None:
-    """Find the GPU with this render node, PCI address or UUID."""
-    name = path.strip()
-    lower = name.lower()
-    for gpu in gpus:
-        link = f"/dev/dri/by-path/pci-{gpu.pci_address}-render" if gpu.render_node else None
-        if name in (gpu.render_node, link) or lower == (gpu.uuid or "").lower():
-            return gpu
-        if _same_address(lower, gpu.pci_address):
-            return gpu
-    return None
-
-
-def _same_address(text: str, pci_address: str) -> bool:
-    """Whether `text` is the address, with any number of domain digits, or without a domain if that is 0."""
-    domain, _, rest = pci_address.partition(":")
-    head, _, tail = text.partition(":")
-    if text.count(":") == 1:
-        return int(domain, 16) == 0 and text == rest
-    return tail == rest and head.lstrip("0") == domain.lstrip("0")
-
-
-def _may_be_broken(entry: DeviceEntry, inventory: Inventory) -> bool:
-    """Whether the UUID may be that of a broken GPU, which does not report its UUID: then it is no problem."""
-    is_uuid = entry.path.strip().upper().startswith("GPU-")
-    return is_uuid and any(gpu.uuid is None and gpu.reason for gpu in inventory.gpus)
-
-
-def _no_gpu(entry: DeviceEntry, inventory: Inventory) -> Problem:
-    names = [gpu.render_node or gpu.uuid or gpu.address for gpu in inventory.gpus if not gpu.parent]
-    hint = (
-        f"use one of this host's GPUs: {', '.join(names)}"
-        if names
-        else "remove the entry: this host has no NVIDIA GPU"
-    )
-    return Problem(*entry.path_at, f"path {entry.path} is not a GPU of this host", hint)
-
-
-def _entry_error(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Inventory) -> list[Problem]:
-    """Return how the entry exceeds its GPU; a broken GPU is not checked."""
-    if gpu.reason:
-        return []
-    at = entry.divided_at
-    if wrong := [Problem(*(entry.memory_at or at), *error) for error in memory_error(entry, gpu)]:
-        return wrong
-    gpu = gpu._replace(memory_mib=entry.memory_mib or gpu.memory_mib)
-    if wrong := _layout_error(entry, gpu):
-        return wrong
-    is_split = entry.mig not in ((), (DISABLED,))
-    if entry.sharing == TIME_SLICING or (is_split and not entry.virtual_number):
-        how = "split into MIG instances" if is_split else "time-sliced"
-        return _found_by_every_program(gpu, config, how)
-    if entry.slices:
-        many = _too_many("slices", len(entry.slices), gpu, config, inventory, at)
-        return many + [Problem(*at, *wrong) for wrong in slices_error(entry, gpu, config)]
-    if entry.memory_unit_mib:
-        return [Problem(*at, *wrong) for wrong in pool_error(entry, gpu)]
-    return _too_many("virtual_number", entry.virtual_number, gpu, config, inventory, at)
-
-
-def _found_by_every_program(gpu: Gpu, config: Config, how: str) -> list[Problem]:
-    """Return a problem if programs without MPS would find the control daemon of other GPUs."""
-    at = config.sources["cuda_mps_pipe_directory"]
-    if config.cuda_mps_scope != "host" or config.cuda_mps_pipe_directory != DEFAULT_PIPE_DIRECTORY:
-        return []
-    what = f"cuda_mps_pipe_directory is {DEFAULT_PIPE_DIRECTORY}, where every program finds the control "
-    what += f"daemon, even one on GPU {gpu.address} ({gpu.name}), which is {how}"
-    return [Problem(*at, what, "write another directory, such as /run/nvidia-mps/pipe")]
-
-
-def _layout_error(entry: DeviceEntry, gpu: Gpu) -> list[Problem]:
-    try:
-        if entry.mig:
-            layout_of(entry, gpu)
-    except LayoutError as error:
-        return [Problem(*(entry.mig_at or entry.divided_at), error.what, error.hint)]
-    return []
-
-
-def _too_many(
-    key: str, count: int, gpu: Gpu, config: Config, inventory: Inventory, at: Source
-) -> list[Problem]:
-    most = max_clients(gpu, inventory.driver, config.cuda_mps_max_clients)
-    if gpu.reason or count <= most:
-        return []
-    if at.line is None:  # the default exceeds the operator's own override
-        at = config.sources["cuda_mps_max_clients"]
-    is_many = f"are {count}" if key == "slices" else f"is {count}"
-    what = f"{key} {is_many}, more than the {most} clients that MPS allows on GPU {gpu.address} ({gpu.name})"
-    hint = f"write at most {most}"
-    if enforces_budgets(gpu):
-        hint += ", or set cuda_mps_max_clients in host.conf if the driver allows more"
-    return [Problem(*at, what, hint)]

@@ -269,7 +269,8 @@ def gpu_json(
     state = UNAVAILABLE if reason else AVAILABLE if sharing else NOT_USED
     if is_layout_pending(gpu, snapshot, serving):
         state = PENDING
-    if gpu.is_instance and gpu.uuid is None:  # another program's, so not one of ours that fails
+    is_foreign_instance = gpu.is_instance and gpu.uuid is None
+    if is_foreign_instance or not (plan.divides(gpu) or sharing):  # not ours, so it is no problem
         state = NOT_USED
     return {
         "uuid": gpu.uuid,

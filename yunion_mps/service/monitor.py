@@ -9,15 +9,16 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Optional
 
-from yunion_mps.errors import DriverError, ShortageError
+from yunion_mps.errors import DriverError, ShortageError, YunionError
 from yunion_mps.host.log import Failures
 from yunion_mps.host.threads import on_thread
+from yunion_mps.inventory.driver import Deadline, replaced_library
 from yunion_mps.inventory.events import EventWatch
 from yunion_mps.inventory.nvml import Load, Nvml
-from yunion_mps.inventory.scan import Scanner
+from yunion_mps.inventory.scan import Scanner, not_found
 from yunion_mps.models import Inventory
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.reasons import DRIVER_HUNG, DRIVER_MISMATCH, NO_REASON, Reason
 from yunion_mps.service.clients import XidAnalyzer
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services
@@ -31,6 +32,13 @@ POLL_S = 10.0
 #: while a GPU waits for leases to end before its way of sharing changes; while another program uses a MIG
 #: instance that could be leased; and while a job exceeds its budget on a GPU with `over_budget: terminate`.
 FAST_POLL_S = 1.0
+#: How often the list of GPUs in sysfs is compared, which costs no driver call.
+HARDWARE_S = 2.0
+#: How soon NVML is initialised again for GPUs that it did not find the last time, and at the latest.
+FIRST_RETRY_S = 30.0
+LAST_RETRY_S = 600.0
+#: How long the watch for events may take to end before NVML is initialised again.
+_EVENTS_END_S = 10.0
 #: How often time slices are compared: nvidia-smi reads them, one GPU after the other.
 COMPARE_S = 300.0
 
@@ -54,6 +62,16 @@ class Monitor:
         self._instances.poll = self.poll
         self._queries = services.queries
         self._events: EventWatch | None = None
+        #: The attempts to open NVML; while one hangs, there is no other.
+        self._opening = Deadline()
+        #: The GPUs that the last initialisation of NVML did not find, and when to try again.
+        self._not_found = frozenset[str]()
+        self._retry_s = FIRST_RETRY_S
+        self._retry_at_s = 0.0
+        #: Whether the last poll failed, so that NVML is initialised again before the next one.
+        self._has_failed = False
+        #: The driver's new library for which a re-exec was requested.
+        self._library = ""
 
     async def run(self) -> None:
         await self._measure()
@@ -62,9 +80,7 @@ class Monitor:
                 self._watch_events()
                 is_urgent = self._supervisor.is_urgent or self._budgets.is_watching
                 is_urgent = is_urgent or bool(self._queries.used_by_others)
-                wait_s = FAST_POLL_S if is_urgent else POLL_S
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._poll_now.wait(), wait_s)
+                await self._wait_for_next_poll(FAST_POLL_S if is_urgent else POLL_S)
                 self._poll_now.clear()
                 await self.poll()
                 if excess := await self._budgets.sample():
@@ -74,6 +90,21 @@ class Monitor:
                 self._events.stop()
             for task in self._tasks:
                 task.cancel()
+
+    async def _wait_for_next_poll(self, wait_s: float) -> None:
+        """Wait until a poll is requested, a GPU has come or gone in sysfs, or `wait_s` have passed."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + wait_s
+        while (left_s := end_s - loop.time()) > 0:
+            try:
+                await asyncio.wait_for(self._poll_now.wait(), min(left_s, HARDWARE_S))
+            except asyncio.TimeoutError:
+                pass
+            else:
+                return
+            known = self._supervisor.snapshot().inventory.controllers
+            if self._supervisor.nvml and self._scanner.controllers() != known:
+                return
 
     async def poll(self) -> None:
         """Poll the GPUs once no reload is in progress, and apply what has changed."""
@@ -90,11 +121,16 @@ class Monitor:
 
     async def _poll(self) -> None:
         supervisor, loop = self._supervisor, asyncio.get_running_loop()
-        nvml = supervisor.nvml
+        nvml = supervisor.nvml or await self._open_driver()
         if nvml:
             began_s = loop.time()
             try:
+                if self._has_failed:
+                    await self._initialise_again(nvml)
                 inventory, processes, load = await on_thread(lambda: self._read_gpus(nvml))
+                if self._may_find_more(inventory) and await self._initialise_again(nvml):
+                    inventory, processes, load = await on_thread(lambda: self._read_gpus(nvml))
+                    self._note_not_found(inventory)
             except ShortageError as error:  # which says nothing about the GPUs
                 self._note_shortage(error)
                 return
@@ -102,8 +138,12 @@ class Monitor:
                 self._failures.report(f"cannot poll the GPUs: {error.message}", consequence=error.hint)
                 self._answering = frozenset()
                 self._usage.forget()
+                self._has_failed = error.code != DRIVER_HUNG
+                if error.code == DRIVER_MISMATCH:
+                    self._use_new_library()
                 supervisor.driver_failed(error, loop.time())
                 return
+            self._has_failed = False
             self._failures.clear()
             supervisor.set_warning("polling", NO_REASON)
             supervisor.jobs.update(processes, began_s)
@@ -133,6 +173,60 @@ class Monitor:
         inventory, processes = self._scanner.scan(nvml), nvml.processes()
         busy = [uuid for uuid, pids in processes.items() if pids]
         return inventory, processes, nvml.load(busy, time.time() - POLL_S).with_idle(processes)
+
+    async def _open_driver(self) -> Nvml | None:
+        """Open NVML if the daemon waits for the driver, as after a boot; None if it does not work yet."""
+        if not self._supervisor.waits_for_driver:
+            return None
+        try:
+            nvml = await on_thread(lambda: Nvml(deadline=self._opening))
+        except ShortageError as error:
+            self._note_shortage(error)
+            return None
+        except DriverError as error:
+            self._supervisor.driver_still_fails(error)
+            return None
+        self._supervisor.driver_found(nvml)
+        return nvml
+
+    def _use_new_library(self) -> None:
+        """Re-execute the program if the driver was updated, because only a new process loads its library."""
+        library = replaced_library()
+        if library and library != self._library:
+            self._library = library
+            log.warning("the NVIDIA driver was updated: its library is now %s", library)
+            self._begin(self._reexec())
+
+    async def _reexec(self) -> None:
+        try:
+            await self._reloader.reexec()
+        except YunionError as error:
+            log.error("the new library of the NVIDIA driver is not used: %s; %s", error.message, error.hint)
+
+    def _may_find_more(self, inventory: Inventory) -> bool:
+        """Whether NVML might report more GPUs if it were initialised again."""
+        silent = not_found(inventory)
+        if not silent:
+            self._not_found = silent
+            return False
+        return bool(silent - self._not_found) or time.monotonic() >= self._retry_at_s
+
+    def _note_not_found(self, inventory: Inventory) -> None:
+        """Note which GPUs NVML does not report although it has just been initialised."""
+        silent = not_found(inventory)
+        self._retry_s = min(self._retry_s * 2, LAST_RETRY_S) if silent == self._not_found else FIRST_RETRY_S
+        self._retry_at_s = time.monotonic() + self._retry_s
+        self._not_found = silent
+
+    async def _initialise_again(self, nvml: Nvml) -> bool:
+        """Initialise NVML again once the watch for events has ended; return whether that was possible."""
+        events = self._events
+        if events:
+            events.stop()
+            if not await on_thread(lambda: events.join(_EVENTS_END_S)):
+                return False
+            self._events = None  # a new one is started before the next poll
+        return await on_thread(nvml.initialise_again)
 
     def _watch_events(self) -> None:
         """Register for the driver's events once the driver is available."""

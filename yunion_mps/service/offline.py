@@ -56,10 +56,10 @@ _GRACE_S = 80
 
 
 def check(paths: Paths) -> int:
-    """Check the configuration against the GPUs; raises YunionError if a daemon would refuse to start."""
+    """Check the configuration; raises YunionError if a daemon would refuse it or wait for the driver."""
     preflight = run_preflight(paths)
     try:
-        preflight.check()
+        preflight.for_start().check()
     finally:
         preflight.close()
     log.info("the configuration is valid: %d devices", len(preflight.plan_with_layouts().devices))

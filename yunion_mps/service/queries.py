@@ -15,7 +15,7 @@ from yunion_mps.inventory.scan import in_order, unusable_instances
 from yunion_mps.leases.allocator import refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidates, LeaseRequest, candidates_of, find_gpu, shorten
-from yunion_mps.models import ALL, Gpu, Holder, Pool, Snapshot
+from yunion_mps.models import ALL, Gpu, Holder, MissingGpu, Pool, Snapshot
 from yunion_mps.planning.environment import client_environment
 from yunion_mps.reasons import (
     DISABLED,
@@ -230,9 +230,10 @@ class Queries:
         broken = any(
             reason and not (reason.code in LAYOUT_WAITS and is_layout_pending(gpu, snapshot, used))
             for gpu in snapshot.inventory.gpus
+            if snapshot.plan.divides(gpu)
             for reason in (gpu_reason(gpu, snapshot),)
         )
-        broken = broken or any(unusable.values())
+        broken = broken or bool(snapshot.plan.missing) or any(unusable.values())
         return "degraded" if broken or serving < len(snapshot.domains) else "ready"
 
     @property
@@ -251,6 +252,10 @@ class Queries:
 
     def warnings(self) -> Iterator[tuple[Reason, Gpu | None]]:
         return warnings(self._snapshot())
+
+    def missing(self) -> Sequence[MissingGpu]:
+        """The entries whose GPUs this host does not have now."""
+        return self._snapshot().plan.missing
 
     def waits_for_leases(self) -> dict[str, Reason]:
         """The GPUs, by address, that change their way of sharing once leases have ended, and why."""
@@ -307,6 +312,7 @@ class Queries:
         faulty = {gpu: reason for gpu in snapshot.inventory.gpus if (reason := gpu_reason(gpu, snapshot))}
         of_gpus = (f"GPU {gpu.address}: {reason}" for gpu, reason in faulty.items())
         lines += [line for line in of_gpus if line not in snapshot.notice]
+        lines += [f"path {entry.path}: {entry.reason}" for entry in snapshot.plan.missing]
         explained = {gpu.uuid for gpu in faulty}
         lines += [
             f"devices of GPU {uuid}: {reason}"

@@ -23,7 +23,7 @@ from yunion_mps.enums import (
     WARNING,
 )
 from yunion_mps.identity import gpu_of, physical_gpu
-from yunion_mps.models import Gpu, Owner
+from yunion_mps.models import Gpu, MissingGpu, Owner
 from yunion_mps.reasons import Reason, hint_of
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.holdings import (
@@ -62,6 +62,7 @@ class StatusService:
         service = self._queries.service({address for holding in held for address in holding.devices})
         problems = [
             *_service_problems(service, gpus, self._queries.warnings(), clients),
+            *_missing_gpus(self._queries.missing()),
             *_device_problems(devices),
             *_whole_gpu_problems(gpus, devices, self._queries.waits_for_leases()),
             *_use_problems(held, clients, self._queries.terminating_gpus()),
@@ -163,6 +164,11 @@ def _service_problems(
         if domain["pending"]:
             text, hint = f"{domain['name']}: {domain['pending']}", _idle_hint(domain, clients)
             yield _problem(PENDING, reasons.LIMITS_PENDING, text, hint)
+
+
+def _missing_gpus(missing: Iterable[MissingGpu]) -> Iterator[answers.StatusProblem]:
+    for entry in missing:
+        yield _problem(PROBLEM, entry.reason.code, f"path {entry.path} ({entry.place}): {entry.reason}")
 
 
 def _idle_hint(domain: answers.Domain, clients: answers.ClientList) -> str:

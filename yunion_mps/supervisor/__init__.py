@@ -6,6 +6,7 @@ loaded, and asyncio afterwards. Calls to the driver may take long, so they are r
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -14,12 +15,13 @@ from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
+from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
-from yunion_mps.models import Inventory, Plan, Snapshot
+from yunion_mps.models import Event, Inventory, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import Reason
+from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.settings import Config
 from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits
 from yunion_mps.supervisor.compute_modes import (
@@ -86,6 +88,9 @@ class Supervisor:
         self._reserve: bytes | None = bytes(_RESERVE_BYTES)
         #: What the last poll found, and for what: if nothing of it changes, neither does anything else.
         self._polled: tuple[Inventory, Config, Plan, Inventory] | None = None
+        #: The entries whose GPUs are missing, and why, as last recorded.
+        self._missing: dict[str, Reason] = {}
+        self._note_driver(preflight.driver_error)
 
     # -- from start to stop
 
@@ -97,6 +102,10 @@ class Supervisor:
         program, or no domain's directory is available.
         """
         self._keep_leased_gpus()
+        self._gpus.record(self.desired.plan)
+        for event in self._gpus.report_unusable(self.desired.plan):
+            self.event_log.record(event)
+        self._record_missing()
         leftovers = self._settle_leftovers()
         self._create_instances(gpus_of(leftovers.running))
         needs_mps = bool(self.desired.plan.domains or leftovers.known)
@@ -160,6 +169,9 @@ class Supervisor:
             log.error("%s: %s; %s", what, error.message, "restore them: yunion-mps-daemon --restore")
             self.release()
             return
+        if self.nvml:
+            with contextlib.suppress(DriverError):  # each setting that cannot be restored is reported
+                self.nvml.ensure_initialised()
         self.layouts.restore(self.nvml, self._store, gpus_of(left))
         if self.modes.restore(self.nvml, self._store, gpus_of(left)):
             self._changed()
@@ -226,7 +238,8 @@ class Supervisor:
         before = self.desired.plan
         self.desired.replan()
         after = self.desired.plan
-        if after.pending != before.pending:
+        self._record_missing()
+        if (after.pending, after.warnings) != (before.pending, before.warnings):
             self._changed()
         if (after.domains, after.direct) == (before.domains, before.direct):
             return
@@ -241,6 +254,40 @@ class Supervisor:
         gpus = tuple(gpu._replace(reason=error.reason) for gpu in self._gpus.inventory.gpus)
         self.update_gpus(self._gpus.inventory._replace(gpus=gpus), now_s)
 
+    @property
+    def waits_for_driver(self) -> bool:
+        """Whether the driver has not worked since the daemon started; then `driver_found` is awaited."""
+        return self.nvml is None and bool(self._snapshots.driver_error)
+
+    def driver_found(self, nvml: Nvml) -> None:
+        """Use the driver, which works now; a poll of the GPUs follows."""
+        log.info("the NVIDIA driver works now")
+        self.nvml = nvml
+        self._note_driver(None)
+
+    def driver_still_fails(self, error: DriverError) -> None:
+        if error.message != self._snapshots.driver_error:
+            log.error("waiting for the NVIDIA driver: %s; %s", error.message, error.hint)
+            self._note_driver(error)
+
+    def _note_driver(self, error: DriverError | None) -> None:
+        self._snapshots.driver_error = error.reason if error else NO_REASON
+        self._changed()
+
+    def _record_missing(self) -> None:
+        """Record which entries' GPUs are missing or present again, compared with the last time."""
+        missing = {entry.path: entry for entry in self.desired.plan.missing}
+        for path, entry in missing.items():
+            if self._missing.get(path) != entry.reason:
+                log.error("path %s (%s): %s", path, entry.place, entry.reason)
+                subject, means = f"entry {path}", "the entry has no devices; the others are not affected"
+                self.event_log.record(
+                    Event("error", "gpu", subject, "missing", entry.reason, means, entry.reason.code)
+                )
+        for path in self._missing.keys() - missing.keys():
+            self.event_log.record(Event("info", "gpu", f"entry {path}", "no longer missing"))
+        self._missing = {path: entry.reason for path, entry in missing.items()}
+
     def note_xid(self, pci_address: str, xid: int) -> None:
         event = self._gpus.note_xid(pci_address, xid)
         if event:
@@ -251,8 +298,10 @@ class Supervisor:
     @property
     def is_urgent(self) -> bool:
         """Whether a GPU cannot serve its devices now, or waits for leases before its sharing changes."""
-        waits = self.desired.plan.pending or self.layouts.pending
-        return bool(waits) or not self.desired.plan.gpu_uuids <= self._gpus.healthy
+        plan = self.desired.plan
+        if plan.pending or plan.missing or self.layouts.pending or self.waits_for_driver:
+            return True
+        return not self.desired.plan.gpu_uuids <= self._gpus.healthy
 
     # -- MIG layouts
 
@@ -305,16 +354,22 @@ class Supervisor:
 
     # -- reload
 
+    def plan_for(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> tuple[Plan, list[Change]]:
+        """Return the plan for a reloaded configuration, and its changes; raises YunionError if refused."""
+        return self.desired.plan_for(preflight, find_lease_waits, driver_worked=self.nvml is not None)
+
     def accept(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> list[Change]:
         """Make the reloaded configuration the desired one; then set the modes (`mode_work`) and call `apply`.
 
         Raises YunionError, with nothing changed, if it is refused.
         """
-        plan, changes = self.desired.plan_for(preflight, find_lease_waits)
+        plan, changes = self.plan_for(preflight, find_lease_waits)
         self.fleet.refuse_if_any_cannot_start(self.desired.domains(plan))
         self.layouts.confirm({})  # before leases are considered
+        self._gpus.confirm_replaced(preflight.inventory.meant)
         differs = self.desired.accept(preflight, plan)
         self.nvml = preflight.nvml or self.nvml
+        self._note_driver(None if self.nvml else preflight.driver_error)
         self._gpus.clear_faults()
         self.modes.time_slices.check_again()
         events = self._gpus.update(preflight.inventory, plan) if preflight.nvml else []
@@ -348,6 +403,7 @@ class Supervisor:
     def _replan(self) -> None:
         """Plan for the GPUs as they are known now, and remember which of them serve."""
         self.desired.replan()
+        self._record_missing()
         self._gpus.remember(self.desired.plan)
 
     def _make_fleet(self, program: str, leftovers: Leftovers) -> None:

@@ -123,12 +123,14 @@ class DesiredState:
         awaited = [(domain, self.plan.pending.keys() & domain.gpu_uuids) for domain in domains]
         return {uuid: min(leased) for domain, leased in awaited if leased for uuid in domain.gpu_uuids}
 
-    def plan_for(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> tuple[Plan, list[Change]]:
+    def plan_for(
+        self, preflight: Preflight, find_lease_waits: FindLeaseWaits, *, driver_worked: bool = True
+    ) -> tuple[Plan, list[Change]]:
         """Return the plan for a reloaded configuration, and its changes to domains and leases.
 
-        Raises YunionError if no plan is possible.
+        Raises YunionError if no plan is possible, or if a driver that `driver_worked` does not work now.
         """
-        preflight.check()
+        preflight.check(even_without_driver=not driver_worked)
         plan = self._make_plan(preflight.config, preflight.inventory)
         if plan.domains:
             find_control_program()
@@ -170,7 +172,7 @@ class DesiredState:
         known = self._gpus.for_planning(inventory, self.plan)
         used = self.ways_leased().keys() | self.users().by_gpu().keys()
         plan, problems = make_plan(config, known, self._machine_id, used)
-        if problems:
+        if not all(problem.is_minor for problem in problems):
             raise ConfigError(problems)
         return plan
 

@@ -18,7 +18,7 @@ from yunion_mps.host.files import write_atomically
 from yunion_mps.inventory.events import xid_meaning
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, gone, identities, in_order, save_served
-from yunion_mps.models import Event, Gpu, Inventory, Plan
+from yunion_mps.models import Event, Gpu, Inventory, MeantGpu, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import unusable_reason, with_memory
 from yunion_mps.reasons import NO_REASON, Reason
@@ -37,7 +37,8 @@ class Gpus:
         self.mode_errors: dict[str, DriverError] = {}
         #: The GPUs (UUIDs) whose driver does not support a change of the compute mode, until the daemon ends.
         self._fixed_modes: set[str] = set()
-        self._remembered: set[tuple[str | None, str]] | None = None
+        #: What was saved last.
+        self._remembered: object = None
         gpus = [self._with_reason(gpu, plan) for gpu in inventory.gpus]
         self.inventory = inventory._replace(gpus=tuple(gpus))
 
@@ -63,12 +64,22 @@ class Gpus:
         for address in (_serving(self.inventory, plan) | lost) - set(gpus):
             if not {before[address].uuid, before[address].identity} & uuids:  # otherwise it has moved
                 gpus[address] = gone(before[address], gpus)
-        after = inventory._replace(gpus=in_order(gpus.values()), served=served)
+        after = inventory._replace(gpus=in_order(gpus.values()), served=served, meant=self.inventory.meant)
         if after != self.inventory:
             self.inventory = after
-        return [
-            event for gpu in after.gpus for event in _availability_events(gpu, before.get(gpu.pci_address))
-        ]
+        events: list[Event] = []
+        for gpu in after.gpus:
+            if plan.divides(gpu):
+                events += _availability_events(gpu, before.get(gpu.pci_address))
+        return events
+
+    def report_unusable(self, plan: Plan) -> list[Event]:
+        """Log the divided GPUs that cannot be used from the start, and return the events."""
+        events: list[Event] = []
+        for gpu in self.inventory.gpus:
+            if gpu.reason and plan.divides(gpu):
+                events += _availability_events(gpu, None)
+        return events
 
     def note_xid(self, pci_address: str, xid: int) -> Event | None:
         """Record an Xid (an error that the driver reported); return None for an unknown GPU."""
@@ -122,20 +133,30 @@ class Gpus:
             log.error("the GPUs of leases are not known: %s; %s", error.message, error.hint)
             return None
         with contextlib.suppress(DriverError):  # which the next poll reports
-            self.inventory = Scanner(self._paths).scan(nvml)
+            self.inventory = Scanner(self._paths).scan(nvml)._replace(meant=self.inventory.meant)
         return nvml
 
     def remember(self, plan: Plan) -> None:
-        """Record the GPUs that serve, or would if not lost, for a daemon that starts while one is lost.
+        """Record what the entries mean, and the GPUs that serve, or would if not lost.
 
-        An empty plan, for example with MPS disabled, is not recorded, so that no GPU is forgotten.
+        A daemon that starts while one of them is lost, or has another render node, then still knows it. An
+        empty plan, for example with MPS disabled, is not recorded, so that no GPU is forgotten.
         """
+        self.inventory = self.inventory._replace(served=tuple(sorted(plan.gpu_uuids)))
+        self.record(plan)
+
+    def record(self, plan: Plan) -> None:
+        """Record what the entries mean, and the GPUs that will serve, before anything of them changes."""
         planned = plan.gpu_uuids
         kept = tuple(gpu for gpu in self.inventory.gpus if gpu.uuid in planned)
-        self.inventory = self.inventory._replace(served=tuple(sorted(planned)))
-        places = {(gpu.uuid, gpu.pci_address) for gpu in kept}
-        if places and places != self._remembered and save_served(self._paths, kept):
-            self._remembered = places
+        self.inventory = self.inventory._replace(meant=plan.meant)
+        record = ({(gpu.uuid, gpu.pci_address) for gpu in kept}, dict(plan.meant))
+        if kept and record != self._remembered and save_served(self._paths, kept, plan.meant):
+            self._remembered = record
+
+    def confirm_replaced(self, meant: Mapping[str, MeantGpu]) -> None:
+        """Use what the entries mean after a reload, by which the operator has confirmed replaced cards."""
+        self.inventory = self.inventory._replace(meant=meant)
 
     def for_planning(self, inventory: Inventory, plan: Plan) -> Inventory:
         """Return the GPUs as a plan should see them: those that serve keep their place if faulty or lost."""

@@ -19,8 +19,9 @@ from yunion_mps.enums import KEEP, MPS
 from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
 from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.host.store import COMPUTE_MODE, Store
+from yunion_mps.inventory.driver import reason_of
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_served
+from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_saved
 from yunion_mps.models import EXCLUSIVE_PROCESS, DomainPlan, Driver, Gpu, Inventory, Plan
 from yunion_mps.mps.control_daemon import MULTIUSER
 from yunion_mps.mps.conversation import peer_of
@@ -34,6 +35,7 @@ from yunion_mps.mps.processes import (
     server_path,
 )
 from yunion_mps.paths import Paths
+from yunion_mps.planning.entries import after_reload
 from yunion_mps.planning.mig import with_layouts
 from yunion_mps.planning.plan import make_plan, without_root
 from yunion_mps.planning.sharing import mode_for, ways_of_sharing
@@ -70,20 +72,25 @@ class Preflight(NamedTuple):
     driver_error: DriverError | None
     warnings: tuple[Reason, ...] = ()
 
-    def check(self) -> None:
+    def check(self, *, even_without_driver: bool = False) -> None:
         """Raise ConfigError with all problems, or DriverError if the driver does not work."""
         if self.problems:
             raise ConfigError(self.problems)
-        if self.driver_error:
+        if self.driver_error and not even_without_driver:
             raise self.driver_error
 
     def for_start(self) -> Preflight:
-        """If all problems are minor (metrics, the web page), return the preflight with warnings instead."""
+        """Return what a start uses; raise ConfigError if the configuration cannot be used.
+
+        Minor problems prevent no start: settings of metrics or the web page are ignored with a warning, and a
+        GPU that its entry does not fit is unavailable. Neither does a driver that does not work yet.
+        """
         if not all(problem.is_minor for problem in self.problems):
-            return self
+            raise ConfigError(self.problems)
         ignored = (
             Reason(f"{problem}; {IGNORED_SETTING}", reasons.CONFIGURATION_IGNORED)
             for problem in self.problems
+            if not problem.gpu
         )
         return self._replace(problems=(), warnings=(*self.warnings, *ignored))
 
@@ -99,10 +106,17 @@ class Preflight(NamedTuple):
             self.nvml.close()
 
 
-def run_preflight(paths: Paths, opened: Nvml | None = None, *, even_if_disabled: bool = False) -> Preflight:
+def run_preflight(
+    paths: Paths,
+    opened: Nvml | None = None,
+    *,
+    even_if_disabled: bool = False,
+    confirms_replaced: bool = False,
+) -> Preflight:
     """Read both files and scan the GPUs, through `opened` if NVML is already open; changes nothing.
 
-    If MPS is disabled, the GPUs are not scanned; with `even_if_disabled`, it counts as enabled. Raises
+    If MPS is disabled, the GPUs are not scanned; with `even_if_disabled`, it counts as enabled. With
+    `confirms_replaced`, the operator confirms that entries mean the cards that replaced theirs. Raises
     HostError if there is no machine id.
     """
     host = machine_id(paths)
@@ -110,16 +124,21 @@ def run_preflight(paths: Paths, opened: Nvml | None = None, *, even_if_disabled:
     config = config._replace(enable_cuda_mps=config.enable_cuda_mps or even_if_disabled)
     config, warnings = _without_multiuser(config, paths)
     nvml, inventory, driver_error = None, Inventory(Driver("", None), ()), None
-    gone: set[str] = set()
+    plan, host_problems = Plan(""), list[Problem]()
     if config.enable_cuda_mps:
         try:
             nvml = opened or Nvml()
-            inventory, gone = _with_served(Scanner(paths).scan(nvml), config, paths)
+            scanned = Scanner(paths).scan(nvml)
         except DriverError as error:
             driver_error = error
-    plan = Plan("")
-    host_problems: list[Problem] = []
-    if driver_error is None:
+            scanned = Inventory(Driver("", None), (), controllers=Scanner(paths).controllers())
+        inventory = with_saved(scanned, load_served(paths), are_named=bool(config.devices))
+        if confirms_replaced:
+            inventory = inventory._replace(meant=after_reload(inventory.meant, inventory))
+        gone = {gpu.pci_address for gpu in inventory.gpus} - {gpu.pci_address for gpu in scanned.gpus}
+        if driver_error:
+            lost = (gpu._replace(reason=reason_of(driver_error)) for gpu in inventory.gpus)
+            inventory = inventory._replace(gpus=tuple(lost), unread=reason_of(driver_error))
         plan, host_problems = make_plan(config, inventory, host)
         kept = (g for g in inventory.gpus if g.pci_address not in gone or g.pci_address in plan.unavailable)
         inventory = inventory._replace(gpus=tuple(kept))
@@ -127,15 +146,6 @@ def run_preflight(paths: Paths, opened: Nvml | None = None, *, even_if_disabled:
         host_problems = []  # the entries have problems, so cuda_mps_replicas does not apply
     all_problems = (*problems, *host_problems)
     return Preflight(config, all_problems, inventory, plan, host, nvml, driver_error, warnings)
-
-
-def _with_served(scanned: Inventory, config: Config, paths: Paths) -> tuple[Inventory, set[str]]:
-    """Add the lost GPUs that served to the inventory; also return the addresses without a GPU now."""
-    before = load_served(paths)
-    served = before.gpus if config.devices or before.this_boot else ()
-    inventory = with_served(scanned, served)
-    there = {gpu.pci_address for gpu in scanned.gpus}
-    return inventory, {gpu.pci_address for gpu in inventory.gpus} - there
 
 
 def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[Reason, ...]]:

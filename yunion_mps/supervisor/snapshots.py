@@ -42,6 +42,8 @@ class Snapshots:
         self._others = warnings
         #: What the operator has to do about a control daemon of an earlier run.
         self.leftovers = ""
+        #: Why the driver has not worked since the daemon started; empty if it has.
+        self.driver_error = NO_REASON
         self._warnings: dict[str, Reason] = {}
         self._version = 0
         self._snapshot: Snapshot | None = None
@@ -66,7 +68,7 @@ class Snapshots:
                 plan,
                 gpus,
                 _statuses(self._fleet.domains, self._fleet.blocked, gpus.gpus),
-                (*desired.warnings, *noted, *self._others()),
+                (*desired.warnings, *plan.warnings, *noted, *self._others()),
             )
         return self._snapshot
 
@@ -81,6 +83,8 @@ class Snapshots:
             also = self._desired.config.also_disabled
             why = f"MPS is disabled: enable_cuda_mps is false in {self._host_conf}{also}"
             code = reasons.DISABLED
+        elif self.driver_error:
+            why, code = f"waiting for the NVIDIA driver: {self.driver_error}", self.driver_error.code
         elif not (plan.domains or plan.direct or self._fleet.domains):
             pending = [f"GPU {gpu.address}: {reason}" for gpu, reason in layouts]
             named = {gpu.pci_address for gpu, _ in layouts}
@@ -89,6 +93,7 @@ class Snapshots:
                 for address, reason in plan.unavailable.items()
                 if address not in named
             ]
+            others += [f"{entry.path}: {entry.reason}" for entry in plan.missing]
             if pending:
                 why = "; ".join([*pending, *(f"GPU {other}" for other in others)])
                 code = layouts[0][1].code

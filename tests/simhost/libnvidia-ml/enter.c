@@ -96,7 +96,7 @@ nvmlReturn_t enter_part(const char *call, const void *handle, struct part *part)
         return error;
     if (part->gpu->lost && meets) /* some drivers answer from memory what they know of a lost GPU */
         return SUCCESS;
-    return part->gpu->lost || !part->gpu->present ? GPU_IS_LOST : SUCCESS;
+    return part->gpu->lost || is_gone(part->gpu) ? GPU_IS_LOST : SUCCESS;
 }
 
 nvmlReturn_t enter_device(const char *call, nvmlDevice_t gpu)

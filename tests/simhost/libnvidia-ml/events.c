@@ -69,7 +69,7 @@ static bool take_event(struct event_set *set, nvmlEventData_t *data)
 static bool watches_lost_gpu(const struct event_set *set)
 {
     for (unsigned int i = 0; i < state->gpu_count; i++)
-        if (set->types[i] && (state->gpus[i].lost || !state->gpus[i].present))
+        if (set->types[i] && (state->gpus[i].lost || is_gone(&state->gpus[i])))
             return true;
     return false;
 }

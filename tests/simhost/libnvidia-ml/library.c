@@ -5,11 +5,27 @@
 
 static pthread_mutex_t init_mutex = PTHREAD_MUTEX_INITIALIZER;
 
+/* install.py writes the version of each copy of this library over this text. */
+static const char version_of_file[80] = "simhost: version of this library";
+
+/* A library works only with the kernel module of its own version. */
+static nvmlReturn_t check_driver(void)
+{
+    const char *version = version_of_file;
+
+    __asm__("" : "+r"(version)); /* it is not known when this is compiled */
+    if (!state->driver_loaded)
+        return DRIVER_NOT_LOADED;
+    return strcmp(version, state->driver_version) ? LIB_RM_VERSION_MISMATCH : SUCCESS;
+}
+
 NVML nvmlInitWithFlags(unsigned int flags)
 {
     (void)flags;
     pthread_mutex_lock(&init_mutex);
     nvmlReturn_t error = map_state() ? injected(__func__, -1) : UNKNOWN;
+    if (!error && !references)
+        error = check_driver();
     if (!error && !references)
         find_gpus();
     if (!error)

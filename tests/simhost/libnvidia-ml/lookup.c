@@ -5,18 +5,35 @@
 #include "nvml.h"
 
 static unsigned int order[SIM_MAX_GPUS], order_count; /* slots by NVML index */
+static uint32_t arrivals[SIM_MAX_GPUS];               /* those of each slot when it was found */
+
+static uint64_t address_of(const struct sim_gpu *gpu)
+{
+    return (uint64_t)gpu->pci_domain << 16 | gpu->pci_bus << 8 | gpu->pci_device;
+}
 
 void find_gpus(void)
 {
     order_count = 0;
-    for (unsigned int i = 0; i < state->gpu_count; i++)
-        if (state->gpus[i].present)
-            order[order_count++] = i;
+    for (unsigned int i = 0; i < state->gpu_count; i++) {
+        arrivals[i] = state->gpus[i].arrivals;
+        if (!state->gpus[i].present)
+            continue;
+        unsigned int place = order_count++;
+        for (; place && address_of(&state->gpus[order[place - 1]]) > address_of(&state->gpus[i]); place--)
+            order[place] = order[place - 1];
+        order[place] = i;
+    }
+}
+
+bool is_gone(const struct sim_gpu *gpu)
+{
+    return !gpu->present || gpu->arrivals != arrivals[gpu - state->gpus];
 }
 
 static nvmlReturn_t found(struct sim_gpu *gpu, nvmlDevice_t *device)
 {
-    if (!gpu->present)
+    if (is_gone(gpu))
         return GPU_IS_LOST;
     if (gpu->lost && gpu->lost_lookup)
         return gpu->lost_lookup;

@@ -28,7 +28,8 @@ typedef struct { unsigned int start, size; } nvmlPlacement_t;
 
 enum {
     SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6,
-    INSUFFICIENT_SIZE = 7, TIMEOUT = 10, GPU_IS_LOST = 15, RESET_REQUIRED = 16, IN_USE = 19, MEMORY = 20,
+    INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, TIMEOUT = 10, GPU_IS_LOST = 15, RESET_REQUIRED = 16,
+    LIB_RM_VERSION_MISMATCH = 18, IN_USE = 19, MEMORY = 20,
     INSUFFICIENT_RESOURCES = 23, ARGUMENT_VERSION_MISMATCH = 25, UNKNOWN = 999
 };
 
@@ -118,6 +119,9 @@ static inline nvmlReturn_t give(unsigned int *out, unsigned int value)
 /* ---- lookup.c -------------------------------------------------------------------------------------------- */
 
 void find_gpus(void); /* the first nvmlInit finds those that are there then */
+
+/* Whether it is not the one any more that this process has found, even if it, or another one, is there again. */
+bool is_gone(const struct sim_gpu *gpu);
 
 /* ---- mig.c, computes.c, access.c -------------------------------------------------------------------------- */
 

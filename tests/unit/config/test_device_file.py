@@ -29,12 +29,12 @@ def test_entries_are_read_in_the_order_of_the_file_and_know_their_lines(files: F
         "- path: /dev/dri/renderD129\n"
         "  type: NVIDIA_MPS\n"
         "  virtual_number: 60\n"
-        "- {path: GPU-1, type: NVIDIA_MPS, virtual_number: 1}\n"
+        "- {path: GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400, type: NVIDIA_MPS, virtual_number: 1}\n"
     )
     entries = files.load().devices
     assert [(entry.path, entry.virtual_number) for entry in entries] == [
         ("/dev/dri/renderD129", 60),
-        ("GPU-1", 1),
+        ("GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400", 1),
     ]
     assert [(entry.path_at.line, entry.divided_at.line) for entry in entries] == [(2, 4), (5, 5)]
     assert entries[0].path_at.file == str(files.devices)
@@ -111,13 +111,13 @@ devices:
 ! an entry of devices is "word", not a mapping: write - path: …, type: … and virtual_number: …
 -
 ! an entry of devices is empty (null), not a mapping: write - path: …, type: … and virtual_number: …
-- {path: a, virtual_number: 4}
+- {path: 00:06.0, virtual_number: 4}
 ! an entry has no type: write type: NVIDIA_MPS, or the type of other software
-- {path: a, virtual_number: 4, tpye: NVIDIA_MPS}
+- {path: 00:06.0, virtual_number: 4, tpye: NVIDIA_MPS}
 ! unknown key tpye (did you mean type?)
-- {path: a, virtual_number: 4, Type: NVIDIA_MPS}
+- {path: 00:06.0, virtual_number: 4, Type: NVIDIA_MPS}
 ! unknown key Type (did you mean type?)
-- {path: a, virtual_number: 4, typ: NVIDIA_MSP}
+- {path: 00:06.0, virtual_number: 4, typ: NVIDIA_MSP}
 ! unknown key typ (did you mean type?)
 ! unknown type NVIDIA_MSP (did you mean NVIDIA_MPS?)
 - {typ: NVIDIA_GPU, virtual_numbr: 4}
@@ -137,14 +137,14 @@ devices:
 ! unknown type NVIDIA_MSP (did you mean NVIDIA_MPS?)
   virtual-num: 4
 ! unknown key virtual-num in an NVIDIA_MPS entry (did you mean virtual_number?)
-- {typ: NVIDIA_MPS, path: a}
+- {typ: NVIDIA_MPS, path: 00:06.0}
 ! unknown key typ (did you mean type?)
 ! an NVIDIA_MPS entry has no virtual_number: add virtual_number, for example virtual_number: 4
-- {path: a, type: 4}
+- {path: 00:06.0, type: 4}
 ! type is 4, not a string: write type: NVIDIA_MPS
-- {path: a, type: }
+- {path: 00:06.0, type: }
 ! type is empty (null), not a string: write type: NVIDIA_MPS
-- {path: a, virtual_number: 4, type: nvidia_mps}
+- {path: 00:06.0, virtual_number: 4, type: nvidia_mps}
 ! unknown type nvidia_mps (did you mean NVIDIA_MPS?)
 - {type: NVIDIA_MPS}
 ! an NVIDIA_MPS entry has no path: add path, for example path: /dev/dri/renderD128
@@ -158,17 +158,17 @@ devices:
 - {type: NVIDIA_MPS, path: ' ', virtual_number: true}
 ! path is " ", not a string: $PATH
 ! virtual_number is true, not a whole number: $NUMBER
-- {type: NVIDIA_MPS, path: a, virtual_number: }
+- {type: NVIDIA_MPS, path: 00:06.0, virtual_number: }
 ! virtual_number is empty (null), not a whole number: $NUMBER
-- {type: NVIDIA_MPS, path: a, virtual_number: 0}
+- {type: NVIDIA_MPS, path: 00:06.0, virtual_number: 0}
 ! virtual_number is 0, out of range: $NUMBER
-- {type: NVIDIA_MPS, path: a, virtual_number: 61}
+- {type: NVIDIA_MPS, path: 00:06.0, virtual_number: 61}
 ! virtual_number is 61, out of range: $NUMBER
-- {type: NVIDIA_MPS, path: a, virtual_number: 4, colour: red, [a]: b}
+- {type: NVIDIA_MPS, path: 00:06.0, virtual_number: 4, colour: red, [a]: b}
 ! unknown key colour in an NVIDIA_MPS entry: remove it; $VALID
 ! a key that is not a string in an NVIDIA_MPS entry: remove it; $VALID
-- {path: a, type: NVIDIA_MPS, virtual_number: 4,
-   path: b}
+- {path: 00:06.0, type: NVIDIA_MPS, virtual_number: 4,
+   path: 00:07.0}
 ! duplicate key path: keep one of the two lines (the other is line 30)
 """
 
@@ -181,7 +181,7 @@ def test_errors_of_an_entry_have_a_hint(files: Files) -> None:
 
 
 def test_the_override_of_host_conf_bounds_the_virtual_number(files: Files) -> None:
-    entry = "devices:\n- {{path: a, type: NVIDIA_MPS, virtual_number: {}}}\n"
+    entry = "devices:\n- {{path: 00:06.0, type: NVIDIA_MPS, virtual_number: {}}}\n"
     files.write("cuda_mps_max_clients: 128\n", entry.format(128))
     assert files.load().devices[0].virtual_number == 128
     files.write("cuda_mps_max_clients: 128\n", entry.format(129))
@@ -192,7 +192,7 @@ def test_the_override_of_host_conf_bounds_the_virtual_number(files: Files) -> No
 def test_an_override_below_60_is_left_to_the_plan(files: Files) -> None:
     files.write(
         "cuda_mps_max_clients: 8\ncuda_mps_replicas: 16\n",
-        "devices:\n- {path: a, type: NVIDIA_MPS, virtual_number: 16}\n",
+        "devices:\n- {path: 00:06.0, type: NVIDIA_MPS, virtual_number: 16}\n",
     )
     config = files.load()
     assert (config.devices[0].virtual_number, config.cuda_mps_replicas) == (16, 16)
@@ -200,7 +200,7 @@ def test_an_override_below_60_is_left_to_the_plan(files: Files) -> None:
 
 def test_ten_thousand_unknown_keys_are_read_in_linear_time(files: Files) -> None:
     keys = "".join(f"  k{number}: 1\n" for number in range(10_000))
-    files.write(devices=f"devices:\n- path: a\n  virtual_number: 4\n{keys}  typ: NVIDIA_MPS\n")
+    files.write(devices=f"devices:\n- path: 00:06.0\n  virtual_number: 4\n{keys}  typ: NVIDIA_MPS\n")
     begin = time.process_time()
     assert len(files.messages()) == 10_001
     assert time.process_time() - begin < 20
@@ -209,10 +209,10 @@ def test_ten_thousand_unknown_keys_are_read_in_linear_time(files: Files) -> None
 def test_values_given_by_alias_are_read(files: Files) -> None:
     files.write(
         devices="devices:\n"
-        "- {path: a, type: &type NVIDIA_MPS, virtual_number: &number 4}\n"
-        "- {path: b, type: *type, virtual_number: *number}\n"
+        "- {path: 00:06.0, type: &type NVIDIA_MPS, virtual_number: &number 4}\n"
+        "- {path: 00:07.0, type: *type, virtual_number: *number}\n"
     )
-    assert [entry[:2] for entry in files.load().devices] == [("a", 4), ("b", 4)]
+    assert [entry[:2] for entry in files.load().devices] == [("00:06.0", 4), ("00:07.0", 4)]
 
 
 NO_MERGE = "merge keys (<<) are not supported: write the keys out"
@@ -229,7 +229,8 @@ def test_an_entry_that_merges_another_software_s_type_is_left_alone(files: Files
 
 
 @pytest.mark.parametrize(
-    "entry", ["{<<: *b, path: a}", "{<<: [*b], path: a}", "{<<: *b, path: a, type: NVIDIA_MPS}"]
+    "entry",
+    ["{<<: *b, path: 00:06.0}", "{<<: [*b], path: 00:06.0}", "{<<: *b, path: 00:06.0, type: NVIDIA_MPS}"],
 )
 def test_an_entry_with_yaml_merge_keys_is_refused(files: Files, entry: str) -> None:
     files.write(devices=f"base: &b {{type: NVIDIA_MPS, virtual_number: 2}}\ndevices:\n- {entry}\n")

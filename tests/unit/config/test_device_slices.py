@@ -82,8 +82,8 @@ def test_the_unit_of_requests_is_1_gib_unless_the_file_says_otherwise(files: Fil
 def test_slices_given_by_alias_count_in_the_line_of_their_own_entry(files: Files) -> None:
     files.write(
         devices="devices:\n"
-        "- {path: a, type: NVIDIA_MPS, slices: &both [{memory: 1GiB}, {memory: 2GiB}]}\n"
-        "- {path: b, type: NVIDIA_MPS, slices: *both}\n"
+        "- {path: 00:06.0, type: NVIDIA_MPS, slices: &both [{memory: 1GiB}, {memory: 2GiB}]}\n"
+        "- {path: 00:07.0, type: NVIDIA_MPS, slices: *both}\n"
     )
     first, second = files.load().devices
     assert first.slices == second.slices == (SliceEntry(1024), SliceEntry(2048))
@@ -92,14 +92,14 @@ def test_slices_given_by_alias_count_in_the_line_of_their_own_entry(files: Files
 
 WRONG = """\
 devices:
-- {type: NVIDIA_MPS, path: a, slices: []}
+- {type: NVIDIA_MPS, path: 00:06.0, slices: []}
 ! slices is an empty list: $DASH
-- {type: NVIDIA_MPS, path: a, slices: 8GiB}
+- {type: NVIDIA_MPS, path: 00:06.0, slices: 8GiB}
 ! slices is "8GiB", not a list: $DASH
-- {type: NVIDIA_MPS, path: a, slices: }
+- {type: NVIDIA_MPS, path: 00:06.0, slices: }
 ! slices is empty (null), not a list: $DASH
 - type: NVIDIA_MPS
-  path: a
+  path: 00:06.0
   slices:
   - 8GiB
 ! a slice is "8GiB", not a mapping: write - {memory: 8GiB, thread_percentage: 50}
@@ -141,22 +141,22 @@ devices:
   - memory: 1GiB
     memory: 1MiB
 ! duplicate key memory: keep one of the two lines (the other is line 27)
-- {type: NVIDIA_MPS, path: a, slices: [{memory: 1GiB}], memory_reserve: 64MiB}
+- {type: NVIDIA_MPS, path: 00:06.0, slices: [{memory: 1GiB}], memory_reserve: 64MiB}
 ! memory_reserve is not allowed with slices, only with memory_unit: remove it
-- {type: NVIDIA_MPS, path: a, virtual_number: 1, reserved_for: ray}
+- {type: NVIDIA_MPS, path: 00:06.0, virtual_number: 1, reserved_for: ray}
 ! reserved_for is "ray", but must be kubernetes or slurm
-- {type: NVIDIA_MPS, path: a, virtual_number: 1, over_budget: kill}
+- {type: NVIDIA_MPS, path: 00:06.0, virtual_number: 1, over_budget: kill}
 ! over_budget is "kill", but must be report or terminate
-- {type: NVIDIA_MPS, path: a, slice: [{memory: 1GiB}]}
+- {type: NVIDIA_MPS, path: 00:06.0, slice: [{memory: 1GiB}]}
 ! unknown key slice in an NVIDIA_MPS entry (did you mean slices?)
-- {type: NVIDIA_MPS, path: a, memory_unti: 1GiB}
+- {type: NVIDIA_MPS, path: 00:06.0, memory_unti: 1GiB}
 ! unknown key memory_unti in an NVIDIA_MPS entry (did you mean memory_unit?)
-- {type: NVIDIA_MPS, path: a, memory_unit: 256MiB}
+- {type: NVIDIA_MPS, path: 00:06.0, memory_unit: 256MiB}
 ! memory_unit is "256MiB", $UNITS
-- {type: NVIDIA_MPS, path: a, memory_unit: 128}
+- {type: NVIDIA_MPS, path: 00:06.0, memory_unit: 128}
 ! memory_unit is 128, $UNITS
 - type: NVIDIA_MPS
-  path: a
+  path: 00:06.0
   memory_unit: 1GiB
   memory_reserve: 64
 ! memory_reserve is 64, not an amount of memory: $AMOUNT
@@ -165,12 +165,12 @@ devices:
   thread_percentage: 12.5
 ! thread_percentage is 12.5, not a whole number: write a whole number from 1 to 100
 - type: NVIDIA_MPS
-  path: a
+  path: 00:06.0
   slices: [{memory: 1GiB}]
   thread_percentage: 10
 ! thread_percentage is not allowed with slices, only with memory_unit: write it in each slice
 - type: NVIDIA_MPS
-  path: a
+  path: 00:06.0
   virtual_number: 4
   memory_reserve: 64MiB
 ! memory_reserve is not allowed with virtual_number, only with memory_unit: remove it

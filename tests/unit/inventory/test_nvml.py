@@ -5,12 +5,23 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from yunion_mps.errors import DriverError
-from yunion_mps.inventory.driver import Deadline, call
+from yunion_mps.inventory import nvml as nvml_module
+from yunion_mps.inventory.driver import Deadline, call, replaced_library
 from yunion_mps.inventory.nvml import GpuLoad, Load, Nvml
-from yunion_mps.reasons import COMPUTE_MODE_UNSUPPORTED, DRIVER_ERROR, DRIVER_HUNG, MIG_ENABLED, hint_of
+from yunion_mps.inventory.scan import not_found
+from yunion_mps.reasons import (
+    COMPUTE_MODE_UNSUPPORTED,
+    DRIVER_ERROR,
+    DRIVER_HUNG,
+    DRIVER_NOT_LOADED,
+    GPU_ERROR,
+    MIG_ENABLED,
+    hint_of,
+)
 
 from integration.daemon_host import eventually
 from unit.inventory.conftest import OpenedHost, OpenHost
@@ -284,3 +295,82 @@ def test_a_process_without_a_sample_on_an_idle_gpu_uses_nothing(open_host: OpenH
     host.sim.gpus[0].add_process(7, 1, sm=0)
     host.sim.gpus[0].add_process(8, 1)
     assert read(host).with_idle({first: [7, 8]}).processes[first] == {7: 0, 8: 0}
+
+
+def test_a_gpu_that_came_later_is_found_once_nvml_is_initialised_again(open_host: OpenHost) -> None:
+    opened = open_host([{"kind": "a100"}, {"kind": "a100", "present": False}])
+    opened.sim.gpus[1].restore()
+    assert [gpu.reason.code for gpu in opened.gpus()] == ["", GPU_ERROR]
+    assert not_found(opened.scan()) == {"0000:00:07.0"}
+    assert opened.nvml.initialise_again()
+    assert [gpu.reason for gpu in opened.gpus()] == ["", ""]
+    assert not_found(opened.scan()) == frozenset()
+
+
+def test_nvml_is_not_initialised_again_while_a_call_is_in_progress(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml_module, "_ALONE_WITHIN_S", 0.01)
+    opened = open_host()
+    begun, gate = threading.Event(), threading.Event()
+
+    def call() -> None:
+        begun.set()
+        gate.wait()
+
+    caller = threading.Thread(target=lambda: opened.nvml.deadline.call(call))
+    caller.start()
+    assert begun.wait(60)
+    assert not opened.nvml.initialise_again()
+    gate.set()
+    caller.join()
+    assert opened.nvml.initialise_again()
+
+
+def test_calls_wait_while_nvml_is_initialised_again() -> None:
+    deadline, begun, gate = Deadline(), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def initialise() -> None:
+        begun.set()
+        gate.wait()
+        order.append("initialised")
+
+    alone = threading.Thread(target=lambda: deadline.call_alone(initialise, 60))
+    alone.start()
+    assert begun.wait(60)
+    caller = threading.Thread(target=lambda: deadline.call(lambda: order.append("called")))
+    caller.start()
+    gate.set()
+    alone.join()
+    caller.join()
+    assert order == ["initialised", "called"]
+
+
+def test_a_driver_that_was_unloaded_meanwhile_is_used_again_once_it_is_loaded(open_host: OpenHost) -> None:
+    opened = open_host()
+    opened.sim.unload_driver()
+    with pytest.raises(DriverError) as caught:
+        opened.nvml.initialise_again()
+    assert caught.value.code == DRIVER_NOT_LOADED
+    opened.sim.load_driver()
+    assert opened.nvml.initialise_again()
+    assert [gpu.reason for gpu in opened.gpus()] == [""]
+
+
+def test_a_driver_whose_library_was_updated_is_known_by_its_file(tmp_path: Path) -> None:
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    old, new, link = (folder / f"libnvidia-ml.so.{version}" for version in ("535.1", "550.2", "1"))
+    maps = tmp_path / "maps"
+    maps.write_text(f"7f7b9000-7f7bd000 r--p 00000000 00:1b 38 /lib/libc.so.6\n7f7c r-xp 00:1b 39   {old}\n")
+    old.touch()
+    link.symlink_to(old)
+    assert replaced_library(str(maps)) == ""
+    new.touch()
+    link.unlink()
+    link.symlink_to(new)
+    assert replaced_library(str(maps)).startswith(f"{new} (inode ")
+    maps.write_text(f"7f7c r-xp 00:1b 39   {new} (deleted)\n")
+    assert replaced_library(str(maps)).startswith(f"{new} (inode "), "a file of the same name"
+    assert replaced_library(str(tmp_path / "none")) == ""

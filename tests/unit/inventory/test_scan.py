@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from yunion_mps.inventory.scan import Scanner, ServedGpus, load_served, save_served
-from yunion_mps.models import Driver, Gpu, Inventory, PcieLink
+from yunion_mps.inventory.scan import Scanner, ServedGpus, load_served, not_found, save_served
+from yunion_mps.models import Controller, Driver, Gpu, Inventory, MeantGpu, PcieLink
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import GPU_OTHER_DRIVER
 
 from simhost.catalog import KINDS
 from simhost.mig import PROFILES
@@ -35,6 +36,7 @@ def test_the_reference_case_has_every_field(open_host: OpenHost) -> None:
                 render_node="/dev/dri/renderD128",
             ),
         ),
+        controllers=(Controller("0000:00:06.0", "0x10de", "nvidia", "/dev/dri/renderD128"),),
     )
 
 
@@ -125,14 +127,57 @@ def test_a_scan_after_a_loss_reads_the_gpu_again(open_host: OpenHost) -> None:
     assert scanner.scan(opened.nvml).gpus == (first.gpus[0], first.gpus[1]._replace(numa_node=1))
 
 
+@pytest.mark.parametrize(
+    ("driver", "text"),
+    [
+        ("vfio-pci", "the GPU is bound to the driver vfio-pci, so the NVIDIA driver cannot use it"),
+        ("", "the GPU is not bound to any driver"),
+    ],
+)
+def test_a_gpu_of_another_driver_is_named_with_it(open_host: OpenHost, driver: str, text: str) -> None:
+    opened = open_host([{"kind": "a100"}, {"kind": "a100"}])
+    opened.sim.gpus[1].bind(driver)
+    bound = opened.scan().gpus[1]
+    assert (bound.reason, bound.reason.code) == (text, GPU_OTHER_DRIVER)
+    assert not_found(opened.scan()) == frozenset(), "NVML need not be initialised again for it"
+
+
+def test_a_controller_of_another_vendor_is_known_and_is_no_gpu(open_host: OpenHost) -> None:
+    other = {"kind": "amd", "pci": "0000:03:00.0", "render": 128}
+    opened = open_host({"gpus": [{"kind": "a100", "render": 129}], "others": [other]})
+    found = opened.scan()
+    assert [gpu.pci_address for gpu in found.gpus] == ["0000:00:06.0"]
+    assert found.controllers[1] == Controller("0000:03:00.0", "0x1002", "amdgpu", "/dev/dri/renderD128")
+
+
 GPU = Gpu("0000:00:06.0", "GPU-1", "Tesla V100", minor=0, memory_mib=16384, compute_capability=(7, 0))
 
 
-def test_saved_gpus_are_loaded_again(tmp_path: Path) -> None:
+def test_saved_gpus_and_what_the_entries_meant_are_loaded_again(tmp_path: Path) -> None:
     paths = Paths(str(tmp_path))
     assert load_served(paths) == ServedGpus()
-    assert save_served(paths, [GPU])
-    assert load_served(paths) == ServedGpus((GPU,))
+    meant = {"0000:00:06.0": MeantGpu("GPU-1", "0000:00:06.0", replaced="GPU-0")}
+    assert save_served(paths, [GPU], meant)
+    assert load_served(paths) == ServedGpus((GPU,), meant=meant)
+
+
+def test_of_an_earlier_version_the_render_nodes_of_the_gpus_that_served_are_known(tmp_path: Path) -> None:
+    paths = Paths(str(tmp_path))
+    assert save_served(paths, [GPU._replace(render_node="/dev/dri/renderD128")], {})
+    record = json.loads(Path(paths.served_gpus).read_text())
+    del record["entries"]
+    Path(paths.served_gpus).write_text(json.dumps(record))
+    assert load_served(paths).meant == {"/dev/dri/renderD128": MeantGpu("GPU-1", "0000:00:06.0")}
+
+
+@pytest.mark.parametrize("row", [7, {}, {"uuid": 1, "pci_address": "0000:00:06.0", "replaced": ""}])
+def test_a_damaged_record_of_an_entry_is_no_record(tmp_path: Path, row: object) -> None:
+    paths = Paths(str(tmp_path))
+    assert save_served(paths, [GPU], {})
+    record = json.loads(Path(paths.served_gpus).read_text())
+    record["entries"] = {"0000:00:06.0": row}
+    Path(paths.served_gpus).write_text(json.dumps(record))
+    assert load_served(paths) == ServedGpus()
 
 
 @pytest.mark.parametrize(
@@ -153,7 +198,7 @@ def test_saved_gpus_are_loaded_again(tmp_path: Path) -> None:
 )
 def test_a_field_of_the_wrong_type_names_no_gpu(tmp_path: Path, name: str, value: object) -> None:
     paths = Paths(str(tmp_path))
-    save_served(paths, [GPU])
+    save_served(paths, [GPU], {})
     text = json.loads(Path(paths.served_gpus).read_text())
     text["gpus"][0][name] = value
     Path(paths.served_gpus).write_text(json.dumps(text))
@@ -163,6 +208,6 @@ def test_a_field_of_the_wrong_type_names_no_gpu(tmp_path: Path, name: str, value
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, '{"gpus": 7}', '{"gpus": [{}]}'], ids=len)
 def test_an_invalid_served_gpus_file_names_no_gpu(tmp_path: Path, text: str) -> None:
     paths = Paths(str(tmp_path))
-    save_served(paths, [GPU])
+    save_served(paths, [GPU], {})
     Path(paths.served_gpus).write_text(text)
     assert load_served(paths) == ServedGpus()

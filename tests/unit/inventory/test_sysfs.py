@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
+from yunion_mps.gpu_path import normalise_address
 from yunion_mps.inventory.scan import machine_id
 from yunion_mps.inventory.sysfs import (
-    is_nvidia_gpu,
+    NVIDIA_VENDOR,
+    controller_vendor,
     max_link,
-    normalise_address,
     numa_node,
     pci_addresses,
     render_nodes,
@@ -111,7 +112,7 @@ def test_only_display_controllers_of_nvidia_are_gpus(tree: Paths) -> None:
     for address, (vendor, kind) in kinds.items():
         write(tree, "vendor", f"{vendor}\n", address)
         write(tree, "class", f"{kind}\n", address)
-    gpus = [address for address in pci_addresses(tree) if is_nvidia_gpu(tree, address)]
+    gpus = [address for address in pci_addresses(tree) if controller_vendor(tree, address) == NVIDIA_VENDOR]
     assert sorted(gpus, key=sort_key) == ["0000:01:00.0", "0001:05:00.0", "10000:04:00.0"]
 
 

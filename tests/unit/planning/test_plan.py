@@ -11,7 +11,7 @@ from yunion_mps.enums import TIME_SLICING
 from yunion_mps.models import DomainPlan, Driver, Gpu, Plan, PlannedGpu
 from yunion_mps.planning.division import describe_division, max_clients, share_percentage
 from yunion_mps.planning.environment import client_environment, decimal
-from yunion_mps.planning.plan import find_gpu, make_plan, mode_changes
+from yunion_mps.planning.plan import make_plan, mode_changes
 from yunion_mps.reasons import COMPUTE_MODE_REFUSED, GPU_LOST, MEMORY_UNKNOWN, Reason
 from yunion_mps.settings import Config, SliceEntry, Source
 
@@ -157,98 +157,6 @@ def reasons(found: Gpu, settings: Config) -> str:
     plan = planned(settings, inventory(found))
     assert (plan.devices, plan.domains, plan.compute_modes) == ((), (), {})
     return plan.unavailable[found.pci_address]
-
-
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        "/dev/dri/renderD128",
-        " /dev/dri/renderD128 ",
-        "/dev/dri/by-path/pci-0000:00:06.0-render",
-        "00:06.0",
-        "0000:00:06.0",
-        "00000000:00:06.0",
-        "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400",
-        "gpu-76AEF7FF-372D-2432-B4B4-BECA4D8D3400",
-    ],
-)
-def test_a_gpu_is_found_by_render_node_pci_address_and_uuid(spelling: str) -> None:
-    assert find_gpu(spelling, [gpu(1), P40, gpu(2)]) is P40
-
-
-@pytest.mark.parametrize("spelling", ["10000:E1:00.0", "10000:e1:00.0", "00010000:e1:00.0"])
-def test_a_gpu_in_another_pci_domain_is_found_with_its_domain(spelling: str) -> None:
-    other = gpu(1, pci_address="10000:e1:00.0")
-    assert find_gpu(spelling, [gpu(2, pci_address="0000:e1:00.0"), other]) is other
-
-
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        "/dev/dri/renderD129",
-        "/dev/dri/card0",
-        "/dev/nvidia0",
-        "00:07.0",
-        "0001:00:06.0",
-        "1:00:06.0",
-        "00:06.1",
-        "00:06",
-        "6.0",
-        "GPU-76aef7ff",
-        "0",
-        "all",
-        ":",
-        "::",
-    ],
-)
-def test_nothing_else_names_a_gpu(spelling: str) -> None:
-    assert find_gpu(spelling, [P40]) is None
-
-
-def test_an_address_without_domain_is_in_domain_0000() -> None:
-    other = gpu(1, pci_address="0001:00:06.0")
-    assert find_gpu("00:06.0", [other]) is None
-    assert find_gpu("00:06.0", [other, P40]) is P40
-
-
-def test_a_gpu_without_render_node_and_uuid_is_found_by_its_address_alone() -> None:
-    bare = Gpu("0000:00:06.0")
-    assert find_gpu("00:06.0", [bare]) is bare
-    assert find_gpu("/dev/dri/by-path/pci-0000:00:06.0-render", [bare]) is None
-
-
-def test_a_path_that_is_not_a_gpu_is_named_with_the_gpus() -> None:
-    found = inventory(P40, gpu(1, render_node=None), gpu(2, render_node=None, uuid=None))
-    assert messages(config(entry("/dev/dri/renderD130", 4, 7)), found) == [
-        (
-            f"{DEVICES}:7: path /dev/dri/renderD130 is not a GPU of this host: use one of this host's GPUs:"
-            f" /dev/dri/renderD128, {gpu(1).uuid}, 02:00.0"
-        )
-    ]
-
-
-def test_a_path_on_a_host_without_gpus_is_named() -> None:
-    assert messages(config(entry("00:06.0", 4)), inventory()) == [
-        f"{DEVICES}:2: path 00:06.0 is not a GPU of this host: remove the entry: this host has no NVIDIA GPU"
-    ]
-
-
-def test_the_uuid_of_a_lost_gpu_is_not_a_configuration_error() -> None:
-    lost = Gpu("0000:02:00.0", reason=Reason("GPU is lost", GPU_LOST))
-    settings = config(entry(str(gpu(1).uuid), 2), entry(str(gpu(2).uuid), 2, 5))
-    plan = planned(settings, inventory(gpu(1), lost))
-    assert {device.gpu_uuid for device in plan.devices} == {gpu(1).uuid}
-
-
-def test_a_gpu_named_twice_is_named_with_its_first_line_and_spelling() -> None:
-    path, uuid = "/dev/dri/renderD128", str(P40.uuid).upper()
-    settings = config(entry(path, 4), entry("0000:00:06.0", 2, 5), entry(uuid, 2, 8), entry(path, 2, 11))
-    already, hint = "is GPU 00:06.0, which is already divided on line 2", "remove one of the two entries"
-    assert messages(settings, inventory(P40)) == [
-        f"{DEVICES}:5: path 0000:00:06.0 {already} as {path}: {hint}",
-        f"{DEVICES}:8: path {uuid} {already} as {path}: {hint}",
-        f"{DEVICES}:11: path {path} {already}: {hint}",
-    ]
 
 
 @pytest.mark.parametrize(

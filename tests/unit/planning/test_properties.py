@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from yunion_mps.enums import PRIORITIES
 from yunion_mps.models import Driver, Gpu, Inventory, Plan, Pool
 from yunion_mps.planning.division import free_units, max_clients, pool_device, units_for
+from yunion_mps.planning.entries import find_gpu
 from yunion_mps.planning.environment import client_environment, limit_mib
-from yunion_mps.planning.plan import find_gpu, make_plan, mode_changes
+from yunion_mps.planning.plan import make_plan, mode_changes
+from yunion_mps.reasons import GPU_LOST, NO_REASON, Reason
 from yunion_mps.settings import Config, DeviceEntry, SliceEntry, Source
 
 from unit.builders import DEVICES, MACHINE_ID, config, gpu, planned
@@ -40,7 +42,7 @@ def gpus(draw: st.DrawFn) -> tuple[Gpu, ...]:
             compute_mode=draw(st.sampled_from([None, "Default", "Prohibited", "Exclusive_Process"])),
             mig_enabled=draw(st.sampled_from([None, False, False, True])),
             render_node=draw(st.sampled_from([None, f"/dev/dri/renderD{128 + slot}"])),
-            reason=draw(st.sampled_from(["", "", "", "GPU is lost"])),
+            reason=draw(st.sampled_from([NO_REASON, NO_REASON, NO_REASON, Reason("GPU is lost", GPU_LOST)])),
         )
         for slot, (domain, bus, device) in enumerate(sorted(draw(st.lists(places, max_size=6, unique=True))))
     )

@@ -170,3 +170,48 @@ def test_a_poll_measures_and_a_driver_that_fails_makes_it_unknown(
         await cancel([task])
 
     asyncio.run(follow())
+
+
+def test_a_gpu_that_is_added_to_the_bus_is_served_without_a_restart(
+    make_host: MakeHost, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "POLL_S", 3600.0)
+    monkeypatch.setattr(monitor, "HARDWARE_S", 0.01)
+    host = make_host([{"kind": "v100"}, {"kind": "a100", "present": False}], cuda_mps_replicas="4")
+    (host.root / "etc/yunion/host_container_device.yml").unlink()
+    made = supervise(host).start()
+    assert made.available == 4
+
+    async def follow() -> None:
+        polled = asyncio.Event()
+        task = asyncio.create_task(monitor_of(made, asyncio.Event(), polled).run())
+        host.gpus[1].restore()
+        while len(made.snapshot.plan.gpu_uuids) != 2:
+            await asyncio.wait_for(polled.wait(), PATIENCE_S)
+            polled.clear()
+        await cancel([task])
+
+    asyncio.run(follow())
+    made.until(lambda: made.available == 8)
+
+
+def test_a_driver_that_is_loaded_late_is_used(make_host: MakeHost, supervise: Supervise) -> None:
+    host = make_host(TWO)
+    host.unload_driver()
+    made = supervise(host).start()
+    assert made.supervisor.waits_for_driver
+    assert made.snapshot.notice == (
+        "waiting for the NVIDIA driver: the NVIDIA driver's kernel module is not loaded"
+    )
+    host.load_driver()
+
+    async def follow() -> None:
+        poll_now, polled = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(monitor_of(made, poll_now, polled).run())
+        poll_now.set()
+        await asyncio.wait_for(polled.wait(), PATIENCE_S)
+        await cancel([task])
+
+    asyncio.run(follow())
+    made.until(lambda: made.available == 8)
+    assert made.snapshot.notice == ""

@@ -123,13 +123,19 @@ def test_generated_gpu_identities_are_unique_and_reproducible() -> None:
 
 
 WRONG: list[tuple[object, str]] = [
-    (None, "the description: must be a mapping with the keys driver, gpus"),
-    ({"gpu": []}, "gpu: unknown key; one of: driver, gpus"),
+    (None, "the description: must be a mapping with the keys driver, gpus, others"),
+    ({"gpu": []}, "gpu: unknown key; one of: driver, gpus, others"),
+    ({"driver": {}}, "gpus: must be a list"),
     ([T4, {}], f"gpus[1].kind: must be one of: {', '.join(KINDS)}"),
-    ([{**T4, "count": 40}] * 2, "gpus: must be 1 to 64 GPUs"),
-    ([{**T4, "pci": "0000:00:08.0"}] * 2, "gpus: 2 GPUs have the same "),
+    ([{**T4, "count": 40}] * 2, "gpus: must be at most 64 GPUs"),
+    ([{**T4, "pci": "0000:00:08.0"}] * 2, "2 devices have the same "),
     ([{**T4, "pci": 6.0}], "gpus[0].pci: must be a text like '0000:00:06.0', in quotes, not 6.0"),
     ([{**T4, "mig": True}], "gpus[0].mig: a t4 has no MIG mode"),
+    ({"gpus": [], "others": [{"kind": "t4"}]}, "others[0].kind: must be one of: aspeed, amd, intel"),
+    (
+        {"gpus": [{**T4, "render": 128}], "others": [{"kind": "amd", "render": 128}]},
+        "2 devices have the same render, 128",
+    ),
 ]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from yunion_mps.errors import ConfigError, DriverError
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.reasons import GPU_REPLACED
 from yunion_mps.service.devices import devices_json
 
 from simhost import SimHost
@@ -76,7 +77,7 @@ def test_a_lost_gpu_keeps_its_devices_and_serves_them_on_return(
     name(host, *([entry(host, 0), entry(host, 1)] if entry else []))
     first = supervise(host).start()
     ids = list(shown(first))
-    first.stop()
+    first.end()
     host.gpus[0].remove() if lookup == "removed" else host.gpus[0].lose(lookup=lookup)
     made = first.again()
     served = [uuid for domain in made.snapshot.domains for uuid in domain.plan.gpu_uuids]
@@ -86,7 +87,10 @@ def test_a_lost_gpu_keeps_its_devices_and_serves_them_on_return(
         assert list(shown(made)) == ids
         assert reasons(made) == [GONE if lookup == "removed" else LOST] * 4 + [""] * 4
     host.gpus[0].restore()
-    again = made.again() if lookup == "removed" else made
+    again = made
+    if lookup == "removed":
+        made.end()
+        again = made.again()
     again.rescan()
     again.until(lambda: again.available == 8)
     assert list(shown(again)) == ids
@@ -227,13 +231,18 @@ def test_after_a_reboot_a_gone_gpu_is_listed_only_if_the_file_names_it(begin: Be
     assert len(shown(made.again())) == 10, "cuda_mps_replicas of the one that is there"
 
 
-def test_an_absent_gpu_that_never_served_is_a_configuration_error(begin: Begin) -> None:
+def test_an_absent_gpu_that_never_served_is_missing_and_the_others_serve(begin: Begin) -> None:
     host, made = begin(TWO, 4)
     made.stop()
     host.gpus[1].remove()
     name(host, by_uuid(host, 0), by_uuid(host, 1))
-    with pytest.raises(ConfigError, match=f"path {host.gpus[1].uuid} is not a GPU of this host"):
-        made.again()
+    again = made.again()
+    assert again.available == 4
+    (missing,) = again.snapshot.plan.missing
+    assert (missing.path, missing.reason) == (
+        host.gpus[1].uuid,
+        "this host has no GPU with this UUID now",
+    )
 
 
 def test_an_original_mode_is_restored_once_it_is_back_and_not_before(
@@ -260,3 +269,79 @@ def test_a_gpu_lost_while_the_daemon_runs_is_remembered(begin: Begin) -> None:
     made.supervisor.apply(time.monotonic())
     made.stop()
     assert len(shown(made.again())) == 8
+
+
+# -- an entry keeps its meaning
+
+
+def test_what_the_entries_mean_is_recorded_before_a_compute_mode_is_set(begin: Begin) -> None:
+    host, made = begin(TWO)
+    records = kept(host)["entries"]
+    assert {key: row["uuid"] for key, row in records.items()} == {
+        by_render_node(host, slot): host.gpus[slot].uuid for slot in (0, 1)
+    }
+    made.stop()
+    served_file(host).unlink()
+    host.fail("nvmlDeviceSetComputeMode", "no_permission")
+    with pytest.raises(DriverError):
+        made.again()
+    assert kept(host)["entries"] == records
+
+
+def test_after_a_reboot_with_other_render_nodes_no_other_gpu_is_touched(begin: Begin) -> None:
+    host, made = begin([*TWO, {"kind": "a10"}])
+    name(host, by_render_node(host, 0), by_render_node(host, 1))
+    made.reload()
+    made.end()
+    host.gpus[0].remove()
+    host.renumber()
+    again = made.again()
+    assert again.snapshot.plan.gpu_uuids == {host.gpus[0].uuid, host.gpus[1].uuid}
+    assert modes(host)[1:] == ["exclusive_process", "default"]
+    again.reload()
+    assert modes(host)[1:] == ["exclusive_process", "default"], "a reload confirms no renumbering"
+
+
+def test_a_replaced_card_behind_a_render_node_serves_after_a_reload(begin: Begin) -> None:
+    host, made = begin(TWO)
+    made.end()
+    host.gpus[1].replace()
+    again = made.again()
+    (missing,) = again.snapshot.plan.missing
+    assert (missing.path, missing.reason.code) == (by_render_node(host, 1), GPU_REPLACED)
+    assert modes(host)[1] == "default"
+    again.reload()
+    assert again.available == 8
+    assert again.snapshot.plan.missing == ()
+
+
+def test_a_missing_gpu_is_recorded_once_and_so_is_its_return(begin: Begin) -> None:
+    host, made = begin(TWO)
+    made.end()
+    host.gpus[1].remove()
+    served_file(host).unlink()
+    name(host, by_address(host, 0), by_address(host, 1))
+    again = made.again()
+    again.rescan()
+    again.rescan()
+    host.gpus[1].restore()
+    assert again.preflight.nvml is not None
+    assert again.preflight.nvml.initialise_again()
+    again.rescan()
+    told = [(event.subject, event.what) for event in again.events if event.subject.startswith("entry")]
+    subject = f"entry {by_address(host, 1)}"
+    assert told == [(subject, "missing"), (subject, "no longer missing")]
+    again.until(lambda: again.available == 8)
+
+
+def test_an_entry_that_does_not_fit_its_gpu_keeps_only_this_gpu_from_serving(begin: Begin) -> None:
+    host, made = begin(TWO)
+    made.stop()
+    file = host.root / "etc/yunion/host_container_device.yml"
+    file.write_text(file.read_text().replace("virtual_number: 4", "virtual_number: 49", 1))
+    again = made.again()
+    assert again.available == 4
+    assert list(again.snapshot.plan.unavailable) == [by_address(host, 0)]
+    with pytest.raises(ConfigError, match="virtual_number is 49, more than the 48 clients"):
+        again.reload()
+    assert again.available == 4

@@ -8,7 +8,6 @@ import pytest
 from yunion_mps.enums import MPS
 from yunion_mps.errors import ConfigError, DriverError
 from yunion_mps.host.store import Store
-from yunion_mps.models import Plan
 from yunion_mps.paths import Paths
 from yunion_mps.supervisor.preflight import Preflight, leased_gpus, run_preflight
 
@@ -36,11 +35,11 @@ def test_the_problems_of_the_files_and_of_the_host_are_reported_together(make_ho
         "- {path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 17}\n"
         "- {path: 00:06.0, type: NVIDIA_MPS, virtual_number: 4}\n"
         "- {path: 00:0f.0, type: NVIDIA_MPS, virtual_number: 0}\n"
-        "- {path: 00:0f.0, type: NVIDIA_MPS, virtual_number: 1}\n"
+        "- {path: 0000:00:0f.0, type: NVIDIA_MPS, virtual_number: 1}\n"
     )
     clients = "more than the 16 clients that MPS allows on GPU 00:06.0 (Tesla P40): write at most 16"
     twice = "which is already divided on line 2 as /dev/dri/renderD128: remove one of the two entries"
-    no_gpu = "path 00:0f.0 is not a GPU of this host: use one of this host's GPUs: /dev/dri/renderD128"
+    same = "path 0000:00:0f.0 is already divided on line 4 as 00:0f.0: remove one of the two entries"
     assert messages(host) == [
         '/etc/yunion/host.conf:2: cuda_mps_scope is "hots", but must be host or gpu: did you mean host?',
         *(
@@ -49,8 +48,7 @@ def test_the_problems_of_the_files_and_of_the_host_are_reported_together(make_ho
                 "4: virtual_number is 0, out of range: write a whole number from 1 to 60",
                 f"2: virtual_number is 17, {clients}",
                 f"3: path 00:06.0 is GPU 00:06.0, {twice}",
-                f"4: {no_gpu}",
-                f"5: {no_gpu}",
+                f"5: {same}",
             )
         ),
     ]
@@ -60,7 +58,9 @@ def test_a_host_without_a_driver_is_a_separate_error(make_host: MakeHost) -> Non
     host = make_host()
     host.fail("nvmlInit", "driver_not_loaded")
     found = preflight_of(host)
-    assert (found.nvml, found.plan, found.inventory.gpus) == (None, Plan(""), ())
+    assert (found.nvml, found.inventory.gpus) == (None, ())
+    (entry,) = found.plan.missing
+    assert entry.reason == "the NVIDIA driver's kernel module is not loaded"
     with pytest.raises(DriverError, match="the NVIDIA driver's kernel module is not loaded"):
         found.check()
 

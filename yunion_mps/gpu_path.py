@@ -1,0 +1,62 @@
+"""PCI addresses, and the ways in which an entry names its GPU."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import NamedTuple
+
+#: The kinds of `GpuPath`.
+RENDER_NODE = "render node"
+ADDRESS = "PCI address"
+UUID = "UUID"
+
+#: Domain (not always given), bus, device and function.
+_ADDRESS = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([01]?[0-9a-f])\.([0-7])")
+_RENDER_NODE = re.compile(r"/dev/dri/renderD[0-9]+")
+_LINK = re.compile(r"/dev/dri/by-path/pci-(.+)-render")
+_UUID = re.compile(r"gpu-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+class GpuPath(NamedTuple):
+    """What a path of an entry names; equal for all spellings of the same thing.
+
+    `name` is `/dev/dri/renderD128`, `0000:06:00.0` or `gpu-76aef7ff-…`, by `kind`. A link of
+    /dev/dri/by-path names a PCI address.
+    """
+
+    kind: str
+    name: str
+
+    @property
+    def key(self) -> str:
+        """The text under which the state file has it."""
+        return self.name
+
+
+@functools.lru_cache(maxsize=256)
+def normalise_address(text: str) -> str | None:
+    """Return `text` in sysfs' spelling of PCI addresses (`0000:00:06.0`); None if it is not an address.
+
+    NVML writes eight domain digits, people often none, and both sometimes in capitals.
+    """
+    match = _ADDRESS.fullmatch(text.strip().lower())
+    if not match:
+        return None
+    domain, bus, device = (int(part or "0", 16) for part in match.groups()[:3])
+    return f"{domain:04x}:{bus:02x}:{device:02x}.{match[4]}"
+
+
+@functools.lru_cache(maxsize=256)
+def parse_gpu_path(text: str) -> GpuPath | None:
+    """Return what the path of an entry names; None if it cannot be a GPU."""
+    path = text.strip()
+    if _RENDER_NODE.fullmatch(path):
+        return GpuPath(RENDER_NODE, path)
+    link = _LINK.fullmatch(path)
+    address = normalise_address(link[1] if link else path)
+    if address:
+        return GpuPath(ADDRESS, address)
+    if _UUID.fullmatch(path.lower()):
+        return GpuPath(UUID, path.lower())
+    return None

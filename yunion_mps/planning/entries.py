@@ -1,0 +1,437 @@
+"""Which GPU each entry means, and whether it can divide that GPU.
+
+An entry keeps meaning the GPU that its path led to first, whatever the path leads to later: render nodes are
+numbered anew when a GPU is missing, and cards are moved. Only a card that has replaced the recorded one in
+its own slot takes over, at once if the path names the slot, and after a reload if it is a render node.
+Invariant, held by property tests: no GPU is divided that no entry ever meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from yunion_mps import reasons
+from yunion_mps.enums import TIME_SLICING
+from yunion_mps.errors import Problem
+from yunion_mps.gpu_path import ADDRESS, RENDER_NODE, UUID, GpuPath, parse_gpu_path
+from yunion_mps.mig import DISABLED
+from yunion_mps.models import Gpu, Inventory, MeantGpu, MissingGpu
+from yunion_mps.planning.division import (
+    enforces_budgets,
+    max_clients,
+    memory_error,
+    overcommit_of,
+    pool_error,
+    slices_error,
+)
+from yunion_mps.planning.mig import LayoutError, layout_of
+from yunion_mps.reasons import Reason
+from yunion_mps.settings import Config, DeviceEntry, Source
+
+#: Where CUDA looks for a control daemon unless CUDA_MPS_PIPE_DIRECTORY is set (NVIDIA's MPS documentation).
+DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
+
+
+#: As in sysfs.
+_NVIDIA_VENDOR = "0x10de"
+
+#: How it is known which GPU a path means: it has the UUID, it was recorded, or it leads there now.
+_NAMED = "named"
+_RECORDED = "recorded"
+_LED_TO = "led to"
+
+
+class Resolution(NamedTuple):
+    """The entries with their GPUs.
+
+    `entries` has the entry of each GPU, and `refused` the reason for those that cannot divide theirs, both by
+    PCI address. `missing`, `meant` and `warnings` are the plan's. `problems` are those of the files; those of
+    a single GPU are minor.
+    """
+
+    entries: dict[str, DeviceEntry]
+    refused: dict[str, Reason]
+    missing: tuple[MissingGpu, ...]
+    meant: dict[str, MeantGpu]
+    warnings: tuple[Reason, ...]
+    problems: list[Problem]
+
+
+def resolve(config: Config, inventory: Inventory) -> Resolution:
+    """Return which GPU each entry divides.
+
+    Without entries, every GPU is divided into `cuda_mps_replicas` equal devices, except those that are bound
+    to another driver.
+    """
+    if config.devices:
+        resolver = _Resolver(config, inventory)
+        resolver.resolve()
+        return resolver.result()
+    return _all_gpus(config, inventory)
+
+
+def after_reload(meant: Mapping[str, MeantGpu], inventory: Inventory) -> dict[str, MeantGpu]:
+    """Return what the paths mean once the operator has confirmed replaced cards by a reload.
+
+    A render node then means the card that is in the slot of the former one.
+    """
+    uuids = {gpu.uuid for gpu in inventory.gpus}
+    present = {gpu.pci_address: gpu for gpu in inventory.gpus if gpu.uuid}
+    confirmed = {}
+    for key, gpu in meant.items():
+        successor = present.get(gpu.pci_address)
+        is_gone = gpu.uuid not in uuids
+        if is_gone and successor and successor.render_node == key:
+            confirmed[key] = MeantGpu(str(successor.uuid), successor.pci_address)
+        else:
+            confirmed[key] = gpu._replace(replaced="")
+    return confirmed
+
+
+def find_gpu(path: str, gpus: Iterable[Gpu]) -> Gpu | None:
+    """Find the GPU with this render node, PCI address or UUID."""
+    name = parse_gpu_path(path)
+    if name is None:
+        return None
+    for gpu in gpus:
+        names = {RENDER_NODE: gpu.render_node, ADDRESS: gpu.pci_address, UUID: (gpu.uuid or "").lower()}
+        if names[name.kind] == name.name:
+            return gpu
+    return None
+
+
+class _Resolver:
+    """Resolves the entries of one configuration, first those whose GPU is certain."""
+
+    def __init__(self, config: Config, inventory: Inventory) -> None:
+        self._config = config
+        self._inventory = inventory
+        self._gpus = [gpu for gpu in inventory.gpus if not gpu.parent]
+        self._by_uuid = {gpu.uuid.lower(): gpu for gpu in self._gpus if gpu.uuid}
+        self._by_address = {gpu.pci_address: gpu for gpu in self._gpus}
+        self._entries: dict[str, DeviceEntry] = {}
+        self._missing: list[tuple[DeviceEntry, Reason]] = []
+        self._meant: dict[str, MeantGpu] = {}
+        self._warnings: list[Reason] = []
+        self._problems: list[Problem] = []
+
+    def resolve(self) -> None:
+        uncertain: list[tuple[DeviceEntry, GpuPath]] = []
+        for entry, name in self._named_entries():
+            gpu = self._certain_gpu(name)
+            if gpu:
+                self._divide(entry, name, gpu)
+            else:
+                uncertain.append((entry, name))
+        for entry, name in uncertain:
+            self._resolve_uncertain(entry, name)
+
+    def result(self) -> Resolution:
+        refused: dict[str, Reason] = {}
+        for address, entry in self._entries.items():
+            gpu = self._by_address[address]
+            for problem in entry_errors(entry, gpu, self._config, self._inventory):
+                self._problems.append(problem)
+                if problem.gpu:
+                    refused.setdefault(address, Reason(str(problem), reasons.ENTRY_REFUSED))
+        order = list(self._config.devices)
+        self._missing.sort(key=lambda item: order.index(item[0]))
+        self._problems.sort(key=lambda problem: (problem.file, problem.line or 0))
+        missing = tuple(
+            MissingGpu(entry.path, _place(entry), reason, entry.reserved_for)
+            for entry, reason in self._missing
+        )
+        return Resolution(
+            entries=self._entries,
+            refused=refused,
+            missing=missing,
+            meant=self._meant,
+            warnings=tuple(self._warnings),
+            problems=self._problems,
+        )
+
+    def _named_entries(self) -> list[tuple[DeviceEntry, GpuPath]]:
+        """Return the entries with what their paths name; two paths that name the same GPU are a problem."""
+        named: list[tuple[DeviceEntry, GpuPath]] = []
+        earlier: dict[object, list[tuple[DeviceEntry, str]]] = {}
+        for entry in self._config.devices:
+            name = parse_gpu_path(entry.path)
+            assert name, f"reading the file refuses {entry.path}"
+            gpu, how = self._meaning(name)
+            others = earlier.setdefault(gpu.pci_address if gpu else name, [])
+            first = _same_by_intent(others, how)
+            others.append((entry, how))
+            if first:
+                self._problems.append(_divided_twice(entry, first, gpu))
+            else:
+                named.append((entry, name))
+        return named
+
+    def _meaning(self, name: GpuPath) -> tuple[Gpu | None, str]:
+        """Return the GPU that a path means, if it is there, and how that is known."""
+        certain = self._certain_gpu(name)
+        if name.kind == UUID:
+            return certain, _NAMED
+        if name.key in self._inventory.meant:
+            return certain, _RECORDED
+        return self._led_to(name), _LED_TO
+
+    def _led_to(self, name: GpuPath) -> Gpu | None:
+        """Return the GPU to which the path leads now."""
+        if name.kind == ADDRESS:
+            return self._by_address.get(name.name)
+        if name.kind == UUID:
+            return self._by_uuid.get(name.name)
+        for gpu in self._gpus:
+            if gpu.render_node == name.name:
+                return gpu
+        return None
+
+    def _certain_gpu(self, name: GpuPath) -> Gpu | None:
+        """Return the GPU with the UUID that the path names, or that was recorded for it."""
+        if name.kind == UUID:
+            return self._by_uuid.get(name.name)
+        recorded = self._inventory.meant.get(name.key)
+        return self._by_uuid.get(recorded.uuid.lower()) if recorded else None
+
+    def _divide(self, entry: DeviceEntry, name: GpuPath, gpu: Gpu, replaced: str = "") -> None:
+        """Let the entry divide this GPU, unless another one does."""
+        other = self._entries.get(gpu.pci_address)
+        if other:
+            what = f"it leads to GPU {gpu.address}, which the entry on line {other.path_at.line} means"
+            self._miss(entry, name, Reason(what, reasons.PATH_OUTDATED))
+            return
+        self._entries[gpu.pci_address] = entry
+        recorded = self._inventory.meant.get(name.key)
+        if gpu.uuid:
+            replaced = replaced or (recorded.replaced if recorded and recorded.uuid == gpu.uuid else "")
+            self._meant[name.key] = MeantGpu(gpu.uuid, gpu.pci_address, replaced)
+        elif recorded:
+            self._meant[name.key] = recorded
+        if replaced:
+            what = f"path {entry.path} ({_place(entry)}) meant {replaced} before; "
+            what += f"GPU {gpu.address} ({gpu.uuid}) is in its place now and is used"
+            self._warnings.append(Reason(what, reasons.GPU_REPLACED))
+        self._warn_if_outdated(entry, name, gpu)
+
+    def _warn_if_outdated(self, entry: DeviceEntry, name: GpuPath, gpu: Gpu) -> None:
+        """Warn if the path leads to another GPU than the one that the entry means."""
+        there = self._led_to(name)
+        if there is gpu or (there is None and name.kind != ADDRESS):
+            return
+        leads = f"leads to GPU {there.address}" if there else "leads to no GPU"
+        what = f"path {entry.path} ({_place(entry)}) {leads} now, "
+        what += f"but still means the GPU that it led to before: {gpu.address}, {gpu.uuid}"
+        self._warnings.append(Reason(what, reasons.PATH_OUTDATED))
+
+    def _resolve_uncertain(self, entry: DeviceEntry, name: GpuPath) -> None:
+        """Resolve an entry without a record, or whose recorded GPU is not there."""
+        gpu = self._led_to(name)
+        recorded = self._inventory.meant.get(name.key)
+        if recorded is None:
+            if gpu:
+                self._divide(entry, name, gpu)
+            else:
+                self._miss(entry, name, self._why_missing(name))
+            return
+        silent = self._by_address.get(recorded.pci_address)
+        if gpu and gpu.uuid is None:
+            self._divide(entry, name, gpu)  # it is broken; presumably the same one
+        elif gpu and name.kind == ADDRESS:
+            self._divide(entry, name, gpu, replaced=recorded.uuid)
+        elif gpu and gpu.pci_address == recorded.pci_address:
+            what = f"GPU {gpu.address} is {gpu.uuid} now, but the entry meant {recorded.uuid}, "
+            what += "which this host no longer has"
+            self._miss(entry, name, Reason(what, reasons.GPU_REPLACED))
+        elif silent and silent.uuid is None:
+            self._divide(entry, name, silent)
+        else:
+            self._miss(entry, name, self._why_recorded_missing(name, gpu, recorded))
+
+    def _miss(self, entry: DeviceEntry, name: GpuPath, reason: Reason) -> None:
+        self._missing.append((entry, self._inventory.unread or reason))
+        recorded = self._inventory.meant.get(name.key)
+        if recorded:
+            self._meant[name.key] = recorded
+
+    def _why_recorded_missing(self, name: GpuPath, gpu: Gpu | None, recorded: MeantGpu) -> Reason:
+        address = Gpu(recorded.pci_address).address
+        what = f"GPU {address} ({recorded.uuid}) is no longer present"
+        if gpu:
+            what += f"; {name.name} leads to GPU {gpu.address} now"
+        return Reason(what, reasons.GPU_MISSING)
+
+    def _why_missing(self, name: GpuPath) -> Reason:
+        """Return why a path without a record leads to no GPU."""
+        if name.kind == UUID:
+            return self._why_uuid_missing()
+        for controller in self._inventory.controllers:
+            is_foreign = controller.vendor != _NVIDIA_VENDOR
+            if is_foreign and name.name in (controller.pci_address, controller.render_node):
+                driver = f" (driver {controller.driver})" if controller.driver else ""
+                what = f"the device at {Gpu(controller.pci_address).address} is not an NVIDIA GPU{driver}"
+                return Reason(what, reasons.GPU_MISSING)
+        if name.kind == ADDRESS:
+            return Reason(f"there is no GPU at {Gpu(name.name).address}", reasons.GPU_MISSING)
+        if self._gpus and not any(gpu.render_node for gpu in self._gpus):
+            what = "no NVIDIA GPU has a render node: nvidia-drm is not loaded"
+            return Reason(what, reasons.RENDER_NODE_MISSING)
+        return Reason("there is no such render node", reasons.GPU_MISSING)
+
+    def _why_uuid_missing(self) -> Reason:
+        """Return why no GPU has this UUID: perhaps one does not report its UUID, because it is broken."""
+        for gpu in self._gpus:
+            if gpu.uuid is None and gpu.reason:
+                what = f"this host has no GPU with this UUID now; it may be GPU {gpu.address}: {gpu.reason}"
+                return Reason(what, gpu.reason.code)
+        return Reason("this host has no GPU with this UUID now", reasons.GPU_MISSING)
+
+
+def _all_gpus(config: Config, inventory: Inventory) -> Resolution:
+    at = config.sources["cuda_mps_replicas"]
+    entries: dict[str, DeviceEntry] = {}
+    refused: dict[str, Reason] = {}
+    problems: list[Problem] = []
+    for gpu in inventory.gpus:
+        if gpu.parent or gpu.reason.code == reasons.GPU_OTHER_DRIVER:
+            continue
+        entry = DeviceEntry(gpu.pci_address, config.cuda_mps_replicas, at, at)
+        entries[gpu.pci_address] = entry
+        wrong = (
+            [] if gpu.reason else _equal_devices_errors("cuda_mps_replicas", entry, gpu, config, inventory)
+        )
+        problems += wrong
+        if wrong:
+            refused[gpu.pci_address] = Reason(str(wrong[0]), reasons.ENTRY_REFUSED)
+    return Resolution(entries, refused, (), {}, (), problems)
+
+
+def _place(entry: DeviceEntry) -> str:
+    file, line = entry.path_at
+    return file if line is None else f"{file}:{line}"
+
+
+def _same_by_intent(earlier: Iterable[tuple[DeviceEntry, str]], how: str) -> DeviceEntry | None:
+    """Return the first of the `earlier` entries for a GPU that contradicts another one, known so (`how`).
+
+    A recorded path and one that only leads there now do not: a reboot can bring that about.
+    """
+    for entry, known in earlier:
+        if {known, how} != {_RECORDED, _LED_TO}:
+            return entry
+    return None
+
+
+def _divided_twice(entry: DeviceEntry, first: DeviceEntry, gpu: Gpu | None) -> Problem:
+    line = first.path_at.line
+    what = f"path {entry.path} is already divided on line {line}"
+    if gpu:
+        what = f"path {entry.path} is GPU {gpu.address}, which is already divided on line {line}"
+    if entry.path != first.path:
+        what += f" as {first.path}"
+    return Problem(*entry.path_at, what, "remove one of the two entries")
+
+
+# -- whether an entry can divide its GPU
+
+
+def entry_errors(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Inventory) -> list[Problem]:
+    """Return how the entry exceeds its GPU, as minor problems; a broken GPU is not checked."""
+    if gpu.reason:
+        return []
+    at = entry.divided_at
+    if wrong := [_of_gpu(gpu, entry.memory_at or at, *error) for error in memory_error(entry, gpu)]:
+        return wrong
+    gpu = gpu._replace(memory_mib=entry.memory_mib or gpu.memory_mib)
+    if wrong := _layout_error(entry, gpu):
+        return wrong
+    is_split = entry.mig not in ((), (DISABLED,))
+    if entry.sharing == TIME_SLICING or (is_split and not entry.virtual_number):
+        how = "split into MIG instances" if is_split else "time-sliced"
+        problems = _found_by_every_program(gpu, config, how)
+        return problems if is_split else problems + _memory_errors("virtual_number", entry, gpu, at)
+    if entry.slices:
+        many = _too_many("slices", len(entry.slices), gpu, config, inventory, at)
+        return many + [_of_gpu(gpu, at, *wrong) for wrong in slices_error(entry, gpu, config)]
+    if entry.memory_unit_mib:
+        return [_of_gpu(gpu, at, *wrong) for wrong in pool_error(entry, gpu)]
+    return _equal_devices_errors("virtual_number", entry, gpu, config, inventory)
+
+
+def _equal_devices_errors(
+    key: str, entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Inventory
+) -> list[Problem]:
+    at = entry.divided_at
+    wrong = _too_many(key, entry.virtual_number, gpu, config, inventory, at)
+    if entry.mig in ((), (DISABLED,)):
+        wrong = wrong or _memory_errors(key, entry, gpu, at)
+    overcommit = overcommit_of(entry, config)
+    if not wrong and overcommit is not None and entry.virtual_number > 1000 * overcommit:
+        what = f"{key} is {entry.virtual_number}, so each device of GPU {_name(gpu)} would have less than "
+        hint = f"write at most {1000 * overcommit:g}"
+        wrong = [_of_gpu(gpu, at, f"{what}0.1 % of its threads", hint)]
+    return wrong
+
+
+def _memory_errors(key: str, entry: DeviceEntry, gpu: Gpu, at: Source) -> list[Problem]:
+    """Return a problem if each equal device would have less than 1 MiB."""
+    if gpu.memory_mib is None or entry.virtual_number <= gpu.memory_mib:
+        return []
+    what = f"{key} is {entry.virtual_number}, so each device of GPU {_name(gpu)} with {gpu.memory_mib} MiB "
+    what += "would have less than 1 MiB"
+    return [_of_gpu(gpu, at, what, f"write at most {gpu.memory_mib}")]
+
+
+def _of_gpu(gpu: Gpu, at: Source, what: str, hint: str) -> Problem:
+    return Problem(*at, what, hint, is_minor=True, gpu=gpu.pci_address)
+
+
+def _found_by_every_program(gpu: Gpu, config: Config, how: str) -> list[Problem]:
+    """Return a problem if programs without MPS would find the control daemon of other GPUs."""
+    at = config.sources["cuda_mps_pipe_directory"]
+    if config.cuda_mps_scope != "host" or config.cuda_mps_pipe_directory != DEFAULT_PIPE_DIRECTORY:
+        return []
+    what = f"cuda_mps_pipe_directory is {DEFAULT_PIPE_DIRECTORY}, where every program finds the control "
+    what += f"daemon, even one on GPU {gpu.address} ({gpu.name}), which is {how}"
+    return [Problem(*at, what, "write another directory, such as /run/nvidia-mps/pipe")]
+
+
+def _layout_error(entry: DeviceEntry, gpu: Gpu) -> list[Problem]:
+    try:
+        if entry.mig:
+            layout_of(entry, gpu)
+    except LayoutError as error:
+        return [_of_gpu(gpu, entry.mig_at or entry.divided_at, error.what, error.hint)]
+    return []
+
+
+def _too_many(
+    key: str, count: int, gpu: Gpu, config: Config, inventory: Inventory, at: Source
+) -> list[Problem]:
+    most = max_clients(gpu, inventory.driver, config.cuda_mps_max_clients)
+    if count <= most:
+        return []
+    if at.line is None:  # the default exceeds the operator's own override
+        at = config.sources["cuda_mps_max_clients"]
+    is_many = f"are {count}" if key == "slices" else f"is {count}"
+    what = f"{key} {is_many}, more than the {most} clients that MPS allows on GPU {_name(gpu)}"
+    hint = f"write at most {most}"
+    if enforces_budgets(gpu):
+        hint += ", or set cuda_mps_max_clients in host.conf if the driver allows more"
+    return [_of_gpu(gpu, at, what, hint)]
+
+
+def _name(gpu: Gpu) -> str:
+    return f"{gpu.address} ({gpu.name})" if gpu.name else gpu.address
+
+
+def reservations(entries: Mapping[str, DeviceEntry], gpus: Sequence[Gpu]) -> dict[str, str]:
+    """Return what GPUs and their MIG instances (UUIDs) are reserved for, even those without devices now."""
+    entries_by_gpu = {gpu.uuid: entries.get(gpu.pci_address) for gpu in gpus}
+    reserved: dict[str, str] = {}
+    for gpu in gpus:
+        entry = entries_by_gpu.get(gpu.parent or gpu.uuid)
+        if gpu.uuid and entry and entry.reserved_for:
+            reserved[gpu.uuid] = entry.reserved_for
+    return reserved
