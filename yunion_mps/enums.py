@@ -62,6 +62,8 @@ IN_USE, IDLE, OVER_BUDGET = "in use", "idle", "over budget"
 LEASE_STATES = (UNAVAILABLE, OVER_BUDGET, PENDING, IN_USE, IDLE)
 #: What the daemon does about a lease that is over its budget.
 REPORT, TERMINATE = "report", "terminate"
+#: What the daemon does about the compute mode of a GPU: it sets one, or leaves it alone.
+SET_EXCLUSIVE, KEEP = "exclusive_process", "keep"
 #: The levels of a problem that `status` shows, in order.
 NOTICE, PROBLEM, WARNING = "notice", "problem", "warning"
 PROBLEM_LEVELS = (NOTICE, PROBLEM, WARNING, PENDING)

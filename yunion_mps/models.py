@@ -47,7 +47,8 @@ class Gpu(NamedTuple):
     Values that the driver does not report are None; `reason` says why it is unusable. `mig_pending` is the
     mode after the next reset. An instance has an `identity`, by the place that it occupies, because its UUID
     changes when it is made again; ids of devices are derived from it. `sm_percentage` is its share of the
-    SMs of its parent.
+    SMs of its parent. `mode_is_fixed`: its compute mode stays as it is, because the driver does not support
+    changing it, or does not report it.
     """
 
     pci_address: str
@@ -70,6 +71,7 @@ class Gpu(NamedTuple):
     parent: str = ""
     identity: str = ""
     sm_percentage: float | None = None
+    mode_is_fixed: bool = False
 
     @property
     def address(self) -> str:
@@ -135,6 +137,7 @@ class Inventory(NamedTuple):
 class Device(NamedTuple):
     """The `slot`-th part of a GPU or of its pool, with its budget.
 
+    Its memory is unknown (None) on a time-sliced GPU whose driver does not report any.
     `domain` is the domain that serves it; empty if it is not shared through MPS. Then nothing enforces its
     budget. `reserve_mib` of the GPU's memory is kept free in addition to the limit, for MPS' own use.
     """
@@ -143,8 +146,8 @@ class Device(NamedTuple):
     addr: str
     gpu_uuid: str
     slot: int
-    memory_limit_mib: int
-    memory_total_mib: int
+    memory_limit_mib: int | None
+    memory_total_mib: int | None
     thread_percentage: float
     budget_enforced: bool
     domain: str
@@ -225,11 +228,12 @@ class PlannedGpu(NamedTuple):
 class DirectGpu(NamedTuple):
     """A GPU whose equal devices need no control daemon, because it is not shared through MPS.
 
-    Nothing enforces `memory_limit_mib`, the budget of each device, except on a MIG instance that is one.
+    Nothing enforces `memory_limit_mib`, the budget of each device, except on a MIG instance that is one; None
+    if it is unknown.
     """
 
     uuid: str
-    memory_limit_mib: int
+    memory_limit_mib: int | None
     device_count: int
     sharing: str = TIME_SLICING
     thread_percentage: float = 100.0
@@ -296,9 +300,10 @@ class Plan(NamedTuple):
     their devices are listed, but no control daemon is started for them. `direct` has the GPUs that are shared
     without MPS, lost ones included: no control daemon serves them. `sharing` has the way of sharing of each
     divided GPU, by PCI address, unusable ones included. `pending` has the GPUs whose devices are still shared
-    as before, and what the new way of sharing waits for. `missing` has the entries whose GPUs are unknown,
-    and `meant` what all entries mean, by `GpuPath.key`. `warnings` name entries whose path leads to another
-    GPU than before.
+    as before, and what the new way of sharing waits for. `kept_modes` has the PCI addresses of the GPUs whose
+    compute mode is kept as configured, and `memory_mib` the configured memory of GPUs, by PCI address.
+    `missing` has the entries whose GPUs are unknown, and `meant` what all entries mean, by `GpuPath.key`.
+    `warnings` name entries whose path leads to another GPU than before.
     """
 
     host_id: str
@@ -315,6 +320,8 @@ class Plan(NamedTuple):
     pending: Mapping[str, Reason] = {}
     layouts: tuple[MigLayout, ...] = ()
     time_slices: Mapping[str, str] = {}
+    kept_modes: frozenset[str] = frozenset()
+    memory_mib: Mapping[str, int] = {}
     missing: tuple[MissingGpu, ...] = ()
     meant: Mapping[str, MeantGpu] = {}
     warnings: tuple[Reason, ...] = ()

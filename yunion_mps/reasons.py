@@ -130,6 +130,10 @@ MIG_INSTANCE_GONE = _code("mig_instance_gone", "The MIG instance of the devices 
     "or release its lease: yunion-mps lease release {lease}")
 MPS_UNSUPPORTED = _code("mps_unsupported", "The GPU is too old for MPS.",
     "remove it from the device file, then: yunion-mps reload")
+MEMORY_UNKNOWN = _code("memory_unknown",
+    "The driver does not report the memory of the GPU, which shares the host's, so MPS cannot limit it.",
+    "write memory: 96GiB in its entry in host_container_device.yml, or use type: NVIDIA_GPU_SHARE there; "
+    "if it has no entry, write one; then: yunion-mps reload")
 TIME_SLICE_CHANGED = _code("time_slice_changed", "Another program changed the time slice of a GPU.",
     f"find what else sets it, and stop it; {_EVENTS}")
 BUDGET_NOT_ENFORCED = _code("budget_not_enforced",
@@ -160,6 +164,10 @@ TIME_SLICE_REFUSED = _code("time_slice_refused",
 COMPUTE_MODE_REFUSED = _code("compute_mode_refused", "The GPU's compute mode cannot be set.",
     "set it manually: nvidia-smi -i {gpu} -c EXCLUSIVE_PROCESS, or DEFAULT for a GPU without MPS "
     "or in MIG mode; or set cuda_mps_compute_mode: keep")
+COMPUTE_MODE_UNSUPPORTED = _code("compute_mode_unsupported",
+    "The driver does not support changing the GPU's compute mode, as on a vGPU; the GPU serves in the mode "
+    "that it has.",
+    "to accept that, write cuda_mps_compute_mode: keep in the entry of the GPU, then: yunion-mps reload")
 COMPUTE_MODE_CHANGED = _code("compute_mode_changed",
     "The GPU's compute mode differs from the configured one.",
     "set it again: yunion-mps reload; or leave it unmanaged: cuda_mps_compute_mode: keep")

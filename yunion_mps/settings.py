@@ -32,6 +32,9 @@ class DeviceEntry(NamedTuple):
     that of host.conf. `reserved_for` may be empty. A `thread_percentage` of 0 leaves the threads of a pool in
     proportion to memory. `time_slice` is that of a time-sliced GPU; if it is empty, it is left alone.
 
+    If `cuda_mps_compute_mode` is empty, that of host.conf applies. `memory_mib` is how much of the GPU's
+    memory is divided, None if all that the driver reports; `memory_at` is the place of that key.
+
     `mig` has the profiles of the GPU's instances, or the name of a layout; each instance is divided, or one
     device if `virtual_number` is 0. `mig_at` is where the layout is configured, None without one.
     """
@@ -52,6 +55,9 @@ class DeviceEntry(NamedTuple):
     mig: tuple[str, ...] = ()
     mig_restore: bool = False
     mig_at: Source | None = None
+    cuda_mps_compute_mode: str = ""
+    memory_mib: int | None = None
+    memory_at: Source | None = None
 
     @property
     def uses_mps(self) -> bool:

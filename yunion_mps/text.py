@@ -6,7 +6,7 @@ which does not change what is escaped already.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def printable(text: str) -> str:
@@ -41,3 +41,9 @@ def gpus_that_are(how: str, gpus: Sequence[str]) -> str:
     if len(gpus) == 1:
         return f"GPU {gpus[0]}, which is {how}"
     return f"GPUs {', '.join(gpus)}, which are {how}"
+
+
+def list_of(names: Iterable[str]) -> str:
+    """Return `a`, `a and b` or `a, b and c`; empty without names."""
+    *most, last = [*names] or [""]
+    return f"{', '.join(most)} and {last}" if most else last

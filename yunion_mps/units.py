@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable
 
 _FORM = r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?([Zz]|[+-]\d\d:\d\d)"
 
@@ -27,6 +28,16 @@ def seconds(text: str) -> float:
     date, clock, fraction, zone = match.groups()
     zone = "+00:00" if zone in "Zz" else zone
     return datetime.fromisoformat(f"{date}T{clock}{zone}").timestamp() + float(f"0.{fraction or 0}")
+
+
+def total_mib(amounts: Iterable[int | None]) -> int | None:
+    """Return the sum of the amounts; None if one of them is unknown."""
+    total = 0
+    for mib in amounts:
+        if mib is None:
+            return None
+        total += mib
+    return total
 
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}

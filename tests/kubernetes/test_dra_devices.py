@@ -48,6 +48,11 @@ def test_a_share_has_its_attributes_and_budget() -> None:
     }
 
 
+def test_a_share_of_unknown_memory_has_no_capacity_of_it() -> None:
+    (one,) = offered_devices(facts([share(0x3B, 2, memory_mib=None, sharing="time-slicing")]))
+    assert one.device["capacity"].keys() == {"smPercentage"}
+
+
 def test_a_name_is_cut_to_what_an_attribute_can_hold() -> None:
     (one,) = offered_devices(facts([share(6, 0, model="N" * 65)]))
     assert one.device["attributes"]["productName"] == {"string": "N" * 64}

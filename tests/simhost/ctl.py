@@ -105,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     fail.add_argument(
         "--skip", type=int, default=0, metavar="K", help="number of calls that succeed first (default: 0)"
     )
+    fail.add_argument("--one-version", action="store_true", help="let other versions of the call go on")
     driver = add("driver", "Load, unload or update NVIDIA's kernel module.", _driver)
     driver.add_argument("what", choices=["on", "off", "version", "library"])
     driver.add_argument(
@@ -167,4 +168,5 @@ def _fail(host: SimHost, given: argparse.Namespace) -> None:
         times=given.times,
         delay_ms=given.delay_ms,
         skip=given.skip,
+        one_version=given.one_version,
     )

@@ -131,7 +131,7 @@ _GPU = {
     "name": _text(90),
     "uuid": _text(60),
     "pci": _PCI_RULE,
-    "memory_mib": _number(1, 1 << 40),
+    "memory_mib": _number(0, 1 << 40),
     "compute_mode": _one_of(COMPUTE_MODES),
     "mig": _FLAG,
     "numa_node": _NUMA_NODE,

@@ -133,14 +133,16 @@ class SimHost(Closes):
         times: int | None = None,
         delay_ms: int = 0,
         skip: int = 0,
+        one_version: bool = False,
     ) -> None:
         """Let an NVML call (any version; `*` and `?` as in file names) fail with an error of catalog.ERRORS.
 
         `times=None`: until cleared. `delay_ms` passes first, less if the rule is cleared meanwhile; the
-        error "success" only takes that time. With `gpu`, a slot, calls that concern no GPU go on. The first
-        `skip` calls are let through.
+        error "success" only takes that time, and has a lost GPU answer. With `gpu`, a slot, calls that
+        concern no GPU go on. The first `skip` calls are let through. With `one_version`, other versions of
+        the call go on.
         """
-        self._state.add_failure(call, error, gpu, times, delay_ms, skip)
+        self._state.add_failure(call, error, gpu, times, delay_ms, skip, one_version=one_version)
 
     def show(self) -> dict[str, Any]:
         state = self._state.state

@@ -82,9 +82,17 @@ class StateFile:
         ctypes.CDLL(None).syscall(number, word, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
     def add_failure(
-        self, call: str, error: str, gpu: int | None, times: int | None, delay_ms: int, skip: int
+        self,
+        call: str,
+        error: str,
+        gpu: int | None,
+        times: int | None,
+        delay_ms: int,
+        skip: int,
+        *,
+        one_version: bool = False,
     ) -> None:
-        """Add a rule; the first rule that fits a call decides about it."""
+        """Add a rule, for all versions of the call or for one; the first that fits a call decides."""
         with self.changing() as state:
             free = next((slot for slot in state.failures if not slot.call), None)
             if free is None:
@@ -96,7 +104,7 @@ class StateFile:
             free.times = layout.FOREVER if times is None else times
             free.delay_ms = delay_ms
             free.skip = skip
-            free.call = _unversioned(call).encode()
+            free.call = (call if one_version else _unversioned(call)).encode()
             state.failure_count += 1
 
     def failures(self) -> list[dict[str, Any]]:

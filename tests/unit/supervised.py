@@ -225,7 +225,7 @@ def configure(host: SimHost, **keys: str) -> None:
     (host.root / "etc/yunion/host.conf").write_text("\n".join(lines) + "\n")
 
 
-def budgets(made: Supervised) -> list[tuple[str, int]]:
+def budgets(made: Supervised) -> list[tuple[str, int | None]]:
     return [(device["addr"], device["memory_mib"]) for device in devices_json(made.snapshot, Ledger())]
 
 

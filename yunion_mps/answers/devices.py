@@ -56,11 +56,16 @@ class Device(TypedDict):
     pcie_info: PcieLink | None
     index: Annotated[int, Field("Always -1 for MPS devices.", const=-1)]
     device_minor: Annotated[int, Field("Always -1 for MPS devices.", const=-1)]
-    mps_memory_limit: Annotated[Mib, Field("Cloudpods' name of `memory_mib`.")]
-    mps_memory_total: Annotated[Mib, Field("Cloudpods' name of `gpu_memory_mib`.")]
+    mps_memory_limit: Annotated[Mib | None, Field("Cloudpods' name of `memory_mib`.")]
+    mps_memory_total: Annotated[Mib | None, Field("Cloudpods' name of `gpu_memory_mib`.")]
     mps_thread_percentage: Annotated[Percentage, Field("Cloudpods' name of `thread_percentage`.")]
-    memory_mib: Annotated[Mib, Field("Memory that the device may use, in MiB.")]
-    gpu_memory_mib: Annotated[Mib, Field("Memory of the GPU, in MiB.")]
+    memory_mib: Annotated[
+        Mib | None,
+        Field(
+            "Memory that the device may use, in MiB; null if the memory of its time-sliced GPU is unknown."
+        ),
+    ]
+    gpu_memory_mib: Annotated[Mib | None, Field("Memory of the GPU, in MiB; null if it is unknown.")]
     thread_percentage: Annotated[Percentage, Field("Share of the SM threads that the device may use.")]
     gpu_uuid: str
     state: Annotated[
@@ -112,7 +117,9 @@ class Gpu(TypedDict):
     name: str | None
     addr: GpuAddress
     pci_address: Annotated[GpuAddress, Field("The full PCI address.")]
-    memory_mib: Mib | None
+    memory_mib: Annotated[
+        Mib | None, Field("As configured, or else as the driver reports it; null if it is unknown.")
+    ]
     memory_free_mib: Annotated[Mib | None, Field("Free to lease; null unless its memory is leased in units.")]
     memory_used_mib: Annotated[Mib | None, Field("In use, as nvidia-smi shows it.")]
     utilization: Utilization | None
@@ -324,7 +331,7 @@ class DeviceBudget(TypedDict):
 
     addr: Annotated[str, Field("The device's address.")]
     gpu: Annotated[str, Field("Its GPU's address.")]
-    memory_mib: Mib
+    memory_mib: Annotated[Mib | None, Field("Null if the memory of its time-sliced GPU is unknown.")]
     thread_percentage: Annotated[Percentage, Field("Share of the SM threads that the device may use.")]
     memory_peak_mib: Annotated[Mib | None, Field("Its highest use since the lease began.")]
     sm_utilization: Annotated[

@@ -66,9 +66,11 @@ class _Division(TypedDict, total=False):
     memory_unit: int
     memory_reserve: int
     virtual_number: int
+    memory: int
     thread_overcommit: float
     thread_percentage: int
     over_budget: str
+    cuda_mps_compute_mode: str
     time_slice: str
     mig: list[str]
 
@@ -208,10 +210,14 @@ def _entry_json(entry: DeviceEntry) -> EntryRecord:
             shown["thread_percentage"] = entry.thread_percentage
     else:
         shown["virtual_number"] = entry.virtual_number
+    if entry.memory_mib is not None:
+        shown["memory"] = entry.memory_mib
     if entry.thread_overcommit is not None:
         shown["thread_overcommit"] = entry.thread_overcommit
     if entry.over_budget:
         shown["over_budget"] = entry.over_budget
+    if entry.cuda_mps_compute_mode:
+        shown["cuda_mps_compute_mode"] = entry.cuda_mps_compute_mode
     if entry.time_slice:
         shown["time_slice"] = entry.time_slice
     if entry.mig:
@@ -243,6 +249,9 @@ def _setting_rows(config: Config) -> list[tuple[str, object, str]]:
 
 def _entry_text(entry: DeviceEntry) -> str:
     action = f"; over_budget: {entry.over_budget}" if entry.over_budget else ""
+    action = f" of {entry.memory_mib} MiB{action}" if entry.memory_mib is not None else action
+    mode = entry.cuda_mps_compute_mode
+    action += f"; cuda_mps_compute_mode: {mode}" if mode else ""
     how = f"time-sliced ({entry.time_slice})" if entry.time_slice else "time-sliced"
     sliced = f", {how}" if entry.sharing == TIME_SLICING else ""
     if entry.mig not in ((), (DISABLED,)):

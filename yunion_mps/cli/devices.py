@@ -271,8 +271,8 @@ def _device_text(answer: DeviceDetails) -> str:
         "State": answer["state"] + (f": {answer['reason']}" if answer["reason"] else ""),
         "Holder": answer["holder"],
         "Lease": answer["lease"],
-        "Budget": f"{answer['memory_mib']} of {answer['gpu_memory_mib']} MiB, "
-        f"{cell(answer['thread_percentage'])} % of the SM threads{unenforced}",
+        "Budget": f"{_memory_of_all(answer)}, {cell(answer['thread_percentage'])} % of the SM threads"
+        + unenforced,
         "GPU": f"{answer['model'] or 'unknown'} ({gpu_of(answer['addr'])})",
         "GPU UUID": answer["gpu_uuid"],
         "PCI IDs": answer["vendor_device_id"],
@@ -283,6 +283,13 @@ def _device_text(answer: DeviceDetails) -> str:
         "Host ID": answer["host_id"],
     }
     return format_fields(lines) + environment_text(answer["client_environment"])
+
+
+def _memory_of_all(device: Device) -> str:
+    """Format `5760 of 23040 MiB`."""
+    if device["memory_mib"] is None:
+        return "unknown memory"
+    return f"{device['memory_mib']} of {device['gpu_memory_mib']} MiB"
 
 
 def format_fields(lines: Mapping[str, object]) -> str:

@@ -48,7 +48,7 @@ from yunion_mps.http.operations import (
 from yunion_mps.http.transport import RequestMembers
 from yunion_mps.service.holdings import ID_LENGTH, abbreviate_addresses, holder_label, in_container
 from yunion_mps.text import gpus_that_are
-from yunion_mps.units import seconds
+from yunion_mps.units import seconds, total_mib
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseList, LeaseRecord
@@ -240,7 +240,7 @@ def _lease_text(lease: LeaseRecord, state: str = "") -> str:
     }
     until = lease["expires"]
     expires = until and f"at {date_and_time(until)} ({_expires(until)}), unless renewed"
-    peak_mib = _peak_mib(lease)
+    memory, peak_mib = mib(_process_memory_mib(lease)) or "unknown memory", _peak_mib(lease)
     command = in_container(lease["container"], lease["command"] or "")
     lines = {
         "Lease": lease["id"],
@@ -248,8 +248,7 @@ def _lease_text(lease: LeaseRecord, state: str = "") -> str:
         **({"Command": command} if command else {}),
         "Devices": ", ".join(lease["devices"]),
         **({"State": state} if state else {}),
-        "Budget": f"{_process_memory_mib(lease)} MiB, {cell(lease['thread_percentage'])} % of the SM threads"
-        + unenforced,
+        "Budget": f"{memory}, {cell(lease['thread_percentage'])} % of the SM threads{unenforced}",
         **({"Peak memory": mib(peak_mib)} if peak_mib else {}),
         "Since": f"{date_and_time(lease['since'])} ({age_of(lease['since'])} ago)",
         "Ends": expires or ends.get(lease["binding"]),
@@ -273,11 +272,11 @@ def _with_totals(lease: LeaseRecord) -> dict[str, object]:
     }
 
 
-def _memory_mib(lease: LeaseRecord) -> int:
-    return sum(budget["memory_mib"] for budget in lease["budgets"])
+def _memory_mib(lease: LeaseRecord) -> int | None:
+    return total_mib(budget["memory_mib"] for budget in lease["budgets"])
 
 
-def _process_memory_mib(lease: LeaseRecord) -> int:
+def _process_memory_mib(lease: LeaseRecord) -> int | None:
     """What a process may allocate: less than the sum of the devices if MPS combines only some of them."""
     limits = re.findall(r"=(\d+)M", lease["environment"].get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", ""))
     return sum(map(int, limits)) if limits else _memory_mib(lease)

@@ -28,6 +28,7 @@ from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, MAX_WAIT_S
 from yunion_mps.http.transport import RequestMembers, refuse_unreachable, with_devices, without_devices
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABLED
 from yunion_mps.text import command_line
+from yunion_mps.units import total_mib
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
@@ -220,11 +221,12 @@ def _inherit_environment() -> dict[str, str]:
 
 def _budget(lease: LeaseRecord) -> str:
     """Format `5760 MiB of memory, 25 % of the SM threads`; the memory of each GPU if there are several."""
-    by_gpu = dict.fromkeys(lease["gpus"], 0)
-    for budget in lease["budgets"]:
-        by_gpu[budget["gpu"]] += budget["memory_mib"]
-    of_each = [f"{memory_mib} MiB of {gpu}" for gpu, memory_mib in by_gpu.items()]
-    memory = " and ".join(of_each) if len(of_each) > 1 else f"{sum(by_gpu.values())} MiB of memory"
+    of_each = []
+    for gpu in lease["gpus"]:
+        own = total_mib(budget["memory_mib"] for budget in lease["budgets"] if budget["gpu"] == gpu)
+        what = "an unknown amount" if own is None else f"{own} MiB"
+        of_each.append(f"{what} of {gpu if len(lease['gpus']) > 1 else 'memory'}")
+    memory = " and ".join(of_each)
     percentage = lease["environment"].get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
     if percentage:
         return f"{memory}, {percentage} % of the SM threads"

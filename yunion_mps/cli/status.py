@@ -50,7 +50,7 @@ _GPU_COLUMNS = (
     Column("DEVICES", 4, numeric=True, drop=1),
     Column("IN USE", 5, numeric=True),
     Column("FREE", 6, numeric=True),
-    Column("MEMORY USED", lambda row: f"{row[7]} / {row[8]} MiB" if row[8] else None, numeric=True),
+    Column("MEMORY USED", lambda row: _memory_used(row[7], row[8]), numeric=True),
 )
 _INDENT = 10
 #: More rows are summarised, to fit on one screen.
@@ -140,13 +140,22 @@ def _gpu_table(host: HostOverview) -> str:
     for gpu in shown:
         address = gpu["addr"]
         own = devices[address]
-        memory_mib = 0 if is_memory_unknown(gpu) else gpu["memory_mib"] or 0
-        numbers = 1, own["all"], own["used"], own["free"], host.memory_by_gpu.get(address, 0), memory_mib
+        used_mib, memory_mib = host.memory_by_gpu.get(address, 0), gpu["memory_mib"] or 0
+        if is_memory_unknown(gpu):
+            used_mib = memory_mib = 0
+        numbers = 1, own["all"], own["used"], own["free"], used_mib, memory_mib
         key = (address if len(shown) <= _MAX_ROWS else None, gpu["name"], ways[address], gpu["state"])
         rows[key] = [before + more for before, more in zip(rows.get(key, [0] * len(numbers)), numbers)]
     shown_rows = [(key[0] or count(row[0], "GPU"), *key[1:], *row[1:]) for key, row in rows.items()]
     columns = [column for column in _GPU_COLUMNS if column is not _SHARING or _ways(gpus)]
     return table(columns, shown_rows)
+
+
+def _memory_used(used_mib: int, total_mib: int) -> str | None:
+    """Format `512 / 23040 MiB`; only what is used, if anything, if the GPU's memory is unknown (0)."""
+    if total_mib:
+        return f"{used_mib} / {total_mib} MiB"
+    return f"{used_mib} MiB" if used_mib else None
 
 
 def _ways(gpus: Sequence[Gpu]) -> str:

@@ -34,7 +34,7 @@ from yunion_mps.http.transport import (
     with_devices,
 )
 from yunion_mps.reasons import GPU_GONE, INVALID_REQUEST, hint_of
-from yunion_mps.units import mebibytes
+from yunion_mps.units import mebibytes, total_mib
 
 if TYPE_CHECKING:
     from yunion_mps.http.client import DaemonClient
@@ -184,8 +184,8 @@ class BaseLease:
         #: The addresses of its devices, and of their GPUs.
         self.devices = record.devices
         self.gpus = record.gpus
-        #: The memory of all its devices; `record.budgets` has that of each.
-        self.memory_mib = sum(budget.memory_mib for budget in record.budgets)
+        #: The memory of all its devices, None if it is unknown; `record.budgets` has that of each.
+        self.memory_mib = total_mib(budget.memory_mib for budget in record.budgets)
         self.thread_percentage = record.thread_percentage
         self.budget_enforced = record.budget_enforced
         #: The variables that a process needs to use the devices, and no others.

@@ -76,7 +76,10 @@ class PcieLink(AnswerValue["answers.PcieLink"]):
 
 @dataclass(frozen=True)
 class Device(AnswerValue["answers.Device"]):
-    """One MPS device: a share of a GPU. `memory_mib` is its budget, `lease` its lease's id."""
+    """One MPS device: a share of a GPU. `memory_mib` is its budget, `lease` its lease's id.
+
+    Its memory is None if that of a time-sliced GPU is unknown.
+    """
 
     id: str
     addr: str
@@ -86,8 +89,8 @@ class Device(AnswerValue["answers.Device"]):
     host_id: str
     numa_node: Optional[int]
     pcie_info: Optional[PcieLink]
-    memory_mib: int
-    gpu_memory_mib: int
+    memory_mib: Optional[int]
+    gpu_memory_mib: Optional[int]
     thread_percentage: float
     state: str
     reason: str
@@ -306,7 +309,7 @@ class DeviceBudget(AnswerValue["answers.DeviceBudget"]):
 
     addr: str
     gpu: str
-    memory_mib: int
+    memory_mib: Optional[int]
     thread_percentage: float
     memory_peak_mib: Optional[int]
     sm_utilization: Optional[int]

@@ -43,10 +43,12 @@ from yunion_mps.config.values import (
 )
 from yunion_mps.enums import (
     ENTRY_TYPES,
+    KEEP,
     MPS,
     PRIORITIES,
     REPORT,
     RESERVATIONS,
+    SET_EXCLUSIVE,
     TERMINATE,
     TIME_SLICES,
     TIME_SLICING,
@@ -66,11 +68,13 @@ _DIVIDING = ("virtual_number", "slices", "memory_unit")
 #: Keys that only our entries have; beside `devices`, too, they can only be meant for one of them.
 _OUR_KEYS = (
     *_DIVIDING,
+    "memory",
     "memory_reserve",
     "thread_percentage",
     "thread_overcommit",
     "reserved_for",
     "over_budget",
+    "cuda_mps_compute_mode",
     *SHARING_KEYS,
 )
 _KEYS = ("path", "type", *_OUR_KEYS)
@@ -79,10 +83,27 @@ _TYPES = {name: sharing for sharing, name in ENTRY_TYPES.items()}
 #: The keys of an entry by its way of sharing.
 _VALID = {
     MPS: tuple(name for name in _KEYS if name != "time_slice"),
-    TIME_SLICING: ("path", "type", "virtual_number", "time_slice", "reserved_for", "mig", "mig_restore"),
+    TIME_SLICING: (
+        "path",
+        "type",
+        "virtual_number",
+        "memory",
+        "time_slice",
+        "reserved_for",
+        "cuda_mps_compute_mode",
+        "mig",
+        "mig_restore",
+    ),
 }
 #: The keys that an entry with a MIG layout cannot have: its instances are divided equally, if at all.
-_NOT_WITH_MIG = (*_DIVIDING[1:], "memory_reserve", "thread_percentage", "thread_overcommit", "time_slice")
+_NOT_WITH_MIG = (
+    *_DIVIDING[1:],
+    "memory",
+    "memory_reserve",
+    "thread_percentage",
+    "thread_overcommit",
+    "time_slice",
+)
 _FILE_KEYS = ("devices", "gpu_memory_unit")
 #: What a key is written with if it is not in lower case with underscores: `virtualNumber`, `virtual-number`.
 _WORD_BREAK = re.compile(r"(?<=[a-z])(?=[A-Z])|[- ]")
@@ -209,10 +230,20 @@ class _Reader(MappingReader):
         divided = self._divided(item, nodes, sharing)
         reserved_for = self._read_optional("reserved_for", one_of(*RESERVATIONS), nodes) or ""
         over_budget = self._read_optional("over_budget", one_of(REPORT, TERMINATE), nodes) or ""
+        memory_mib = self._read_optional("memory", memory(1), nodes)
+        mode = self._read_optional("cuda_mps_compute_mode", one_of(SET_EXCLUSIVE, KEEP), nodes) or ""
         if path is None:
             return None
         at = Source(self._file, line_of(nodes["path"][1]))
-        return divided._replace(path=path, path_at=at, reserved_for=reserved_for, over_budget=over_budget)
+        return divided._replace(
+            path=path,
+            path_at=at,
+            reserved_for=reserved_for,
+            over_budget=over_budget,
+            cuda_mps_compute_mode=mode,
+            memory_mib=memory_mib,
+            memory_at=self._at(nodes["memory"][1]) if memory_mib else None,
+        )
 
     def _divided(self, item: Node, nodes: Nodes, sharing: str) -> DeviceEntry:
         """Return how the entry divides its GPU, or each instance of its MIG layout."""
@@ -227,6 +258,8 @@ class _Reader(MappingReader):
         for name in _NOT_WITH_MIG:
             if name in nodes and name in _VALID[sharing]:  # another one's problem is reported
                 hint = "remove it; virtual_number divides each instance"
+                if name == "memory":
+                    hint = "remove it; each instance has the memory of its profile"
                 self._report(nodes[name][0], f"{name} is not allowed with mig", hint)
         most = MAX_TIME_SLICED_DEVICES if sharing == TIME_SLICING else self._max_devices
         number = self._read_optional("virtual_number", whole_number(1, most), nodes) or 0

@@ -37,7 +37,7 @@ from yunion_mps.config.values import (
     textfile,
     whole_number,
 )
-from yunion_mps.enums import REPORT, TERMINATE
+from yunion_mps.enums import KEEP, REPORT, SET_EXCLUSIVE, TERMINATE
 from yunion_mps.errors import Problem
 from yunion_mps.paths import MAX_SOCKET_PATH, Paths
 from yunion_mps.settings import Config, Source
@@ -72,7 +72,7 @@ KEYS: dict[str, Key] = {
         "the number of devices per GPU if the device file has no entry for this daemon",
     ),
     "cuda_mps_compute_mode": Key(
-        one_of("exclusive_process", "keep"), "exclusive_process", "the GPUs' compute mode while MPS runs"
+        one_of(SET_EXCLUSIVE, KEEP), SET_EXCLUSIVE, "the GPUs' compute mode while MPS runs"
     ),
     "cuda_mps_scope": Key(one_of("host", "gpu"), "host", "one control daemon for all GPUs, or one for each"),
     "cuda_mps_thread_percentage": Key(

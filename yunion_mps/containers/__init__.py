@@ -10,8 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Optional
 
 from yunion_mps.enums import MEMORY_VARIABLE
+
+#: A share of a GPU: its name, its memory in MiB (None if unknown), and the percentage of SM threads.
+Share = tuple[str, Optional[int], float]
 
 #: The container's percentage of SM threads, in its environment; CUDA does not read it.
 _SM_VARIABLE = "YUNION_MPS_SM_PERCENT"
@@ -22,21 +26,23 @@ UNSERVED_ARGUMENT = "--unserved"
 MISSING_NODES_ARGUMENT = "--missing-nodes"
 
 
-def budget_variables(shares: Iterable[tuple[str, int, float]]) -> dict[str, str]:
+def budget_variables(shares: Iterable[Share]) -> dict[str, str]:
     """What a container may use of each of its GPUs, for frameworks; the least if that differs.
 
-    Each share is a GPU, the amount of memory in MiB and the percentage of SM threads.
+    Memory is left out if that of all GPUs is unknown.
     """
     memory_mib, tenths = Counter[str](), Counter[str]()
     for gpu, share_mib, percentage in shares:
-        memory_mib[gpu] += share_mib
+        if share_mib is not None:
+            memory_mib[gpu] += share_mib
         tenths[gpu] += round(percentage * 10)
     sm = min(1000, *tenths.values()) / 10
-    return {MEMORY_VARIABLE: str(min(memory_mib.values())), _SM_VARIABLE: f"{sm:g}"}
+    known = {MEMORY_VARIABLE: str(min(memory_mib.values()))} if memory_mib else {}
+    return {**known, _SM_VARIABLE: f"{sm:g}"}
 
 
 def lease_variables(
-    environment: Mapping[str, str], shares: Iterable[tuple[str, int, float]], *, is_shared: bool
+    environment: Mapping[str, str], shares: Iterable[Share], *, is_shared: bool
 ) -> dict[str, str]:
     """The environment of a lease's containers, with its budget unless it is of whole MIG instances."""
     return {**environment, **(budget_variables(shares) if is_shared else {})}

@@ -34,6 +34,7 @@ from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
     CLIENT_WAITING,
     COMPUTE_MODE_CHANGED,
+    COMPUTE_MODE_UNSUPPORTED,
     CONTROL_DAEMON_EXITED,
     DAEMON_UNREACHABLE,
     INVALID_CONFIGURATION,
@@ -47,7 +48,12 @@ if TYPE_CHECKING:
     from yunion_mps.answers import DeviceDetails
 
 #: Warnings about single GPUs and processes, which other checks report in more detail.
-_CHECKED_ELSEWHERE = (BUDGET_NOT_ENFORCED, COMPUTE_MODE_CHANGED, CLIENT_WAITING)
+_CHECKED_ELSEWHERE = (
+    BUDGET_NOT_ENFORCED,
+    COMPUTE_MODE_CHANGED,
+    COMPUTE_MODE_UNSUPPORTED,
+    CLIENT_WAITING,
+)
 _EVENTS = "see what happened: yunion-mps events; journalctl -u yunion-mps-daemon"
 
 
@@ -196,7 +202,7 @@ def _test(host: Host, device: DeviceDetails) -> Finding:
         what = f"{addr} was not tested: a client of your user would block new jobs of {other}"
         return skipped(what, f"run it as {other}, or while no MPS server is running")
     budget = device["memory_mib"]
-    over_mib = min(budget, device["gpu_memory_mib"]) + _OVER_MIB
+    over_mib = min(budget or 0, device["gpu_memory_mib"] or 0) + _OVER_MIB
     timeout_s = host.timeout_s * SELFTEST_TIMEOUT_FACTOR
     answer = _run_client(device["client_environment"], over_mib, timeout_s)
     if answer is None:
@@ -218,20 +224,24 @@ def _compare(device: DeviceDetails, answer: DeviceProbe) -> Finding:
     addr, memory = device["addr"], answer["memory_mib"]
     used, total = answer["used"], answer["multiprocessors"]
     what = (
-        f"{addr} ({answer['name']}): got {memory} MiB of a budget of {budget} MiB, and {used} of "
+        f"{addr} ({answer['name']}): got {memory} MiB of {_budget_text(budget)}, and {used} of "
         f"{total or '?'} SMs at {percentage:g} %"
     )
     if answer["mps"] == 0 and device["domain"]:
         return problem(f"{what}; it was not served by MPS", "see the check `control daemon`")
     if not device["budget_enforced"]:
         return ok(f"{what}; no budget is enforced on this GPU")
-    if answer["over_budget"] or memory > budget:
+    if answer["over_budget"] or (budget is not None and memory > budget):
         hint = "see the limits: yunion-mps status; and restart the MPS server: yunion-mps reload"
         return problem(f"{what}; it got more than its budget", hint)
     # Releases differ in whether the number of SMs that a client reports is already its share.
     if total and percentage < 100 and math.ceil(total * percentage / 100) < used < total:
         return problem(f"{what}; it got more than its budget", "see the limits: yunion-mps status")
     return ok(what)
+
+
+def _budget_text(budget_mib: int | None) -> str:
+    return "an unknown budget" if budget_mib is None else f"a budget of {budget_mib} MiB"
 
 
 def _other_user(host: Host, domain: str) -> str:

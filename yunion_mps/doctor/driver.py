@@ -30,6 +30,7 @@ from yunion_mps.reasons import (
     DRIVER_ERROR,
     PROGRAM_MISSING,
 )
+from yunion_mps.text import list_of
 
 #: /proc/driver/nvidia/version: `Kernel Module  535.261.03`, `Open Kernel Module for x86_64  550.54.15`.
 _MODULE = re.compile(r"Kernel Module(?: for \S+)?\s+(\d{3}[\d.]*\d)")
@@ -48,6 +49,10 @@ _LIBRARY_FOLDERS = (
     "/run/nvidia/driver/usr/lib64",
 )
 
+#: The parts of the driver whose versions are compared.
+_KERNEL_MODULE, _DRIVER_LIBRARY, _PROGRAMS = "kernel module", "library", "programs"
+_PARTS = (_KERNEL_MODULE, _DRIVER_LIBRARY, _PROGRAMS)
+
 _NOT_NEEDED = "not needed while enable_cuda_mps is false"
 _UPDATE = "finish the driver update (all packages in the same version), then reboot"
 
@@ -61,14 +66,28 @@ def driver(host: Host) -> Findings:
         if host.is_mps_disabled():
             raise SkipError(f"{error.message}; {_NOT_NEEDED}") from None
         return [problem(error.message, error.hint)]
-    findings = [
-        (warning if other.partition(".")[0] == version.partition(".")[0] else problem)(
-            f"{what} is version {other}, but the driver is version {version}", _UPDATE
-        )
-        for what, other in _versions(host)
-        if other != version
-    ]
-    return findings or [ok(f"version {version}; kernel module, library and programs match")]
+    findings = []
+    read = set()
+    for part, what, other in _versions(host):
+        read.add(part)
+        if other != version:
+            level = warning if other.partition(".")[0] == version.partition(".")[0] else problem
+            findings.append(level(f"{what} is version {other}, but the driver is version {version}", _UPDATE))
+    return findings or [ok(_describe_versions(version, read, needs_program=host.uses_mps()))]
+
+
+def _describe_versions(version: str, read: Collection[str], *, needs_program: bool) -> str:
+    """Say which parts of the driver match, and of which the version is not known."""
+    parts = [part for part in _PARTS if part in read or part != _PROGRAMS or needs_program]
+    matching = list_of(part for part in parts if part in read)
+    unknown = list_of(part for part in parts if part not in read)
+    text = f"version {version}"
+    if matching:
+        is_one = len(read) == 1 and _PROGRAMS not in read
+        text += f"; {matching} {'matches' if is_one else 'match'}"
+    if unknown:
+        text += f"; not known: the version of the {unknown}"
+    return text
 
 
 @check("programs", PROGRAM_MISSING)
@@ -112,8 +131,9 @@ def _library_findings(host: Host) -> list[Finding]:
 def nodes(host: Host) -> Findings:
     """The device nodes: an MPS server runs as its client's user, so all users must have access."""
     ours = host.our_gpus()
+    unknown = list_of(gpu.address for gpu in ours if gpu.minor is None)
     if all(gpu.minor is None for gpu in ours):
-        raise SkipError
+        raise SkipError(f"the driver does not report the minor number of {unknown}")
     missing, closed, groups = [], [], set()
     of_instances = missing_nodes(host.paths, ours)
     for name, mode in _needed_nodes(host, ours, of_instances).items():
@@ -142,7 +162,8 @@ def nodes(host: Host) -> Findings:
     restriction = (
         f", but only by root and group {', '.join(str(gid) for gid in sorted(groups))}" if groups else ""
     )
-    return [ok(f"all exist and can be opened{restriction}")]
+    unchecked = f"; not checked: that of {unknown}, whose minor number the driver does not report"
+    return [ok(f"all exist and can be opened{restriction}{unchecked if unknown else ''}")]
 
 
 def _needed_nodes(host: Host, gpus: Iterable[Gpu], incomplete: Collection[str]) -> dict[str, int]:
@@ -165,15 +186,15 @@ def library_version(path: str) -> str | None:
     return match[1] if match else None
 
 
-def _versions(host: Host) -> Iterator[tuple[str, str]]:
-    """Yield the name and version of each part of the driver whose version is known."""
+def _versions(host: Host) -> Iterator[tuple[str, str, str]]:
+    """Yield each part of the driver whose version is known, what messages call it, and the version."""
     match = _MODULE.search(read_text(host.paths.under("/proc/driver/nvidia/version")))
     if match:
-        yield "the loaded kernel module", match[1]
+        yield _KERNEL_MODULE, "the loaded kernel module", match[1]
     for path in _libraries(host):
         version = library_version(path)
         if version:
-            yield path, version
+            yield _DRIVER_LIBRARY, path, version
     for pid in host.control_pids():
         yield from _program_version(f"/proc/{pid}/exe", f"the running control daemon (PID {pid})")
     try:
@@ -182,10 +203,10 @@ def _versions(host: Host) -> Iterator[tuple[str, str]]:
         return
 
 
-def _program_version(path: str, what: str) -> Iterator[tuple[str, str]]:
+def _program_version(path: str, what: str) -> Iterator[tuple[str, str, str]]:
     versions = set(_PROGRAM_VERSION.findall(read_text(path)))  # empty for another user's process
     if len(versions) == 1:
-        yield what, versions.pop()
+        yield _PROGRAMS, what, versions.pop()
 
 
 def _libraries(host: Host) -> list[str]:

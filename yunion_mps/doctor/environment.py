@@ -13,7 +13,18 @@ from typing import NamedTuple
 
 from yunion_mps.containers.command import device_in, variables_in, words_after_run
 from yunion_mps.doctor import variables
-from yunion_mps.doctor.checks import Finding, Findings, Host, check, invisible, ok, problem, skipped, warning
+from yunion_mps.doctor.checks import (
+    Finding,
+    Findings,
+    Host,
+    SkipError,
+    check,
+    invisible,
+    ok,
+    problem,
+    skipped,
+    warning,
+)
 from yunion_mps.doctor.driver import library_version
 from yunion_mps.enums import FREE, MPS
 from yunion_mps.errors import DriverError, YunionError
@@ -23,7 +34,7 @@ from yunion_mps.models import DomainPlan
 from yunion_mps.mps.processes import DEFAULT_PIPE_DIRECTORY, is_server
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.reasons import ENVIRONMENT, PROCESS_OUTSIDE_MPS
-from yunion_mps.text import count
+from yunion_mps.text import count, list_of
 
 #: `export NAME=VALUE` in shells, `NAME=VALUE` for pam_env(8) and environment.d(5).
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|setenv\s+)?(\w+)[= ]\s*[\"']?([^\"'\s;#]*)", re.MULTILINE)
@@ -101,7 +112,11 @@ def outside_mps(host: Host) -> Findings:
     directories = [domain.pipe_directory for domain in host.domains()]
     findings: list[Finding] = []
     total = unreadable = 0
-    for gpu in host.mps_gpus():
+    gpus = host.mps_gpus()
+    unknown = list_of(gpu.address for gpu in gpus if gpu.uuid not in users)
+    if all(gpu.uuid not in users for gpu in gpus):
+        raise SkipError(f"the driver does not report the processes on {unknown}")
+    for gpu in gpus:
         for pid in users.get(gpu.uuid or "", {}):
             environ = environment_of(pid)
             if is_server(pid) or uid_of(pid) is None:
@@ -119,14 +134,13 @@ def outside_mps(host: Host) -> Findings:
                 start = f"start it with: yunion-mps run {_command_of(pid)}"
                 hint = f"{start}; see why: yunion-mps doctor --pid {pid}"
                 findings.append(warning(f"{what}: it has no limits", hint))
-    if findings or not unreadable:
-        return findings or [
-            ok(
-                f"{count(total, 'program')} on the GPUs, none outside MPS"
-                if total
-                else "no program uses a GPU outside MPS"
-            )
-        ]
+    if findings:
+        return findings
+    if not unreadable:
+        what = "no program uses a GPU outside MPS"
+        if total:
+            what = f"{count(total, 'program')} on the GPUs, none outside MPS"
+        return [ok(what + (f"; not known for {unknown}" if unknown else ""))]
     raise invisible(f"how {unreadable} of {total} programs use the GPUs")
 
 

@@ -129,7 +129,7 @@ def _check_socket(directory: str) -> Iterator[Finding]:
 def socket_cleanup(host: Host) -> Findings:
     """Whether something removes sockets by age, as systemd-tmpfiles does in /tmp on many systems."""
     rules = list(_tmpfiles_rules(host))
-    for domain in host.domains():
+    for domain in host.mps_domains():
         directory = "/" + os.path.relpath(domain.pipe_directory, host.paths.root)
         kept = any(kind in _KEEPING and _covers(path, directory) for kind, path, _ in rules)
         ages = [
@@ -172,7 +172,7 @@ def _is_below(directory: str, path: str) -> bool:
 @check("disk space", DISK_FULL, "the pipe and log directories have free space")
 def disk_space(host: Host) -> Findings:
     checked = set()
-    for directory in sorted({p for d in host.domains() for p in (d.pipe_directory, d.log_directory)}):
+    for directory in sorted({p for d in host.mps_domains() for p in (d.pipe_directory, d.log_directory)}):
         while not os.path.exists(directory):
             directory = os.path.dirname(directory)
         system, device = os.statvfs(directory), os.stat(directory).st_dev

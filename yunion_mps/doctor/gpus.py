@@ -5,13 +5,14 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, warning
 from yunion_mps.enums import MIG, MPS, TERMINATE, TIME_SLICING
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import name_of
-from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu
+from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu, Plan
 from yunion_mps.mps.processes import is_server
 from yunion_mps.planning.division import enforces_budgets, max_clients
 from yunion_mps.reasons import (
@@ -19,16 +20,14 @@ from yunion_mps.reasons import (
     CLIENT_LIMIT,
     COMPUTE_MODE_CHANGED,
     COMPUTE_MODE_EXCLUSIVE,
-    ENTRY_REFUSED,
+    COMPUTE_MODE_UNSUPPORTED,
     GPU_ERROR,
-    GPU_GONE,
-    GPU_OTHER_DRIVER,
+    GPU_FAULT,
+    GPU_LOST,
     LAYOUT_WAITS,
     MIG_ENABLED,
-    MIG_INSTANCE_GONE,
     MIG_PENDING,
     MIG_RESET_REQUIRED,
-    MODE_NEEDS,
     NO_DOMAIN,
     PROCESS_MEMORY_UNKNOWN,
     TEMPORARY,
@@ -36,7 +35,7 @@ from yunion_mps.reasons import (
     Reason,
     hint_of,
 )
-from yunion_mps.text import count
+from yunion_mps.text import count, list_of
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -46,9 +45,8 @@ _SAME_NAMESPACE = "run doctor and the daemon on the host, not in a container wit
 #: Reasons of the domain that serves a GPU, which the check of the daemon reports.
 _OF_DOMAINS = TEMPORARY | {NO_DOMAIN}
 
-#: Reasons whose own hint says more than the kernel's log.
-_WITH_OWN_HINT = MODE_NEEDS | {MIG_INSTANCE_GONE, GPU_GONE, GPU_OTHER_DRIVER, ENTRY_REFUSED}
-
+#: Reasons of which the kernel's log says more.
+_OF_HARDWARE = (GPU_LOST, GPU_FAULT, GPU_ERROR)
 #: A warning is given from this share of the limit.
 _WARNING_SHARE = 0.9
 #: Profile in a vGPU's name inside a virtual machine: `GRID T4-16C`, `NVIDIA A40-48Q`, `A100-1-5C`.
@@ -73,7 +71,6 @@ def gpus(host: Host) -> Findings:
     ours = [gpu for gpu in ours if gpu.reason or not gpu.mig_enabled or gpu.uuid in split]
     if not ours and not findings:
         raise SkipError
-    hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
     for gpu in ours:
         reason = gpu.reason or plan.unavailable.get(gpu.pci_address)
         if reason and reason.code == MIG_PENDING:  # only the daemon knows what its layout waits for
@@ -83,9 +80,10 @@ def gpus(host: Host) -> Findings:
         if not reason and answer and answer["reason_code"] not in _OF_DOMAINS:
             reason = Reason(answer["reason"], answer["reason_code"])
         if reason:
-            has_own_hint = reason.code in _WITH_OWN_HINT
-            how = hint_of(reason.code, gpu=gpu.pci_address) if has_own_hint else hint
-            findings.append(problem(f"{_gpu_name(gpu)}: {reason}", how, reason.code))
+            hint = hint_of(reason.code, gpu=gpu.pci_address)
+            if reason.code in _OF_HARDWARE:
+                hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
+            findings.append(problem(f"{_gpu_name(gpu)}: {reason}", hint, reason.code))
     instances = sum(gpu.is_instance for gpu in ours)
     means = f" ({count(instances, 'MIG instance')})" if instances else ""
     return findings or [ok(f"{len({gpu.physical_address for gpu in ours})} divided{means}, all working")]
@@ -102,6 +100,7 @@ def _pending_layout(gpu: Gpu, reason: Reason, known: answers.Gpu | None) -> Find
 def mig(host: Host) -> Findings:
     """MIG mode, now and after the next reset."""
     modes = {layout.gpu_uuid: layout.enabled for layout in host.plan()[0].layouts}
+    _refuse_if_none_answers(host.our_gpus())
     for gpu in host.our_gpus():
         is_changing = gpu.mig_pending not in (None, gpu.mig_enabled)
         if gpu.mig_enabled and gpu.uuid not in modes:
@@ -128,6 +127,8 @@ def _foreign_mode_change(gpu: Gpu) -> Finding:
 @check("vGPU", VGPU, "no divided GPU is a vGPU or hosts vGPUs")
 def vgpu(host: Host) -> Findings:
     """GPUs that are vGPUs, or that host vGPUs for virtual machines."""
+    if not any(gpu.name for gpu in host.our_gpus()):
+        raise SkipError("the driver reports no GPU's name, by which vGPUs are known")
     for gpu in host.our_gpus():
         if gpu.name and _VGPU.search(gpu.name):
             what = (
@@ -147,19 +148,27 @@ def vgpu(host: Host) -> Findings:
 
 @check("budgets", BUDGET_NOT_ENFORCED, "enforced on every divided GPU")
 def budgets(host: Host) -> Findings:
-    findings = [
-        warning(
-            f"{_gpu_name(gpu)} is older than Volta: no budget is enforced, and each client can use the "
-            "whole GPU",
-            "run only jobs that stay within their budgets by themselves",
-        )
-        for gpu in host.mps_gpus()
-        if not gpu.reason and not enforces_budgets(gpu)
-    ]
+    _refuse_if_none_answers(host.mps_gpus())
+    findings = []
+    for gpu in host.mps_gpus():
+        if gpu.reason or enforces_budgets(gpu):
+            continue
+        what = f"{_gpu_name(gpu)} is older than Volta: no budget is enforced"
+        if gpu.compute_capability is None:
+            what = f"the driver does not report the compute capability of {_gpu_name(gpu)}: unless it is "
+            what += "Volta or newer, no budget is enforced"
+        hint = "run only jobs that stay within their budgets by themselves"
+        findings.append(warning(f"{what}, and each client can use the whole GPU", hint))
     sliced = _time_sliced(host)
     if findings or not sliced:
         return findings
     return [ok(f"enforced on every divided GPU except {sliced}")]
+
+
+def _refuse_if_none_answers(gpus: Sequence[Gpu]) -> None:
+    """Raise SkipError if all GPUs are broken, because nothing is known about them then."""
+    if all(gpu.reason for gpu in gpus):
+        raise SkipError("no divided GPU answers")
 
 
 def _time_sliced(host: Host) -> str:
@@ -174,8 +183,7 @@ def job_budgets(host: Host) -> Findings:
     """Whether `over_budget: terminate` can act: it needs the memory of each process."""
     actions = host.plan()[0].over_budget
     ours = [gpu for gpu in host.mps_gpus() if not gpu.reason]
-    if not ours:
-        raise SkipError
+    _refuse_if_none_answers(ours)
     terminating = [gpu for gpu in ours if actions.get(gpu.uuid or "") == TERMINATE]
     if not terminating:
         return [ok("over_budget is report on every divided GPU")]
@@ -207,27 +215,55 @@ def compute_mode(host: Host) -> Findings:
 
     While leases delay a change of how a GPU is shared, the GPU has the mode of its current way of sharing.
     """
-    planned, sharing = host.plan()[0].compute_modes, host.plan()[0].sharing
+    plan = host.plan()[0]
+    planned, sharing = plan.compute_modes, plan.sharing
+    unsupported = _unsupported_modes(host)
     is_served = _is_served(host)
     ways = {address: gpu["sharing"] for address, gpu in host.known_gpus().items() if gpu["sharing"]}
     kept = {address for address, way in ways.items() if way != sharing.get(address, MIG)}
-    unavailable = host.plan()[0].unavailable.items()  # reported by `gpus`
+    unavailable = plan.unavailable.items()  # reported by `gpus`
     kept |= {address for address, reason in unavailable if reason.code == COMPUTE_MODE_EXCLUSIVE}
     uuids = {gpu.parent or gpu.uuid for gpu in host.our_gpus() if gpu.pci_address not in kept}
-    ours = [gpu for gpu in host.inventory().gpus if gpu.uuid in uuids and gpu.compute_mode]
-    checked = (_check_mode(gpu, planned.get(gpu.uuid or ""), is_served=is_served) for gpu in ours)
-    findings = [finding for finding in checked if finding]
+    ours = [gpu for gpu in host.inventory().gpus if gpu.uuid in uuids and not gpu.reason]
+    findings = [*unsupported.values()]
+    for gpu in ours:
+        finding = _check_mode(gpu, planned.get(gpu.uuid or ""), is_served=is_served)
+        if finding and gpu.address not in unsupported:
+            findings.append(finding)
     if findings:
         return findings
     if not ours:
-        raise SkipError
-    modes = ", ".join(sorted({str(gpu.compute_mode) for gpu in ours}))
-    if not planned:
-        is_kept = host.config()[0].cuda_mps_compute_mode == "keep"
-        why = "because cuda_mps_compute_mode is keep" if is_kept else "because no GPU can be divided"
-        return [ok(f"{modes}; left unchanged {why}")]
-    future = ", ".join(sorted(set(planned.values())))
-    return [ok(modes if is_served else f"{modes}; the daemon will set {future} when it starts")]
+        raise SkipError("no GPU's compute mode can be compared now")
+    return [ok(_describe_modes(ours, plan, is_served=is_served))]
+
+
+def _describe_modes(gpus: Sequence[Gpu], plan: Plan, *, is_served: bool) -> str:
+    """Describe the modes, all of which are right: those that are set, kept, and not known."""
+    modes = ", ".join(sorted({gpu.compute_mode for gpu in gpus if gpu.compute_mode}))
+    unknown = [gpu.address for gpu in gpus if gpu.compute_mode is None]
+    kept = [gpu.address for gpu in gpus if gpu.pci_address in plan.kept_modes]
+    parts = [modes] if modes else []
+    if kept:
+        where = "" if len(kept) == len(gpus) else f" on {', '.join(kept)}"
+        parts.append(f"left unchanged{where} because cuda_mps_compute_mode is keep")
+    elif not plan.compute_modes and not unknown:
+        parts.append("left unchanged because no GPU can be divided")
+    if plan.compute_modes and not is_served:
+        future = ", ".join(sorted(set(plan.compute_modes.values())))
+        parts.append(f"the daemon will set {future} when it starts")
+    if unknown:
+        parts.append(f"the driver does not report that of {', '.join(unknown)}, which stays as it is")
+    return "; ".join(parts)
+
+
+def _unsupported_modes(host: Host) -> dict[str, Finding]:
+    """Return what the daemon says about GPUs (addresses) whose driver supports no change of the mode."""
+    status = host.known_status()
+    return {
+        other["gpu"]: warning(other["text"], other["hint"], other["code"])
+        for other in (status["problems"] if status else ())
+        if other["code"] == COMPUTE_MODE_UNSUPPORTED and other["gpu"]
+    }
 
 
 def _check_mode(gpu: Gpu, planned: str | None, *, is_served: bool) -> Finding | None:
@@ -237,7 +273,7 @@ def _check_mode(gpu: Gpu, planned: str | None, *, is_served: bool) -> Finding | 
             f"{_gpu_name(gpu)} is in compute mode Prohibited: no CUDA program can use it",
             f"{setting} {DEFAULT.upper()}",
         )
-    if is_served and planned and gpu.compute_mode != planned:
+    if is_served and planned and gpu.compute_mode not in (None, planned):
         what = f"{_gpu_name(gpu)} is in compute mode {gpu.compute_mode} instead of {planned}"
         hint = f"find what changed it (yunion-mps events --kind compute_mode); {setting} {planned.upper()}"
         means = "programs that bypass the control daemon run without limits"
@@ -259,11 +295,15 @@ def client_limit(host: Host) -> Findings:
     driver, override = host.inventory().driver, host.config()[0].cuda_mps_max_clients
     users = host.users()
     counts = []
+    unknown: list[str] = []
     for gpu in host.mps_gpus():
         if not gpu.uuid or gpu.reason:
             continue
         limit = max_clients(gpu, driver, override)
-        number = sum(not is_server(pid) for pid in users.get(gpu.uuid, {}))
+        if gpu.uuid not in users:
+            unknown.append(gpu.address)
+            continue
+        number = sum(not is_server(pid) for pid in users[gpu.uuid])
         counts.append((number, limit))
         if number >= limit:
             what = (
@@ -276,11 +316,14 @@ def client_limit(host: Host) -> Findings:
         elif number >= limit * _WARNING_SHARE:
             what = f"GPU {gpu.address} has {number} of the {limit} clients that MPS allows"
             yield warning(what, "list them: yunion-mps who --clients")
+    if not counts and unknown:
+        raise SkipError(f"the driver does not report the processes on {list_of(unknown)}")
     if not counts:
-        raise SkipError
+        raise SkipError("no divided GPU answers")
     if all(number < limit * _WARNING_SHARE for number, limit in counts):
         most, limits = max(number for number, _ in counts), [limit for _, limit in counts]
-        yield ok(f"at most {most} of {min(limits)} clients on a GPU")
+        what = f"at most {most} of {min(limits)} clients on a GPU"
+        yield ok(what + (f"; not known for {list_of(unknown)}" if unknown else ""))
 
 
 def _is_served(host: Host) -> bool:

@@ -242,7 +242,7 @@ def orphans(host: Host) -> Findings:
     """MPS servers that have outlived their control daemon and still occupy their GPUs."""
     if os.geteuid() != 0:
         raise invisible("which control daemon an MPS server belongs to")
-    for domain in host.domains():
+    for domain in host.mps_domains():
         pids = orphaned_servers(domain.pipe_directory)
         if pids:
             servers = f"{count(len(pids), 'MPS server')} (PID {', '.join(map(str, pids))})"
@@ -316,7 +316,7 @@ def user_switching(host: Host) -> Findings:
         raise invisible("which clients are waiting")
     servers = {
         domain: (pid, *pids)
-        for domain in host.domains()
+        for domain in host.mps_domains()
         if (pid := host.control_pid(domain)) and (pids := server_pids(pid))
     }
     ours = {os.getpid(), *(pid for pids in servers.values() for pid in pids)}

@@ -73,11 +73,7 @@ _MEANINGS = {
         "run as root: systemctl start yunion-mps-daemon",
         reasons.DRIVER_ERROR,
     ),
-    pynvml.NVML_ERROR_NOT_SUPPORTED: (
-        "the driver does not support this on the GPU",
-        "if this is about the compute mode, set cuda_mps_compute_mode: keep in host.conf",
-        reasons.DRIVER_ERROR,
-    ),
+    pynvml.NVML_ERROR_NOT_SUPPORTED: _with_hint("the driver does not support this on the GPU"),
 }
 
 #: Errors that mean a field is unknown, not that the GPU is broken.

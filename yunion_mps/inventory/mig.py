@@ -22,6 +22,7 @@ from yunion_mps.inventory.driver import (
     text,
 )
 from yunion_mps.inventory.nvml import Nvml, handle_of, mig_devices
+from yunion_mps.inventory.running import COMPUTE, MPS_CLIENTS, running_processes
 from yunion_mps.mig import MigInstance, MigProfile
 from yunion_mps.models import Gpu
 from yunion_mps.reasons import hint_of
@@ -143,8 +144,10 @@ def _refusal(what: str, error: Any) -> DriverError:
 
 
 def _processes(handle: Any) -> set[int]:
-    calls = (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetMPSComputeRunningProcesses)
-    return {process.pid for listed in calls for process in optional(listed, handle) or ()}
+    pids = set()
+    for kind in (COMPUTE, MPS_CLIENTS):
+        pids |= {process.pid for process in optional(running_processes, handle, kind) or ()}
+    return pids
 
 
 def _instance_of(device: Any) -> int:
@@ -235,8 +238,11 @@ def _is_whole(devices: Sequence[Any]) -> bool:
 
 
 def _as_gpu(parent: Gpu, instance: MigInstance) -> Gpu:
-    memory = call(pynvml.nvmlDeviceGetMemoryInfo, handle_of(instance.uuid))
-    return instance_gpu(parent, instance)._replace(uuid=instance.uuid, memory_mib=mib(memory.total))
+    memory = optional(pynvml.nvmlDeviceGetMemoryInfo, handle_of(instance.uuid))
+    memory_mib = mib(memory.total) if memory else None
+    if not memory_mib:
+        memory_mib = next(one.memory_mib for one in parent.mig_profiles if one.name == instance.profile)
+    return instance_gpu(parent, instance)._replace(uuid=instance.uuid, memory_mib=memory_mib)
 
 
 def instance_gpu(parent: Gpu, instance: MigInstance) -> Gpu:
@@ -248,6 +254,7 @@ def instance_gpu(parent: Gpu, instance: MigInstance) -> Gpu:
         name=f"{parent.name} MIG {instance.profile}",
         minor=parent.minor,
         compute_mode=parent.compute_mode,
+        mode_is_fixed=parent.mode_is_fixed,
         compute_capability=parent.compute_capability,
         vendor_device_id=parent.vendor_device_id,
         numa_node=parent.numa_node,

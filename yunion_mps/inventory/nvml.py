@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from yunion_mps import reasons
@@ -15,14 +15,16 @@ from yunion_mps.inventory.driver import (
     Deadline,
     bounded,
     call,
-    mib,
+    driver_error,
     optional,
     pynvml,
     reason_of,
+    refuse_if_abandoned,
     text,
 )
+from yunion_mps.inventory.running import MPS_CLIENTS, running_processes
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
-from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.reasons import NO_REASON, Reason, hint_of
 
 T = TypeVar("T")
 
@@ -61,6 +63,14 @@ class Load(NamedTuple):
 
     gpus: Mapping[str, GpuLoad] = {}
     processes: Mapping[str, Mapping[int, int]] = {}
+
+    def with_idle(self, processes: Mapping[str, Iterable[int]]) -> Load:
+        """Return the load with 0 % for those `processes` (by GPU UUID) on idle GPUs that have no sample."""
+        samples = dict(self.processes)
+        for uuid, pids in processes.items():
+            if self.gpus.get(uuid, GpuLoad()).utilization == 0:
+                samples[uuid] = {**dict.fromkeys(pids, 0), **samples.get(uuid, {})}
+        return self._replace(processes=samples)
 
 
 class Nvml:
@@ -151,11 +161,8 @@ class Nvml:
 
         GPUs that do not answer are missing.
         """
-        listed = _of_each_gpu(pynvml.nvmlDeviceGetComputeRunningProcesses)
-        return {
-            uuid: {process.pid: mib(process.usedGpuMemory) for process in jobs}
-            for uuid, jobs in listed.items()
-        }
+        listed = _of_each_gpu(running_processes)
+        return {uuid: {job.pid: job.memory_mib for job in jobs} for uuid, jobs in listed.items()}
 
     @bounded
     def compute_modes(self) -> dict[str, str]:
@@ -165,7 +172,7 @@ class Nvml:
     @bounded
     def mps_clients(self) -> dict[str, set[int]]:
         """Return the PIDs of the MPS clients on each GPU, by UUID; GPUs that do not answer are missing."""
-        listed = _of_each_gpu(pynvml.nvmlDeviceGetMPSComputeRunningProcesses)
+        listed = _of_each_gpu(lambda handle: running_processes(handle, MPS_CLIENTS))
         return {uuid: {client.pid for client in clients} for uuid, clients in listed.items()}
 
     @bounded
@@ -192,7 +199,6 @@ class Nvml:
             handle = handle_of(uuid)
             differs = _mode(handle) != mode
             if differs:
-                _refuse_in_mig_mode(handle, mode)
                 _set_mode(handle, mode)
             return differs
 
@@ -229,15 +235,26 @@ class Nvml:
 
     def _update(self, gpu: Gpu, handle: Any) -> Gpu:
         """Update what can change while the driver runs, such as the memory by a reset that switches ECC."""
-        memory = optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        memory_mib = _memory_mib(handle)
         mode = optional(pynvml.nvmlDeviceGetComputeMode, handle)
         mig = optional(pynvml.nvmlDeviceGetMigMode, handle)
         return gpu._replace(
-            memory_mib=memory and memory.total // MIB,
+            memory_mib=memory_mib,
             compute_mode=None if mode is None else COMPUTE_MODES.get(mode, str(mode)),
+            mode_is_fixed=mode is None,  # what cannot be read back is not set
             mig_enabled=None if mig is None else mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
             mig_pending=None if mig is None else mig[1] == pynvml.NVML_DEVICE_MIG_ENABLE,
         )
+
+
+def _memory_mib(handle: Any) -> int | None:
+    """Return the GPU's memory; None for one that shares the host's; raises DriverError for a lost GPU."""
+    memory = optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    if memory is None:
+        # The driver answers the other calls for a lost GPU from what it keeps in memory.
+        optional(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
+        return None
+    return memory.total // MIB or None  # 0: it does not know
 
 
 def _of_each_gpu(function: Callable[[Any], T], *, whole: bool = False) -> dict[str, T]:
@@ -313,7 +330,17 @@ def _refuse_in_mig_mode(handle: Any, mode: str) -> None:
 
 
 def _set_mode(handle: Any, mode: str) -> None:
-    call(pynvml.nvmlDeviceSetComputeMode, handle, _MODE_NUMBERS[mode])
+    """Set the mode and read it back; the error's code says whether the driver supports no change of it."""
+    _refuse_in_mig_mode(handle, mode)
+    refuse_if_abandoned()
+    try:
+        pynvml.nvmlDeviceSetComputeMode(handle, _MODE_NUMBERS[mode])
+    except pynvml.NVMLError as error:
+        if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:
+            raise driver_error(error) from None
+        code = reasons.COMPUTE_MODE_UNSUPPORTED
+        what = "the driver does not support changing the compute mode of this GPU"
+        raise DriverError(what, hint_of(code), code) from None
     actual = _mode(handle)
     if actual != mode:
         raise DriverError(

@@ -179,6 +179,7 @@ def save_served(paths: Paths, gpus: Iterable[Gpu], meant: Mapping[str, MeantGpu]
             mig_profiles=(),
             mig_instances=(),
             reason=NO_REASON,
+            mode_is_fixed=False,
         )
         for gpu in gpus
     ]

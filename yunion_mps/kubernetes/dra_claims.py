@@ -218,5 +218,5 @@ def _satisfies(lease: LeaseRecord, request: ClaimRequest) -> bool:
         return set(lease["devices"]) == set(request.devices)
     if request.thread_percentage not in (0, lease["thread_percentage"]):
         return False
-    memory_mib = sum(budget["memory_mib"] for budget in lease["budgets"])
+    memory_mib = sum(budget["memory_mib"] or 0 for budget in lease["budgets"])
     return lease["gpus"] == [request.gpu] and memory_mib >= request.memory_mib

@@ -223,18 +223,19 @@ def _combinable(one: HostDevice, domain: answers.Domain | None) -> int:
     if domain is None:
         return 1
     limit_mib = domain["memory_limits_mib"][domain["gpus"].index(one["gpu_uuid"])]
-    number = (limit_mib or 0) // one["memory_mib"]
+    number = (limit_mib or 0) // (one["memory_mib"] or 1)
     if domain["thread_percentage"] < 100:
         number = min(number, round(domain["thread_percentage"] * 10) // round(one["thread_percentage"] * 10))
     return max(1, number)
 
 
 @lru_cache
-def _budget(memory_mib: int, percentage: float) -> Mapping[str, DeviceCapacity]:
-    return {
-        MEMORY: {"value": memory_quantity(memory_mib)},
-        SM_PERCENTAGE: {"value": percentage_quantity(percentage)},
-    }
+def _budget(memory_mib: int | None, percentage: float) -> Mapping[str, DeviceCapacity]:
+    """The capacities of a device, without its memory if that is unknown."""
+    memory: dict[str, DeviceCapacity] = {}
+    if memory_mib is not None:
+        memory[MEMORY] = {"value": memory_quantity(memory_mib)}
+    return {**memory, SM_PERCENTAGE: {"value": percentage_quantity(percentage)}}
 
 
 def _copied(text: str) -> str:
@@ -302,7 +303,7 @@ def _taken(pool: answers.Pool, other_leases: Iterable[answers.LeaseRecord]) -> t
     budgets = [
         budget for lease in other_leases for budget in lease["budgets"] if budget["gpu"] == pool["addr"]
     ]
-    memory_mib = sum(budget["memory_mib"] + pool["memory_reserve_mib"] for budget in budgets)
+    memory_mib = sum((budget["memory_mib"] or 0) + pool["memory_reserve_mib"] for budget in budgets)
     return memory_mib, sum(budget["thread_percentage"] for budget in budgets)
 
 

@@ -16,7 +16,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
 
 from yunion_mps.addresses import physical_gpu
-from yunion_mps.containers import budget_variables
+from yunion_mps.containers import Share, budget_variables
 from yunion_mps.enums import AVAILABLE, BINPACK, FREE, KUBERNETES, LEASED, NOT_SHARED, RESERVED
 from yunion_mps.kubernetes.grpc import RpcError, StatusCode
 from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
@@ -61,7 +61,7 @@ class KnownDevice(TypedDict):
     addr: str
     gpu_uuid: str
     numa_node: int | None
-    memory_mib: int
+    memory_mib: int | None
     thread_percentage: float
     state: str
     reason: str
@@ -250,7 +250,7 @@ class DeviceResource(ExtendedResource):
         super().__init__(name, "devices")
         self._options = options
         #: The GPU, memory in MiB and percentage of SM threads of each device that has a budget.
-        self._budgets: dict[str, tuple[str, int, float]] = {}
+        self._budgets: dict[str, Share] = {}
 
     def update(self, devices: Sequence[KnownDevice], leases: Sequence[LeaseRecord]) -> None:
         """Offer these devices; `leases` are all leases, read after the devices."""
@@ -312,7 +312,7 @@ class MemoryResource(ExtendedResource):
         leased_mib = Counter[str]()
         for lease in self._ours(leases):
             for budget in lease["budgets"]:
-                leased_mib[budget["gpu"]] += budget["memory_mib"]
+                leased_mib[budget["gpu"]] += budget["memory_mib"] or 0  # known: a pool's
         offers: dict[str, Offer] = {}
         for pool in pools:
             number = pool["memory_mib"] // unit_mib

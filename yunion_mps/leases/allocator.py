@@ -132,7 +132,7 @@ def _hint_for_memory(request: LeaseRequest, candidates: Candidates, pools: Seque
         return "omit the percentage, or add thread_percentage to the entry of the GPU that has memory_unit"
     fits = [candidate.device for candidate in candidates.devices if request.matches(candidate.device)]
     if len(fits) >= request.number:
-        least = min(fits, key=lambda device: (not device.budget_enforced, device.memory_limit_mib))
+        least = min(fits, key=lambda device: (not device.budget_enforced, device.memory_limit_mib or 0))
         example = f"{least.addr} with {least.memory_limit_mib} MiB"
         return f"request a device without an amount of memory, such as {example}; or {divide}"
     if any(candidate.pool.thread_percentage for candidate in pools):

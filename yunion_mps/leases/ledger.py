@@ -125,6 +125,9 @@ class Ledger:
             if device.id in reserved or device.id in self.lease_of:
                 continue
             gpu = device.gpu_uuid
+            if device.memory_total_mib is None:  # unknown, so only the number of devices is counted
+                free.setdefault(gpu, []).append(device)
+                continue
             if gpu not in left_mib:
                 left_mib[gpu] = device.memory_total_mib - self._memory_mib[gpu]
             if needs_mib(device) <= left_mib[gpu]:
@@ -133,13 +136,19 @@ class Ledger:
         return free
 
     def used_shares(self, devices: Iterable[Device]) -> dict[str, float]:
-        """How much memory of each physical GPU (address) of the devices is leased, as a share from 0 to 1."""
+        """How much memory of each physical GPU (address) of the devices is leased, as a share from 0 to 1.
+
+        Of a GPU whose memory is unknown, it is the share of its devices.
+        """
+        devices = list(devices)
         places = {device.gpu_uuid: (physical_gpu(device.addr), device.memory_total_mib) for device in devices}
-        used_mib, total_mib = Counter[str](), Counter[str]()
+        numbers = Counter(device.gpu_uuid for device in devices)
+        used, total = Counter[str](), Counter[str]()
         for uuid, (gpu, memory_mib) in places.items():
-            used_mib[gpu] += self._memory_mib[uuid]
-            total_mib[gpu] += memory_mib
-        return {gpu: used_mib[gpu] / max(1, total_mib[gpu]) for gpu in total_mib}
+            is_known = memory_mib is not None
+            used[gpu] += self._memory_mib[uuid] if is_known else self._clients[uuid]
+            total[gpu] += memory_mib if memory_mib is not None else numbers[uuid]
+        return {gpu: used[gpu] / max(1, total[gpu]) for gpu in total}
 
     def ways_of_sharing(self) -> dict[str, str]:
         """How the GPUs of leased devices are shared, by UUID, as when they were leased."""
@@ -164,12 +173,13 @@ class Ledger:
 
     def free_singly(self, devices: Iterable[Device]) -> list[Device]:
         """The devices that can each be leased alone, though perhaps not all together."""
-        return [
-            device
-            for device in devices
-            if device.id not in self.lease_of
-            and needs_mib(device) <= device.memory_total_mib - self._memory_mib[device.gpu_uuid]
-        ]
+        return [device for device in devices if device.id not in self.lease_of and self._fits(device)]
+
+    def _fits(self, device: Device) -> bool:
+        """Whether the GPU has memory left for the device beside all leases."""
+        if device.memory_total_mib is None:
+            return True
+        return needs_mib(device) <= device.memory_total_mib - self._memory_mib[device.gpu_uuid]
 
     def free_mib(self, pool: Pool, reserved_mib: int = 0, others: int = 0) -> int:
         """How much memory one more client can get, beside `others` that have `reserved_mib`."""
@@ -243,8 +253,11 @@ def of_different_gpus(devices: Iterable[Device]) -> list[Device]:
 
 
 def needs_mib(device: Device) -> int:
-    """How much of its GPU's memory a device takes: its budget, plus what is reserved with it."""
-    return device.memory_limit_mib + device.reserve_mib
+    """How much of its GPU's memory a device takes: its budget, plus what is reserved with it.
+
+    Nothing is counted if its budget is unknown.
+    """
+    return (device.memory_limit_mib or 0) + device.reserve_mib
 
 
 def _at_its_place(leased: Device, planned: Device) -> Device:
@@ -264,7 +277,7 @@ def _with_devices(lease: Lease, devices: tuple[Device, ...]) -> Lease:
     return lease._replace(devices=devices, environment=environment)
 
 
-def _budget(device: Device) -> tuple[int, float, str, str]:
+def _budget(device: Device) -> tuple[int | None, float, str, str]:
     return device.memory_limit_mib, device.thread_percentage, device.priority, device.sharing
 
 

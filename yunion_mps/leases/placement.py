@@ -48,7 +48,7 @@ def matching_devices(request: LeaseRequest, candidates: Candidates) -> list[Cand
         apart = {some[0].gpu_uuid for some in groups if candidates.why_not_combinable(some)}
         matching = [candidate for candidate in matching if candidate.device.gpu_uuid not in apart]
     if request.memory_mib:
-        matching.sort(key=lambda candidate: candidate.device.memory_limit_mib)
+        matching.sort(key=lambda candidate: needs_mib(candidate.device))
     return matching
 
 

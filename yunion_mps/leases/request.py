@@ -48,7 +48,9 @@ class LeaseRequest(NamedTuple):
 
     def matches(self, device: Device) -> bool:
         """Whether the device matches the request, free or not."""
-        if device.memory_limit_mib < self.memory_mib or not (self.allow_unlimited or device.budget_enforced):
+        if not (self.allow_unlimited or device.budget_enforced):
+            return False
+        if self.memory_mib and (device.memory_limit_mib or 0) < self.memory_mib:
             return False
         if device.thread_percentage < self.thread_percentage:
             return False

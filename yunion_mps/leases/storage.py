@@ -23,8 +23,8 @@ from yunion_mps.models import Device, Holder, Lease
 
 #: How long after the daemon's start a repeated request still gets its earlier position, in s.
 REPEAT_TIMEOUT_S = 60.0
-#: The types of a device's first fields.
-_DEVICE = (str, str, str, int, int, int)
+#: The types of a device's first fields; its memory follows, which may be unknown.
+_DEVICE = (str, str, str, int)
 
 
 def _wall_clock_ahead_s() -> float:
@@ -112,7 +112,9 @@ def _is_valid(lease: Lease) -> bool:
         *((value, str) for pair in dict(lease.environment).items() for value in pair),
     ]
     for device in lease.devices:
+        known = [mib for mib in (device.memory_limit_mib, device.memory_total_mib) if mib is not None]
         types += zip(device, _DEVICE)
+        types += [(mib, int) for mib in known]
         types += [(device.thread_percentage, (int, float)), (device.domain, str), (device.reserve_mib, int)]
     if any(device.sharing not in SHARING for device in lease.devices):
         return False

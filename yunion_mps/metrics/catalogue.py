@@ -137,7 +137,7 @@ def _domain_use(facts: Facts, domain: DomainStatus) -> DomainUsage | None:
     return facts.use.domains.get(domain.plan.name) if facts.use else None
 
 
-def _budget(facts: Facts, device: Device) -> tuple[int, float]:
+def _budget(facts: Facts, device: Device) -> tuple[int | None, float]:
     now = device["memory_mib"], device["thread_percentage"]
     return facts.leased_budgets.get(device["addr"], now)
 
@@ -269,7 +269,7 @@ CATALOGUE = (
             lambda _, device: int(bool(device["lease"]))),
     _device("yunion_mps_device_memory_limit_bytes",
             "Memory budget of the device; of a leased device, that of its lease.",
-            lambda facts, device: _budget(facts, device)[0] * MIB),
+            lambda facts, device: _bytes(_budget(facts, device)[0])),
     _device("yunion_mps_device_memory_used_bytes",
             "Memory of the GPU that the clients of the device use.",
             lambda facts, device: (use := _device_use(facts, device)) and use.mib * MIB),

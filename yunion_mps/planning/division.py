@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from yunion_mps import reasons
-from yunion_mps.enums import MPS, NORMAL, NOT_SHARED, TIME_SLICING
+from yunion_mps.enums import KEEP, MPS, NORMAL, NOT_SHARED, TIME_SLICING
 from yunion_mps.errors import NotFoundError
 from yunion_mps.identity import uuid5
 from yunion_mps.models import (
@@ -69,32 +69,49 @@ def enforces_budgets(gpu: Gpu) -> bool:
     return gpu.compute_capability is not None and gpu.compute_capability >= VOLTA
 
 
-def unusable_reason(gpu: Gpu, config: Config, sharing: str = MPS) -> Reason:
-    """Return why the GPU cannot be shared in this way; empty if it can."""
+def with_memory(gpu: Gpu, plan: Plan) -> Gpu:
+    """Return the GPU with the memory that the plan divides, if it is configured."""
+    return gpu._replace(memory_mib=plan.memory_mib.get(gpu.pci_address, gpu.memory_mib))
+
+
+def keeps_mode(entry: DeviceEntry, config: Config) -> bool:
+    """Whether the compute mode of the entry's GPU is left as it is."""
+    return (entry.cuda_mps_compute_mode or config.cuda_mps_compute_mode) == KEEP
+
+
+def unusable_reason(gpu: Gpu, sharing: str = MPS, *, keeps_mode: bool = False) -> Reason:
+    """Return why the GPU cannot be shared in this way; empty if it can.
+
+    `keeps_mode`: its compute mode is left as it is, as configured.
+    """
     if gpu.reason:
         return gpu.reason
-    if gpu.uuid is None or gpu.memory_mib is None:
-        return Reason("the driver does not report the GPU's UUID and memory", reasons.GPU_ERROR)
+    if gpu.uuid is None:
+        return Reason("the driver does not report the GPU's UUID", reasons.GPU_ERROR)
     if gpu.mig_enabled:
         what = "the GPU is in MIG mode, so MPS cannot serve it as a whole"
         if sharing == TIME_SLICING:
             what = "the GPU is in MIG mode, so it cannot be time-sliced as a whole"
         return Reason(what, reasons.MIG_ENABLED)
-    keeps_mode = config.cuda_mps_compute_mode == "keep"
-    is_strict = keeps_mode and gpu.compute_mode in (EXCLUSIVE_PROCESS, PROHIBITED)
+    stays = keeps_mode or gpu.mode_is_fixed
+    why = "cuda_mps_compute_mode is keep" if keeps_mode else "the driver does not support changing it"
+    is_strict = stays and gpu.compute_mode in (EXCLUSIVE_PROCESS, PROHIBITED)
     if is_strict and (gpu.parent or sharing == TIME_SLICING):
         what = "MIG requires" if gpu.parent else "time-slicing requires"
-        what += f" compute mode Default, but it is {gpu.compute_mode}, and cuda_mps_compute_mode is keep"
-        return Reason(what, reasons.COMPUTE_MODE_EXCLUSIVE)
+        what += f" compute mode Default, but it is {gpu.compute_mode}, and {why}"
+        return Reason(what, reasons.COMPUTE_MODE_EXCLUSIVE if keeps_mode else reasons.COMPUTE_MODE_REFUSED)
     if sharing == TIME_SLICING:
         return NO_REASON
+    if gpu.memory_mib is None:
+        what = "the driver does not report the memory of this GPU, which shares the host's memory"
+        return Reason(f"{what}, so MPS cannot limit it", reasons.MEMORY_UNKNOWN)
     capability = gpu.compute_capability
     if capability is not None and capability < _FIRST_WITH_MPS:
         what = f"MPS requires compute capability 3.5, but the GPU has {capability[0]}.{capability[1]}"
         return Reason(what, reasons.MPS_UNSUPPORTED)
-    if gpu.compute_mode == PROHIBITED and keeps_mode:
-        what = "the GPU's compute mode is Prohibited, and cuda_mps_compute_mode is keep"
-        return Reason(what, reasons.COMPUTE_MODE_PROHIBITED)
+    if gpu.compute_mode == PROHIBITED and stays:
+        what = f"the GPU's compute mode is Prohibited, and {why}"
+        return Reason(what, reasons.COMPUTE_MODE_PROHIBITED if keeps_mode else reasons.COMPUTE_MODE_REFUSED)
     return NO_REASON
 
 
@@ -195,6 +212,14 @@ def _share_tenths(part: int, whole: int, overcommit: float | None) -> int:
     return max(1, min(_ALL_TENTHS, _ALL_TENTHS * part * hundredths // (100 * whole)))
 
 
+def memory_error(entry: DeviceEntry, gpu: Gpu) -> list[tuple[str, str]]:
+    """Return that the entry's memory exceeds what the driver reports, with a hint."""
+    if entry.memory_mib is None or gpu.memory_mib is None or entry.memory_mib <= gpu.memory_mib:
+        return []
+    what = f"memory is {entry.memory_mib} MiB, more than the {gpu.memory_mib} MiB of {_gpu_name(gpu)}"
+    return [(what, f"write at most {gpu.memory_mib}MiB, or remove it")]
+
+
 def _gpu_name(gpu: Gpu) -> str:
     return f"GPU {gpu.address} ({gpu.name})"
 
@@ -267,12 +292,13 @@ def describe_division(plan: Plan, gpu_uuid: str | None) -> str:
 
 
 def _describe_budget(device: Device) -> str:
+    memory = "unknown memory" if device.memory_limit_mib is None else f"{device.memory_limit_mib} MiB"
     if device.sharing == NOT_SHARED:
-        return f"{device.memory_limit_mib} MiB"
+        return memory
     if device.sharing != MPS:
-        return f"{device.memory_limit_mib} MiB, {device.sharing}"
+        return f"{memory}, {device.sharing}"
     priority = "" if device.priority == NORMAL else f", {device.priority.replace('_', ' ')}"
-    return f"{device.memory_limit_mib} MiB, {device.thread_percentage:g} %{priority}"
+    return f"{memory}, {device.thread_percentage:g} %{priority}"
 
 
 def _describe_pool(pool: Pool) -> str:

@@ -1,8 +1,8 @@
 """Which GPU each entry means, and whether it can divide that GPU.
 
-An entry keeps meaning the GPU that its path led to first, whatever the path leads to later: render nodes are
-numbered anew when a GPU is missing, and cards are moved. Only a card that has replaced the recorded one in
-its own slot takes over, at once if the path names the slot, and after a reload if it is a render node.
+An entry keeps meaning the GPU that its path led to first, whatever the path leads to later: render nodes get
+other numbers when a GPU is missing, and cards are moved. Only a card that has replaced the recorded one in
+its own slot is used instead: at once if the path names the slot, and after a reload if it is a render node.
 Invariant, held by property tests: no GPU is divided that no entry ever meant.
 """
 
@@ -20,6 +20,7 @@ from yunion_mps.models import Gpu, Inventory, MeantGpu, MissingGpu
 from yunion_mps.planning.division import (
     enforces_budgets,
     max_clients,
+    memory_error,
     overcommit_of,
     pool_error,
     slices_error,
@@ -340,6 +341,9 @@ def entry_errors(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Invent
     if gpu.reason:
         return []
     at = entry.divided_at
+    if wrong := [_of_gpu(gpu, entry.memory_at or at, *error) for error in memory_error(entry, gpu)]:
+        return wrong
+    gpu = gpu._replace(memory_mib=entry.memory_mib or gpu.memory_mib)
     if wrong := _layout_error(entry, gpu):
         return wrong
     is_split = entry.mig not in ((), (DISABLED,))

@@ -15,6 +15,13 @@ DEVICE_VARIABLE = "YUNION_MPS_DEVICE"
 _THREADS_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
 
+def limit_mib(device: Device) -> int:
+    """Return the memory of a device that is shared through MPS, which is always known."""
+    if device.memory_limit_mib is None:
+        raise AssertionError(f"device {device.addr} has no memory limit")
+    return device.memory_limit_mib
+
+
 def process_percentage(devices: Sequence[Device], environment: Mapping[str, str]) -> float:
     """Return what a process with this environment may use of the SM threads of each of its GPUs.
 
@@ -56,7 +63,7 @@ def _mps_variables(devices: Sequence[Device], domain: DomainPlan | None) -> dict
     percentage: dict[str, float] = {}
     for device in devices:
         gpu = device.gpu_uuid
-        memory_mib[gpu] = memory_mib.get(gpu, 0) + device.memory_limit_mib
+        memory_mib[gpu] = memory_mib.get(gpu, 0) + limit_mib(device)
         percentage[gpu] = min(100.0, round(percentage.get(gpu, 0.0) + device.thread_percentage, 1))
     limits = (f"{number}={mib}M" for number, mib in enumerate(memory_mib.values()))
     environment |= {
@@ -71,12 +78,19 @@ def _mps_variables(devices: Sequence[Device], domain: DomainPlan | None) -> dict
 
 
 def _advice(devices: Sequence[Device]) -> dict[str, str]:
-    """What frameworks may allocate of each GPU, if nothing enforces it; the least if that differs."""
+    """What frameworks may allocate of each GPU, if nothing enforces it; the least if that differs.
+
+    Nothing if the memory of all GPUs is unknown.
+    """
     if all(device.budget_enforced for device in devices):
         return {}
-    memory_mib, total_mib = Counter[str](), {device.gpu_uuid: device.memory_total_mib for device in devices}
+    memory_mib, total_mib = Counter[str](), Counter[str]()
     for device in devices:
-        memory_mib[device.gpu_uuid] += device.memory_limit_mib
+        if device.memory_limit_mib is not None and device.memory_total_mib is not None:
+            memory_mib[device.gpu_uuid] += device.memory_limit_mib
+            total_mib[device.gpu_uuid] = device.memory_total_mib
+    if not memory_mib:
+        return {}
     fraction = min(mib / max(total_mib[gpu], mib) for gpu, mib in memory_mib.items())
     return {
         MEMORY_VARIABLE: str(min(memory_mib.values())),
@@ -90,7 +104,7 @@ def whole_environment(devices: Sequence[Device], domain: DomainPlan | None) -> d
         return client_environment(devices, domain)
     sums = Counter[str]()
     for device in devices:
-        sums[device.gpu_uuid] += device.memory_limit_mib
+        sums[device.gpu_uuid] += limit_mib(device)
     most = [domain.memory_limit_of(gpu) or mib for gpu, mib in sums.items()]
     return {
         **client_environment(devices, domain),
@@ -108,7 +122,7 @@ def why_not_honoured(devices: Sequence[Device], domain: DomainPlan | None) -> st
         return ""
     for uuid in dict.fromkeys(device.gpu_uuid for device in devices):
         own = [device for device in devices if device.gpu_uuid == uuid]
-        requested_mib = sum(device.memory_limit_mib for device in own)
+        requested_mib = sum(limit_mib(device) for device in own)
         most_mib = domain.memory_limit_of(uuid)
         if most_mib is not None and requested_mib > most_mib:
             return (

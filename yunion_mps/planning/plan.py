@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps.enums import MPS
+from yunion_mps.enums import MPS, TIME_SLICING
 from yunion_mps.errors import Problem
 from yunion_mps.identity import NAMESPACE, uuid5
 from yunion_mps.mig import MigLayout
@@ -28,6 +28,7 @@ from yunion_mps.planning.division import (
     MAX_GPUS_PER_DOMAIN,
     divide,
     enforces_budgets,
+    keeps_mode,
     max_clients,
     pools_of,
     unusable_reason,
@@ -60,6 +61,13 @@ def make_plan(
         return Plan(host), []
     resolution = resolve(config, inventory)
     entries, problems = resolution.entries, resolution.problems
+    kept_modes = frozenset(address for address, entry in entries.items() if keeps_mode(entry, config))
+    memory_mib = {
+        address: entry.memory_mib
+        for address, entry in entries.items()
+        if entry.memory_mib and address not in resolution.refused
+    }
+    inventory = _with_memory(inventory, memory_mib)
     reserved = reservations(entries, inventory.gpus)
     entries, layouts, waiting = _with_instances(
         {address: entry for address, entry in entries.items() if address not in resolution.refused},
@@ -69,12 +77,22 @@ def make_plan(
     waiting |= resolution.refused
     divided = [gpu for gpu in inventory.gpus if gpu.pci_address in entries]
     sharing = {gpu.pci_address: entries[gpu.pci_address].sharing for gpu in divided}
-    unusable = {gpu.pci_address: unusable_reason(gpu, config, sharing[gpu.pci_address]) for gpu in divided}
+    unusable = {
+        gpu.pci_address: unusable_reason(
+            gpu, sharing[gpu.pci_address], keeps_mode=gpu.physical_address in kept_modes
+        )
+        for gpu in divided
+    }
     unavailable = {address: reason for address, reason in unusable.items() if reason}
     usable = [gpu for gpu in divided if gpu.pci_address not in unavailable]
     of_host = [gpu for gpu in usable if sharing[gpu.pci_address] == MPS and not gpu.parent]
     problems += _too_many_in_one_domain(config, of_host)
-    served = [gpu for gpu in divided if gpu.uuid in inventory.served and gpu.memory_mib is not None]
+    served = [
+        gpu
+        for gpu in divided
+        if gpu.uuid in inventory.served
+        if gpu.memory_mib is not None or sharing[gpu.pci_address] == TIME_SLICING
+    ]
     lost = [gpu for gpu in served if gpu.pci_address in unavailable]
     domains, parked = (
         _domains(config, entries, inventory.driver, [gpu for gpu in gpus if sharing[gpu.pci_address] == MPS])
@@ -90,10 +108,12 @@ def make_plan(
     pools = [pool for domain in (*domains, *parked) for pool in pools_of(domain, planned)]
     order = {str(gpu.uuid): place for place, gpu in enumerate(inventory.gpus)}
     devices.sort(key=lambda device: (order[device.gpu_uuid], device.slot))
-    keep = config.cuda_mps_compute_mode == "keep"
     modes = dict(mode_for(gpu, sharing[gpu.pci_address]) for gpu in planned)
     in_mig_mode = {gpu.uuid for gpu in inventory.gpus if gpu.mig_enabled}
     modes |= {one.gpu_uuid: DEFAULT for one in layouts if one.enabled or one.gpu_uuid in in_mig_mode}
+    for gpu in inventory.gpus:
+        if gpu.pci_address in kept_modes or gpu.mode_is_fixed:
+            modes.pop(str(gpu.uuid), None)
     actions = {
         str(gpu.uuid): entries[gpu.pci_address].over_budget or config.over_budget
         for gpu in planned
@@ -101,11 +121,20 @@ def make_plan(
     }
     unavailable |= waiting
     plan = Plan(
-        host, domains, {} if keep else modes, tuple(devices), unavailable, tuple(pools), parked, reserved,
+        host, domains, modes, tuple(devices), unavailable, tuple(pools), parked, reserved,
         actions, direct, sharing, time_slices=slices, layouts=layouts, missing=resolution.missing,
         meant=resolution.meant, warnings=resolution.warnings,
+        kept_modes=kept_modes, memory_mib=memory_mib,
     )  # fmt: skip
     return plan, problems
+
+
+def _with_memory(inventory: Inventory, memory_mib: Mapping[str, int]) -> Inventory:
+    """Return the inventory with the configured memory of these GPUs (PCI addresses)."""
+    gpus = [
+        gpu._replace(memory_mib=memory_mib.get(gpu.pci_address, gpu.memory_mib)) for gpu in inventory.gpus
+    ]
+    return inventory._replace(gpus=tuple(gpus))
 
 
 def mode_changes(plan: Plan, gpus: Iterable[Gpu]) -> tuple[ModeChange, ...]:
@@ -143,7 +172,7 @@ def devices_of(host: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Devic
                 gpu_uuid=planned.uuid,
                 slot=slot,
                 memory_limit_mib=share.memory_limit_mib,
-                memory_total_mib=gpu.memory_mib or 0,
+                memory_total_mib=gpu.memory_mib,
                 thread_percentage=share.thread_percentage,
                 budget_enforced=enforces_budgets(gpu),
                 domain=domain.name,

@@ -30,8 +30,9 @@ def divide_directly(entry: DeviceEntry, gpu: Gpu) -> DirectGpu:
     """Divide the GPU, which is not shared through MPS, into the equal devices of a valid entry."""
     number, uuid = entry.virtual_number, str(gpu.uuid)
     if entry.sharing == NOT_SHARED:
-        return DirectGpu(uuid, gpu.memory_mib or 0, 1, NOT_SHARED, gpu.sm_percentage or 100.0)
-    return DirectGpu(uuid, (gpu.memory_mib or 0) // number, number, entry.sharing)
+        return DirectGpu(uuid, gpu.memory_mib, 1, NOT_SHARED, gpu.sm_percentage or 100.0)
+    share_mib = None if gpu.memory_mib is None else gpu.memory_mib // number
+    return DirectGpu(uuid, share_mib, number, entry.sharing)
 
 
 def direct_devices(host: str, direct: Iterable[DirectGpu], gpus: Iterable[Gpu]) -> list[Device]:
@@ -44,7 +45,7 @@ def direct_devices(host: str, direct: Iterable[DirectGpu], gpus: Iterable[Gpu]) 
             gpu_uuid=shared.uuid,
             slot=slot,
             memory_limit_mib=shared.memory_limit_mib,
-            memory_total_mib=by_uuid[shared.uuid].memory_mib or 0,
+            memory_total_mib=by_uuid[shared.uuid].memory_mib,
             thread_percentage=shared.thread_percentage,
             budget_enforced=shared.sharing == NOT_SHARED,
             domain="",

@@ -27,6 +27,7 @@ from yunion_mps.service.queries import Queries
 from yunion_mps.service.terminate import TERM, Terminator
 from yunion_mps.settings import Config
 from yunion_mps.supervisor import Supervisor
+from yunion_mps.units import total_mib
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, LeaseRecord, MpsClient
@@ -90,7 +91,10 @@ def find_excesses(
         users = {client["uid"] for client in own if client["uid"] is not None}
         for gpu, uid in product(gpus & set(lease["gpus"]), users):
             shares = [share for share in lease["budgets"] if share["gpu"] == gpu]
-            budget = JobBudget(lease["id"], gpu, uid, sum(share["memory_mib"] for share in shares))
+            budget_mib = total_mib(share["memory_mib"] for share in shares)
+            if budget_mib is None:
+                continue
+            budget = JobBudget(lease["id"], gpu, uid, budget_mib)
             processes = tuple(client for client in own if client["uid"] == uid and _mib(client, gpu))
             used_mib = sum(_mib(client, gpu) for client in processes)
             if used_mib > budget.memory_mib:

@@ -35,7 +35,7 @@ from yunion_mps.models import (
     Pool,
     Snapshot,
 )
-from yunion_mps.planning.division import enforces_budgets, thread_tenths
+from yunion_mps.planning.division import enforces_budgets, thread_tenths, with_memory
 from yunion_mps.planning.mig import describe_layout
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.users import Servers, Users, wait_reason
@@ -277,7 +277,7 @@ def gpu_json(
         "name": gpu.name,
         "addr": gpu.address,
         "pci_address": gpu.pci_address,
-        "memory_mib": gpu.memory_mib,
+        "memory_mib": with_memory(gpu, plan).memory_mib,
         "compute_mode": gpu.compute_mode,
         "compute_capability": f"{capability[0]}.{capability[1]}" if capability else None,
         "mig_enabled": gpu.mig_enabled,

@@ -68,7 +68,7 @@ class Facts(NamedTuple):
     requests: RequestCounts
     use: HostUsage | None = None
     unusable: Collection[str] = ()
-    leased_budgets: Mapping[str, tuple[int, float]] = {}
+    leased_budgets: Mapping[str, tuple[int | None, float]] = {}
     latest: LatestPoll = LatestPoll()
     peaks_mib: Mapping[str, int] = {}
     pods: Mapping[str, Mapping[str, str]] = {}

@@ -241,7 +241,7 @@ def holdings(
     return list(found.values())
 
 
-def _leased_devices(leases: Iterable[LeaseRecord]) -> dict[str, tuple[_Key, LeaseRecord, int]]:
+def _leased_devices(leases: Iterable[LeaseRecord]) -> dict[str, tuple[_Key, LeaseRecord, int | None]]:
     return {
         budget["addr"]: ((lease["id"], budget["gpu"]), lease, budget["memory_mib"])
         for lease in leases
@@ -355,10 +355,13 @@ def is_memory_unknown(gpu: Gpu) -> bool:
 
 
 def distribute(
-    addresses: Sequence[str], used_mib: int, budgets_mib: Mapping[str, int]
+    addresses: Sequence[str], used_mib: int, budgets_mib: Mapping[str, int | None]
 ) -> Iterator[tuple[str, int]]:
-    """Distribute the MiB used over the devices, filling one after the other; the last gets the rest."""
+    """Distribute the MiB used over the devices, filling one after the other; the last gets the rest.
+
+    That is also so if the budgets are unknown.
+    """
     for address in addresses:
-        part_mib = used_mib if address == addresses[-1] else min(used_mib, budgets_mib.get(address, 0))
+        part_mib = used_mib if address == addresses[-1] else min(used_mib, budgets_mib.get(address) or 0)
         yield address, part_mib
         used_mib -= part_mib

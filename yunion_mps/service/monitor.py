@@ -74,6 +74,7 @@ class Monitor:
         self._library = ""
 
     async def run(self) -> None:
+        await self._measure()
         try:
             while True:
                 self._watch_events()
@@ -156,11 +157,22 @@ class Monitor:
         await self._reloader.set_modes()
         await self._reloader.apply_layouts()
 
+    async def _measure(self) -> None:
+        """Record the load of the GPUs before the first poll, so that what is idle is not unknown."""
+        nvml, began_s = self._supervisor.nvml, asyncio.get_running_loop().time()
+        if nvml is None:
+            return
+        async with self._reloader.lock:
+            with contextlib.suppress(DriverError, ShortageError):  # which the next poll reports
+                _, processes, load = await on_thread(lambda: self._read_gpus(nvml))
+                self._supervisor.jobs.update(processes, began_s)
+                self._usage.record(processes, load, began_s)
+
     def _read_gpus(self, nvml: Nvml) -> tuple[Inventory, Processes, Load]:
         """Everything that a poll reads from the driver; thread-safe."""
         inventory, processes = self._scanner.scan(nvml), nvml.processes()
         busy = [uuid for uuid, pids in processes.items() if pids]
-        return inventory, processes, nvml.load(busy, time.time() - POLL_S)
+        return inventory, processes, nvml.load(busy, time.time() - POLL_S).with_idle(processes)
 
     async def _open_driver(self) -> Nvml | None:
         """Open NVML if the daemon waits for the driver, as after a boot; None if it does not work yet."""

@@ -124,10 +124,10 @@ class UsageHistory:
 
 
 class Budget(NamedTuple):
-    """The UUID of a device's GPU, and how much of its memory (MiB) the device's clients share."""
+    """The UUID of a device's GPU, and how much of its memory (MiB) its clients share; None if unknown."""
 
     gpu_uuid: str
-    memory_mib: int
+    memory_mib: int | None
 
 
 class DeviceUsage(NamedTuple):

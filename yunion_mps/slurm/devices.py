@@ -49,7 +49,7 @@ class RecordedDevice(NamedTuple):
     """
 
     addr: str
-    memory_mib: int
+    memory_mib: int | None
     type: str
 
     @classmethod
@@ -63,7 +63,8 @@ class RecordedDevice(NamedTuple):
 
     @property
     def budget(self) -> str:
-        return f"{self.type} with {self.memory_mib} MiB"
+        memory = "unknown memory" if self.memory_mib is None else f"{self.memory_mib} MiB"
+        return f"{self.type} with {memory}"
 
     @property
     def is_share(self) -> bool:
@@ -224,7 +225,7 @@ def read_record(paths: Paths) -> Record | None:
         with open(paths.slurm_devices, encoding="utf-8") as file:
             found = json.load(file)
         devices = [
-            RecordedDevice(str(addr), int(memory_mib), str(type_))
+            RecordedDevice(str(addr), None if memory_mib is None else int(memory_mib), str(type_))
             for addr, memory_mib, type_ in found["devices"]
         ]
         return Record(bool(found["shards"]), devices)

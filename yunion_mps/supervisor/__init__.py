@@ -64,7 +64,7 @@ class Supervisor:
         """`preflight` must have no problems; its NVML must stay open as long as the supervisor is used."""
         self._paths = paths
         self.nvml = preflight.nvml
-        self._gpus = Gpus(preflight.inventory, preflight.config, preflight.plan, paths)
+        self._gpus = Gpus(preflight.inventory, preflight.plan, paths)
         self._store: Store | None = None
         self.event_log = EventLog(self.store, paths.events_copy, self._changed)
         self.fleet = Fleet(self.store, self._gpus, self.event_log.record, self._changed)
@@ -223,7 +223,7 @@ class Supervisor:
         before = self._gpus.inventory
         if self._polled == (inventory, self.config, self.desired.plan, before):
             return
-        for event in self._gpus.update(inventory, self.config, self.desired.plan):
+        for event in self._gpus.update(inventory, self.desired.plan):
             self.event_log.record(event)
         self.modes.record_external_changes(before.gpus, self.desired.plan)
         self._polled = (inventory, self.config, self.desired.plan, self._gpus.inventory)
@@ -371,7 +371,7 @@ class Supervisor:
         self._note_driver(None if self.nvml else preflight.driver_error)
         self._gpus.clear_faults()
         self.modes.time_slices.check_again()
-        events = self._gpus.update(preflight.inventory, preflight.config, plan) if preflight.nvml else []
+        events = self._gpus.update(preflight.inventory, plan) if preflight.nvml else []
         events += [change.event() for change in changes if differs]  # what is pending was recorded before
         for event in events:
             self.event_log.record(event)
@@ -430,7 +430,7 @@ class Supervisor:
             result = self.apply_layouts(tasks)
             self.layouts.note(result, is_final=is_final)
             if result.inventory:
-                self._gpus.update(result.inventory, self.config, self.desired.plan)
+                self._gpus.update(result.inventory, self.desired.plan)
             self.desired.replan()
             self._changed()
 

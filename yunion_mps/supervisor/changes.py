@@ -19,7 +19,7 @@ from yunion_mps.models import Device, DomainPlan, Event, Gpu, Inventory, Plan
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.paths import Paths
-from yunion_mps.planning.division import describe_division, pools_of
+from yunion_mps.planning.division import describe_division, pools_of, with_memory
 from yunion_mps.planning.mig import describe, describe_layout, describe_result
 from yunion_mps.planning.plan import below_root, devices_of, make_plan
 from yunion_mps.planning.sharing import direct_devices, keep_sharing
@@ -356,6 +356,7 @@ def in_effect(
 
     `waiting` has the GPUs (UUIDs) whose control daemon is replaced after leases, each with a leased GPU.
     """
+    gpus = [with_memory(gpu, desired) for gpu in gpus]
     served = {uuid for domain in domains for uuid in domain.in_effect.gpu_uuids}
     rest = [gpu for gpu in gpus if gpu.uuid not in served]
     shown = [(domain.in_effect, gpus) for domain in domains]

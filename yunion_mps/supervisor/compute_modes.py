@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 COMPUTE_MODE = Setting(records.COMPUTE_MODE, "compute mode", Nvml.set_compute_mode, Nvml.restore_compute_mode)
 
 
+_IN_ITS_MODE = "its devices serve; a process that bypasses the control daemon could use it without limits"
+
+
 class ModeWork(NamedTuple):
     """Compute modes to set, original modes to restore, by GPU UUID, and the same of time slices.
 
@@ -117,10 +120,11 @@ class ComputeModes:
         changes = self._changes(target, gpus)
         recorded = {} if store is None else originals(COMPUTE_MODE, store)
         in_mig_mode = {gpu.uuid for gpu in gpus if gpu.mig_enabled}
+        fixed = {gpu.uuid for gpu in gpus if gpu.mode_is_fixed}
         restore = {
             uuid: mode
             for uuid, mode in recorded.items()
-            if uuid not in target.compute_modes
+            if uuid not in target.compute_modes and uuid not in fixed
             if mode != EXCLUSIVE_PROCESS or uuid not in in_mig_mode  # the driver would refuse
         }
         used = with_parents(self._fleet.gpus_in_use(), gpus) if restore else set()
@@ -172,7 +176,8 @@ class ComputeModes:
         through_mps = {uuid for domain in self._fleet.domains for uuid in domain.in_effect.gpu_uuids}
         loose = {uuid for uuid, mode in target.compute_modes.items() if mode == DEFAULT}
         held = through_mps & loose  # until its control daemon has ended
-        return mode_changes(target, [gpu for gpu in gpus if not gpu.reason and gpu.uuid not in held])
+        changeable = [gpu for gpu in gpus if not (gpu.reason or gpu.mode_is_fixed) and gpu.uuid not in held]
+        return mode_changes(target, changeable)
 
     def set(self, work: ModeWork, nvml: Nvml | None, store: Store) -> ModeResult:
         """Do the work, unless `end()` was called; run it on a thread, because it calls the driver."""
@@ -219,6 +224,10 @@ class ComputeModes:
             after = result.modes.get(gpu.uuid or "")
             if after and after != gpu.compute_mode:
                 self._emit(_event("info", gpu, f"{gpu.compute_mode} -> {after}", why))
+            error = result.errors.get(gpu.uuid or "")
+            if error and error.code == reasons.COMPUTE_MODE_UNSUPPORTED:
+                event = _event("warning", gpu, f"stays {gpu.compute_mode}", error.message)
+                self._emit(event._replace(consequence=_IN_ITS_MODE, code=error.code))
         if result.modes or result.errors:
             self._gpus.note_modes(result.modes, result.errors)
             return True

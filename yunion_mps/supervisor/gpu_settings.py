@@ -12,7 +12,7 @@ from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.models import Gpu
 from yunion_mps.planning.plan import ModeChange
-from yunion_mps.reasons import MIG_ENABLED
+from yunion_mps.reasons import COMPUTE_MODE_UNSUPPORTED, MIG_ENABLED
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,8 @@ def carry_out(
             log.info("%s: %s %s -> %s", name, setting.label, old, after)
             values[uuid] = after
         except DriverError as error:
-            log.error("%s: %s cannot be set: %s; %s", name, setting.label, error.message, error.hint)
+            level = logging.WARNING if error.code == COMPUTE_MODE_UNSUPPORTED else logging.ERROR
+            log.log(level, "%s: %s cannot be set: %s; %s", name, setting.label, error.message, error.hint)
             errors[uuid] = error
     restored, not_restored = _restore(setting, work.restore, nvml, store, gpus)
     return SettingResult({**values, **restored}, errors, not_restored, before)

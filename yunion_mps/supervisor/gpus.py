@@ -20,9 +20,8 @@ from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, gone, identities, in_order, save_served
 from yunion_mps.models import Event, Gpu, Inventory, MeantGpu, Plan
 from yunion_mps.paths import Paths
-from yunion_mps.planning.division import unusable_reason
+from yunion_mps.planning.division import unusable_reason, with_memory
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.settings import Config
 
 log = logging.getLogger(__name__)
 
@@ -30,22 +29,24 @@ log = logging.getLogger(__name__)
 class Gpus:
     """The GPUs at the last poll, each with the reason why it cannot be used, if any."""
 
-    def __init__(self, inventory: Inventory, config: Config, plan: Plan, paths: Paths) -> None:
+    def __init__(self, inventory: Inventory, plan: Plan, paths: Paths) -> None:
         self._paths = paths
         #: Faults by PCI address.
         self._faults = _read_faults(paths.gpu_faults)
         #: Why compute modes could not be set, by GPU UUID.
         self.mode_errors: dict[str, DriverError] = {}
+        #: The GPUs (UUIDs) whose driver does not support a change of the compute mode, until the daemon ends.
+        self._fixed_modes: set[str] = set()
         #: What was saved last.
         self._remembered: object = None
-        gpus = [self._with_reason(gpu, config, plan.sharing) for gpu in inventory.gpus]
+        gpus = [self._with_reason(gpu, plan) for gpu in inventory.gpus]
         self.inventory = inventory._replace(gpus=tuple(gpus))
 
     @property
     def healthy(self) -> set[str]:
         return {str(gpu.uuid) for gpu in self.inventory.gpus if gpu.uuid and not gpu.reason}
 
-    def update(self, inventory: Inventory, config: Config, plan: Plan) -> list[Event]:
+    def update(self, inventory: Inventory, plan: Plan) -> list[Event]:
         """Apply the result of a poll and return its events; replaces `inventory` only if something changed.
 
         A GPU that only sysfs still lists, or that is gone and serves devices, keeps its identity.
@@ -56,7 +57,7 @@ class Gpus:
             if earlier and earlier.reason not in ("", self._fault_of(earlier)) and not gpu.reason:
                 self._clear_faults(gpu.pci_address)  # it was gone and is back, so it was reset
         gpus_found = (_with_identity(gpu, before.get(gpu.pci_address)) for gpu in inventory.gpus)
-        gpus = {gpu.pci_address: self._with_reason(gpu, config, plan.sharing) for gpu in gpus_found}
+        gpus = {gpu.pci_address: self._with_reason(gpu, plan) for gpu in gpus_found}
         served = tuple(sorted({*self.inventory.served, *inventory.served}))
         uuids = {gpu.uuid for gpu in gpus.values()} | identities(gpus.values())
         lost = {gpu.pci_address for gpu in before.values() if gpu.uuid in served} & set(plan.unavailable)
@@ -99,15 +100,22 @@ class Gpus:
         return event._replace(severity="error", consequence=consequence, code=reasons.GPU_FAULT)
 
     def note_modes(self, modes: Mapping[str, str], errors: Mapping[str, DriverError]) -> None:
-        """Record compute modes that were set, and GPUs that refused, by UUID, also for their instances."""
-        self.mode_errors.update(errors)
+        """Record compute modes that were set, and GPUs that refused, by UUID, also for their instances.
+
+        A GPU whose driver supports no change of the mode can be used in the mode that it has.
+        """
+        for uuid, error in errors.items():
+            if error.code == reasons.COMPUTE_MODE_UNSUPPORTED:
+                self._fixed_modes.add(uuid)
+            else:
+                self.mode_errors[uuid] = error
         for gpu in self.inventory.gpus:
             uuid = gpu.parent or gpu.uuid or ""
             if uuid in modes:
                 self.mode_errors.pop(uuid, None)
                 self._replace(gpu._replace(compute_mode=modes[uuid]))
             elif uuid in errors:
-                self._replace(self._with_mode_error(gpu))
+                self._replace(self._with_mode_answer(gpu))
 
     def clear_faults(self) -> None:
         """Consider every GPU healthy, as the operator asks by a reload."""
@@ -164,27 +172,31 @@ class Gpus:
                 gpus[address] = before[address]._replace(
                     reason=NO_REASON, mig_enabled=None, compute_mode=None
                 )
-        return inventory._replace(gpus=in_order(map(self._with_mode_error, gpus.values())))
+        return inventory._replace(gpus=in_order(map(self._with_mode_answer, gpus.values())))
 
     def _replace(self, gpu: Gpu) -> None:
         gpus = [gpu if other.pci_address == gpu.pci_address else other for other in self.inventory.gpus]
         self.inventory = self.inventory._replace(gpus=tuple(gpus))
 
-    def _with_mode_error(self, gpu: Gpu) -> Gpu:
-        error = self.mode_errors.get(gpu.parent or gpu.uuid or "")
+    def _with_mode_answer(self, gpu: Gpu) -> Gpu:
+        """Return the GPU with what the driver has answered to a change of its compute mode."""
+        uuid = gpu.parent or gpu.uuid or ""
+        if uuid in self._fixed_modes:
+            return gpu._replace(mode_is_fixed=True)
+        error = self.mode_errors.get(uuid)
         if error is None:
             return gpu
         what = f"its compute mode cannot be set: {error.message}"
         return gpu._replace(reason=Reason(what, reasons.COMPUTE_MODE_REFUSED))
 
-    def _with_reason(self, gpu: Gpu, config: Config, sharing: Mapping[str, str]) -> Gpu:
-        """Return the GPU with the reason why it cannot serve its devices, such as MIG mode.
-
-        `sharing` is the plan's.
-        """
-        gpu = self._with_mode_error(gpu)
-        way = sharing.get(gpu.pci_address)
-        reason = unusable_reason(gpu, config, way) if way else gpu.reason
+    def _with_reason(self, gpu: Gpu, plan: Plan) -> Gpu:
+        """Return the GPU with the reason why it cannot serve its devices, such as MIG mode."""
+        gpu = self._with_mode_answer(gpu)
+        way = plan.sharing.get(gpu.pci_address)
+        keeps_mode = gpu.physical_address in plan.kept_modes
+        reason = gpu.reason
+        if way:
+            reason = unusable_reason(with_memory(gpu, plan), way, keeps_mode=keeps_mode)
         return gpu._replace(reason=reason or self._fault_of(gpu))
 
     def _fault_of(self, gpu: Gpu) -> Reason:

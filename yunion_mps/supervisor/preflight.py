@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.config import load
-from yunion_mps.enums import MPS
+from yunion_mps.enums import KEEP, MPS
 from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
 from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.host.store import COMPUTE_MODE, Store
@@ -299,8 +299,14 @@ def with_leased_domains(
     kept = {uuid for domain in domains for uuid in domain.gpu_uuids}
     former = store.former(COMPUTE_MODE).keys()
     modes = dict.fromkeys(kept & former, EXCLUSIVE_PROCESS)
-    for whole, mode in (mode_for(gpu, MPS) for gpu in gpus if gpu.uuid in kept):
-        if whole in former or config.cuda_mps_compute_mode != "keep":
+    for gpu in gpus:
+        if gpu.uuid not in kept:
+            continue
+        is_kept = config.cuda_mps_compute_mode == KEEP
+        if gpu.pci_address in plan.sharing:
+            is_kept = gpu.physical_address in plan.kept_modes
+        whole, mode = mode_for(gpu, MPS)
+        if whole in former or not (is_kept or gpu.mode_is_fixed):
             modes[whole] = mode
     return plan._replace(domains=(*plan.domains, *domains), compute_modes={**plan.compute_modes, **modes})
 

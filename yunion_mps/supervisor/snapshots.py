@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from yunion_mps import reasons
 from yunion_mps.addresses import short_address
 from yunion_mps.enums import STOPPED
-from yunion_mps.models import DomainPlan, DomainStatus, Gpu, Plan, Snapshot
+from yunion_mps.models import EXCLUSIVE_PROCESS, DomainPlan, DomainStatus, Gpu, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.planning.division import enforces_budgets
 from yunion_mps.reasons import NO_REASON, Reason
@@ -135,7 +135,14 @@ def warnings(snapshot: Snapshot) -> Iterator[tuple[Reason, Gpu | None]]:
                 f"GPU {gpu.address} ({gpu.name}): budgets are not enforced because it is older than Volta; "
                 "its clients can use all of its memory and threads"
             )
+            if gpu.compute_capability is None:
+                what = (
+                    f"GPU {gpu.address} ({gpu.name}): its budgets may not be enforced, because the driver "
+                    "does not report its compute capability; before Volta, its clients can use all of it"
+                )
             yield Reason(what, reasons.BUDGET_NOT_ENFORCED), gpu
+        if gpu.uuid in served - leaving and not gpu.reason and _lacks_mode(gpu, snapshot.plan):
+            yield _unsupported_mode(gpu), gpu
         planned = snapshot.plan.compute_modes.get(gpu.uuid or "") if gpu.uuid in served - leaving else None
         if planned and not gpu.reason and gpu.compute_mode != planned:
             what = (
@@ -143,3 +150,18 @@ def warnings(snapshot: Snapshot) -> Iterator[tuple[Reason, Gpu | None]]:
                 "a process that bypasses the control daemon could use it without limits"
             )
             yield Reason(what, reasons.COMPUTE_MODE_CHANGED), gpu
+
+
+def _lacks_mode(gpu: Gpu, plan: Plan) -> bool:
+    """Whether the GPU has another mode than MPS should have, because the driver does not support a change."""
+    is_kept = gpu.physical_address in plan.kept_modes
+    return gpu.mode_is_fixed and not (is_kept or gpu.parent) and gpu.compute_mode != EXCLUSIVE_PROCESS
+
+
+def _unsupported_mode(gpu: Gpu) -> Reason:
+    name = f"GPU {gpu.address} ({gpu.name})"
+    what = f"its compute mode stays {gpu.compute_mode}, because the driver does not support changing it"
+    if gpu.compute_mode is None:
+        what = "its compute mode is not changed, because the driver does not report it"
+    means = "a process that bypasses the control daemon could use it without limits"
+    return Reason(f"{name}: {what}; {means}", reasons.COMPUTE_MODE_UNSUPPORTED)

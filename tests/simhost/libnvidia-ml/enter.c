@@ -14,12 +14,14 @@ static void plain_name(const char *call, char *plain, size_t size)
     snprintf(plain, size, "%.*s", (int)length, call);
 }
 
-static struct sim_failure *find_failure(const char *plain, int slot)
+/* A rule is for all versions of a call, unless it names one: then the name in it has a version. */
+static struct sim_failure *find_failure(const char *call, const char *plain, int slot)
 {
     for (size_t i = 0; i < COUNT(state->failures); i++) {
         struct sim_failure *failure = &state->failures[i];
         bool concerned = failure->gpu == SIM_ALL_GPUS || failure->gpu == slot;
-        if (failure->call[0] && failure->times && concerned && !fnmatch(failure->call, plain, 0))
+        bool named = !fnmatch(failure->call, plain, 0) || !strcmp(failure->call, call);
+        if (failure->call[0] && failure->times && concerned && named)
             return failure;
     }
     return NULL;
@@ -33,15 +35,17 @@ static void use_up(struct sim_failure *failure)
     }
 }
 
-nvmlReturn_t injected(const char *call, int slot)
+/* Like `injected`; `meets` says whether a rule meets the call, which may be one that lets it succeed. */
+static nvmlReturn_t meet(const char *call, int slot, bool *meets)
 {
     char plain[sizeof state->failures[0].call];
 
+    *meets = false;
     if (!__atomic_load_n(&state->failure_count, __ATOMIC_ACQUIRE))
         return SUCCESS;
     plain_name(call, plain, sizeof plain);
     int lock = lock_state();
-    struct sim_failure *failure = find_failure(plain, slot);
+    struct sim_failure *failure = find_failure(call, plain, slot);
     if (failure && failure->skip) {
         failure->skip--;
         failure = NULL;
@@ -57,6 +61,7 @@ nvmlReturn_t injected(const char *call, int slot)
     long long until = now_ms() + failure->delay_ms;
     use_up(failure);
     unlock_state(lock);
+    *meets = true;
 
     for (;;) { /* a rule without end that is cleared meanwhile lets its callers go, and they succeed */
         uint32_t seen = changes();
@@ -65,6 +70,13 @@ nvmlReturn_t injected(const char *call, int slot)
         if (!wait_for_change(seen, until))
             return error;
     }
+}
+
+nvmlReturn_t injected(const char *call, int slot)
+{
+    bool meets;
+
+    return meet(call, slot, &meets);
 }
 
 nvmlReturn_t enter(const char *call)
@@ -78,9 +90,12 @@ nvmlReturn_t enter_part(const char *call, const void *handle, struct part *part)
         return UNINITIALIZED;
     if (!find_part(handle, part))
         return INVALID_ARGUMENT;
-    nvmlReturn_t error = injected(call, (int)(part->gpu - state->gpus));
+    bool meets;
+    nvmlReturn_t error = meet(call, (int)(part->gpu - state->gpus), &meets);
     if (error)
         return error;
+    if (part->gpu->lost && meets) /* some drivers answer from memory what they know of a lost GPU */
+        return SUCCESS;
     return part->gpu->lost || is_gone(part->gpu) ? GPU_IS_LOST : SUCCESS;
 }
 

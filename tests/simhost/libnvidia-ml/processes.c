@@ -4,6 +4,7 @@
 
 #include "nvml.h"
 
+typedef struct { unsigned int pid; unsigned long long used; } nvmlProcessInfo_v1_t;
 typedef struct { unsigned int pid; unsigned long long used; unsigned int gpu_instance, compute_instance; }
     nvmlProcessInfo_v2_t;
 typedef struct { /* nvidia-smi's own; NVML's is how it begins */
@@ -72,15 +73,24 @@ static nvmlReturn_t give_processes(struct part part, uint32_t type, unsigned int
     return n > room ? INSUFFICIENT_SIZE : SUCCESS;
 }
 
-#define PROCESSES(function, type)                                                              \
-    NVML function(nvmlDevice_t gpu, unsigned int *count, nvmlProcessInfo_v2_t *processes)      \
+/* Some drivers answer Success, with the count, to a query that has no room: a failure of this name makes it so. */
+static const char size_query[] = "nvmlDeviceGetRunningProcessesSize";
+
+#define PROCESSES(function, type, info_t)                                                      \
+    NVML function(nvmlDevice_t gpu, unsigned int *count, info_t *processes)                    \
     {                                                                                          \
-        ENTER_PART(gpu, count && (processes || !*count));                                    \
-        return give_processes(part, type, count, processes, sizeof *processes);                 \
+        ENTER_PART(gpu, count && (processes || !*count));                                      \
+        bool succeeds = !*count && injected(size_query, (int)(part.gpu - state->gpus));        \
+        nvmlReturn_t error = give_processes(part, type, count, processes, sizeof *processes);  \
+        return succeeds ? SUCCESS : error;                                                     \
     }
 
-PROCESSES(nvmlDeviceGetComputeRunningProcesses_v3, SIM_PROCESS_COMPUTE)
-PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v3, SIM_PROCESS_MPS)
+PROCESSES(nvmlDeviceGetComputeRunningProcesses_v3, SIM_PROCESS_COMPUTE, nvmlProcessInfo_v2_t)
+PROCESSES(nvmlDeviceGetComputeRunningProcesses_v2, SIM_PROCESS_COMPUTE, nvmlProcessInfo_v2_t)
+PROCESSES(nvmlDeviceGetComputeRunningProcesses, SIM_PROCESS_COMPUTE, nvmlProcessInfo_v1_t)
+PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v3, SIM_PROCESS_MPS, nvmlProcessInfo_v2_t)
+PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v2, SIM_PROCESS_MPS, nvmlProcessInfo_v2_t)
+PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses, SIM_PROCESS_MPS, nvmlProcessInfo_v1_t)
 
 typedef struct {
     unsigned int pid;

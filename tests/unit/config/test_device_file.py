@@ -13,8 +13,8 @@ from unit.config.conftest import DEVICES, Files, annotated
 INDENT = "indent it below an entry of devices"
 NUMBER = "write a whole number from 1 to 60"
 KEYS = (
-    "path, type, virtual_number, slices, memory_unit, memory_reserve, thread_percentage, thread_overcommit, "
-    "reserved_for, over_budget, mig, mig_restore"
+    "path, type, virtual_number, slices, memory_unit, memory, memory_reserve, thread_percentage, "
+    "thread_overcommit, reserved_for, over_budget, cuda_mps_compute_mode, mig, mig_restore"
 )
 PATH = "write path: followed by a render node, a PCI address or a GPU's UUID"
 
@@ -270,3 +270,46 @@ def test_the_problems_of_a_device_file_in_another_place_name_that_place(files: F
     files.root.joinpath("etc/d.yml").write_text("devices: 4\n")
     hint = "write each entry after a dash: - path: …"
     assert files.messages() == [f"/etc/d.yml:1: devices is 4, not a list: {hint}"]
+
+
+@pytest.mark.parametrize("entry_type", ["NVIDIA_MPS", "NVIDIA_GPU_SHARE"])
+def test_an_entry_may_keep_or_set_the_compute_mode_of_its_gpu(files: Files, entry_type: str) -> None:
+    entry = f"- path: 00:06.0\n  type: {entry_type}\n  virtual_number: 2\n"
+    for mode in ("keep", "exclusive_process"):
+        files.write(devices=f"devices:\n{entry}  cuda_mps_compute_mode: {mode}\n")
+        (read,) = files.load().devices
+        assert read.cuda_mps_compute_mode == mode
+    files.write(devices=f"devices:\n{entry}")
+    assert files.load().devices[0].cuda_mps_compute_mode == ""
+
+
+def test_a_compute_mode_of_an_entry_has_the_values_of_host_conf(files: Files) -> None:
+    entry = "- path: 00:06.0\n  type: NVIDIA_MPS\n  virtual_number: 2\n"
+    files.write(devices=f"devices:\n{entry}  cuda_mps_compute_mode: default\n")
+    what = 'cuda_mps_compute_mode is "default", but must be exclusive_process or keep'
+    assert files.messages() == [f"{DEVICES}:5: {what}"]
+
+
+@pytest.mark.parametrize("entry_type", ["NVIDIA_MPS", "NVIDIA_GPU_SHARE"])
+def test_an_entry_says_how_much_memory_its_gpu_has(files: Files, entry_type: str) -> None:
+    entry = f"- path: 00:06.0\n  type: {entry_type}\n  virtual_number: 2\n"
+    files.write(devices=f"devices:\n{entry}  memory: 96GiB\n")
+    (read,) = files.load().devices
+    assert read.memory_mib == 98304
+    assert read.memory_at is not None
+    assert read.memory_at.line == 5
+    files.write(devices=f"devices:\n{entry}")
+    assert files.load().devices[0].memory_mib is None
+
+
+def test_the_memory_of_mig_instances_is_that_of_their_profile(files: Files) -> None:
+    files.write(devices="devices:\n- path: 00:06.0\n  type: NVIDIA_MPS\n  mig: all-1g.10gb\n  memory: 9GiB\n")
+    what = "memory is not allowed with mig: remove it; each instance has the memory of its profile"
+    assert files.messages() == [f"{DEVICES}:5: {what}"]
+
+
+def test_an_amount_of_memory_needs_a_unit(files: Files) -> None:
+    entry = "- path: 00:06.0\n  type: NVIDIA_MPS\n  virtual_number: 2\n"
+    files.write(devices=f"devices:\n{entry}  memory: 96\n")
+    what = "memory is 96, not an amount of memory"
+    assert files.messages()[0].startswith(f"{DEVICES}:5: {what}")

@@ -8,8 +8,8 @@ from unit.config.conftest import DEVICES, Files
 
 ENTRY = "devices:\n- path: 00:06.0\n  type: NVIDIA_GPU_SHARE\n"
 VALID = (
-    "the valid keys of an NVIDIA_GPU_SHARE entry are path, type, virtual_number, time_slice, reserved_for, "
-    "mig, mig_restore"
+    "the valid keys of an NVIDIA_GPU_SHARE entry are path, type, virtual_number, memory, time_slice, "
+    "reserved_for, cuda_mps_compute_mode, mig, mig_restore"
 )
 EXAMPLE = "add virtual_number, for example virtual_number: 4"
 NUMBER = "write a whole number from 1 to 256"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from yunion_mps.containers import budget_variables
 from yunion_mps.containers.nodes import DeviceNode, MissingNodes
 from yunion_mps.containers.spec import Edits, HostFiles, Nvidia, devices_spec, lease_spec
 from yunion_mps.models import Gpu, Holder, Lease, Pool
@@ -230,3 +231,9 @@ def test_the_schema_that_holds_us_finds_what_is_wrong(word: str) -> None:
     broken[word][word] = 7
     with pytest.raises((AssertionError, TypeError)):
         hold_to_the_format(spec)
+
+
+def test_a_container_is_told_no_amount_that_is_unknown() -> None:
+    assert budget_variables([("GPU-0", None, 100.0)]) == {"YUNION_MPS_SM_PERCENT": "100"}
+    both = budget_variables([("GPU-0", None, 100.0), ("GPU-1", 512, 100.0)])
+    assert both == {"YUNION_MPS_MEMORY_MIB": "512", "YUNION_MPS_SM_PERCENT": "100"}

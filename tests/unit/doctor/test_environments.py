@@ -138,8 +138,11 @@ def test_a_program_that_uses_a_gpu_outside_mps_is_named(scene: Scene) -> None:
     ) in found.what
     start = "yunion-mps run sh -c 'echo ready; read _'"
     assert found.hint == f"start it with: {start}; see why: yunion-mps doctor --pid {wild}"
-    scene.host.users = Lazy(dict)
+    scene.host.users = Lazy(lambda: {str(P40.uuid): {}})
     assert one(scene.host, "outside MPS", "ok").what == "no program uses a GPU outside MPS"
+    scene.host.users = Lazy(dict)
+    why = "the driver does not report the processes on 00:06.0"
+    assert one(scene.host, "outside MPS", "skipped").what == why
 
 
 # -- commands

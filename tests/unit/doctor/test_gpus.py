@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from yunion_mps.doctor.checks import Host, Lazy
 from yunion_mps.models import Gpu
-from yunion_mps.reasons import GPU_LOST, MIG_INSTANCE_GONE, PROCESS_MEMORY_UNKNOWN, Reason
+from yunion_mps.reasons import (
+    BUDGET_NOT_ENFORCED,
+    COMPUTE_MODE_UNSUPPORTED,
+    GPU_LOST,
+    MIG_INSTANCE_GONE,
+    PROCESS_MEMORY_UNKNOWN,
+    Reason,
+)
+from yunion_mps.supervisor.snapshots import warnings
 
 from unit import builders
 from unit.doctor.hosts import DRIVER, host_of, one, write
@@ -54,6 +62,66 @@ def test_a_kernel_module_of_another_version_is_found(
     assert one(host, "driver", "ok")
     write(tmp_path / "proc/driver/nvidia/version", f"NVRM version: NVIDIA UNIX x86_64 {text}\n")
     assert one(host, "driver", level).what.startswith("the loaded kernel module is version 5")
+
+
+def test_only_versions_that_were_read_are_said_to_match(host: Host, tmp_path: Path) -> None:
+    def said() -> str:
+        return one(host, "driver", "ok").what
+
+    version, unknown = f"version {DRIVER}", "not known: the version of the"
+    assert said() == f"{version}; library and programs match; {unknown} kernel module"
+    write(tmp_path / "bin" / CONTROL, "no version")
+    assert said() == f"{version}; library matches; {unknown} kernel module and programs"
+    (tmp_path / "lib/libcuda.so.1").unlink()
+    assert said() == f"{version}; {unknown} kernel module, library and programs"
+    write(tmp_path / "bin" / CONTROL, f"\0{DRIVER}\0")
+    assert said() == f"{version}; programs match; {unknown} kernel module and library"
+    write(tmp_path / "proc/driver/nvidia/version", f"NVRM version: NVIDIA UNIX Kernel Module  {DRIVER}\n")
+    assert said() == f"{version}; kernel module and programs match; {unknown} library"
+
+
+def test_a_node_without_a_known_number_is_not_called_right(host: Host, tmp_path: Path) -> None:
+    nodes = "all exist and can be opened"
+    host.inventory = Lazy(lambda: builders.inventory(FIRST, SECOND._replace(minor=None)))
+    why = f"not checked: that of {SECOND.address}, whose minor number the driver does not report"
+    assert one(host, "device nodes", "ok").what == f"{nodes}; {why}"
+    unknown = host_of(tmp_path, FIRST._replace(minor=None))
+    why = f"the driver does not report the minor number of {FIRST.address}"
+    assert one(unknown, "device nodes", "skipped").what == why
+
+
+def test_what_no_gpu_answers_is_not_called_right(tmp_path: Path) -> None:
+    reason = Reason("the GPU is lost", GPU_LOST)
+    lost = served(tmp_path, FIRST._replace(reason=reason, name=None, minor=None, compute_mode=None))
+    assert one(lost, "GPUs", "problem")
+    for check in ("MIG", "vGPU", "budgets", "job budgets", "client limit", "compute mode", "device nodes"):
+        assert one(lost, check, "skipped").what != "no GPU of this host is divided into devices", check
+
+
+def test_an_unknown_compute_capability_is_not_called_old(tmp_path: Path) -> None:
+    gpu = FIRST._replace(compute_capability=None)
+    finding = one(served(tmp_path, gpu), "budgets", "warning")
+    assert finding.what.startswith(f"the driver does not report the compute capability of GPU {gpu.address}")
+    assert "is older" not in finding.what
+    (shown,) = (reason for reason, _ in warnings(snapshot(gpu)) if reason.code == BUDGET_NOT_ENFORCED)
+    assert "is older" not in shown
+
+
+def test_clients_that_the_driver_does_not_list_are_not_counted_as_none(tmp_path: Path) -> None:
+    host = host_of(tmp_path, FIRST, SECOND, cuda_mps_max_clients="20")
+    host.users = Lazy(dict)
+    why = f"the driver does not report the processes on {FIRST.address} and {SECOND.address}"
+    assert one(host, "client limit", "skipped").what == why
+    host.users = Lazy(lambda: {str(FIRST.uuid): {}})
+    what = f"at most 0 of 20 clients on a GPU; not known for {SECOND.address}"
+    assert one(host, "client limit", "ok").what == what
+
+
+@pytest.mark.parametrize("check", ["orphaned servers", "user switching", "socket cleanup", "disk space"])
+def test_a_check_of_domains_is_skipped_without_any(host: Host, tmp_path: Path, check: str) -> None:
+    entry = "devices: [{path: '06:00.0', type: NVIDIA_GPU_SHARE, virtual_number: 2}]\n"
+    write(tmp_path / "etc/yunion/host_container_device.yml", entry)
+    assert one(host, check, "skipped").what == "no GPU of this host is shared through MPS"
 
 
 def test_a_library_of_another_version_is_found(host: Host, tmp_path: Path) -> None:
@@ -253,6 +321,34 @@ def test_a_compute_mode_that_is_to_be_kept_is_no_mistake(tmp_path: Path) -> None
     assert one(host, "compute mode", "ok").what.startswith(
         "Default; left unchanged because cuda_mps_compute_mode is keep"
     )
+
+
+def test_a_mode_that_is_kept_by_an_entry_is_named_with_its_gpu(tmp_path: Path) -> None:
+    second = SECOND._replace(compute_mode=EXCLUSIVE)
+    host = served(tmp_path, FIRST, second)
+    entries = [
+        f"- {{path: {gpu.pci_address}, type: NVIDIA_MPS, virtual_number: 4{more}}}\n"
+        for gpu, more in ((FIRST, ", cuda_mps_compute_mode: keep"), (second, ""))
+    ]
+    write(tmp_path / "etc/yunion/host_container_device.yml", "devices:\n" + "".join(entries))
+    what = "Default, Exclusive_Process; left unchanged on 00:06.0 because cuda_mps_compute_mode is keep"
+    assert one(host, "compute mode", "ok").what.replace(FIRST.address, "00:06.0") == what
+
+
+def test_an_unsupported_mode_is_the_warning_that_the_status_shows(tmp_path: Path) -> None:
+    fixed, second = FIRST._replace(mode_is_fixed=True), SECOND._replace(compute_mode=EXCLUSIVE)
+    host = host_of(tmp_path, FIRST, second, snapshot=snapshot(fixed, second))
+    (shown,) = host.status()["problems"]
+    finding = one(host, "compute mode", "warning")
+    assert (finding.what, finding.hint, finding.code) == (shown["text"], shown["hint"], shown["code"])
+    assert finding.code == COMPUTE_MODE_UNSUPPORTED
+    assert one(host, "daemon", "ok")
+
+
+def test_an_unknown_compute_mode_is_not_called_right(tmp_path: Path) -> None:
+    host = host_of(tmp_path, FIRST._replace(compute_mode=None, mode_is_fixed=True))
+    what = f"the driver does not report that of {FIRST.address}, which stays as it is"
+    assert one(host, "compute mode", "ok").what == what
 
 
 def test_a_kept_mode_that_time_slicing_cannot_use_is_reported_once(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ MESSAGES = {
     "no_permission": (NOT_PERMITTED, "run as root: systemctl start yunion-mps-daemon"),
     "not_supported": (
         "the driver does not support this on the GPU",
-        "if this is about the compute mode, set cuda_mps_compute_mode: keep in host.conf",
+        "see: dmesg | grep -i nvidia; try: nvidia-smi",
     ),
     "function_not_found": ("NVML error: Function Not Found", "see: dmesg | grep -i nvidia; try: nvidia-smi"),
     "unknown": ("NVML error: Unknown Error", "see: dmesg | grep -i nvidia; try: nvidia-smi"),
@@ -72,6 +72,8 @@ def test_a_field_that_the_driver_does_not_report_is_absent(
     absent: dict[str, Any] = {field: None}
     if field == "mig_enabled":
         absent |= {"mig_pending": None, "mig_profiles": ()}
+    if field == "compute_mode":
+        absent |= {"mode_is_fixed": True}
     assert host.gpus() == (before[0]._replace(**absent), before[1])
 
 
@@ -148,6 +150,23 @@ def test_a_gpu_that_is_lost_before_the_start_does_not_hide_the_others(
     assert [gpu.reason for gpu in found] == ["", LOST, ""]
     assert [gpu.nvml_index for gpu in found] == [0, None, 2]
     assert found[1].vendor_device_id == "10de:27b8"
+
+
+@pytest.mark.parametrize("memory", ["gpu_is_lost", "not_supported"])
+def test_a_lost_gpu_that_answers_its_modes_is_lost(open_host: OpenHost, memory: str) -> None:
+    host = open_host([{"kind": "t4", "count": 2}])
+    host.sim.gpus[0].lose(lookup="success")
+    host.sim.fail("nvmlDeviceGetMemoryInfo", memory)
+    for call in ("ComputeMode", "MigMode", "UUID", "PciInfo", "Name", "CudaComputeCapability", "MinorNumber"):
+        host.sim.fail(f"nvmlDeviceGet{call}", "success", gpu=0)
+    assert host.gpus()[0].reason == LOST
+    if memory == "not_supported":
+        assert host.gpus()[1].reason == ""
+
+
+def test_a_driver_that_reports_no_memory_as_0_does_not_know_it(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "t4", "memory_mib": 0}])
+    assert host.gpus()[0].memory_mib is None
 
 
 def test_a_gpu_on_the_bus_that_the_driver_does_not_report_is_listed(open_host: OpenHost) -> None:

@@ -72,6 +72,14 @@ def test_processes_and_memory_of_an_instance_are_its_own(open_host: OpenHost) ->
     assert host.nvml.load([], 0.0).gpus[device].memory_used_mib == 100
 
 
+def test_an_instance_without_reported_memory_has_that_of_its_profile(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "h100", "mig": True}])
+    host.sim.create_mig_devices(0, "1g.10gb")
+    before = host.gpus()
+    host.sim.fail("nvmlDeviceGetMemoryInfo", "not_supported")
+    assert host.gpus() == (before[0]._replace(memory_mib=None), before[1])
+
+
 def test_an_instance_with_a_process_is_not_destroyed(open_host: OpenHost) -> None:
     host, mig, gpu = in_mig_mode(open_host)
     number = made(mig, gpu, "1g.10gb", 0)

@@ -13,7 +13,15 @@ from yunion_mps.inventory import nvml as nvml_module
 from yunion_mps.inventory.driver import Deadline, call, replaced_library
 from yunion_mps.inventory.nvml import GpuLoad, Load, Nvml
 from yunion_mps.inventory.scan import not_found
-from yunion_mps.reasons import DRIVER_HUNG, DRIVER_NOT_LOADED, GPU_ERROR, hint_of
+from yunion_mps.reasons import (
+    COMPUTE_MODE_UNSUPPORTED,
+    DRIVER_ERROR,
+    DRIVER_HUNG,
+    DRIVER_NOT_LOADED,
+    GPU_ERROR,
+    MIG_ENABLED,
+    hint_of,
+)
 
 from integration.daemon_host import eventually
 from unit.inventory.conftest import OpenedHost, OpenHost
@@ -113,19 +121,34 @@ def test_a_compute_mode_is_set_on_the_gpu_with_the_uuid_and_on_no_other(
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "message", "code"),
     [
-        ("no_permission", "NVML: permission denied"),
-        ("not_supported", "the driver does not support this on the GPU"),
-        ("unknown", "NVML error: Unknown Error"),
+        ("no_permission", "NVML: permission denied", DRIVER_ERROR),
+        (
+            "not_supported",
+            "the driver does not support changing the compute mode of this GPU",
+            COMPUTE_MODE_UNSUPPORTED,
+        ),
+        ("unknown", "NVML error: Unknown Error", DRIVER_ERROR),
     ],
 )
-def test_a_compute_mode_that_cannot_be_set_is_an_error(open_host: OpenHost, error: str, message: str) -> None:
+def test_a_compute_mode_that_cannot_be_set_is_an_error(
+    open_host: OpenHost, error: str, message: str, code: str
+) -> None:
     host = open_host()
     host.sim.fail("nvmlDeviceSetComputeMode", error)
-    with pytest.raises(DriverError, match=message):
+    with pytest.raises(DriverError, match=message) as caught:
         host.nvml.set_compute_mode(host.sim.gpus[0].uuid, "Exclusive_Process")
+    assert caught.value.code == code
     assert host.sim.gpus[0].compute_mode == "default"
+
+
+@needs_root
+def test_a_mode_that_mig_mode_forbids_is_not_one_that_nothing_can_change(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "h100", "mig": True}])
+    with pytest.raises(DriverError, match="in MIG mode") as caught:
+        host.nvml.set_compute_mode(host.sim.gpus[0].uuid, "Exclusive_Process")
+    assert caught.value.code == MIG_ENABLED
 
 
 @needs_root
@@ -204,6 +227,74 @@ def test_an_impossible_utilization_is_none(open_host: OpenHost) -> None:
     host.sim.gpus[0].add_process(7, 1, sm=2147483632)  # as drivers were seen to tell
     host.sim.gpus[0].add_process(8, 1, sm=100)
     assert read(host).processes == {host.sim.gpus[0].uuid: {8: 100}}
+
+
+LISTED = {"processes": {7: 4096, 8: 1}, "mps_clients": {8}}
+JOBS = [{"pid": 7, "used_mib": 4096}, {"pid": 8, "used_mib": 1, "kind": "M+C"}]
+
+
+def listed_by(host: OpenedHost) -> dict[str, object]:
+    (uuid,) = (gpu.uuid for gpu in host.sim.gpus)
+    return {"processes": host.nvml.processes()[uuid], "mps_clients": host.nvml.mps_clients()[uuid]}
+
+
+def test_processes_are_listed_if_a_query_without_room_succeeds(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "h100", "processes": JOBS}])
+    host.sim.fail("nvmlDeviceGetRunningProcessesSize", "insufficient_size")
+    assert listed_by(host) == LISTED
+
+
+@pytest.mark.parametrize("error", ["not_supported", "function_not_found"])
+@pytest.mark.parametrize("missing", [("_v3",), ("_v3", "_v2")])
+def test_processes_are_listed_by_an_older_version_of_the_call(
+    open_host: OpenHost, missing: tuple[str, ...], error: str
+) -> None:
+    host = open_host([{"kind": "h100", "processes": JOBS}])
+    for suffix in missing:
+        for kind in ("", "MPS"):
+            call = f"nvmlDeviceGet{kind}ComputeRunningProcesses{suffix}"
+            host.sim.fail(call, error, one_version=True)
+    assert listed_by(host) == LISTED
+
+
+def test_a_gpu_that_lists_no_processes_is_missing_not_idle(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "h100", "processes": JOBS}])
+    host.sim.fail("nvmlDeviceGetComputeRunningProcesses", "not_supported")
+    assert host.nvml.processes() == {}
+
+
+def test_more_processes_than_there_is_room_for_are_listed(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = open_host([{"kind": "h100", "processes": JOBS}])
+    monkeypatch.setattr("yunion_mps.inventory.running._FIRST_ROOM", 1)
+    assert listed_by(host) == LISTED
+
+
+def test_a_process_without_known_memory_has_none_at_every_version(open_host: OpenHost) -> None:
+    host = open_host([{"kind": "h100", "processes": [{"pid": 7, "used_mib": None}]}])
+    uuid = host.sim.gpus[0].uuid
+    for suffix in ("_v3", "_v2", ""):
+        assert host.nvml.processes()[uuid] == {7: None}
+        host.sim.fail(f"nvmlDeviceGetComputeRunningProcesses{suffix}", "not_supported", one_version=True)
+
+
+def test_a_process_without_a_sample_on_an_idle_gpu_uses_nothing(open_host: OpenHost) -> None:
+    idle = [{"pid": 7, "used_mib": 1}]
+    host = open_host(
+        [
+            {"kind": "h100", "processes": idle},
+            {"kind": "h100", "processes": idle},
+            {"kind": "h100", "mig": True},
+        ]
+    )
+    host.sim.gpus[1].load(35)
+    first, busy, in_mig_mode = (gpu.uuid for gpu in host.sim.gpus)
+    found = read(host).with_idle({uuid: [7] for uuid in (first, busy, in_mig_mode, "GPU-gone")})
+    assert found.processes == {first: {7: 0}, busy: {}, in_mig_mode: {}}
+    host.sim.gpus[0].add_process(7, 1, sm=0)
+    host.sim.gpus[0].add_process(8, 1)
+    assert read(host).with_idle({first: [7, 8]}).processes[first] == {7: 0, 8: 0}
 
 
 def test_a_gpu_that_came_later_is_found_once_nvml_is_initialised_again(open_host: OpenHost) -> None:

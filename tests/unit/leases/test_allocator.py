@@ -12,7 +12,7 @@ from yunion_mps.enums import SPREAD
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
 from yunion_mps.host.proc import user_name
 from yunion_mps.leases.allocator import Allocator, refuse_infeasible
-from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.ledger import Ledger, needs_mib
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, Unenforced
 from yunion_mps.reasons import (
     DOMAIN_NOT_READY,
@@ -327,7 +327,7 @@ class LedgerMachine(RuleBasedStateMachine):
         gpus = {one.gpu_uuid for one in made}
         assert len(made) == request.number
         assert len(gpus) == (request.number if request.across else 1)
-        assert all(one.memory_limit_mib >= request.memory_mib for one in made)
+        assert all(needs_mib(one) >= request.memory_mib for one in made)
         self.count += 1
         self.ledger.add(lease(str(self.count), *made))
         if "GPU-1" in gpus:
@@ -349,7 +349,7 @@ class LedgerMachine(RuleBasedStateMachine):
         owned: Counter[str] = Counter()
         for one in self.ledger.leases.values():
             for share in one.devices:
-                used[share.gpu_uuid] += share.memory_limit_mib + share.reserve_mib
+                used[share.gpu_uuid] += needs_mib(share)
                 owned[share.id] += 1
         assert all(mib <= GPU_MIB for mib in used.values())
         assert set(owned.values()) <= {1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import user_name
-from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.ledger import Ledger, needs_mib
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.models import Device, Holder, Lease
 from yunion_mps.reasons import LEASE_EXISTS
@@ -67,7 +67,7 @@ def test_a_lease_follows_an_instance_that_was_created_again() -> None:
         "YUNION_MPS_DEVICE": new.addr,
     }
     ledger.replace(found)
-    other = new._replace(id="other", memory_limit_mib=GPU_MIB - old.memory_limit_mib + 1)
+    other = new._replace(id="other", memory_limit_mib=GPU_MIB - needs_mib(old) + 1)
     assert ledger.free_by_gpu([other]) == {}, "the rest of the new one is smaller"
     assert ledger.free_by_gpu([other._replace(gpu_uuid="MIG-old")]), "nothing is leased of the old one"
     assert ledger.recreated([new]) == []
@@ -138,3 +138,23 @@ def test_a_second_lease_for_a_name_or_a_request_is_refused(holder: Holder, key: 
 )
 def test_names_and_keys_of_another_owner_do_not_conflict(holder: Holder, key: str) -> None:
     Ledger(LEASES).refuse_duplicate(holder, key)
+
+
+def unknown(gpu: int, slot: int) -> Device:
+    """A device of a time-sliced GPU whose memory the driver does not report."""
+    shared = device(gpu, slot)._replace(domain="", sharing="time-slicing", budget_enforced=False)
+    return shared._replace(memory_limit_mib=None, memory_total_mib=None)
+
+
+def test_devices_of_unknown_memory_are_free_until_each_is_leased() -> None:
+    devices = [unknown(0, slot) for slot in range(3)]
+    ledger = Ledger([lease("a", devices[0])])
+    assert ledger.free_by_gpu(devices) == {"GPU-0": devices[1:]}
+    assert ledger.free_singly(devices) == devices[1:]
+    assert ledger.lease_waits(devices) == {}
+
+
+def test_the_used_share_of_unknown_memory_is_that_of_the_devices() -> None:
+    devices = [unknown(gpu, slot) for gpu in range(2) for slot in range(4)]
+    ledger = Ledger([lease("a", devices[0])])
+    assert ledger.used_shares([*devices, device(2, 0)]) == {"00:00.0": 0.25, "01:00.0": 0.0, "02:00.0": 0.0}

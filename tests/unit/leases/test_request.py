@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from yunion_mps.errors import NotAllowedError, NotFoundError
 from yunion_mps.http.operations import TAKE_LEASE
-from yunion_mps.leases.request import find_lease, refuse_over_quota
+from yunion_mps.leases.request import LeaseRequest, find_lease, refuse_over_quota
 from yunion_mps.models import Holder, Lease, Owner
 
 from unit.leases.shares import device, lease
@@ -107,3 +107,9 @@ def test_host_conf_alone_limits_the_time_to_live(ttl_s: int, asked: str) -> None
     assert caught.value.message == f"a time to live of {asked} exceeds the limit of 1m"
     expected = "request at most 1m and renew the lease, or raise max_lease_ttl_s in host.conf"
     assert caught.value.hint == expected
+
+
+def test_a_device_of_unknown_memory_matches_no_request_for_memory() -> None:
+    one = device(0, 0)._replace(memory_limit_mib=None, memory_total_mib=None)
+    assert LeaseRequest().matches(one)
+    assert not LeaseRequest(memory_mib=1).matches(one)

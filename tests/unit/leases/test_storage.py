@@ -55,6 +55,12 @@ def test_leases_survive_for_the_next_daemon(store: Store, paths: Paths) -> None:
     assert known_next(paths) == [A, B]
 
 
+def test_a_lease_of_unknown_memory_survives(storage: LeaseStorage) -> None:
+    unknown = lease("d", device(2, 0)._replace(memory_limit_mib=None, memory_total_mib=None))
+    storage.write(unknown)
+    assert storage.read() == [A, B, unknown]
+
+
 def test_an_invalid_row_is_skipped(store: Store, storage: LeaseStorage) -> None:
     for value in ("", "{}", '{"id":"x","devices":[{"other":1}],"holder":{},"since_s":1}', "[1]"):
         store.write("INSERT INTO lease VALUES (?, ?)", [(f"bad {value}", value)])

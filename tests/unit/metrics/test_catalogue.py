@@ -350,3 +350,12 @@ print(prometheus_client.Counter.__name__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["False", "[]", "Counter"]
+
+
+def test_an_unknown_amount_of_memory_has_no_sample() -> None:
+    devices: Any = [{**ALL.devices[0], "memory_mib": None, "addr": "00:06.0-9"}]
+    gpus: Any = [{**ALL.gpus[0], "memory_mib": None}]
+    given = ALL._replace(devices=devices, gpus=gpus)
+    names = {name for name, _ in values(given)}
+    assert "yunion_mps_device_available" in names
+    assert not {"yunion_mps_device_memory_limit_bytes", "yunion_mps_gpu_memory_bytes"} & names

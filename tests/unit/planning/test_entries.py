@@ -314,9 +314,9 @@ def test_no_gpu_is_divided_that_no_entry_meant(data: st.DataObject) -> None:
     after = resolved(entries, now)
     divided = {one.uuid for one in now.gpus if one.pci_address in after.entries}
     replacements = {one.uuid for one in after.meant.values() if one.replaced}
-    wanted = {one.uuid for one in configured}
-    assert divided - replacements == wanted & {one.uuid for one in now.gpus}
-    assert len(after.missing) == len(wanted) - len(divided)
+    expected = {one.uuid for one in configured}
+    assert divided - replacements == expected & {one.uuid for one in now.gpus}
+    assert len(after.missing) == len(expected) - len(divided)
     named = {one.uuid for one in now.gpus for item in entries if find_gpu(item.path, [one])}
     assert replacements <= named
     again = resolved(entries, now._replace(meant=after.meant))

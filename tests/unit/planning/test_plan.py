@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from decimal import ROUND_FLOOR, Decimal
+from typing import Any
 from uuid import UUID
 
 import pytest
+from yunion_mps.enums import TIME_SLICING
 from yunion_mps.models import DomainPlan, Driver, Gpu, Plan, PlannedGpu
-from yunion_mps.planning.division import max_clients, share_percentage
+from yunion_mps.planning.division import describe_division, max_clients, share_percentage
 from yunion_mps.planning.environment import client_environment, decimal
 from yunion_mps.planning.plan import make_plan, mode_changes
-from yunion_mps.reasons import GPU_LOST, Reason
-from yunion_mps.settings import Config
+from yunion_mps.reasons import COMPUTE_MODE_REFUSED, GPU_LOST, MEMORY_UNKNOWN, Reason
+from yunion_mps.settings import Config, SliceEntry, Source
 
 from unit.builders import DEVICES, HOST, MACHINE_ID, P40, config, entry, gpu, inventory, messages, planned
+
+NO_MEMORY = "the driver does not report the memory of this GPU, which shares the host's memory"
+NO_MEMORY += ", so MPS cannot limit it"
 
 
 def test_the_reference_case_is_four_devices_of_5760_mib_and_25_percent() -> None:
@@ -227,8 +232,11 @@ def test_a_broken_gpu_is_not_checked_against_a_client_limit() -> None:
     ("given", "reason"),
     [
         ({"reason": "the GPU has fallen off the bus"}, "the GPU has fallen off the bus"),
-        ({"uuid": None}, "the driver does not report the GPU's UUID and memory"),
-        ({"memory_mib": None}, "the driver does not report the GPU's UUID and memory"),
+        ({"uuid": None}, "the driver does not report the GPU's UUID"),
+        (
+            {"memory_mib": None},
+            NO_MEMORY,
+        ),
         ({"mig_enabled": True}, "the GPU is in MIG mode, so MPS cannot serve it as a whole"),
         ({"compute_capability": (3, 0)}, "MPS requires compute capability 3.5, but the GPU has 3.0"),
         ({"compute_capability": (2, 1)}, "MPS requires compute capability 3.5, but the GPU has 2.1"),
@@ -283,3 +291,107 @@ def test_over_budget_of_an_entry_overrides_host_conf() -> None:
     assert plan.over_budget == {first.uuid: "terminate", second.uuid: "report"}
     same = planned(config(*entries), inventory(first, second))
     assert same.domains == plan.domains, "no control daemon depends on it"
+
+
+@pytest.mark.parametrize(("of_host", "of_entry"), [("exclusive_process", "keep"), ("keep", "")])
+def test_an_entry_overrides_the_compute_mode_of_host_conf(of_host: str, of_entry: str) -> None:
+    kept = entry("/dev/dri/renderD128", 4)._replace(cuda_mps_compute_mode=of_entry)
+    other = entry("/dev/dri/renderD129", 4, 5)._replace(cuda_mps_compute_mode="exclusive_process")
+    plan = planned(config(kept, other, cuda_mps_compute_mode=of_host), inventory(gpu(0), gpu(1)))
+    assert plan.compute_modes == {gpu(1).uuid: "Exclusive_Process"}
+    assert plan.kept_modes == {gpu(0).pci_address}
+    assert len(plan.devices) == 8
+
+
+@pytest.mark.parametrize("mode", ["Default", "Exclusive_Process", None])
+def test_a_gpu_whose_mode_cannot_change_is_divided_as_it_is(mode: str | None) -> None:
+    fixed = gpu(0, compute_mode=mode, mode_is_fixed=True)
+    plan = planned(config(), inventory(fixed, gpu(1)))
+    assert plan.compute_modes == {gpu(1).uuid: "Exclusive_Process"}
+    assert plan.unavailable == {}
+    assert plan.kept_modes == frozenset()
+
+
+def test_a_mode_that_cannot_change_and_keeps_jobs_out_is_a_reason() -> None:
+    fixed = gpu(0, compute_mode="Prohibited", mode_is_fixed=True)
+    plan = planned(config(), inventory(fixed))
+    (reason,) = plan.unavailable.values()
+    what = "the GPU's compute mode is Prohibited, and the driver does not support changing it"
+    assert (reason, reason.code) == (what, COMPUTE_MODE_REFUSED)
+    sliced = entry("/dev/dri/renderD128", 4)._replace(sharing=TIME_SLICING)
+    exclusive = gpu(0, compute_mode="Exclusive_Process", mode_is_fixed=True)
+    settings = config(sliced, cuda_mps_pipe_directory="/run/mps/pipe")
+    (reason,) = planned(settings, inventory(exclusive)).unavailable.values()
+    what = "time-slicing requires compute mode Default, but it is Exclusive_Process, and the driver does not "
+    assert (reason, reason.code) == (f"{what}support changing it", COMPUTE_MODE_REFUSED)
+
+
+#: A GPU that shares the host's memory.
+UNIFIED = gpu(0, memory_mib=None)
+
+
+def test_a_gpu_of_unknown_memory_is_time_sliced_without_budgets() -> None:
+    sliced = entry("/dev/dri/renderD128", 4)._replace(sharing=TIME_SLICING)
+    settings = config(sliced, cuda_mps_pipe_directory="/run/mps/pipe")
+    plan = planned(settings, inventory(UNIFIED))
+    assert plan.unavailable == {}
+    assert [device.addr for device in plan.devices] == [f"00:00.0-{slot}" for slot in range(4)]
+    assert {(one.memory_limit_mib, one.memory_total_mib) for one in plan.devices} == {(None, None)}
+    assert describe_division(plan, UNIFIED.uuid) == "4 x unknown memory, time-slicing"
+    lost = UNIFIED._replace(reason=Reason("lost", GPU_LOST))
+    again = planned(settings, inventory(lost)._replace(served=(str(UNIFIED.uuid),)))
+    assert again.devices == plan.devices, "its devices are listed while it is lost"
+
+
+def test_mps_needs_the_memory_of_a_gpu_and_says_so() -> None:
+    for settings in (config(entry("/dev/dri/renderD128", 4)), config()):
+        plan = planned(settings, inventory(UNIFIED))
+        (reason,) = plan.unavailable.values()
+        assert reason.code == MEMORY_UNKNOWN
+        assert "the driver does not report the memory of this GPU, which shares the host's memory" in reason
+        assert plan.devices == ()
+
+
+DIVIDED: dict[str, dict[str, Any]] = {
+    "virtual_number": {"virtual_number": 4},
+    "slices": {"virtual_number": 0, "slices": (SliceEntry(49152), SliceEntry(24576))},
+    "memory_unit": {"virtual_number": 0, "memory_unit_mib": 1024},
+}
+
+
+@pytest.mark.parametrize("division", DIVIDED)
+@pytest.mark.parametrize("reported", [None, 131072])
+def test_the_configured_memory_of_a_gpu_is_what_is_divided(reported: int | None, division: str) -> None:
+    sized = entry("/dev/dri/renderD128", 4)._replace(memory_mib=98304, **DIVIDED[division])
+    plan = planned(config(sized), inventory(gpu(0, memory_mib=reported)))
+    assert plan.unavailable == {}
+    assert plan.memory_mib == {gpu(0).pci_address: 98304}
+    if division == "memory_unit":
+        assert (plan.pools[0].memory_mib, plan.pools[0].memory_total_mib) == (98304, 98304)
+        return
+    assert {device.memory_total_mib for device in plan.devices} == {98304}
+    of_each = {"virtual_number": [24576] * 4, "slices": [49152, 24576]}
+    assert [device.memory_limit_mib for device in plan.devices] == of_each[division]
+
+
+def test_configured_memory_gives_a_time_sliced_gpu_budgets() -> None:
+    sliced = entry("/dev/dri/renderD128", 4)._replace(sharing=TIME_SLICING, memory_mib=98304)
+    plan = planned(config(sliced, cuda_mps_pipe_directory="/run/mps/pipe"), inventory(UNIFIED))
+    assert {(one.memory_limit_mib, one.memory_total_mib) for one in plan.devices} == {(24576, 98304)}
+
+
+def test_more_memory_than_the_driver_reports_is_a_problem() -> None:
+    at = Source(DEVICES, 7)
+    sized = entry("/dev/dri/renderD128", 4)._replace(memory_mib=98304, memory_at=at)
+    what = "memory is 98304 MiB, more than the 81559 MiB of GPU 00:00.0 (NVIDIA H100 80GB HBM3)"
+    assert messages(config(sized), inventory(gpu(0))) == [
+        f"{DEVICES}:7: {what}: write at most 81559MiB, or remove it"
+    ]
+    assert messages(config(sized._replace(memory_mib=81559)), inventory(gpu(0))) == []
+
+
+def test_slices_must_fit_the_configured_memory() -> None:
+    slices = (SliceEntry(65536), SliceEntry(65536))
+    sized = entry("/dev/dri/renderD128", 0)._replace(memory_mib=98304, slices=slices)
+    (message,) = messages(config(sized), inventory(UNIFIED))
+    assert "the slices add up to 131072 MiB, more than the 98304 MiB" in message

@@ -11,7 +11,7 @@ from yunion_mps.enums import PRIORITIES
 from yunion_mps.models import Driver, Gpu, Inventory, Plan, Pool
 from yunion_mps.planning.division import free_units, max_clients, pool_device, units_for
 from yunion_mps.planning.entries import find_gpu
-from yunion_mps.planning.environment import client_environment
+from yunion_mps.planning.environment import client_environment, limit_mib
 from yunion_mps.planning.plan import make_plan, mode_changes
 from yunion_mps.reasons import GPU_LOST, NO_REASON, Reason
 from yunion_mps.settings import Config, DeviceEntry, SliceEntry, Source
@@ -95,7 +95,7 @@ def right_cases(draw: st.DrawFn) -> Case:
 
 
 def limits_of(plan: Plan, one: Gpu) -> list[int]:
-    return [device.memory_limit_mib for device in plan.devices if device.gpu_uuid == one.uuid]
+    return [limit_mib(device) for device in plan.devices if device.gpu_uuid == one.uuid]
 
 
 def entry_for(case: Case, one: Gpu) -> DeviceEntry | None:
@@ -219,7 +219,7 @@ def test_clients_of_a_pool_never_exceed_its_memory(case: Case, data: st.DataObje
         devices = [
             pool_device(plan.host_id, pool, units, slot, case.found.gpus) for slot, units in enumerate(held)
         ]
-        taken = sum(device.memory_limit_mib + device.reserve_mib for device in devices)
+        taken = sum(limit_mib(device) + device.reserve_mib for device in devices)
         assert taken <= pool.memory_total_mib
         if not free_beside(pool, held) and len(held) < pool.clients:
             assert pool.memory_total_mib - taken < pool.unit_mib + pool.reserve_mib
@@ -251,7 +251,7 @@ def test_every_budget_is_within_the_domain_and_set_in_its_environment(
         (domain,) = [domain for domain in plan.domains if domain.name == device.domain]
         limit = domain.memory_limit_of(device.gpu_uuid)
         assert limit is not None
-        assert device.memory_limit_mib <= limit
+        assert limit_mib(device) <= limit
         assert 0.1 <= device.thread_percentage <= domain.thread_percentage <= 100
         environment = client_environment([device], domain)
         assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == f"0={device.memory_limit_mib}M"
@@ -264,7 +264,7 @@ def test_a_client_can_get_exactly_what_its_domain_allows(case: Case) -> None:
     plan = planned(*case)
     for domain in plan.domains:
         for one in domain.gpus:
-            limits = [device.memory_limit_mib for device in plan.devices if device.gpu_uuid == one.uuid]
+            limits = [limit_mib(device) for device in plan.devices if device.gpu_uuid == one.uuid]
             assert one.memory_limit_mib == (one.pool.memory_mib if one.pool else max(limits))
 
 

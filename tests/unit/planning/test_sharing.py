@@ -91,6 +91,16 @@ def test_the_environment_has_the_budget_and_nothing_of_mps() -> None:
     assert (both["YUNION_MPS_MEMORY_MIB"], both["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == ("40779", "0.499")
 
 
+def test_an_unknown_amount_of_memory_is_no_advice_for_frameworks() -> None:
+    (unknown, other) = devices_of(SLICED, TIME_SLICING)[:2]
+    unknown = unknown._replace(memory_limit_mib=None, memory_total_mib=None)
+    advice = {"YUNION_MPS_MEMORY_MIB", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+    assert not advice & client_environment([unknown], None).keys()
+    known = client_environment([other], None)
+    both = client_environment([unknown._replace(gpu_uuid="GPU-other"), other], None)
+    assert {name: both[name] for name in advice} == {name: known[name] for name in advice}
+
+
 def test_a_budget_that_mps_enforces_is_not_repeated_for_frameworks() -> None:
     environment = client_environment(devices_of(MIXED, MPS)[:1], MIXED.domains[0])
     assert not {"XLA_PYTHON_CLIENT_MEM_FRACTION", "YUNION_MPS_MEMORY_MIB"} & environment.keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Mapping
 
 import pytest
 from yunion_mps.containers.publisher import CdiPublisher
@@ -114,6 +115,31 @@ def test_a_gpu_that_returns_and_is_lost_again_is_noticed_at_once(
     asyncio.run(follow())
     told = [event.what for event in made.events if event.kind == "gpu" and "Xid" not in event.what]
     assert told == ["unavailable", *["available", "unavailable"] * 2]
+
+
+def test_the_load_is_known_at_the_start_and_0_for_idle_processes(
+    make_host: MakeHost, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "POLL_S", 3600.0)
+    host = make_host([{"kind": "v100", "processes": [{"pid": os.getpid(), "used_mib": 5}]}])
+    made, recorded = supervise(host).start(), asyncio.Event()
+    uuid = host.gpus[0].uuid
+
+    class History(UsageHistory):
+        def record(self, now_s: float, used: Mapping[str, tuple[int, int | None]]) -> None:
+            super().record(now_s, used)
+            recorded.set()
+
+    history = History()
+
+    async def follow() -> None:
+        task = asyncio.create_task(monitor_of(made, asyncio.Event(), asyncio.Event(), history).run())
+        await asyncio.wait_for(recorded.wait(), PATIENCE_S)
+        await cancel([task])
+
+    asyncio.run(follow())
+    assert history.latest.load.gpus[uuid].utilization == 0
+    assert history.latest.load.processes == {uuid: {os.getpid(): 0}}
 
 
 def test_a_poll_measures_and_a_driver_that_fails_makes_it_unknown(

@@ -173,3 +173,35 @@ def test_another_users_waiting_client_hides_those_that_run(daemon: Daemon, stand
     assert stand_ins.client(daemon.pipe_directory, OTHER_UID).says() == "asking"
     waiting = str(daemon.get("/v1/clients")[1]["waiting"])
     assert daemon.control(clients, "ps") == ["Server not found"], waiting
+
+
+def test_one_version_of_a_call_fails_and_older_ones_go_on(make_host: MakeHost) -> None:
+    host = make_host([{"kind": "t4", "processes": [{"pid": 7, "used_mib": 1}]}])
+    with host.pynvml() as n:
+        n.nvmlInit()
+        handle = n.nvmlDeviceGetHandleByIndex(0)
+        host.fail("nvmlDeviceGetComputeRunningProcesses_v3", "not_supported", one_version=True)
+        with pytest.raises(n.NVMLError_NotSupported):
+            n.nvmlDeviceGetComputeRunningProcesses_v3(handle)
+        assert [process.pid for process in n.nvmlDeviceGetComputeRunningProcesses_v2(handle)] == [7]
+
+
+def test_a_lost_gpu_may_answer_single_calls(make_host: MakeHost) -> None:
+    host = make_host()
+    with host.pynvml() as n:
+        n.nvmlInit()
+        handle = n.nvmlDeviceGetHandleByIndex(0)
+        host.gpus[0].lose()
+        host.fail("nvmlDeviceGetComputeMode", "success")
+        assert n.nvmlDeviceGetComputeMode(handle) == n.NVML_COMPUTEMODE_DEFAULT
+        with pytest.raises(n.NVMLError_GpuIsLost):
+            n.nvmlDeviceGetMemoryInfo(handle)
+
+
+def test_a_process_list_without_room_may_succeed_with_a_count(make_host: MakeHost) -> None:
+    host = make_host([{"kind": "t4", "processes": [{"pid": 7, "used_mib": 1}]}])
+    host.fail("nvmlDeviceGetRunningProcessesSize", "insufficient_size")
+    with host.pynvml() as n:
+        n.nvmlInit()
+        assert n.nvmlDeviceGetComputeRunningProcesses_v3(n.nvmlDeviceGetHandleByIndex(0)) == []
+    assert "7" in host.run(["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]).stdout

@@ -52,6 +52,18 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_record(paths) == record_of(MIXED, shards=False)
 
 
+def test_a_device_of_unknown_memory_is_recorded_as_such(tmp_path: Path) -> None:
+    paths, unknown = Paths(str(tmp_path)), sliced("00:06.0-0")
+    unknown["memory_mib"] = None
+    write_record(paths, record_of([unknown], shards=False))
+    record = read_record(paths)
+    assert record is not None
+    assert record.devices[0].budget == "time-sliced with unknown memory"
+    assert record.addresses((0,), [unknown]) == {0: ["00:06.0-0"]}
+    with pytest.raises(NotFoundError, match="was time-sliced with unknown memory, but is now"):
+        record.addresses((0,), [sliced("00:06.0-0")])
+
+
 def test_each_way_of_sharing_and_each_mig_profile_is_a_type() -> None:
     record = record_of(MIXED, shards=False)
     assert gres_lines(record, "n1", Paths()) == [

@@ -10,6 +10,7 @@ from yunion_mps.errors import DriverError
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import our_processes
+from yunion_mps.reasons import COMPUTE_MODE_UNSUPPORTED
 from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor.compute_modes import ModeResult
 from yunion_mps.supervisor.snapshots import warnings
@@ -92,6 +93,85 @@ def test_a_gpu_whose_mode_cannot_be_set_is_not_served_and_the_others_are(
     assert modes(host) == ["default", "prohibited"]
     assert "cannot be restored" not in caplog.text
     assert "is available again" not in caplog.text
+
+
+VGPU = [{"kind": "t4", "name": "GRID T4-8C"}, {"kind": "t4"}]
+KEEPS = "virtual_number: 2; cuda_mps_compute_mode: keep"
+
+
+@pytest.mark.parametrize("refusing", [(0,), (0, 1)])
+def test_a_gpu_whose_driver_supports_no_other_mode_serves(
+    make_host: MakeHost, supervise: Supervise, refusing: tuple[int, ...]
+) -> None:
+    host = make_host(VGPU)
+    for gpu in refusing:
+        host.fail("nvmlDeviceSetComputeMode", "not_supported", gpu=gpu)
+    made = supervise(host).start()
+    assert made.available == 8
+    assert modes(host) == ["default" if gpu in refusing else "exclusive_process" for gpu in (0, 1)]
+    found = [(reason, gpu and gpu.nvml_index) for reason, gpu in warnings(made.snapshot)]
+    assert [(reason.code, index) for reason, index in found] == [
+        (COMPUTE_MODE_UNSUPPORTED, gpu) for gpu in refusing
+    ]
+    assert found[0][0] == (
+        "GPU 00:06.0 (GRID T4-8C): its compute mode stays Default, because the driver does not support "
+        "changing it; a process that bypasses the control daemon could use it without limits"
+    )
+    of_modes = [event for event in made.events if event.kind == "compute_mode"]
+    refused = [event for event in of_modes if event.code == COMPUTE_MODE_UNSUPPORTED]
+    assert [event.severity for event in refused] == ["warning"] * len(refusing)
+
+
+def test_a_mode_that_is_not_supported_is_tried_once_and_restored_by_nobody(
+    make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = make_host(VGPU)
+    host.fail("nvmlDeviceSetComputeMode", "not_supported", gpu=0)
+    made = supervise(host).start()
+    made.rescan()
+    assert not any(made.supervisor.mode_work())
+    assert [change.kind for change in made.reload()] == []
+    assert not any(made.supervisor.mode_work())
+    assert made.available == 8
+    assert caplog.text.count("cannot be set") == 1
+    made.stop()
+    assert modes(host) == ["default", "default"]
+    assert "cannot be restored" not in caplog.text
+    store = Store(made.paths)
+    assert store.former("compute_mode") == {}
+    store.close()
+
+
+def test_a_gpu_that_does_not_report_its_mode_serves_and_keeps_it(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(VGPU)
+    host.fail("nvmlDeviceGetComputeMode", "not_supported", gpu=0)
+    made = supervise(host).start()
+    assert made.available == 8
+    assert modes(host) == ["default", "exclusive_process"]
+    ((warning, _),) = warnings(made.snapshot)
+    assert warning.code == COMPUTE_MODE_UNSUPPORTED
+    assert "is not changed, because the driver does not report it" in warning
+
+
+def test_keep_in_an_entry_leaves_only_that_gpu_alone(begin: Begin) -> None:
+    host, made = begin(VGPU, KEEPS, 2)
+    assert modes(host) == ["default", "exclusive_process"]
+    assert made.available == 4
+    assert list(warnings(made.snapshot)) == []
+    host.divide(2, KEEPS)
+    changes = {(change.subject, change.before, change.after) for change in made.reload()}
+    assert changes == {
+        ("00:06.0", "original", "Exclusive_Process"),
+        ("00:07.0", "Exclusive_Process", "original"),
+    }
+
+
+def test_keep_in_an_entry_silences_the_warning_of_an_unsupported_mode(begin: Begin) -> None:
+    host, made = begin(VGPU, KEEPS, 2)
+    host.fail("nvmlDeviceSetComputeMode", "not_supported", gpu=0)
+    assert list(warnings(made.again().snapshot)) == []
 
 
 def test_when_no_gpus_mode_can_be_set_nothing_is_started(make_host: MakeHost, supervise: Supervise) -> None:

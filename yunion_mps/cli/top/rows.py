@@ -122,7 +122,7 @@ def _gpu_rows(host: HostOverview) -> list[Row]:
             f"{in_use[address]} of {devices[address]}",
             processes[address],
             gpu["reason"] or _model(gpu),
-            in_use=gpu["memory_mib"] is not None,  # unknown for a lost GPU
+            in_use=gpu["memory_mib"] is not None or not gpu["reason"],  # unknown for a lost GPU
             is_bad=bool(gpu["reason"]),
             busy=gpu["utilization"],
             temperature_c=gpu["temperature_c"],
@@ -141,7 +141,7 @@ def _pool_row(gpu: Gpu) -> Row:
     return Row(f"{gpu['addr']}-m*", 0, left_mib, user, None, "pool", in_use=False)
 
 
-def _device_rows(holding: Holding, budgets: dict[str, int]) -> list[Row]:
+def _device_rows(holding: Holding, budgets: dict[str, int | None]) -> list[Row]:
     mark = TROUBLED if holding.outside_mps or holding.over_mib else "" if holding.devices else WITHOUT_DEVICE
     first = max(holding.holders, key=lambda process: process.memory_mib or 0, default=None)
     more = len(holding.processes) - 1

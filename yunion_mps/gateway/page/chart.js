@@ -35,9 +35,10 @@ export class Chart {
     });
   }
 
-  /** `most` is the top of the chart in MiB. */
+  /** `most` is the top of the chart in MiB; if it is unknown, the largest value is. */
   show(series, most) {
-    const points = series.used.map((mib) => mib !== null && Math.round(HEIGHT - 2 - Math.min(1, mib / (most || 1)) * (HEIGHT - 4)));
+    const top = most || Math.max(1, ...series.used.map((mib) => mib ?? 0));
+    const points = series.used.map((mib) => mib !== null && Math.round(HEIGHT - 2 - Math.min(1, mib / top) * (HEIGHT - 4)));
     let [line, area, before] = ["", "", false];
     points.forEach((height, place) => {
       if (height !== false) line += before === false ? `M${place},${height}h0` : `L${place},${height}`;

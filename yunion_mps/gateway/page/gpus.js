@@ -100,7 +100,7 @@ class Row {
     hide(this.reason, !gpu.reason);
     text(this.reason, `${gpu.state[0].toUpperCase()}${gpu.state.slice(1)}: ${gpu.reason}`);
     attribute(this.reason, "title", gpu.reason);
-    text(this.used, gpu.memory_mib ? memoryOf(gpu.memory_used_mib, gpu.memory_mib) : "");
+    text(this.used, gpu.memory_mib ? memoryOf(gpu.memory_used_mib, gpu.memory_mib) : gpu.memory_used_mib ? memory(gpu.memory_used_mib) : "");
     const load = [[gpu.utilization, "%"], [gpu.temperature_c, "°C"], [gpu.power_w && Math.round(gpu.power_w), "W"]];
     text(this.load, load.slice(0, many ? 1 : 3).filter(([number]) => Number.isFinite(number)).map((one) => one.join(" ")).join(" · "));
     this.total = gpu.memory_mib;
@@ -142,7 +142,8 @@ function labelOf(part) {
 
 /** Describes a part: 00:06.0-1: alice, in use, 512 of 5760 MiB. */
 function about({ devices, user, state, used, budget }) {
-  const words = [user, state, `${user ? `${used ?? "?"} of ` : ""}${budget} MiB`].filter(Boolean).join(", ");
+  const of = Number.isFinite(budget) ? `${user ? `${used ?? "?"} of ` : ""}${budget} MiB` : Number.isFinite(used) ? `${used} MiB` : "";
+  const words = [user, state, of].filter(Boolean).join(", ");
   return devices.length ? `${devices.join(", ")}: ${words}` : words;
 }
 

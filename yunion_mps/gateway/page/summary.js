@@ -53,7 +53,7 @@ export class Summary {
     const pool = sum("memory_free_mib", all.filter((gpu) => !gpu.reserved_for));
     const free = [devices.total || !pool ? `${devices.free} free` : "", pool ? `${memory(pool)} free in pools` : ""];
     for (const state of ["reserved", "unavailable"]) if (devices[state]) free.push(`${devices[state]} ${state}`);
-    this.total = sum("memory_mib");
+    this.total = gpus.some((gpu) => gpu.memory_mib !== null) ? sum("memory_mib") : null;
     hide(byId("use"), !gpus.length);
     const busy = gpus.map((gpu) => gpu.utilization).filter(Number.isFinite);
     const figures = [
