@@ -102,7 +102,7 @@ def whole_number(lowest: int, highest: int) -> Kind:
         hint = f"write a whole number from {lowest} to {highest}"
         if isinstance(value, str) and re.fullmatch(_WHOLE, value):
             value = int(value)
-        if isinstance(value, float) and value.is_integer():
+        if isinstance(value, float) and value % 1 == 0:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool):
             raise InvalidValueError(key, node, "not a whole number", hint)
