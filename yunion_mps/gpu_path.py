@@ -28,11 +28,6 @@ class GpuPath(NamedTuple):
     kind: str
     name: str
 
-    @property
-    def key(self) -> str:
-        """The text under which the state file has it."""
-        return self.name
-
 
 @functools.lru_cache(maxsize=256)
 def parse_gpu_path(text: str) -> GpuPath | None:

@@ -122,8 +122,8 @@ class Inventory(NamedTuple):
     """The driver and the GPUs found, in PCI order.
 
     `served` has the UUIDs of the GPUs that have served devices, including lost ones. `controllers` are all
-    display controllers of the host. `meant` has what the entries' paths meant before, by `GpuPath.key`.
-    `unread` is why the driver did not report any GPU; empty if it was asked.
+    display controllers of the host. `meant` has what the entries' paths meant before, by `GpuPath.name`.
+    `driver_reason` is why the driver reported no GPU; empty if it answered.
     """
 
     driver: Driver
@@ -131,7 +131,7 @@ class Inventory(NamedTuple):
     served: tuple[str, ...] = ()
     controllers: tuple[Controller, ...] = ()
     meant: Mapping[str, MeantGpu] = {}
-    unread: Reason = NO_REASON
+    driver_reason: Reason = NO_REASON
 
 
 class Device(NamedTuple):
@@ -302,7 +302,7 @@ class Plan(NamedTuple):
     divided GPU, by PCI address, unusable ones included. `pending` has the GPUs whose devices are still shared
     as before, and what the new way of sharing waits for. `kept_modes` has the PCI addresses of the GPUs whose
     compute mode is kept as configured, and `memory_mib` the configured memory of GPUs, by PCI address.
-    `missing` has the entries whose GPUs are unknown, and `meant` what all entries mean, by `GpuPath.key`.
+    `missing` has the entries whose GPUs are unknown, and `meant` what all entries mean, by `GpuPath.name`.
     `warnings` name entries whose path leads to another GPU than before.
     """
 

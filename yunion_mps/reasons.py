@@ -66,20 +66,20 @@ def hint_of(code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str =
 # -- GPUs
 
 GPU_LOST = _code("gpu_lost", "The GPU has fallen off the bus.", _REPAIRED)
-GPU_GONE = _code("gpu_gone", "The GPU is no longer on the PCI bus.",
-    "see whether the host finds it: lspci -d 10de:; if it was removed for good, remove its entry, "
+GPU_GONE = _code("gpu_gone", "A GPU that served devices is no longer on the PCI bus.",
+    "see whether the host finds it: lspci -nn | grep 10de; if it was removed for good, remove its entry, "
     "then: yunion-mps reload")
 GPU_FAULT = _code("gpu_fault", "The driver reported a fatal GPU error (Xid).",
     "reset it (nvidia-smi --gpu-reset -i {gpu}) or reboot, then: yunion-mps reload")
 GPU_OTHER_DRIVER = _code("gpu_other_driver",
     "The GPU is bound to another kernel driver, such as vfio-pci, or to none.",
-    "return it to the NVIDIA driver; or remove its entry, then: yunion-mps reload")
-GPU_MISSING = _code("gpu_missing", "An entry names a GPU that this host does not have now.",
+    "bind it to the NVIDIA driver again, and it is used; or remove its entry, then: yunion-mps reload")
+GPU_MISSING = _code("gpu_missing", "This host does not have the GPU that an entry names.",
     "see which GPUs there are: yunion-mps gpus; then correct or remove the entry, and: yunion-mps reload")
 GPU_REPLACED = _code("gpu_replaced", "Another card is in the place of the GPU that an entry means.",
-    "if the entry means the new card: yunion-mps reload; otherwise correct or remove it")
+    "if the entry means the new card: yunion-mps reload; otherwise correct or remove the entry, and reload")
 PATH_OUTDATED = _code("path_outdated", "The path of an entry leads to another GPU than the entry means.",
-    "write the UUID of the GPU as path: yunion-mps gpus; then: yunion-mps reload")
+    "find the UUID of the GPU: yunion-mps gpus -o json; write it as path; then: yunion-mps reload")
 RENDER_NODE_MISSING = _code("render_node_missing",
     "The host's GPUs have no render nodes, because nvidia-drm is not loaded.",
     "load it: modprobe nvidia-drm; or write the PCI address or UUID of the GPU as path")

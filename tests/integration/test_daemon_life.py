@@ -232,7 +232,7 @@ def refused(daemon: Daemon, code: int) -> list[str]:
 def test_without_a_driver_it_waits_and_tells_systemd_what_for(daemon: Daemon) -> None:
     daemon.host.hide_library()
     daemon.start().wait_ready()
-    why = "no NVIDIA driver: its library libnvidia-ml.so.1 is not installed"
+    why = "the NVIDIA driver's library libnvidia-ml.so.1 is not installed"
     daemon.wait_message(f"STATUS=waiting for the NVIDIA driver: {why}")
     daemon.host.show_library()
     daemon.wait_message("STATUS=4 of 4 devices available, 1 of 1 control daemons serving")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from yunion_mps.config import KEYS
+from yunion_mps.gpu_path import parse_gpu_path
 from yunion_mps.models import Driver, Gpu, Inventory, Plan
+from yunion_mps.planning.entries import resolve
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.settings import Config, DeviceEntry, Source
 
@@ -72,3 +75,12 @@ def planned(settings: Config, found: Inventory) -> Plan:
 
 def messages(settings: Config, found: Inventory) -> list[str]:
     return [str(problem) for problem in make_plan(settings, found, MACHINE_ID)[1]]
+
+
+def find_gpu(path: str, gpus: Iterable[Gpu]) -> Gpu | None:
+    """The one of these GPUs that an entry with this path divides; None if none is, or it cannot be a GPU."""
+    if parse_gpu_path(path) is None:
+        return None
+    host = inventory(*gpus)
+    entries = resolve(config(entry(path, 1)), host).entries
+    return next((gpu for gpu in host.gpus if gpu.pci_address in entries), None)

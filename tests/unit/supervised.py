@@ -82,7 +82,7 @@ class Supervised:
     def accept(self) -> list[Change]:
         """Read the files again, and aim at what they say."""
         nvml = self.supervisor.nvml
-        preflight = run_preflight(self.paths, nvml, confirms_replaced=True)
+        preflight = run_preflight(self.paths, nvml, confirms_replacements=True)
         changes = self.supervisor.accept(preflight, self.lease_waits)
         self.set_modes()
         self.supervisor.apply(time.monotonic())

@@ -22,7 +22,6 @@ from yunion_mps.kubernetes.resources import DeviceResource
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Gpu, Snapshot
 from yunion_mps.paths import Paths
-from yunion_mps.planning.entries import find_gpu
 from yunion_mps.planning.environment import client_environment
 from yunion_mps.reasons import GPU_FAULT, hint_of
 from yunion_mps.service.queries import Filters, Queries
@@ -240,8 +239,8 @@ def test_slurm_has_a_line_for_each_gpu(addresses: list[str]) -> None:
 def test_an_entry_names_a_gpu_in_every_spelling(addresses: list[str], spelling: Callable[[str], str]) -> None:
     gpus = host_of(addresses).inventory.gpus
     for gpu in gpus:
-        assert find_gpu(spelling(gpu.pci_address), gpus) is gpu
-        assert find_gpu(f"/dev/dri/by-path/pci-{gpu.pci_address}-render", gpus) is gpu
+        assert builders.find_gpu(spelling(gpu.pci_address), gpus) is gpu
+        assert builders.find_gpu(f"/dev/dri/by-path/pci-{gpu.pci_address}-render", gpus) is gpu
 
 
 @given(PAIRS, st.sampled_from(SPELLINGS))

@@ -248,22 +248,23 @@ def _setting_rows(config: Config) -> list[tuple[str, object, str]]:
 
 
 def _entry_text(entry: DeviceEntry) -> str:
-    action = f"; over_budget: {entry.over_budget}" if entry.over_budget else ""
-    action = f" of {entry.memory_mib} MiB{action}" if entry.memory_mib is not None else action
-    mode = entry.cuda_mps_compute_mode
-    action += f"; cuda_mps_compute_mode: {mode}" if mode else ""
+    details = f"; over_budget: {entry.over_budget}" if entry.over_budget else ""
+    if entry.memory_mib is not None:
+        details += f"; memory: {entry.memory_mib} MiB"
+    if entry.cuda_mps_compute_mode:
+        details += f"; cuda_mps_compute_mode: {entry.cuda_mps_compute_mode}"
     how = f"time-sliced ({entry.time_slice})" if entry.time_slice else "time-sliced"
     sliced = f", {how}" if entry.sharing == TIME_SLICING else ""
     if entry.mig not in ((), (DISABLED,)):
         number = entry.virtual_number
         each = f", {count(number, 'equal device')} each" if number else ""
-        return f"MIG: {' + '.join(entry.mig)}{each}{sliced}{action}"
+        return f"MIG: {' + '.join(entry.mig)}{each}{sliced}{details}"
     if entry.slices:
-        return ", ".join(f"{item.memory_mib} MiB" for item in entry.slices) + action
+        return ", ".join(f"{item.memory_mib} MiB" for item in entry.slices) + details
     if entry.memory_unit_mib:
         each = f", {entry.thread_percentage} % of the threads each" if entry.thread_percentage else ""
-        return f"units of {entry.memory_unit_mib} MiB{each}{action}"
-    return count(entry.virtual_number, "equal device") + sliced + action
+        return f"units of {entry.memory_unit_mib} MiB{each}{details}"
+    return count(entry.virtual_number, "equal device") + sliced + details
 
 
 @config_group.command("check", short_help="Check the files, and show the resulting plan.")

@@ -63,7 +63,7 @@ class InvalidValueError(Exception):
     def __init__(self, key: str, node: Node, what: str, hint: str) -> None:
         self.what = f"{key} is {quote(node)}, {what}"
         odd = look_alike(node.value) if isinstance(node, ScalarNode) else ""
-        self.hint = f"it contains {odd}; remove that" if odd else hint
+        self.hint = f"remove {odd} from it" if odd else hint
         super().__init__(self.what)
 
 

@@ -153,7 +153,7 @@ def configuration(host: Host) -> Findings:
     try:
         plan, problems = host.plan()
     except DriverError:
-        return [ok("the configuration is valid; they cannot be checked against the GPUs without the driver")]
+        return [ok("the configuration is valid, but cannot be checked against the GPUs without the driver")]
     except HostError as error:
         return [problem(error.message, error.hint)]
     if problems:

@@ -55,7 +55,7 @@ def _with_hint(message: str, code: str = reasons.DRIVER_ERROR) -> tuple[str, str
 #: The message, hint and reason code of NVML errors.
 _MEANINGS = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: _with_hint(
-        "no NVIDIA driver: its library libnvidia-ml.so.1 is not installed", reasons.DRIVER_MISSING
+        "the NVIDIA driver's library libnvidia-ml.so.1 is not installed", reasons.DRIVER_MISSING
     ),
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: _with_hint(
         "the NVIDIA driver's kernel module is not loaded", reasons.DRIVER_NOT_LOADED
@@ -106,6 +106,7 @@ def replaced_library(maps: str = "/proc/self/maps") -> str:
             loaded = f"{slash}{rest}"
             if not os.path.basename(loaded).startswith("libnvidia-ml.so"):
                 continue
+            # A file that was overwritten is listed as `PATH (deleted)`, so it differs, too.
             current = os.path.realpath(os.path.join(os.path.dirname(loaded), _LIBRARY))
             return "" if current == loaded else f"{current} (inode {os.stat(current).st_ino})"
     return ""
@@ -162,31 +163,35 @@ def text(value: Any) -> str:
 
 
 class _Gate:
-    """Lets many calls pass, or a single one that has the driver for itself."""
+    """Lets driver calls run together, or one exclusive call alone.
+
+    The exclusive call waits for those in progress, but keeps no new ones out, so it may time out. Only one
+    caller may ask for it at a time.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._passing = 0
+        self._shared_calls = 0
         self._is_exclusive = False
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
         with self._changed:
             self._changed.wait_for(lambda: not self._is_exclusive)
-            self._passing += 1
+            self._shared_calls += 1
         try:
             yield
         finally:
             with self._changed:
-                self._passing -= 1
+                self._shared_calls -= 1
                 self._changed.notify_all()
 
     @contextlib.contextmanager
     def exclusive(self, timeout_s: float) -> Iterator[bool]:
-        """Wait until no call is passing, and yield whether that came about in time."""
+        """Wait until no call is in progress, and yield whether that came about in time."""
         with self._changed:
-            self._is_exclusive = self._changed.wait_for(lambda: self._passing == 0, timeout_s)
-            is_alone = self._is_exclusive
+            is_alone = self._changed.wait_for(lambda: self._shared_calls == 0, timeout_s)
+            self._is_exclusive = is_alone
         try:
             yield is_alone
         finally:

@@ -258,8 +258,8 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
         if gpu.uuid in layouts and (reason := gpu.reason or plan.unavailable.get(gpu.pci_address))
     ]
     waiting += [WaitingGpu(entry.path, entry.reason, entry.reserved_for or None) for entry in plan.missing]
-    if snapshot.inventory.unread:
-        waiting.append(WaitingGpu("", snapshot.inventory.unread))
+    if snapshot.inventory.driver_reason:
+        waiting.append(WaitingGpu("", snapshot.inventory.driver_reason))
     return Candidates(devices, pools, unenforced, domains, planned, plan.reserved, waiting)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from yunion_mps import reasons
 from yunion_mps.enums import TIME_SLICING
 from yunion_mps.errors import Problem
-from yunion_mps.gpu_path import ADDRESS, RENDER_NODE, UUID, GpuPath, parse_gpu_path
+from yunion_mps.gpu_path import ADDRESS, UUID, GpuPath, parse_gpu_path
 from yunion_mps.mig import DISABLED
 from yunion_mps.models import Gpu, Inventory, MeantGpu, MissingGpu
 from yunion_mps.planning.division import (
@@ -37,9 +37,9 @@ DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 _NVIDIA_VENDOR = "0x10de"
 
 #: How it is known which GPU a path means: it has the UUID, it was recorded, or it leads there now.
-_NAMED = "named"
-_RECORDED = "recorded"
-_LED_TO = "led to"
+_BY_UUID = "by UUID"
+_BY_RECORD = "by record"
+_BY_PATH = "by path"
 
 
 class Resolution(NamedTuple):
@@ -71,7 +71,7 @@ def resolve(config: Config, inventory: Inventory) -> Resolution:
     return _all_gpus(config, inventory)
 
 
-def after_reload(meant: Mapping[str, MeantGpu], inventory: Inventory) -> dict[str, MeantGpu]:
+def confirm_replacements(meant: Mapping[str, MeantGpu], inventory: Inventory) -> dict[str, MeantGpu]:
     """Return what the paths mean once the operator has confirmed replaced cards by a reload.
 
     A render node then means the card that is in the slot of the former one.
@@ -87,18 +87,6 @@ def after_reload(meant: Mapping[str, MeantGpu], inventory: Inventory) -> dict[st
         else:
             confirmed[key] = gpu._replace(replaced="")
     return confirmed
-
-
-def find_gpu(path: str, gpus: Iterable[Gpu]) -> Gpu | None:
-    """Find the GPU with this render node, PCI address or UUID."""
-    name = parse_gpu_path(path)
-    if name is None:
-        return None
-    for gpu in gpus:
-        names = {RENDER_NODE: gpu.render_node, ADDRESS: gpu.pci_address, UUID: (gpu.uuid or "").lower()}
-        if names[name.kind] == name.name:
-            return gpu
-    return None
 
 
 class _Resolver:
@@ -119,7 +107,7 @@ class _Resolver:
     def resolve(self) -> None:
         uncertain: list[tuple[DeviceEntry, GpuPath]] = []
         for entry, name in self._named_entries():
-            gpu = self._certain_gpu(name)
+            gpu = self._gpu_by_uuid(name)
             if gpu:
                 self._divide(entry, name, gpu)
             else:
@@ -160,7 +148,7 @@ class _Resolver:
             assert name, f"reading the file refuses {entry.path}"
             gpu, how = self._meaning(name)
             others = earlier.setdefault(gpu.pci_address if gpu else name, [])
-            first = _same_by_intent(others, how)
+            first = _conflicting_entry(others, how)
             others.append((entry, how))
             if first:
                 self._problems.append(_divided_twice(entry, first, gpu))
@@ -170,14 +158,14 @@ class _Resolver:
 
     def _meaning(self, name: GpuPath) -> tuple[Gpu | None, str]:
         """Return the GPU that a path means, if it is there, and how that is known."""
-        certain = self._certain_gpu(name)
+        certain = self._gpu_by_uuid(name)
         if name.kind == UUID:
-            return certain, _NAMED
-        if name.key in self._inventory.meant:
-            return certain, _RECORDED
-        return self._led_to(name), _LED_TO
+            return certain, _BY_UUID
+        if name.name in self._inventory.meant:
+            return certain, _BY_RECORD
+        return self._gpu_at_path(name), _BY_PATH
 
-    def _led_to(self, name: GpuPath) -> Gpu | None:
+    def _gpu_at_path(self, name: GpuPath) -> Gpu | None:
         """Return the GPU to which the path leads now."""
         if name.kind == ADDRESS:
             return self._by_address.get(name.name)
@@ -188,27 +176,27 @@ class _Resolver:
                 return gpu
         return None
 
-    def _certain_gpu(self, name: GpuPath) -> Gpu | None:
+    def _gpu_by_uuid(self, name: GpuPath) -> Gpu | None:
         """Return the GPU with the UUID that the path names, or that was recorded for it."""
         if name.kind == UUID:
             return self._by_uuid.get(name.name)
-        recorded = self._inventory.meant.get(name.key)
+        recorded = self._inventory.meant.get(name.name)
         return self._by_uuid.get(recorded.uuid.lower()) if recorded else None
 
     def _divide(self, entry: DeviceEntry, name: GpuPath, gpu: Gpu, replaced: str = "") -> None:
         """Let the entry divide this GPU, unless another one does."""
         other = self._entries.get(gpu.pci_address)
         if other:
-            what = f"it leads to GPU {gpu.address}, which the entry on line {other.path_at.line} means"
+            what = f"it leads to GPU {gpu.address}, which belongs to the entry on line {other.path_at.line}"
             self._miss(entry, name, Reason(what, reasons.PATH_OUTDATED))
             return
         self._entries[gpu.pci_address] = entry
-        recorded = self._inventory.meant.get(name.key)
+        recorded = self._inventory.meant.get(name.name)
         if gpu.uuid:
             replaced = replaced or (recorded.replaced if recorded and recorded.uuid == gpu.uuid else "")
-            self._meant[name.key] = MeantGpu(gpu.uuid, gpu.pci_address, replaced)
+            self._meant[name.name] = MeantGpu(gpu.uuid, gpu.pci_address, replaced)
         elif recorded:
-            self._meant[name.key] = recorded
+            self._meant[name.name] = recorded
         if replaced:
             what = f"path {entry.path} ({_place(entry)}) meant {replaced} before; "
             what += f"GPU {gpu.address} ({gpu.uuid}) is in its place now and is used"
@@ -217,7 +205,7 @@ class _Resolver:
 
     def _warn_if_outdated(self, entry: DeviceEntry, name: GpuPath, gpu: Gpu) -> None:
         """Warn if the path leads to another GPU than the one that the entry means."""
-        there = self._led_to(name)
+        there = self._gpu_at_path(name)
         if there is gpu or (there is None and name.kind != ADDRESS):
             return
         leads = f"leads to GPU {there.address}" if there else "leads to no GPU"
@@ -227,37 +215,39 @@ class _Resolver:
 
     def _resolve_uncertain(self, entry: DeviceEntry, name: GpuPath) -> None:
         """Resolve an entry without a record, or whose recorded GPU is not there."""
-        gpu = self._led_to(name)
-        recorded = self._inventory.meant.get(name.key)
+        gpu = self._gpu_at_path(name)
+        recorded = self._inventory.meant.get(name.name)
         if recorded is None:
             if gpu:
                 self._divide(entry, name, gpu)
             else:
                 self._miss(entry, name, self._why_missing(name))
             return
-        silent = self._by_address.get(recorded.pci_address)
+        unidentified = self._by_address.get(recorded.pci_address)
         if gpu and gpu.uuid is None:
-            self._divide(entry, name, gpu)  # it is broken; presumably the same one
+            # A GPU without a UUID does not answer: it is presumably the recorded one.
+            self._divide(entry, name, gpu)
         elif gpu and name.kind == ADDRESS:
             self._divide(entry, name, gpu, replaced=recorded.uuid)
         elif gpu and gpu.pci_address == recorded.pci_address:
+            # A render node may lead to another card by chance, so the operator has to confirm it.
             what = f"GPU {gpu.address} is {gpu.uuid} now, but the entry meant {recorded.uuid}, "
             what += "which this host no longer has"
             self._miss(entry, name, Reason(what, reasons.GPU_REPLACED))
-        elif silent and silent.uuid is None:
-            self._divide(entry, name, silent)
+        elif unidentified and unidentified.uuid is None:
+            self._divide(entry, name, unidentified)
         else:
             self._miss(entry, name, self._why_recorded_missing(name, gpu, recorded))
 
     def _miss(self, entry: DeviceEntry, name: GpuPath, reason: Reason) -> None:
-        self._missing.append((entry, self._inventory.unread or reason))
-        recorded = self._inventory.meant.get(name.key)
+        self._missing.append((entry, self._inventory.driver_reason or reason))
+        recorded = self._inventory.meant.get(name.name)
         if recorded:
-            self._meant[name.key] = recorded
+            self._meant[name.name] = recorded
 
     def _why_recorded_missing(self, name: GpuPath, gpu: Gpu | None, recorded: MeantGpu) -> Reason:
         address = Gpu(recorded.pci_address).address
-        what = f"GPU {address} ({recorded.uuid}) is no longer present"
+        what = f"this host no longer has GPU {address} ({recorded.uuid})"
         if gpu:
             what += f"; {name.name} leads to GPU {gpu.address} now"
         return Reason(what, reasons.GPU_MISSING)
@@ -312,13 +302,14 @@ def _place(entry: DeviceEntry) -> str:
     return file if line is None else f"{file}:{line}"
 
 
-def _same_by_intent(earlier: Iterable[tuple[DeviceEntry, str]], how: str) -> DeviceEntry | None:
-    """Return the first of the `earlier` entries for a GPU that contradicts another one, known so (`how`).
+def _conflicting_entry(earlier: Iterable[tuple[DeviceEntry, str]], how: str) -> DeviceEntry | None:
+    """Return the first of the `earlier` entries for a GPU beside which the file must not have this one.
 
-    A recorded path and one that only leads there now do not: a reboot can bring that about.
+    `how` is how this entry's GPU is known. A recorded path and one that only leads there now do not conflict,
+    because a reboot can renumber render nodes.
     """
     for entry, known in earlier:
-        if {known, how} != {_RECORDED, _LED_TO}:
+        if {known, how} != {_BY_RECORD, _BY_PATH}:
             return entry
     return None
 

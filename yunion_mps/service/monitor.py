@@ -33,8 +33,9 @@ POLL_S = 10.0
 #: instance that could be leased; and while a job exceeds its budget on a GPU with `over_budget: terminate`.
 FAST_POLL_S = 1.0
 #: How often the list of GPUs in sysfs is compared, which costs no driver call.
-HARDWARE_S = 2.0
-#: How soon NVML is initialised again for GPUs that it did not find the last time, and at the latest.
+SYSFS_POLL_S = 2.0
+#: The first and the longest pause before NVML is initialised again for a GPU that it still does not report;
+#: the pause doubles.
 FIRST_RETRY_S = 30.0
 LAST_RETRY_S = 600.0
 #: How long the watch for events may take to end before NVML is initialised again.
@@ -62,16 +63,16 @@ class Monitor:
         self._instances.poll = self.poll
         self._queries = services.queries
         self._events: EventWatch | None = None
-        #: The attempts to open NVML; while one hangs, there is no other.
-        self._opening = Deadline()
+        #: Shared by all attempts to open NVML, so that none begins while an earlier one hangs.
+        self._opening_deadline = Deadline()
         #: The GPUs that the last initialisation of NVML did not find, and when to try again.
         self._not_found = frozenset[str]()
         self._retry_s = FIRST_RETRY_S
         self._retry_at_s = 0.0
-        #: Whether the last poll failed, so that NVML is initialised again before the next one.
-        self._has_failed = False
+        #: Whether NVML is initialised again before the next poll.
+        self._must_initialise = False
         #: The driver's new library for which a re-exec was requested.
-        self._library = ""
+        self._requested_library = ""
 
     async def run(self) -> None:
         await self._measure()
@@ -97,7 +98,7 @@ class Monitor:
         end_s = loop.time() + wait_s
         while (left_s := end_s - loop.time()) > 0:
             try:
-                await asyncio.wait_for(self._poll_now.wait(), min(left_s, HARDWARE_S))
+                await asyncio.wait_for(self._poll_now.wait(), min(left_s, SYSFS_POLL_S))
             except asyncio.TimeoutError:
                 pass
             else:
@@ -125,12 +126,13 @@ class Monitor:
         if nvml:
             began_s = loop.time()
             try:
-                if self._has_failed:
+                if self._must_initialise:
                     await self._initialise_again(nvml)
                 inventory, processes, load = await on_thread(lambda: self._read_gpus(nvml))
                 if self._may_find_more(inventory) and await self._initialise_again(nvml):
                     inventory, processes, load = await on_thread(lambda: self._read_gpus(nvml))
                     self._note_not_found(inventory)
+                self._not_found &= not_found(inventory)
             except ShortageError as error:  # which says nothing about the GPUs
                 self._note_shortage(error)
                 return
@@ -138,12 +140,12 @@ class Monitor:
                 self._failures.report(f"cannot poll the GPUs: {error.message}", consequence=error.hint)
                 self._answering = frozenset()
                 self._usage.forget()
-                self._has_failed = error.code != DRIVER_HUNG
+                self._must_initialise = error.code != DRIVER_HUNG
                 if error.code == DRIVER_MISMATCH:
                     self._use_new_library()
                 supervisor.driver_failed(error, loop.time())
                 return
-            self._has_failed = False
+            self._must_initialise = False
             self._failures.clear()
             supervisor.set_warning("polling", NO_REASON)
             supervisor.jobs.update(processes, began_s)
@@ -179,7 +181,7 @@ class Monitor:
         if not self._supervisor.waits_for_driver:
             return None
         try:
-            nvml = await on_thread(lambda: Nvml(deadline=self._opening))
+            nvml = await on_thread(lambda: Nvml(deadline=self._opening_deadline))
         except ShortageError as error:
             self._note_shortage(error)
             return None
@@ -192,8 +194,8 @@ class Monitor:
     def _use_new_library(self) -> None:
         """Re-execute the program if the driver was updated, because only a new process loads its library."""
         library = replaced_library()
-        if library and library != self._library:
-            self._library = library
+        if library and library != self._requested_library:
+            self._requested_library = library
             log.warning("the NVIDIA driver was updated: its library is now %s", library)
             self._begin(self._reexec())
 
@@ -204,19 +206,19 @@ class Monitor:
             log.error("the new library of the NVIDIA driver is not used: %s; %s", error.message, error.hint)
 
     def _may_find_more(self, inventory: Inventory) -> bool:
-        """Whether NVML might report more GPUs if it were initialised again."""
-        silent = not_found(inventory)
-        if not silent:
-            self._not_found = silent
-            return False
-        return bool(silent - self._not_found) or time.monotonic() >= self._retry_at_s
+        """Whether NVML might report more GPUs if it were initialised again now."""
+        unreported = not_found(inventory)
+        is_retried = time.monotonic() >= self._retry_at_s
+        return bool(unreported - self._not_found) or (bool(unreported) and is_retried)
 
     def _note_not_found(self, inventory: Inventory) -> None:
         """Note which GPUs NVML does not report although it has just been initialised."""
-        silent = not_found(inventory)
-        self._retry_s = min(self._retry_s * 2, LAST_RETRY_S) if silent == self._not_found else FIRST_RETRY_S
+        unreported = not_found(inventory)
+        self._retry_s = min(self._retry_s * 2, LAST_RETRY_S)
+        if unreported != self._not_found:
+            self._retry_s = FIRST_RETRY_S
         self._retry_at_s = time.monotonic() + self._retry_s
-        self._not_found = silent
+        self._not_found = unreported
 
     async def _initialise_again(self, nvml: Nvml) -> bool:
         """Initialise NVML again once the watch for events has ended; return whether that was possible."""

@@ -186,7 +186,7 @@ class Reloader:
     async def _run_preflight(self) -> Preflight:
         opened = self._supervisor.nvml
         try:
-            return await on_thread(lambda: run_preflight(self._paths, opened, confirms_replaced=True))
+            return await on_thread(lambda: run_preflight(self._paths, opened, confirms_replacements=True))
         finally:
             # Parsed YAML has reference cycles. Freed later, they would fragment the heap: 500 reloads took
             # 1 MiB instead of 0.3 MiB (measured).

@@ -101,7 +101,7 @@ class Supervisor:
         program, or no domain's directory is available.
         """
         self._keep_leased_gpus()
-        self._gpus.record(self.desired.plan)
+        self._gpus.save(self.desired.plan)
         for event in self._gpus.report_unusable(self.desired.plan):
             self.event_log.record(event)
         self._record_missing()
@@ -256,7 +256,7 @@ class Supervisor:
     @property
     def waits_for_driver(self) -> bool:
         """Whether the driver has not worked since the daemon started; then `driver_found` is awaited."""
-        return self.nvml is None and bool(self._snapshots.driver_error)
+        return self.nvml is None and bool(self._snapshots.driver_reason)
 
     def driver_found(self, nvml: Nvml) -> None:
         """Use the driver, which works now; a poll of the GPUs follows."""
@@ -265,12 +265,13 @@ class Supervisor:
         self._note_driver(None)
 
     def driver_still_fails(self, error: DriverError) -> None:
-        if error.message != self._snapshots.driver_error:
+        known = self._snapshots.driver_reason
+        if (error.message, error.code) != (known, known.code):
             log.error("waiting for the NVIDIA driver: %s; %s", error.message, error.hint)
             self._note_driver(error)
 
     def _note_driver(self, error: DriverError | None) -> None:
-        self._snapshots.driver_error = error.reason if error else NO_REASON
+        self._snapshots.driver_reason = error.reason if error else NO_REASON
         self._changed()
 
     def _record_missing(self) -> None:
@@ -279,10 +280,16 @@ class Supervisor:
         for path, entry in missing.items():
             if self._missing.get(path) != entry.reason:
                 log.error("path %s (%s): %s", path, entry.place, entry.reason)
-                subject, means = f"entry {path}", "the entry has no devices; the others are not affected"
-                self.event_log.record(
-                    Event("error", "gpu", subject, "missing", entry.reason, means, entry.reason.code)
+                event = Event(
+                    severity="error",
+                    kind="gpu",
+                    subject=f"entry {path}",
+                    what="missing",
+                    cause=entry.reason,
+                    consequence="the entry has no devices; the others are not affected",
+                    code=entry.reason.code,
                 )
+                self.event_log.record(event)
         for path in self._missing.keys() - missing.keys():
             self.event_log.record(Event("info", "gpu", f"entry {path}", "no longer missing"))
         self._missing = {path: entry.reason for path, entry in missing.items()}
@@ -365,7 +372,7 @@ class Supervisor:
         plan, changes = self.plan_for(preflight, find_lease_waits)
         self.fleet.refuse_if_any_cannot_start(self.desired.domains(plan))
         self.layouts.confirm({})  # before leases are considered
-        self._gpus.confirm_replaced(preflight.inventory.meant)
+        self._gpus.set_meant(preflight.inventory.meant)
         differs = self.desired.accept(preflight, plan)
         self.nvml = preflight.nvml or self.nvml
         self._note_driver(None if self.nvml else preflight.driver_error)
@@ -403,7 +410,7 @@ class Supervisor:
         """Plan for the GPUs as they are known now, and remember which of them serve."""
         self.desired.replan()
         self._record_missing()
-        self._gpus.remember(self.desired.plan)
+        self._gpus.set_served(self.desired.plan)
 
     def _make_fleet(self, program: str, leftovers: Leftovers) -> None:
         domains = self.desired.domains()

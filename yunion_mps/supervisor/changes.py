@@ -128,7 +128,8 @@ class DesiredState:
     ) -> tuple[Plan, list[Change]]:
         """Return the plan for a reloaded configuration, and its changes to domains and leases.
 
-        Raises YunionError if no plan is possible, or if a driver that `driver_worked` does not work now.
+        `driver_worked` is whether the driver has worked since the start. Raises YunionError if no plan is
+        possible, or if a driver that has worked does not work now.
         """
         preflight.check(even_without_driver=not driver_worked)
         plan = self._make_plan(preflight.config, preflight.inventory)

@@ -38,7 +38,7 @@ class Gpus:
         #: The GPUs (UUIDs) whose driver does not support a change of the compute mode, until the daemon ends.
         self._fixed_modes: set[str] = set()
         #: What was saved last.
-        self._remembered: object = None
+        self._saved: object = None
         gpus = [self._with_reason(gpu, plan) for gpu in inventory.gpus]
         self.inventory = inventory._replace(gpus=tuple(gpus))
 
@@ -136,25 +136,25 @@ class Gpus:
             self.inventory = Scanner(self._paths).scan(nvml)._replace(meant=self.inventory.meant)
         return nvml
 
-    def remember(self, plan: Plan) -> None:
+    def set_served(self, plan: Plan) -> None:
         """Record what the entries mean, and the GPUs that serve, or would if not lost.
 
         A daemon that starts while one of them is lost, or has another render node, then still knows it. An
         empty plan, for example with MPS disabled, is not recorded, so that no GPU is forgotten.
         """
         self.inventory = self.inventory._replace(served=tuple(sorted(plan.gpu_uuids)))
-        self.record(plan)
+        self.save(plan)
 
-    def record(self, plan: Plan) -> None:
+    def save(self, plan: Plan) -> None:
         """Record what the entries mean, and the GPUs that will serve, before anything of them changes."""
         planned = plan.gpu_uuids
         kept = tuple(gpu for gpu in self.inventory.gpus if gpu.uuid in planned)
         self.inventory = self.inventory._replace(meant=plan.meant)
         record = ({(gpu.uuid, gpu.pci_address) for gpu in kept}, dict(plan.meant))
-        if kept and record != self._remembered and save_served(self._paths, kept, plan.meant):
-            self._remembered = record
+        if kept and record != self._saved and save_served(self._paths, kept, plan.meant):
+            self._saved = record
 
-    def confirm_replaced(self, meant: Mapping[str, MeantGpu]) -> None:
+    def set_meant(self, meant: Mapping[str, MeantGpu]) -> None:
         """Use what the entries mean after a reload, by which the operator has confirmed replaced cards."""
         self.inventory = self.inventory._replace(meant=meant)
 

@@ -35,7 +35,7 @@ from yunion_mps.mps.processes import (
     server_path,
 )
 from yunion_mps.paths import Paths
-from yunion_mps.planning.entries import after_reload
+from yunion_mps.planning.entries import confirm_replacements
 from yunion_mps.planning.mig import with_layouts
 from yunion_mps.planning.plan import make_plan, without_root
 from yunion_mps.planning.sharing import mode_for, ways_of_sharing
@@ -111,12 +111,12 @@ def run_preflight(
     opened: Nvml | None = None,
     *,
     even_if_disabled: bool = False,
-    confirms_replaced: bool = False,
+    confirms_replacements: bool = False,
 ) -> Preflight:
     """Read the files and scan the GPUs, through `opened` if NVML is already open; changes nothing.
 
     If MPS is disabled, the GPUs are not scanned; with `even_if_disabled`, it counts as enabled. With
-    `confirms_replaced`, the operator confirms that entries mean the cards that replaced theirs. Raises
+    `confirms_replacements`, the operator confirms that entries mean the cards that replaced theirs. Raises
     HostError if there is no machine id.
     """
     host = machine_id(paths)
@@ -133,12 +133,12 @@ def run_preflight(
             driver_error = error
             scanned = Inventory(Driver("", None), (), controllers=Scanner(paths).controllers())
         inventory = with_saved(scanned, load_served(paths), are_named=bool(config.devices))
-        if confirms_replaced:
-            inventory = inventory._replace(meant=after_reload(inventory.meant, inventory))
+        if confirms_replacements:
+            inventory = inventory._replace(meant=confirm_replacements(inventory.meant, inventory))
         gone = {gpu.pci_address for gpu in inventory.gpus} - {gpu.pci_address for gpu in scanned.gpus}
         if driver_error:
             lost = (gpu._replace(reason=reason_of(driver_error)) for gpu in inventory.gpus)
-            inventory = inventory._replace(gpus=tuple(lost), unread=reason_of(driver_error))
+            inventory = inventory._replace(gpus=tuple(lost), driver_reason=reason_of(driver_error))
         plan, host_problems = make_plan(config, inventory, host)
         kept = (g for g in inventory.gpus if g.pci_address not in gone or g.pci_address in plan.unavailable)
         inventory = inventory._replace(gpus=tuple(kept))

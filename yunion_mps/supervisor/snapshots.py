@@ -42,7 +42,7 @@ class Snapshots:
         #: What the operator has to do about a control daemon of an earlier run.
         self.leftovers = ""
         #: Why the driver has not worked since the daemon started; empty if it has.
-        self.driver_error = NO_REASON
+        self.driver_reason = NO_REASON
         self._warnings: dict[str, Reason] = {}
         self._version = 0
         self._snapshot: Snapshot | None = None
@@ -84,8 +84,8 @@ class Snapshots:
             file = next(iter(config.files), "host.conf") if at.line is None else at.file
             why = f"MPS is disabled: enable_cuda_mps is false in {file}{config.also_disabled}"
             code = reasons.DISABLED
-        elif self.driver_error:
-            why, code = f"waiting for the NVIDIA driver: {self.driver_error}", self.driver_error.code
+        elif self.driver_reason:
+            why, code = f"waiting for the NVIDIA driver: {self.driver_reason}", self.driver_reason.code
         elif not (plan.domains or plan.direct or self._fleet.domains):
             pending = [f"GPU {gpu.address}: {reason}" for gpu, reason in layouts]
             named = {gpu.pci_address for gpu, _ in layouts}
@@ -138,7 +138,8 @@ def warnings(snapshot: Snapshot) -> Iterator[tuple[Reason, Gpu | None]]:
             if gpu.compute_capability is None:
                 what = (
                     f"GPU {gpu.address} ({gpu.name}): its budgets may not be enforced, because the driver "
-                    "does not report its compute capability; before Volta, its clients can use all of it"
+                    "does not report its compute capability; if it is older than Volta, its clients can use "
+                    "all of its memory and threads"
                 )
             yield Reason(what, reasons.BUDGET_NOT_ENFORCED), gpu
         if gpu.uuid in served - leaving and not gpu.reason and _lacks_mode(gpu, snapshot.plan):

@@ -187,7 +187,7 @@ def test_a_missing_driver_is_one_problem_and_skips_other_checks(ready: Scene) ->
     told = ready.host.run(["yunion-mps", "doctor", *PATIENT]).stdout
     skipped = "skipped  device nodes, GPUs, MIG, vGPU, budgets, job budgets, compute mode, "
     skipped += "client limit, outside MPS"
-    reason = "not checked: no NVIDIA driver: its library libnvidia-ml.so.1 is not installed"
+    reason = "not checked: the NVIDIA driver's library libnvidia-ml.so.1 is not installed"
     assert f"\n{skipped}: {reason}\n" in told
 
 

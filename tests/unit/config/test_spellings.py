@@ -116,7 +116,7 @@ def test_a_space_that_is_none_to_yaml_is_named_with_its_line(files: Files, space
         assert files.write(host).messages() == [f"{HOST}:{message}"]
     files.write(f"cuda_mps_replicas: 4{space}\n")
     (problem,) = files.problems()
-    assert (problem.line, problem.hint) == (1, f"it contains {name}; remove that")
+    assert (problem.line, problem.hint) == (1, f"remove {name} from it")
     assert number not in problem.hint
 
 

@@ -14,7 +14,7 @@ NOT_PERMITTED = "NVML: permission denied"
 
 MESSAGES = {
     "library_not_found": (
-        "no NVIDIA driver: its library libnvidia-ml.so.1 is not installed",
+        "the NVIDIA driver's library libnvidia-ml.so.1 is not installed",
         "install the NVIDIA driver with its libraries, then check it: nvidia-smi",
     ),
     "driver_not_loaded": (

@@ -347,7 +347,7 @@ def test_calls_wait_while_nvml_is_initialised_again() -> None:
     assert order == ["initialised", "called"]
 
 
-def test_a_driver_that_was_unloaded_meanwhile_is_used_again_once_it_is_loaded(open_host: OpenHost) -> None:
+def test_a_driver_that_was_unloaded_is_used_again_once_it_is_loaded(open_host: OpenHost) -> None:
     opened = open_host()
     opened.sim.unload_driver()
     with pytest.raises(DriverError) as caught:

@@ -161,7 +161,7 @@ def test_saved_gpus_and_what_the_entries_meant_are_loaded_again(tmp_path: Path) 
     assert load_served(paths) == ServedGpus((GPU,), meant=meant)
 
 
-def test_of_an_earlier_version_the_render_nodes_of_the_gpus_that_served_are_known(tmp_path: Path) -> None:
+def test_render_nodes_saved_by_an_earlier_version_are_known(tmp_path: Path) -> None:
     paths = Paths(str(tmp_path))
     assert save_served(paths, [GPU._replace(render_node="/dev/dri/renderD128")], {})
     record = json.loads(Path(paths.served_gpus).read_text())

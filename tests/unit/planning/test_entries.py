@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps import reasons
 from yunion_mps.models import Controller, Gpu, Inventory, MeantGpu
-from yunion_mps.planning.entries import Resolution, after_reload, find_gpu, resolve
+from yunion_mps.planning.entries import Resolution, confirm_replacements, resolve
 from yunion_mps.reasons import GPU_LOST, Reason
 from yunion_mps.settings import DeviceEntry
 
-from unit.builders import DEVICES, P40, config, entry, gpu, inventory, messages, planned
+from unit.builders import DEVICES, P40, config, entry, find_gpu, gpu, inventory, messages, planned
 
 
 @pytest.mark.parametrize(
@@ -181,17 +181,19 @@ def test_a_card_that_was_moved_to_another_slot_is_still_meant() -> None:
     assert "leads to no GPU now" in resolution.warnings[0]
 
 
-def test_a_missing_gpu_is_not_exchanged_for_the_one_that_has_its_render_node_now() -> None:
+def test_a_missing_gpu_is_not_swapped_for_its_render_node_s_new_owner() -> None:
     host = inventory(gpu(3, render_node="/dev/dri/renderD130"))
     host = host._replace(meant=meant("/dev/dri/renderD130", gpu(2)))
     resolution = resolved([entry("/dev/dri/renderD130", 4)], host)
     assert meanings(resolution) == {}
-    text = f"GPU 02:00.0 ({gpu(2).uuid}) is no longer present; /dev/dri/renderD130 leads to GPU 03:00.0 now"
+    text = (
+        f"this host no longer has GPU 02:00.0 ({gpu(2).uuid}); /dev/dri/renderD130 leads to GPU 03:00.0 now"
+    )
     assert missing(resolution) == {"/dev/dri/renderD130": (text, reasons.GPU_MISSING)}
-    assert after_reload(host.meant, host) == host.meant, "a reload confirms no renumbering"
+    assert confirm_replacements(host.meant, host) == host.meant, "a reload confirms no renumbering"
 
 
-def test_a_card_that_replaced_the_one_in_its_slot_is_used_and_both_are_named() -> None:
+def test_a_card_that_replaced_another_in_its_slot_is_used_and_both_named() -> None:
     new = gpu(2, uuid=str(gpu(9).uuid))
     host = inventory(new)._replace(meant=meant("0000:02:00.0", gpu(2)))
     resolution = resolved([entry("02:00.0", 4)], host)
@@ -203,7 +205,7 @@ def test_a_card_that_replaced_the_one_in_its_slot_is_used_and_both_are_named() -
     )
     again = resolved([entry("02:00.0", 4)], host._replace(meant=resolution.meant))
     assert again.warnings == (warning,), "until the next reload"
-    confirmed = host._replace(meant=after_reload(again.meant, host))
+    confirmed = host._replace(meant=confirm_replacements(again.meant, host))
     assert resolved([entry("02:00.0", 4)], confirmed).warnings == ()
 
 
@@ -216,7 +218,7 @@ def test_behind_a_render_node_a_replaced_card_is_used_after_a_reload() -> None:
     assert missing(resolution) == {
         path: (f"{text}which this host no longer has", reasons.GPU_REPLACED),
     }
-    confirmed = host._replace(meant=after_reload(resolution.meant, host))
+    confirmed = host._replace(meant=confirm_replacements(resolution.meant, host))
     assert meanings(resolved([entry(path, 4)], confirmed)) == {path: "0000:02:00.0"}
 
 
@@ -225,7 +227,7 @@ def test_a_gpu_of_two_entries_is_divided_by_the_one_that_meant_it_before() -> No
     new, old = entry("/dev/dri/renderD130", 2), entry("/dev/dri/renderD140", 4, 5)
     resolution = resolved([new, old], host)
     assert meanings(resolution) == {"/dev/dri/renderD140": "0000:02:00.0"}
-    text = "it leads to GPU 02:00.0, which the entry on line 5 means"
+    text = "it leads to GPU 02:00.0, which belongs to the entry on line 5"
     assert missing(resolution) == {"/dev/dri/renderD130": (text, reasons.PATH_OUTDATED)}
 
 

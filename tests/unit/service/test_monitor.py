@@ -176,7 +176,7 @@ def test_a_gpu_that_is_added_to_the_bus_is_served_without_a_restart(
     make_host: MakeHost, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor, "POLL_S", 3600.0)
-    monkeypatch.setattr(monitor, "HARDWARE_S", 0.01)
+    monkeypatch.setattr(monitor, "SYSFS_POLL_S", 0.01)
     host = make_host([{"kind": "v100"}, {"kind": "a100", "present": False}], cuda_mps_replicas="4")
     (host.root / "etc/yunion/host_container_device.yml").unlink()
     made = supervise(host).start()

@@ -334,7 +334,7 @@ def test_a_missing_gpu_is_recorded_once_and_so_is_its_return(begin: Begin) -> No
     again.until(lambda: again.available == 8)
 
 
-def test_an_entry_that_does_not_fit_its_gpu_keeps_only_this_gpu_from_serving(begin: Begin) -> None:
+def test_an_entry_that_does_not_fit_keeps_only_its_gpu_from_serving(begin: Begin) -> None:
     host, made = begin(TWO)
     made.stop()
     file = host.root / "etc/yunion/host_container_device.yml"
