@@ -1,4 +1,4 @@
-"""Checks of our own daemon and its two files, and `--selftest` of its devices."""
+"""Checks of our own daemon and its configuration files, and `--selftest` of its devices."""
 
 from __future__ import annotations
 
