@@ -46,7 +46,8 @@ class Problem(NamedTuple):
     """A problem in a configuration file; `hint` is empty if `what` contains it (`did you mean ...?`).
 
     `is_minor`: it does not keep the daemon from starting, which ignores the setting with a warning, or leaves
-    alone the only `gpu` that it is about (a PCI address). A reload and `config check` refuse it like others.
+    alone the only `gpu` (a PCI address) or `entry` (its path) that it is about. A reload and `config check`
+    refuse it like others.
     """
 
     file: str
@@ -55,6 +56,7 @@ class Problem(NamedTuple):
     hint: str = ""
     is_minor: bool = False
     gpu: str = ""
+    entry: str = ""
 
     def __str__(self) -> str:
         """Return `FILE:LINE: what is wrong: hint`, the form of compilers and editors, on one line.

@@ -13,7 +13,7 @@ RENDER_NODE = "render node"
 ADDRESS = "PCI address"
 UUID = "UUID"
 
-_RENDER_NODE = re.compile(r"/dev/dri/renderD[0-9]+")
+_RENDER_NODE = re.compile(r"/dev/dri/renderD[1-9][0-9]*")
 _LINK = re.compile(r"/dev/dri/by-path/pci-(.+)-render")
 _UUID = re.compile(r"gpu-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 

@@ -74,17 +74,25 @@ GPU_FAULT = _code("gpu_fault", "The driver reported a fatal GPU error (Xid).",
 GPU_OTHER_DRIVER = _code("gpu_other_driver",
     "The GPU is bound to another kernel driver, such as vfio-pci, or to none.",
     "bind it to the NVIDIA driver again, and it is used; or remove its entry, then: yunion-mps reload")
+#: Codes of GPUs that no driver call can reach now; what was to be done to them waits until they are back.
+GPU_ABSENT = frozenset({GPU_LOST, GPU_GONE, GPU_OTHER_DRIVER})
 GPU_MISSING = _code("gpu_missing", "This host does not have the GPU that an entry names.",
     "see which GPUs there are: yunion-mps gpus; then correct or remove the entry, and: yunion-mps reload")
 GPU_REPLACED = _code("gpu_replaced", "Another card is in the place of the GPU that an entry means.",
     "if the entry means the new card: yunion-mps reload; otherwise correct or remove the entry, and reload")
+RECORD_DAMAGED = _code("record_damaged",
+    "The record of which GPU each entry means cannot be read or written, so render nodes are not trusted.",
+    "if the entry means the GPU to which it leads now: yunion-mps reload; otherwise write the UUID of the "
+    "GPU as path, then: yunion-mps reload")
 PATH_OUTDATED = _code("path_outdated", "The path of an entry leads to another GPU than the entry means.",
     "find the UUID of the GPU: yunion-mps gpus -o json; write it as path; then: yunion-mps reload")
 RENDER_NODE_MISSING = _code("render_node_missing",
-    "The host's GPUs have no render nodes, because nvidia-drm is not loaded.",
-    "load it: modprobe nvidia-drm; or write the PCI address or UUID of the GPU as path")
+    "The host's GPUs have no render nodes: nvidia-drm is not loaded, or udev has made no links.",
+    "modprobe nvidia-drm; udevadm trigger; or write the PCI address or UUID of the GPU as path")
 #: Codes of entries whose GPUs are not there, or that another card has replaced.
-GPU_NEEDS = frozenset({GPU_GONE, GPU_OTHER_DRIVER, GPU_MISSING, GPU_REPLACED, RENDER_NODE_MISSING})
+GPU_NEEDS = frozenset({
+    GPU_GONE, GPU_OTHER_DRIVER, GPU_MISSING, GPU_REPLACED, RENDER_NODE_MISSING, RECORD_DAMAGED,
+})
 ENTRY_REFUSED = _code("entry_refused", "An entry divides its GPU in a way that the GPU does not allow.",
     "correct the entry, then verify it: yunion-mps config check; then: yunion-mps reload")
 GPU_ERROR = _code("gpu_error", "The driver cannot use the GPU, or reports no information about it.",
@@ -297,7 +305,7 @@ INFEASIBLE = _code("infeasible", "The request could not be satisfied even if eve
 DISABLED = _code("disabled", "MPS is disabled: enable_cuda_mps is false.",
     "set enable_cuda_mps: true in host.conf or host_local.conf, then: yunion-mps reload")
 NO_USABLE_GPU = _code("no_usable_gpu", "No GPU on this host can serve devices.",
-    "see each GPU's reason: yunion-mps gpus; then: yunion-mps reload")
+    "see the problem of each GPU and entry: yunion-mps status; then: yunion-mps reload")
 INVALID_CONFIGURATION = _code("invalid_configuration", "A configuration file has an error.",
     "correct it, then verify it: yunion-mps config check")
 CONFIGURATION_IGNORED = _code("configuration_ignored",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from integration.daemon_host import Daemon
+from integration.daemon_host import Daemon, eventually
 from simhost import SimHost
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
@@ -17,6 +17,10 @@ GPUS: dict[str, dict[str, Any]] = {
     "sharing.md": {"kind": "h100", "count": 3},
     "mig.md": {"kind": "h100", "uuid": "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"},
 }
+
+
+def _load_is_known(daemon: Daemon) -> bool:
+    return daemon.get("/v1/gpus")[1]["gpus"][0]["memory_used_mib"] is not None
 
 
 @pytest.mark.parametrize("page", GPUS)
@@ -28,6 +32,7 @@ def test_the_first_example_of_the_page_prints_what_the_page_says(page: str) -> N
         (host.root / "etc/yunion/host_container_device.yml").write_text(file)
         daemon.configure()
         daemon.start().wait_ready()
+        eventually(lambda: _load_is_known(daemon), "the load of the GPUs")
         assert len(commands) >= 2
         for command in commands:
             words, _, told = command.partition("\n")

@@ -239,6 +239,7 @@ def test_a_gpu_is_published_although_a_claim_has_the_one_that_it_replaced(
     ready_daemon.stop()
     ready_daemon.host.gpus[0].replace(new)
     ready_daemon.start().wait_ready()
+    assert ready_daemon.ask("POST", "/v1/reload")[0] == 200  # the operator confirms the card
 
     def published() -> list[str]:
         return [one["attributes"]["uuid"]["string"] for one in dra_kubelet.devices() if not one.get("taints")]

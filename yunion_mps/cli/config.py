@@ -283,7 +283,7 @@ def check_config(output: str) -> None:
 
     preflight = run_preflight(Paths.from_environment())
     try:
-        preflight.check()
+        preflight.check(even_without_driver=True)
         show_pairs(plan_json(preflight), output, lambda: _plan_text(preflight))
     finally:
         preflight.close()
@@ -324,6 +324,8 @@ def _notice(preflight: Preflight) -> str:
     config = preflight.config
     why = f"MPS is disabled: enable_cuda_mps is false{config.also_disabled}"
     notices = [] if config.enable_cuda_mps else [why]
+    if preflight.driver_error:
+        notices.append(f"the NVIDIA driver does not work now: {preflight.driver_error.message}")
     return "; ".join([*notices, *preflight.warnings])
 
 

@@ -60,6 +60,9 @@ _MEANINGS = {
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: _with_hint(
         "the NVIDIA driver's kernel module is not loaded", reasons.DRIVER_NOT_LOADED
     ),
+    pynvml.NVML_ERROR_UNINITIALIZED: _with_hint(
+        "the NVIDIA driver was unloaded meanwhile", reasons.DRIVER_NOT_LOADED
+    ),
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: _with_hint(
         "the NVIDIA driver's library and its kernel module have different versions", reasons.DRIVER_MISMATCH
     ),

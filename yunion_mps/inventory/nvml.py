@@ -286,7 +286,13 @@ def mig_devices(handle: Any) -> Iterator[Any]:
 
 
 def handle_of(uuid: str) -> Any:
-    return call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode())
+    """Return NVML's handle; raises DriverError, with the code GPU_GONE if there is no such GPU."""
+    absent = (pynvml.NVML_ERROR_NOT_FOUND,)
+    handle = call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode(), ignored=absent)
+    if handle is None:
+        what = "the driver no longer reports this GPU"
+        raise DriverError(what, reasons.hint_of(reasons.GPU_GONE), reasons.GPU_GONE)
+    return handle
 
 
 def _load(handle: Any) -> GpuLoad:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from yunion_mps import reasons
 from yunion_mps.addresses import sort_key
@@ -24,8 +25,12 @@ from yunion_mps.models import Controller, Gpu, Inventory, MeantGpu, PcieLink
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 
+T = TypeVar("T")
+
 _GONE = Reason("the GPU is no longer present", reasons.GPU_GONE)
 INSTANCE_GONE = Reason("the MIG instance no longer exists", reasons.MIG_INSTANCE_GONE)
+#: What a damaged file raises while it is read.
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _DIVIDED = Reason(
     "another program divided the MIG instance into compute instances", reasons.MIG_FOREIGN_INSTANCE
 )
@@ -37,11 +42,15 @@ _NVIDIA_DRIVERS = ("nvidia", "nvgpu")
 
 
 class ServedGpus(NamedTuple):
-    """The GPUs that served devices, whether they did in this boot, and what the entries meant."""
+    """The GPUs that served devices, whether they did in this boot, and what the entries meant.
+
+    `is_damaged`: the latter could not be read.
+    """
 
     gpus: tuple[Gpu, ...] = ()
     this_boot: bool = True
     meant: Mapping[str, MeantGpu] = {}
+    is_damaged: bool = False
 
 
 class Scanner:
@@ -71,14 +80,15 @@ class Scanner:
             address = controller.pci_address
             if address in gpus or controller.vendor != sysfs.NVIDIA_VENDOR:
                 continue
-            reason = _other_driver(controller)
+            reason = _other_driver(controller, self._paths)
             if not reason:
                 reason = nvml.reason_at(address) or (refused or [_NOT_OFFERED])[0]
             gpus[address] = self._locate(Gpu(address, reason=reason))
         located = [gpu._replace(render_node=nodes.get(gpu.pci_address)) for gpu in gpus.values()]
         shown = [one for gpu in located for one in _with_instances(gpu, Mig(nvml))]
         self._known = _answering(gpu for gpu in shown if not gpu.parent)
-        return Inventory(driver, in_order(shown), controllers=controllers)
+        has_drm = os.path.isdir(self._paths.under("/sys/module/nvidia_drm"))
+        return Inventory(driver, in_order(shown), controllers=controllers, drm_is_loaded=has_drm)
 
     def controllers(self, render_nodes: Mapping[str, str] | None = None) -> tuple[Controller, ...]:
         """Return the host's display controllers, without asking the driver.
@@ -112,14 +122,16 @@ class Scanner:
         return gpu._replace(vendor_device_id=vendor_device_id, numa_node=numa_node, link=link)
 
 
-def _other_driver(controller: Controller) -> Reason:
+def _other_driver(controller: Controller, paths: Paths) -> Reason:
     """Return which other driver, or that none, is bound to this GPU; empty if NVIDIA's is."""
     if controller.driver in _NVIDIA_DRIVERS:
         return NO_REASON
-    what = "the GPU is not bound to any driver"
     if controller.driver:
         what = f"the GPU is bound to the driver {controller.driver}, so the NVIDIA driver cannot use it"
-    return Reason(what, reasons.GPU_OTHER_DRIVER)
+        return Reason(what, reasons.GPU_OTHER_DRIVER)
+    if not os.path.isdir(paths.under("/sys/module/nvidia")):
+        return Reason("the NVIDIA driver's kernel module is not loaded", reasons.DRIVER_NOT_LOADED)
+    return Reason("the GPU is not bound to any driver", reasons.GPU_OTHER_DRIVER)
 
 
 def _with_instances(gpu: Gpu, mig: Mig) -> tuple[Gpu, ...]:
@@ -142,34 +154,51 @@ def in_order(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
 
 
 def load_served(paths: Paths) -> ServedGpus:
-    """Return what the last daemon saved; nothing if it cannot be read."""
-    unreadable = (OSError, ValueError, TypeError, KeyError, RecursionError)
-    with contextlib.suppress(*unreadable), open(paths.served_gpus) as file:
-        record = json.load(file)
-        gpus = tuple(_gpu_from_json(row) for row in record["gpus"])
-        return ServedGpus(gpus, record["boot_id"] == _boot_id(paths), _meant_from_json(record, gpus))
-    return ServedGpus()
+    """Return what the last daemon saved; `is_damaged` if there is something that cannot be read."""
+    try:
+        with open(paths.served_gpus, encoding="utf-8") as file:
+            record = json.load(file)
+        boot_id = record["boot_id"]
+        gpus, _ = _readable(record["gpus"], _gpu_from_json)
+        if "entries" not in record:  # an earlier version saved only the render nodes of GPUs that served
+            nodes = {gpu.render_node: gpu for gpu in gpus if gpu.render_node and not gpu.parent}
+            meant = {node: MeantGpu(str(gpu.uuid), gpu.pci_address) for node, gpu in nodes.items()}
+            return ServedGpus(tuple(gpus), boot_id == _boot_id(paths), meant)
+        keys = list(record["entries"])
+        rows, is_damaged = _readable(keys, lambda key: (key, _meant_from_json(record["entries"][key])))
+        return ServedGpus(tuple(gpus), boot_id == _boot_id(paths), dict(rows), is_damaged)
+    except FileNotFoundError:
+        return ServedGpus()
+    except PermissionError:  # doctor runs as any user
+        return ServedGpus()
+    except _UNREADABLE:
+        return ServedGpus(is_damaged=True)
 
 
-def _meant_from_json(record: Mapping[str, Any], gpus: Iterable[Gpu]) -> dict[str, MeantGpu]:
-    """Return what the entries meant; an earlier version saved only the render nodes of GPUs that served."""
-    if "entries" not in record:
-        return {
-            gpu.render_node: MeantGpu(str(gpu.uuid), gpu.pci_address)
-            for gpu in gpus
-            if gpu.render_node and not gpu.parent
-        }
-    meant: dict[str, MeantGpu] = {}
-    for key, row in record["entries"].items():
-        gpu = MeantGpu(uuid=row["uuid"], pci_address=row["pci_address"], replaced=row["replaced"])
-        if not all(isinstance(text, str) for text in gpu):
-            raise TypeError(f"not a GPU: {row}")
-        meant[key] = gpu
-    return meant
+def _readable(rows: Iterable[Any], read: Callable[[Any], T]) -> tuple[list[T], bool]:
+    """Return the rows that can be read, and whether there are others."""
+    values: list[T] = []
+    is_damaged = False
+    for row in rows:
+        try:
+            values.append(read(row))
+        except _UNREADABLE:
+            is_damaged = True
+    return values, is_damaged
+
+
+def _meant_from_json(row: Any) -> MeantGpu:
+    gpu = MeantGpu(uuid=row["uuid"], pci_address=row["pci_address"], replaced=row["replaced"])
+    if not all(isinstance(text, str) for text in gpu):
+        raise TypeError(f"not a GPU: {row}")
+    return gpu
 
 
 def save_served(paths: Paths, gpus: Iterable[Gpu], meant: Mapping[str, MeantGpu]) -> bool:
-    """Save the GPUs that serve, and what the entries mean; return whether that succeeded."""
+    """Save the GPUs that serve, and what the entries mean; return whether that succeeded.
+
+    A file that cannot be read is kept beside it, as `….unreadable`.
+    """
     kept = [
         gpu._replace(
             nvml_index=None,
@@ -187,6 +216,8 @@ def save_served(paths: Paths, gpus: Iterable[Gpu], meant: Mapping[str, MeantGpu]
     entries = {key: gpu._asdict() for key, gpu in meant.items()}
     with contextlib.suppress(OSError):
         record = {"boot_id": _boot_id(paths), "gpus": rows, "entries": entries}
+        if load_served(paths).is_damaged:
+            os.replace(paths.served_gpus, f"{paths.served_gpus}.unreadable")
         write_atomically(paths.served_gpus, json.dumps(record), directory_mode=0o700)
         return True
     return False
@@ -226,7 +257,7 @@ def with_saved(inventory: Inventory, saved: ServedGpus, *, are_named: bool) -> I
     GPUs that no entry names (`are_named` is false) are forgotten after a reboot.
     """
     served = saved.gpus if are_named or saved.this_boot else ()
-    return with_served(inventory, served)._replace(meant=saved.meant)
+    return with_served(inventory, served)._replace(meant=saved.meant, meant_is_damaged=saved.is_damaged)
 
 
 def gone(gpu: Gpu, there: Mapping[str, Gpu]) -> Gpu:

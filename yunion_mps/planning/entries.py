@@ -14,7 +14,7 @@ from typing import NamedTuple
 from yunion_mps import reasons
 from yunion_mps.enums import TIME_SLICING
 from yunion_mps.errors import Problem
-from yunion_mps.gpu_path import ADDRESS, UUID, GpuPath, parse_gpu_path
+from yunion_mps.gpu_path import ADDRESS, RENDER_NODE, UUID, GpuPath, parse_gpu_path
 from yunion_mps.mig import DISABLED
 from yunion_mps.models import Gpu, Inventory, MeantGpu, MissingGpu
 from yunion_mps.planning.division import (
@@ -32,6 +32,9 @@ from yunion_mps.settings import Config, DeviceEntry, Source
 #: Where CUDA looks for a control daemon unless CUDA_MPS_PIPE_DIRECTORY is set (NVIDIA's MPS documentation).
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 
+
+#: What an entry meant whose record could not be read: nothing, until the operator's next reload.
+UNKNOWN_GPU = MeantGpu("", "")
 
 #: As in sysfs.
 _NVIDIA_VENDOR = "0x10de"
@@ -77,12 +80,15 @@ def confirm_replacements(meant: Mapping[str, MeantGpu], inventory: Inventory) ->
     A render node then means the card that is in the slot of the former one.
     """
     uuids = {gpu.uuid for gpu in inventory.gpus}
+    meant_uuids = {gpu.uuid for gpu in meant.values()}
     present = {gpu.pci_address: gpu for gpu in inventory.gpus if gpu.uuid}
     confirmed = {}
     for key, gpu in meant.items():
         successor = present.get(gpu.pci_address)
         is_gone = gpu.uuid not in uuids
-        if is_gone and successor and successor.render_node == key:
+        if gpu == UNKNOWN_GPU:
+            continue  # the path decides, as for a new entry
+        if is_gone and successor and successor.render_node == key and successor.uuid not in meant_uuids:
             confirmed[key] = MeantGpu(str(successor.uuid), successor.pci_address)
         else:
             confirmed[key] = gpu._replace(replaced="")
@@ -143,7 +149,7 @@ class _Resolver:
         """Return the entries with what their paths name; two paths that name the same GPU are a problem."""
         named: list[tuple[DeviceEntry, GpuPath]] = []
         earlier: dict[object, list[tuple[DeviceEntry, str]]] = {}
-        for entry in self._config.devices:
+        for entry in sorted(self._config.devices, key=_is_render_node):  # which is the least certain
             name = parse_gpu_path(entry.path)
             assert name, f"reading the file refuses {entry.path}"
             gpu, how = self._meaning(name)
@@ -151,7 +157,12 @@ class _Resolver:
             first = _conflicting_entry(others, how)
             others.append((entry, how))
             if first:
-                self._problems.append(_divided_twice(entry, first, gpu))
+                problem = _divided_twice(entry, first, gpu)
+                # A render node without a record may lead to another GPU after the next reboot.
+                is_minor = name.kind == RENDER_NODE and how == _BY_PATH
+                self._problems.append(problem._replace(is_minor=is_minor, entry=entry.path))
+                why = problem.what.replace(f"path {entry.path}", "it", 1)
+                self._missing.append((entry, Reason(why, reasons.ENTRY_REFUSED)))
             else:
                 named.append((entry, name))
         return named
@@ -217,7 +228,14 @@ class _Resolver:
         """Resolve an entry without a record, or whose recorded GPU is not there."""
         gpu = self._gpu_at_path(name)
         recorded = self._inventory.meant.get(name.name)
-        if recorded is None:
+        is_lost = recorded == UNKNOWN_GPU or (recorded is None and self._inventory.meant_is_damaged)
+        if is_lost and name.kind == RENDER_NODE:
+            leads = f"; it leads to GPU {gpu.address} ({gpu.uuid}) now" if gpu else ""
+            what = f"which GPU the entry meant before is not known, because the record was damaged{leads}"
+            self._miss(entry, name, Reason(what, reasons.RECORD_DAMAGED))
+            self._meant[name.name] = UNKNOWN_GPU
+            return
+        if recorded is None or recorded == UNKNOWN_GPU:
             if gpu:
                 self._divide(entry, name, gpu)
             else:
@@ -266,6 +284,8 @@ class _Resolver:
             return Reason(f"there is no GPU at {Gpu(name.name).address}", reasons.GPU_MISSING)
         if self._gpus and not any(gpu.render_node for gpu in self._gpus):
             what = "no NVIDIA GPU has a render node: nvidia-drm is not loaded"
+            if self._inventory.drm_is_loaded:
+                what = "no NVIDIA GPU has a link to a render node in /dev/dri/by-path"
             return Reason(what, reasons.RENDER_NODE_MISSING)
         return Reason("there is no such render node", reasons.GPU_MISSING)
 
@@ -295,6 +315,11 @@ def _all_gpus(config: Config, inventory: Inventory) -> Resolution:
         if wrong:
             refused[gpu.pci_address] = Reason(str(wrong[0]), reasons.ENTRY_REFUSED)
     return Resolution(entries, refused, (), {}, (), problems)
+
+
+def _is_render_node(entry: DeviceEntry) -> bool:
+    path = parse_gpu_path(entry.path)
+    return path is not None and path.kind == RENDER_NODE
 
 
 def _place(entry: DeviceEntry) -> str:

@@ -160,14 +160,13 @@ class Monitor:
         await self._reloader.apply_layouts()
 
     async def _measure(self) -> None:
-        """Record the load of the GPUs before the first poll, so that what is idle is not unknown."""
+        """Record the load of the GPUs before the first poll, so that idle ones show 0 % at once."""
         nvml, began_s = self._supervisor.nvml, asyncio.get_running_loop().time()
         if nvml is None:
             return
         async with self._reloader.lock:
             with contextlib.suppress(DriverError, ShortageError):  # which the next poll reports
                 _, processes, load = await on_thread(lambda: self._read_gpus(nvml))
-                self._supervisor.jobs.update(processes, began_s)
                 self._usage.record(processes, load, began_s)
 
     def _read_gpus(self, nvml: Nvml) -> tuple[Inventory, Processes, Load]:

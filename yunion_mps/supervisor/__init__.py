@@ -210,6 +210,10 @@ class Supervisor:
 
     def _warnings(self) -> Iterator[Reason]:
         yield from self.modes.time_slices.refusals.values()
+        if not self._gpus.is_saved:
+            what = f"which GPUs the entries mean cannot be recorded in {self._paths.served_gpus}; "
+            what += "if render nodes have other numbers after a reboot, other GPUs would be divided"
+            yield Reason(what, reasons.RECORD_DAMAGED)
         if self.event_log.write_error:
             means = "events are kept in a temporary copy for now, and changes are refused"
             yield Reason(f"{self.event_log.write_error}; {means}", reasons.EVENTS_NOT_WRITTEN)

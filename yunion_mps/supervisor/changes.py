@@ -156,7 +156,7 @@ class DesiredState:
     def replan(self) -> None:
         """Plan for the GPUs as they are known now; if that fails, keep the plan."""
         try:
-            self._aim_at(self._make_plan(self.config, self._gpus.inventory))
+            self._aim_at(self._make_plan(self.config, self._gpus.inventory, is_accepted=True))
         except ConfigError as error:
             log.error("the configuration does not fit the newly found GPUs: %s", error.message)
 
@@ -169,11 +169,12 @@ class DesiredState:
         users, domains = self.users(), self.domains(target)
         return keep_sharing(target, self.plan, leased, gpus, lambda uuid: users.of(uuid, domains))
 
-    def _make_plan(self, config: Config, inventory: Inventory) -> Plan:
-        known = self._gpus.for_planning(inventory, self.plan)
+    def _make_plan(self, config: Config, inventory: Inventory, *, is_accepted: bool = False) -> Plan:
+        """Return the plan; problems of single entries of an `is_accepted` configuration are conditions."""
+        known = self._gpus.for_planning(inventory, self.plan, are_named=bool(config.devices))
         used = self.ways_leased().keys() | self.users().by_gpu().keys()
         plan, problems = make_plan(config, known, self._machine_id, used)
-        if not all(problem.is_minor for problem in problems):
+        if not all(problem.is_minor or (is_accepted and problem.entry) for problem in problems):
             raise ConfigError(problems)
         return plan
 

@@ -120,11 +120,13 @@ class ComputeModes:
         changes = self._changes(target, gpus)
         recorded = {} if store is None else originals(COMPUTE_MODE, store)
         in_mig_mode = {gpu.uuid for gpu in gpus if gpu.mig_enabled}
-        fixed = {gpu.uuid for gpu in gpus if gpu.mode_is_fixed}
+        reachable = {
+            gpu.uuid for gpu in gpus if not (gpu.mode_is_fixed or gpu.reason.code in reasons.GPU_ABSENT)
+        }
         restore = {
             uuid: mode
             for uuid, mode in recorded.items()
-            if uuid not in target.compute_modes and uuid not in fixed
+            if uuid not in target.compute_modes and uuid in reachable
             if mode != EXCLUSIVE_PROCESS or uuid not in in_mig_mode  # the driver would refuse
         }
         used = with_parents(self._fleet.gpus_in_use(), gpus) if restore else set()

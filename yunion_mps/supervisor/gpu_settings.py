@@ -12,7 +12,7 @@ from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.models import Gpu
 from yunion_mps.planning.plan import ModeChange
-from yunion_mps.reasons import COMPUTE_MODE_UNSUPPORTED, MIG_ENABLED
+from yunion_mps.reasons import COMPUTE_MODE_UNSUPPORTED, GPU_ABSENT, MIG_ENABLED
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +111,7 @@ def _restore(
                 restored[uuid] = value
         except YunionError as error:
             level = logging.INFO if error.code == MIG_ENABLED else logging.ERROR
+            level = logging.WARNING if error.code in GPU_ABSENT else level
             log.log(level, "%s cannot be restored: %s; %s", what, error.message, error.hint)
             errors[uuid] = error
         else:

@@ -18,12 +18,20 @@ from yunion_mps.host.files import write_atomically
 from yunion_mps.inventory.events import xid_meaning
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, gone, identities, in_order, save_served
-from yunion_mps.models import Event, Gpu, Inventory, MeantGpu, Plan
+from yunion_mps.models import PROHIBITED, Event, Gpu, Inventory, MeantGpu, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import unusable_reason, with_memory
 from yunion_mps.reasons import NO_REASON, Reason
 
 log = logging.getLogger(__name__)
+
+#: Codes of errors that say nothing about the compute mode itself.
+_PASSING = reasons.GPU_ABSENT | {
+    reasons.DRIVER_NOT_LOADED,
+    reasons.DRIVER_MISMATCH,
+    reasons.DRIVER_MISSING,
+    reasons.DRIVER_HUNG,
+}
 
 
 class Gpus:
@@ -37,6 +45,8 @@ class Gpus:
         self.mode_errors: dict[str, DriverError] = {}
         #: The GPUs (UUIDs) whose driver does not support a change of the compute mode, until the daemon ends.
         self._fixed_modes: set[str] = set()
+        #: Whether what the entries mean could be saved.
+        self.is_saved = True
         #: What was saved last.
         self._saved: object = None
         gpus = [self._with_reason(gpu, plan) for gpu in inventory.gpus]
@@ -64,7 +74,12 @@ class Gpus:
         for address in (_serving(self.inventory, plan) | lost) - set(gpus):
             if not {before[address].uuid, before[address].identity} & uuids:  # otherwise it has moved
                 gpus[address] = gone(before[address], gpus)
-        after = inventory._replace(gpus=in_order(gpus.values()), served=served, meant=self.inventory.meant)
+        after = inventory._replace(
+            gpus=in_order(gpus.values()),
+            served=served,
+            meant=self.inventory.meant,
+            meant_is_damaged=self.inventory.meant_is_damaged,
+        )
         if after != self.inventory:
             self.inventory = after
         events: list[Event] = []
@@ -102,12 +117,13 @@ class Gpus:
     def note_modes(self, modes: Mapping[str, str], errors: Mapping[str, DriverError]) -> None:
         """Record compute modes that were set, and GPUs that refused, by UUID, also for their instances.
 
-        A GPU whose driver supports no change of the mode can be used in the mode that it has.
+        A GPU whose driver supports no change of the mode can be used in the mode that it has. One that could
+        not be reached has not refused: its mode is set once it answers.
         """
         for uuid, error in errors.items():
             if error.code == reasons.COMPUTE_MODE_UNSUPPORTED:
                 self._fixed_modes.add(uuid)
-            else:
+            elif error.code not in _PASSING:
                 self.mode_errors[uuid] = error
         for gpu in self.inventory.gpus:
             uuid = gpu.parent or gpu.uuid or ""
@@ -151,15 +167,21 @@ class Gpus:
         kept = tuple(gpu for gpu in self.inventory.gpus if gpu.uuid in planned)
         self.inventory = self.inventory._replace(meant=plan.meant)
         record = ({(gpu.uuid, gpu.pci_address) for gpu in kept}, dict(plan.meant))
-        if kept and record != self._saved and save_served(self._paths, kept, plan.meant):
+        if not (kept or plan.meant) or record == self._saved:
+            return
+        self.is_saved = save_served(self._paths, kept, plan.meant)
+        if self.is_saved:
             self._saved = record
 
     def set_meant(self, meant: Mapping[str, MeantGpu]) -> None:
         """Use what the entries mean after a reload, by which the operator has confirmed replaced cards."""
-        self.inventory = self.inventory._replace(meant=meant)
+        self.inventory = self.inventory._replace(meant=meant, meant_is_damaged=False)
 
-    def for_planning(self, inventory: Inventory, plan: Plan) -> Inventory:
-        """Return the GPUs as a plan should see them: those that serve keep their place if faulty or lost."""
+    def for_planning(self, inventory: Inventory, plan: Plan, *, are_named: bool = True) -> Inventory:
+        """Return the GPUs as a plan should see them: those that serve keep their place if faulty or lost.
+
+        One that no entry names (`are_named` is false) is given up if it is bound to another driver.
+        """
         before = {gpu.pci_address: gpu for gpu in self.inventory.gpus}
         gpus = {gpu.pci_address: gpu for gpu in inventory.gpus}
         again = identities(inventory.gpus)
@@ -167,7 +189,11 @@ class Gpus:
             now = gpus.get(address)
             if now is None and before[address].identity in again:
                 continue
-            refuses = before[address].uuid in self.mode_errors
+            if now and not are_named and now.reason.code == reasons.GPU_OTHER_DRIVER:
+                continue
+            known = self._with_mode_answer(before[address])
+            is_closed = known.mode_is_fixed and known.compute_mode == PROHIBITED
+            refuses = is_closed or known.uuid in self.mode_errors
             if not refuses and (now is None or now.uuid in (None, before[address].uuid)):
                 gpus[address] = before[address]._replace(
                     reason=NO_REASON, mig_enabled=None, compute_mode=None
@@ -184,7 +210,7 @@ class Gpus:
         if uuid in self._fixed_modes:
             return gpu._replace(mode_is_fixed=True)
         error = self.mode_errors.get(uuid)
-        if error is None:
+        if error is None or gpu.reason:
             return gpu
         what = f"its compute mode cannot be set: {error.message}"
         return gpu._replace(reason=Reason(what, reasons.COMPUTE_MODE_REFUSED))

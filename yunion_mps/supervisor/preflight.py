@@ -90,7 +90,7 @@ class Preflight(NamedTuple):
         ignored = (
             Reason(f"{problem}; {IGNORED_SETTING}", reasons.CONFIGURATION_IGNORED)
             for problem in self.problems
-            if not problem.gpu
+            if not (problem.gpu or problem.entry)
         )
         return self._replace(problems=(), warnings=(*self.warnings, *ignored))
 
@@ -134,7 +134,8 @@ def run_preflight(
             scanned = Inventory(Driver("", None), (), controllers=Scanner(paths).controllers())
         inventory = with_saved(scanned, load_served(paths), are_named=bool(config.devices))
         if confirms_replacements:
-            inventory = inventory._replace(meant=confirm_replacements(inventory.meant, inventory))
+            meant = confirm_replacements(inventory.meant, inventory)
+            inventory = inventory._replace(meant=meant, meant_is_damaged=False)
         gone = {gpu.pci_address for gpu in inventory.gpus} - {gpu.pci_address for gpu in scanned.gpus}
         if driver_error:
             lost = (gpu._replace(reason=reason_of(driver_error)) for gpu in inventory.gpus)
