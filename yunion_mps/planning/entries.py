@@ -147,25 +147,36 @@ class _Resolver:
 
     def _named_entries(self) -> list[tuple[DeviceEntry, GpuPath]]:
         """Return the entries with what their paths name; two paths that name the same GPU are a problem."""
-        named: list[tuple[DeviceEntry, GpuPath]] = []
+        named: dict[DeviceEntry, GpuPath] = {}
         earlier: dict[object, list[tuple[DeviceEntry, str]]] = {}
-        for entry in sorted(self._config.devices, key=_is_render_node):  # which is the least certain
+        for entry in self._config.devices:
             name = parse_gpu_path(entry.path)
             assert name, f"reading the file refuses {entry.path}"
             gpu, how = self._meaning(name)
             others = earlier.setdefault(gpu.pci_address if gpu else name, [])
             first = _conflicting_entry(others, how)
             others.append((entry, how))
+            named[entry] = name
             if first:
+                # A render node without a record may lead to another GPU after the next boot: it is no reason
+                # not to start, and leaves the GPU to the other entry.
+                uncertain = [one for one in (entry, first) if self._is_uncertain(one)]
+                loser = uncertain[0] if uncertain else entry
+                winner = first if loser is entry else entry
                 problem = _divided_twice(entry, first, gpu)
-                # A render node without a record may lead to another GPU after the next reboot.
-                is_minor = name.kind == RENDER_NODE and how == _BY_PATH
-                self._problems.append(problem._replace(is_minor=is_minor, entry=entry.path))
-                why = problem.what.replace(f"path {entry.path}", "it", 1)
-                self._missing.append((entry, Reason(why, reasons.ENTRY_REFUSED)))
-            else:
-                named.append((entry, name))
-        return named
+                self._problems.append(problem._replace(is_minor=bool(uncertain), entry=loser.path))
+                what = f"it is divided by the entry on line {winner.path_at.line}, too"
+                self._missing.append((loser, Reason(what, reasons.ENTRY_REFUSED)))
+                named.pop(loser, None)
+                if gpu:
+                    errors = entry_errors(loser, gpu, self._config, self._inventory)
+                    self._problems += [error._replace(gpu="", entry=loser.path) for error in errors]
+        return list(named.items())
+
+    def _is_uncertain(self, entry: DeviceEntry) -> bool:
+        """Whether the entry has a render node without a record."""
+        name = parse_gpu_path(entry.path)
+        return name is not None and name.kind == RENDER_NODE and name.name not in self._inventory.meant
 
     def _meaning(self, name: GpuPath) -> tuple[Gpu | None, str]:
         """Return the GPU that a path means, if it is there, and how that is known."""
@@ -315,11 +326,6 @@ def _all_gpus(config: Config, inventory: Inventory) -> Resolution:
         if wrong:
             refused[gpu.pci_address] = Reason(str(wrong[0]), reasons.ENTRY_REFUSED)
     return Resolution(entries, refused, (), {}, (), problems)
-
-
-def _is_render_node(entry: DeviceEntry) -> bool:
-    path = parse_gpu_path(entry.path)
-    return path is not None and path.kind == RENDER_NODE
 
 
 def _place(entry: DeviceEntry) -> str:

@@ -37,6 +37,7 @@ def test_the_reference_case_has_every_field(open_host: OpenHost) -> None:
             ),
         ),
         controllers=(Controller("0000:00:06.0", "0x10de", "nvidia", "/dev/dri/renderD128"),),
+        drm_is_loaded=True,
     )
 
 
@@ -171,13 +172,17 @@ def test_render_nodes_saved_by_an_earlier_version_are_known(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("row", [7, {}, {"uuid": 1, "pci_address": "0000:00:06.0", "replaced": ""}])
-def test_a_damaged_record_of_an_entry_is_no_record(tmp_path: Path, row: object) -> None:
+def test_a_damaged_record_of_an_entry_spoils_no_other(tmp_path: Path, row: object) -> None:
     paths = Paths(str(tmp_path))
-    assert save_served(paths, [GPU], {})
+    meant = {"0000:00:07.0": MeantGpu("GPU-2", "0000:00:07.0")}
+    assert save_served(paths, [GPU], meant)
     record = json.loads(Path(paths.served_gpus).read_text())
-    record["entries"] = {"0000:00:06.0": row}
+    record["entries"]["0000:00:06.0"] = row
     Path(paths.served_gpus).write_text(json.dumps(record))
-    assert load_served(paths) == ServedGpus()
+    assert load_served(paths) == ServedGpus((GPU,), meant=meant, is_damaged=True)
+    assert save_served(paths, [GPU], meant)
+    assert Path(f"{paths.served_gpus}.unreadable").read_text() == json.dumps(record)
+    assert not load_served(paths).is_damaged
 
 
 @pytest.mark.parametrize(
@@ -202,12 +207,12 @@ def test_a_field_of_the_wrong_type_names_no_gpu(tmp_path: Path, name: str, value
     text = json.loads(Path(paths.served_gpus).read_text())
     text["gpus"][0][name] = value
     Path(paths.served_gpus).write_text(json.dumps(text))
-    assert load_served(paths) == ServedGpus()
+    assert load_served(paths) == ServedGpus(), "what the entries meant is read all the same"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, '{"gpus": 7}', '{"gpus": [{}]}'], ids=len)
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, '{"gpus": 7}', '{"entries": {}}'], ids=len)
 def test_an_invalid_served_gpus_file_names_no_gpu(tmp_path: Path, text: str) -> None:
     paths = Paths(str(tmp_path))
     save_served(paths, [GPU], {})
     Path(paths.served_gpus).write_text(text)
-    assert load_served(paths) == ServedGpus()
+    assert load_served(paths) == ServedGpus(is_damaged=True)

@@ -255,6 +255,52 @@ def test_the_record_of_an_entry_that_was_removed_is_dropped() -> None:
     assert resolved([entry("01:00.0", 4)], host).meant == meant("0000:01:00.0", gpu(1))
 
 
+# -- two entries for one GPU
+
+
+def test_an_unrecorded_render_node_leaves_its_gpu_to_a_path_that_is_certain() -> None:
+    """As at a first start with one GPU missing, which gives the others' render nodes other numbers."""
+    node, uuid = entry("/dev/dri/renderD130", 2), entry(str(gpu(2).uuid), 4, 5)
+    resolution = resolve(config(node, uuid), inventory(gpu(2)))
+    assert meanings(resolution) == {uuid.path: "0000:02:00.0"}
+    assert missing(resolution) == {
+        node.path: ("it is divided by the entry on line 5, too", reasons.ENTRY_REFUSED)
+    }
+    (problem,) = resolution.problems
+    assert problem.is_minor
+
+
+def test_two_certain_paths_of_one_gpu_are_an_error_and_the_first_one_divides_it() -> None:
+    address, uuid = entry("02:00.0", 2), entry(str(gpu(2).uuid), 4, 5)
+    resolution = resolve(config(address, uuid, entry("01:00.0", 4, 8)), inventory(gpu(1), gpu(2)))
+    assert meanings(resolution) == {"02:00.0": "0000:02:00.0", "01:00.0": "0000:01:00.0"}
+    (problem,) = resolution.problems
+    assert (problem.is_minor, problem.entry) == (False, uuid.path)
+
+
+# -- a record that cannot be read
+
+
+def test_with_a_damaged_record_a_render_node_waits_for_a_reload() -> None:
+    host = inventory(gpu(2), gpu(3))._replace(meant_is_damaged=True)
+    entries = [entry("/dev/dri/renderD130", 4), entry("03:00.0", 4, 5)]
+    resolution = resolved(entries, host)
+    assert meanings(resolution) == {"03:00.0": "0000:03:00.0"}
+    text = "which GPU the entry meant before is not known, because the record was damaged; "
+    text += f"it leads to GPU 02:00.0 ({gpu(2).uuid}) now"
+    assert missing(resolution) == {"/dev/dri/renderD130": (text, reasons.RECORD_DAMAGED)}
+    restarted = host._replace(meant=resolution.meant, meant_is_damaged=False)
+    assert missing(resolved(entries, restarted)) == missing(resolution), "also after the next start"
+    confirmed = restarted._replace(meant=confirm_replacements(resolution.meant, host))
+    assert len(meanings(resolved(entries, confirmed))) == 2
+
+
+def test_a_reload_confirms_no_card_that_another_entry_means() -> None:
+    moved = gpu(2, pci_address="0000:01:00.0", render_node="/dev/dri/renderD129")
+    records = {**meant("/dev/dri/renderD129", gpu(1)), **meant("/dev/dri/renderD130", gpu(2))}
+    assert confirm_replacements(records, inventory(moved)) == records
+
+
 # -- an entry that does not fit its GPU
 
 

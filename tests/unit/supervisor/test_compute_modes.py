@@ -174,6 +174,40 @@ def test_keep_in_an_entry_silences_the_warning_of_an_unsupported_mode(begin: Beg
     assert list(warnings(made.again().snapshot)) == []
 
 
+def test_a_gpu_that_was_lost_meanwhile_has_not_refused_its_mode(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(TWO)
+    host.fail("nvmlDeviceSetComputeMode", "gpu_is_lost", gpu=0, times=1)
+    made = supervise(host).start()
+    made.rescan()
+    made.set_modes()
+    assert made.snapshot.plan.unavailable == {}
+    assert modes(host) == ["exclusive_process"] * 2
+
+
+def test_a_gpu_that_is_prohibited_for_good_is_unavailable(make_host: MakeHost, supervise: Supervise) -> None:
+    host = make_host(VGPU)
+    host.gpus[0].compute_mode = "prohibited"
+    host.fail("nvmlDeviceSetComputeMode", "not_supported", gpu=0)
+    made = supervise(host).start()
+    made.rescan()
+    assert made.available == 4
+    (reason,) = made.snapshot.plan.unavailable.values()
+    assert "Prohibited, and the driver does not support changing it" in reason
+
+
+def test_the_mode_of_a_gpu_that_is_not_there_waits(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+    host, made = begin(TWO, 4, 4)
+    host.gpus[1].bind("vfio-pci")
+    host.divide(4)
+    made.rescan()
+    made.reload()
+    made.rescan()
+    assert not any(made.supervisor.mode_work())
+    assert "cannot be restored" not in caplog.text
+
+
 def test_when_no_gpus_mode_can_be_set_nothing_is_started(make_host: MakeHost, supervise: Supervise) -> None:
     host = make_host(TWO)
     host.fail("nvmlDeviceSetComputeMode", "no_permission")
