@@ -258,7 +258,7 @@ def test_the_record_of_an_entry_that_was_removed_is_dropped() -> None:
 # -- two entries for one GPU
 
 
-def test_an_unrecorded_render_node_leaves_its_gpu_to_a_path_that_is_certain() -> None:
+def test_an_unrecorded_render_node_leaves_its_gpu_to_a_certain_path() -> None:
     """As at a first start with one GPU missing, which gives the others' render nodes other numbers."""
     node, uuid = entry("/dev/dri/renderD130", 2), entry(str(gpu(2).uuid), 4, 5)
     resolution = resolve(config(node, uuid), inventory(gpu(2)))
@@ -270,7 +270,7 @@ def test_an_unrecorded_render_node_leaves_its_gpu_to_a_path_that_is_certain() ->
     assert problem.is_minor
 
 
-def test_two_certain_paths_of_one_gpu_are_an_error_and_the_first_one_divides_it() -> None:
+def test_of_two_certain_paths_of_one_gpu_the_first_one_divides_it() -> None:
     address, uuid = entry("02:00.0", 2), entry(str(gpu(2).uuid), 4, 5)
     resolution = resolve(config(address, uuid, entry("01:00.0", 4, 8)), inventory(gpu(1), gpu(2)))
     assert meanings(resolution) == {"02:00.0": "0000:02:00.0", "01:00.0": "0000:01:00.0"}
