@@ -161,6 +161,18 @@ def test_the_command_for_an_unrestored_mode_is_printed(daemon: Daemon, killed: i
     assert daemon.host.gpus[0].compute_mode == "default"
 
 
+def test_restore_leaves_a_gpu_that_is_not_there_for_later(daemon: Daemon) -> None:
+    daemon.start().wait_ready()
+    daemon.kill()
+    daemon.host.gpus[0].bind("vfio-pci")
+    assert daemon.run("--restore") == 0, daemon.log
+    assert "is not there now, so its compute mode cannot be restored" in daemon.log
+    daemon.host.gpus[0].bind("nvidia")
+    daemon.host.gpus[0].compute_mode = "exclusive_process"
+    assert daemon.run("--restore") == 0, daemon.log
+    assert daemon.host.gpus[0].compute_mode == "default"
+
+
 def test_restore_refuses_while_a_daemon_runs(ready_daemon: Daemon) -> None:
     other = Daemon(ready_daemon.host, notify=False)
     assert other.run("--restore") == 1

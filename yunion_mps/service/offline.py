@@ -35,7 +35,7 @@ from yunion_mps.mps.processes import (
 from yunion_mps.mps.rollover import OrphanedServers
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import below_root
-from yunion_mps.reasons import GPU_LOST, MIG_ENABLED
+from yunion_mps.reasons import GPU_GONE, GPU_LOST, MIG_ENABLED
 from yunion_mps.supervisor.compute_modes import COMPUTE_MODE, changed_slices_held_by_jobs, held_by_jobs
 from yunion_mps.supervisor.gpu_settings import name_of, originals, restore_unused
 from yunion_mps.supervisor.mig import carry_out
@@ -103,8 +103,12 @@ def _restore(paths: Paths, store: Store) -> int:
             "%s is still running in %s; end it: kill -9 %d", process, process.pipe_directory, process.pid
         )
     modes, slices = originals(COMPUTE_MODE, store), originals(TIME_SLICE, store)
-    impossible = {uuid for uuid, error in errors.items() if error.code == MIG_ENABLED}
+    absent = {uuid for uuid, error in errors.items() if error.code == GPU_GONE}
+    impossible = absent | {uuid for uuid, error in errors.items() if error.code == MIG_ENABLED}
     modes = {uuid: mode for uuid, mode in modes.items() if uuid not in impossible}
+    for uuid in absent:
+        what = f"{name_of(uuid, gpus)} is not there now, so its compute mode cannot be restored"
+        log.warning("%s; if it comes back, run this again: yunion-mps-daemon --restore", what)
     for uuid, mode in modes.items():
         name, how = name_of(uuid, gpus), f"restore it: nvidia-smi -i {uuid} -c {mode.upper()}"
         if uuid in errors and errors[uuid].code == GPU_LOST:
