@@ -36,7 +36,7 @@ FAST_POLL_S = 1.0
 SYSFS_POLL_S = 2.0
 #: The first and the longest pause before NVML is initialised again for a GPU that it still does not report;
 #: the pause doubles.
-FIRST_RETRY_S = 30.0
+FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 600.0
 #: How long the watch for events may take to end before NVML is initialised again.
 _EVENTS_END_S = 10.0
