@@ -111,7 +111,8 @@ def late_driver(scene: Scene) -> None:
     scene.host.unload_driver()
     scene.host.gpus[0].compute_mode = FORMER_MODE  # as a boot script sets it before the daemon asks
     scene.inject(lambda: scene.daemon.start().wait_ready(), answers=False)
-    scene.expect_report("waiting for the NVIDIA driver")
+    scene.expect_report("00:06.0: unavailable")
+    assert scene.daemon.status()["notice"].startswith("waiting for the NVIDIA driver: ")
     scene.repair(scene.host.load_driver, "it is loaded")
     scene.serves_again()
     scene.hold_a_lease()
