@@ -158,12 +158,12 @@ class Gpus:
         A daemon that starts while one of them is lost, or has another render node, then still knows it. An
         empty plan, for example with MPS disabled, is not recorded, so that no GPU is forgotten.
         """
-        self.inventory = self.inventory._replace(served=tuple(sorted(plan.gpu_uuids)))
+        self.inventory = self.inventory._replace(served=tuple(sorted(self._planned(plan))))
         self.save(plan)
 
     def save(self, plan: Plan) -> None:
         """Record what the entries mean, and the GPUs that will serve, before anything of them changes."""
-        planned = plan.gpu_uuids
+        planned = self._planned(plan)
         kept = tuple(gpu for gpu in self.inventory.gpus if gpu.uuid in planned)
         self.inventory = self.inventory._replace(meant=plan.meant)
         record = ({(gpu.uuid, gpu.pci_address) for gpu in kept}, dict(plan.meant))
@@ -172,6 +172,11 @@ class Gpus:
         self.is_saved = save_served(self._paths, kept, plan.meant)
         if self.is_saved:
             self._saved = record
+
+    def _planned(self, plan: Plan) -> set[str]:
+        """Return the UUIDs of all divided GPUs and MIG instances, and of the instances' GPUs."""
+        planned = set(plan.gpu_uuids)
+        return planned | {gpu.parent for gpu in self.inventory.gpus if gpu.uuid in planned and gpu.parent}
 
     def set_meant(self, meant: Mapping[str, MeantGpu]) -> None:
         """Use what the entries mean after a reload, by which the operator has confirmed replaced cards."""

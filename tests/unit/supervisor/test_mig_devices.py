@@ -313,6 +313,24 @@ def test_the_layout_stays_at_a_stop_unless_it_is_to_be_restored(
     assert host.gpus[0].mig is after
 
 
+def test_instances_of_a_missing_gpu_stay_listed_by_the_next_daemon(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    host = make_host(H100)
+    configured(host, "type: NVIDIA_MPS; mig: all-3g.40gb")
+    made = supervise(host).start()
+    apply_layouts(made)
+    assert made.available == 2
+    made.end()
+    host.gpus[0].remove()
+    again = made.again()
+    again.rescan()
+    reasons_of_devices = [device["reason"] for device in devices_json(again.snapshot, Ledger())]
+    assert reasons_of_devices == ["the GPU is no longer present"] * 2
+    assert [gpu.parent for gpu in again.snapshot.inventory.gpus] == ["", *[host.gpus[0].uuid] * 2]
+    assert again.snapshot.plan.missing == ()
+
+
 def refused_with(made: Supervised) -> str:
     """The reason for which the only GPU is not divided, while the daemon runs."""
     (reason,) = made.start().snapshot.plan.unavailable.values()
