@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from yunion_mps.addresses import is_part, shown_address
-from yunion_mps.enums import BINPACK, MPS, TIME_SLICING, WHY_UNENFORCED
+from yunion_mps.enums import BINPACK, MPS, NOT_SHARED, WHY_UNENFORCED
 from yunion_mps.errors import InfeasibleError, NotAllowedError, NotFoundError
 from yunion_mps.host.proc import user_name
 from yunion_mps.models import ALL, Device, DomainPlan, Gpu, Holder, Lease, Owner, Pool, Snapshot
@@ -243,11 +243,16 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
         for pool in plan.pools
     ]
     ways = {device.gpu_uuid: device.sharing for device in plan.devices}
-    unenforced = {
-        gpu.uuid: Unenforced(f"{gpu.address} ({gpu.name})", WHY_UNENFORCED[sharing])
-        for gpu in gpus
-        if gpu.uuid and ((sharing := ways.get(gpu.uuid, MPS)) == TIME_SLICING or not enforces_budgets(gpu))
-    }
+    unenforced: dict[str, Unenforced] = {}
+    for gpu in gpus:
+        sharing = ways.get(gpu.uuid or "", MPS)
+        is_enforced = sharing == NOT_SHARED or (sharing == MPS and enforces_budgets(gpu))
+        if not gpu.uuid or is_enforced:
+            continue
+        how = WHY_UNENFORCED[sharing]
+        if sharing == MPS and gpu.compute_capability is None:
+            how = "of unknown compute capability"
+        unenforced[gpu.uuid] = Unenforced(f"{gpu.address} ({gpu.name})", how)
     serving = (status.plan for status in snapshot.domains)
     domains = {domain.name: domain for domain in (*plan.parked, *plan.domains, *serving)}
     planned = {domain.name: domain for domain in plan.domains}

@@ -32,6 +32,13 @@ def test_a_pool_shows_its_memory_and_what_it_is_reserved_for() -> None:
     assert Queries(lambda: gone, 0.0, 1).pools() == {"pools": [], "total": 0}
 
 
+def test_a_gpu_of_unknown_compute_capability_is_not_called_old() -> None:
+    unknown = H100._replace(compute_capability=None)
+    queries = Queries(lambda: snapshot(unknown), 0.0, 1)
+    (unenforced,) = queries.candidates().unenforced.values()
+    assert unenforced.why == "of unknown compute capability"
+
+
 def test_readiness_names_a_pending_layout_once() -> None:
     why = Reason("its MIG layout waits for lease job of root to end", MIG_IN_USE)
     sound, line = snapshot(P40), f"GPU 00:06.0: {why}"
