@@ -91,7 +91,7 @@ RENDER_NODE_MISSING = _code("render_node_missing",
     "modprobe nvidia-drm; udevadm trigger; or write the PCI address or UUID of the GPU as path")
 #: Codes of entries whose GPUs are not there, or that another card has replaced.
 GPU_NEEDS = frozenset({
-    GPU_LOST, GPU_GONE, GPU_OTHER_DRIVER, GPU_MISSING, GPU_REPLACED, RENDER_NODE_MISSING, RECORD_DAMAGED,
+    GPU_GONE, GPU_OTHER_DRIVER, GPU_MISSING, GPU_REPLACED, RENDER_NODE_MISSING, RECORD_DAMAGED,
 })
 ENTRY_REFUSED = _code("entry_refused", "An entry divides its GPU in a way that the GPU does not allow.",
     "correct the entry, then verify it: yunion-mps config check; then: yunion-mps reload")

@@ -234,6 +234,8 @@ def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
     again = identities(inventory.gpus)
     nodes = {gpu.render_node for gpu in inventory.gpus}
     gpus = dict(there)
+    served = tuple(served)
+    divided = {gpu.parent for gpu in served}  # these served by their instances only
     served_uuids = []
     for gpu in served:
         now = there.get(gpu.pci_address)
@@ -247,7 +249,8 @@ def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
                 gpus[gpu.pci_address] = gpu._replace(reason=now.reason, render_node=now.render_node)
             else:
                 continue
-        served_uuids.append(str(gpu.uuid))
+        if gpu.uuid not in divided:
+            served_uuids.append(str(gpu.uuid))
     return inventory._replace(gpus=in_order(gpus.values()), served=tuple(served_uuids))
 
 

@@ -70,7 +70,8 @@ class Gpus:
         gpus = {gpu.pci_address: self._with_reason(gpu, plan) for gpu in gpus_found}
         served = tuple(sorted({*self.inventory.served, *inventory.served}))
         uuids = {gpu.uuid for gpu in gpus.values()} | identities(gpus.values())
-        lost = {gpu.pci_address for gpu in before.values() if gpu.uuid in served} & set(plan.unavailable)
+        kept = {*served, *(gpu.parent for gpu in before.values() if gpu.uuid in served)}
+        lost = {gpu.pci_address for gpu in before.values() if gpu.uuid in kept} & set(plan.unavailable)
         for address in (_serving(self.inventory, plan) | lost) - set(gpus):
             if not {before[address].uuid, before[address].identity} & uuids:  # otherwise it has moved
                 gpus[address] = gone(before[address], gpus)
@@ -158,7 +159,7 @@ class Gpus:
         A daemon that starts while one of them is lost, or has another render node, then still knows it. An
         empty plan, for example with MPS disabled, is not recorded, so that no GPU is forgotten.
         """
-        self.inventory = self.inventory._replace(served=tuple(sorted(self._planned(plan))))
+        self.inventory = self.inventory._replace(served=tuple(sorted(plan.gpu_uuids)))
         self.save(plan)
 
     def save(self, plan: Plan) -> None:
