@@ -154,23 +154,29 @@ class _Resolver:
             assert name, f"reading the file refuses {entry.path}"
             gpu, how = self._meaning(name)
             others = earlier.setdefault(gpu.pci_address if gpu else name, [])
-            first = _conflicting_entry(others, how)
+            conflicting = _conflicting_entries(others, how)
             others.append((entry, how))
             named[entry] = name
-            if first:
-                # A render node without a record may lead to another GPU after the next boot: it is no reason
-                # not to start, and leaves the GPU to the other entry.
-                uncertain = [one for one in (entry, first) if self._is_uncertain(one)]
-                loser = uncertain[0] if uncertain else entry
-                winner = first if loser is entry else entry
-                problem = _divided_twice(entry, first, gpu)
-                self._problems.append(problem._replace(is_minor=bool(uncertain), entry=loser.path))
-                what = f"it is divided by the entry on line {winner.path_at.line}, too"
-                self._missing.append((loser, Reason(what, reasons.ENTRY_REFUSED)))
-                named.pop(loser, None)
-                if gpu:
-                    errors = entry_errors(loser, gpu, self._config, self._inventory)
-                    self._problems += [error._replace(gpu="", entry=loser.path) for error in errors]
+            if not conflicting:
+                continue
+            # A render node without a record may lead to another GPU after the next boot: it is no reason not
+            # to start, and leaves the GPU to the other entry. The same path twice is always an error.
+            first = conflicting[0]
+            certain = [one for one in conflicting if not self._is_uncertain(one)]
+            is_certain = bool(certain) and not self._is_uncertain(entry)
+            is_same_path = any(parse_gpu_path(one.path) == name for one in conflicting)
+            loser, winner = first, entry
+            if certain or self._is_uncertain(entry):
+                loser, winner = entry, certain[0] if certain else first
+            problem = _divided_twice(entry, first, gpu)
+            is_minor = not (is_certain or is_same_path)
+            self._problems.append(problem._replace(is_minor=is_minor, entry=loser.path))
+            what = f"it is divided by the entry on line {winner.path_at.line}, too"
+            self._missing.append((loser, Reason(what, reasons.ENTRY_REFUSED)))
+            named.pop(loser, None)
+            if gpu:
+                for error in entry_errors(loser, gpu, self._config, self._inventory):
+                    self._problems.append(error._replace(gpu="", entry=loser.path))
         return list(named.items())
 
     def _is_uncertain(self, entry: DeviceEntry) -> bool:
@@ -334,16 +340,13 @@ def _place(entry: DeviceEntry) -> str:
     return file if line is None else f"{file}:{line}"
 
 
-def _conflicting_entry(earlier: Iterable[tuple[DeviceEntry, str]], how: str) -> DeviceEntry | None:
-    """Return the first of the `earlier` entries for a GPU beside which the file must not have this one.
+def _conflicting_entries(earlier: Iterable[tuple[DeviceEntry, str]], how: str) -> list[DeviceEntry]:
+    """Return those of the `earlier` entries for a GPU beside which the file must not have this one.
 
     `how` is how this entry's GPU is known. A recorded path and one that only leads there now do not conflict,
     because a reboot can renumber render nodes.
     """
-    for entry, known in earlier:
-        if {known, how} != {_BY_RECORD, _BY_PATH}:
-            return entry
-    return None
+    return [entry for entry, known in earlier if {known, how} != {_BY_RECORD, _BY_PATH}]
 
 
 def _divided_twice(entry: DeviceEntry, first: DeviceEntry, gpu: Gpu | None) -> Problem:

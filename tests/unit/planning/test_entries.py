@@ -11,7 +11,7 @@ from yunion_mps import reasons
 from yunion_mps.models import Controller, Gpu, Inventory, MeantGpu
 from yunion_mps.planning.entries import Resolution, confirm_replacements, resolve
 from yunion_mps.reasons import GPU_LOST, Reason
-from yunion_mps.settings import DeviceEntry
+from yunion_mps.settings import DeviceEntry, Source
 
 from unit.builders import DEVICES, P40, config, entry, find_gpu, gpu, inventory, messages, planned
 
@@ -276,6 +276,15 @@ def test_of_two_certain_paths_of_one_gpu_the_first_one_divides_it() -> None:
     assert meanings(resolution) == {"02:00.0": "0000:02:00.0", "01:00.0": "0000:01:00.0"}
     (problem,) = resolution.problems
     assert (problem.is_minor, problem.entry) == (False, uuid.path)
+
+
+def test_a_render_node_hides_no_certain_conflict() -> None:
+    node, address = entry("/dev/dri/renderD130", 2), entry("02:00.0", 2, 5)
+    uuid = entry(str(gpu(2).uuid), 4, 8)
+    problems = resolve(config(node, address, uuid), inventory(gpu(2))).problems
+    assert [problem.is_minor for problem in problems] == [True, False]
+    twice = resolve(config(node, node._replace(path_at=Source(DEVICES, 5))), inventory(gpu(2)))
+    assert [problem.is_minor for problem in twice.problems] == [False]
 
 
 # -- a record that cannot be read
