@@ -102,7 +102,8 @@ def test_without_libcuda_it_is_skipped(scene: Scene, library: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
-def test_it_does_not_get_in_the_way_of_another_users_jobs(scene: Scene) -> None:
+def test_it_does_not_get_in_the_way_of_another_users_jobs(stack: ExitStack) -> None:
+    scene = with_libcuda(stack)  # of its own, because that user's server stays
     client = scene.stand_ins.client(scene.daemon.pipe_directory, STRANGER)
     assert [client.says(), client.says()] == ["asking", "attached"]
     told = found(scene, "skipped")
