@@ -44,7 +44,7 @@ ENTRY_TYPES = {MPS: "NVIDIA_MPS", TIME_SLICING: "NVIDIA_GPU_SHARE"}
 DEV_TYPES = {**ENTRY_TYPES, NOT_SHARED: "NVIDIA_GPU"}
 
 #: Why a GPU that is shared in this way may not enforce budgets.
-WHY_UNENFORCED = {MPS: "older than Volta", TIME_SLICING: "time-sliced"}
+WHY_UNENFORCED = {MPS: "older than Volta or of unknown compute capability", TIME_SLICING: "time-sliced"}
 #: The time slices of a GPU, in the order of the values of nvidia-smi compute-policy --set-timeslice.
 TIME_SLICES = ("default", "short", "medium", "long")
 

@@ -89,14 +89,16 @@ PATH_OUTDATED = _code("path_outdated", "The path of an entry leads to another GP
 RENDER_NODE_MISSING = _code("render_node_missing",
     "The host's GPUs have no render nodes: nvidia-drm is not loaded, or udev has made no links.",
     "modprobe nvidia-drm; udevadm trigger; or write the PCI address or UUID of the GPU as path")
-#: Codes of entries whose GPUs are not there, or that another card has replaced.
-GPU_NEEDS = frozenset({
-    GPU_GONE, GPU_OTHER_DRIVER, GPU_MISSING, GPU_REPLACED, RENDER_NODE_MISSING, RECORD_DAMAGED,
-})
 ENTRY_REFUSED = _code("entry_refused", "An entry divides its GPU in a way that the GPU does not allow.",
     "correct the entry, then verify it: yunion-mps config check; then: yunion-mps reload")
 GPU_ERROR = _code("gpu_error", "The driver cannot use the GPU, or reports no information about it.",
     _REPAIRED)
+#: Codes of GPUs that serve nothing until the operator has repaired something: those that are not there, that
+#: another card has replaced, or that are broken.
+GPU_NEEDS = frozenset({
+    GPU_GONE, GPU_OTHER_DRIVER, GPU_MISSING, GPU_REPLACED, RENDER_NODE_MISSING, RECORD_DAMAGED,
+    GPU_LOST, GPU_FAULT, GPU_ERROR,
+})
 XID = _code("xid", "The driver reported a non-fatal GPU error (Xid).", "check its jobs: yunion-mps who")
 MIG_ENABLED = _code("mig_enabled", "The GPU is in MIG mode, so MPS cannot serve it as a whole.",
     "disable MIG mode: nvidia-smi -i {gpu} -mig 0; then: yunion-mps reload; or write mig in its entry")

@@ -250,8 +250,8 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
         if not gpu.uuid or is_enforced:
             continue
         how = WHY_UNENFORCED[sharing]
-        if sharing == MPS and gpu.compute_capability is None:
-            how = "of unknown compute capability"
+        if sharing == MPS:
+            how = "older than Volta" if gpu.compute_capability else "of unknown compute capability"
         unenforced[gpu.uuid] = Unenforced(f"{gpu.address} ({gpu.name})", how)
     serving = (status.plan for status in snapshot.domains)
     domains = {domain.name: domain for domain in (*plan.parked, *plan.domains, *serving)}

@@ -284,6 +284,9 @@ class _Resolver:
     def _why_recorded_missing(self, name: GpuPath, gpu: Gpu | None, recorded: MeantGpu) -> Reason:
         address = Gpu(recorded.pci_address).address
         what = f"this host no longer has GPU {address} ({recorded.uuid})"
+        successor = self._by_address.get(recorded.pci_address)
+        if successor and successor.uuid:
+            what += f"; another card is in its slot now ({successor.uuid})"
         if gpu:
             what += f"; {name.name} leads to GPU {gpu.address} now"
         return Reason(what, reasons.GPU_MISSING)

@@ -215,7 +215,7 @@ def changes_to(
         old_layout, new_layout = (describe_layout(some, gpu) for some in (before, plan))
         if old_layout and not new_layout:
             old_layout, new_layout = _without_layout(gpu)
-        if old_layout != new_layout:
+        if old_layout != new_layout and gpu.reason.code not in reasons.GPU_ABSENT:
             now = describe(gpu.mig_instances) if gpu.mig_enabled else "MIG mode off"
             result = describe_result(after, gpu)
             when = _unused(plan, gpu, users) if result and new_layout != now else AT_ONCE

@@ -247,11 +247,21 @@ class Gpus:
 
 
 def _read_faults(path: str) -> dict[str, Reason]:
-    unreadable = (OSError, ValueError, AttributeError, RecursionError)
-    with contextlib.suppress(*unreadable), open(path, encoding="utf-8") as file:
-        faults = json.load(file).items()
-        return {str(address): Reason(str(why), reasons.GPU_FAULT) for address, why in faults}
-    return {}
+    """Return the fatal errors that an earlier daemon has seen since the boot, by PCI address."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            faults = json.load(file).items()
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        log.warning(
+            "%s cannot be read (%s): fatal GPU errors before this start are not known; "
+            "see: dmesg | grep -i xid",
+            path,
+            error,
+        )
+        return {}
+    return {str(address): Reason(str(why), reasons.GPU_FAULT) for address, why in faults}
 
 
 def _serving(inventory: Inventory, plan: Plan) -> set[str]:

@@ -181,6 +181,13 @@ def test_a_card_that_was_moved_to_another_slot_is_still_meant() -> None:
     assert "leads to no GPU now" in resolution.warnings[0]
 
 
+def test_a_card_in_the_slot_of_the_missing_one_is_named() -> None:
+    successor = gpu(2)._replace(uuid="GPU-new", render_node="/dev/dri/renderD131")
+    host = inventory(successor)._replace(meant=meant("/dev/dri/renderD130", gpu(2)))
+    ((text, _),) = missing(resolved([entry("/dev/dri/renderD130", 4)], host)).values()
+    assert text.endswith("; another card is in its slot now (GPU-new)")
+
+
 def test_a_missing_gpu_is_not_swapped_for_its_render_node_s_new_owner() -> None:
     host = inventory(gpu(3, render_node="/dev/dri/renderD130"))
     host = host._replace(meant=meant("/dev/dri/renderD130", gpu(2)))

@@ -277,6 +277,13 @@ def test_a_removed_entry_leaves_the_instances_and_the_plan_says_so(begun: Begun)
     assert host.gpus[0].mig_devices() == before
 
 
+def test_a_gpu_that_is_bound_to_another_driver_gets_no_other_layout(begun: Begun) -> None:
+    host, made = begun(MIG, description=[{"kind": "h100"}])
+    host.gpus[0].bind("vfio-pci")
+    made.rescan()
+    assert [change for change in made.accept() if change.kind == "MIG layout"] == []
+
+
 def test_an_idle_control_daemon_ends_before_its_instance(begun: Begun) -> None:
     host, made = begun("type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2")
     configured(host, "type: NVIDIA_MPS; mig: all-1g.10gb; virtual_number: 2")

@@ -185,10 +185,11 @@ def test_all_domains_share_one_search_for_orphaned_servers(
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000], ids=len)
 def test_an_invalid_file_of_faults_counts_as_empty(
-    make_host: MakeHost, supervise: Supervise, text: str
+    make_host: MakeHost, supervise: Supervise, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
     host = make_host(V100)
     file = host.root / "run/yunion-mps/gpu-faults.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     assert supervise(host).snapshot.inventory.gpus[0].reason == ""
+    assert "fatal GPU errors before this start are not known; see: dmesg | grep -i xid" in caplog.text
