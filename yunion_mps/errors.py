@@ -127,6 +127,7 @@ class NothingFreeError(YunionError):
     """No suitable device is free; the message says which ones exist.
 
     A code other than `nothing_free` is the single reason for which all suitable devices are unavailable.
+    Whether they are leased or another user's turn, they will be free again, so the exit code is the same.
     """
 
     exit_code = 5
@@ -134,7 +135,7 @@ class NothingFreeError(YunionError):
 
     def __init__(self, message: str, hint: str = "", code: str = "") -> None:
         super().__init__(message, hint, code)
-        if self.code != reasons.NOTHING_FREE:
+        if self.code not in (reasons.NOTHING_FREE, reasons.OTHER_USER):
             self.exit_code = 1
 
 

@@ -399,6 +399,7 @@ class Holder(NamedTuple):
     `connection` (ends with the connection to the daemon; after a restart of the daemon, as `process`) or
     `name` (ends `ttl_s` after the last renewal, or when released if that is 0). `unit` is the job's unit that
     it was taken for, and `command` the command line that the process will execute; both may be empty.
+    `job_uid` is the user whose processes use the devices, if root has said so.
     """
 
     binding: str
@@ -409,6 +410,18 @@ class Holder(NamedTuple):
     ttl_s: float = 0.0
     unit: str = ""
     command: str = ""
+    job_uid: int | None = None
+
+    @property
+    def user(self) -> int | None:
+        """The user (uid) whose processes use the devices; None if unknown.
+
+        Root takes leases by name, and for containers, whose processes run as any user.
+        """
+        if self.job_uid is not None:
+            return self.job_uid
+        is_any = self.uid == 0 and self.binding in ("name", "container")
+        return None if is_any else self.uid
 
     @property
     def is_awaited(self) -> bool:
@@ -446,6 +459,14 @@ class Lease(NamedTuple):
     @property
     def cdi_name(self) -> str:
         return (self.holder.binding == "container" and self.holder.name) or self.id
+
+
+class ServedUser(NamedTuple):
+    """A user (uid) whom a control daemon serves, because of what, and since when (s since 1970)."""
+
+    uid: int
+    because_of: str
+    since_s: float
 
 
 class Snapshot(NamedTuple):

@@ -100,6 +100,7 @@ def page(host: HostOverview) -> dict[str, object]:
     A part of a GPU has no fields for unknown values.
     """
     answers, status = host.answers, host.answers.status
+    free_for = {holding.gpu: holding.free_for for holding in host.holdings if holding.free_for}
     return {
         "state": status["state"],
         "version": status["version"],
@@ -114,11 +115,14 @@ def page(host: HostOverview) -> dict[str, object]:
         ],
         "wrong": len(host.problems),
         "errors": answers.clients["errors"],
-        "gpus": [_gpu(gpu, host.memory_by_gpu.get(gpu["addr"], 0)) for gpu in answers.gpus],
+        "gpus": [
+            _gpu(gpu, host.memory_by_gpu.get(gpu["addr"], 0), free_for.get(gpu["addr"]))
+            for gpu in answers.gpus
+        ],
         "parts": [_part(holding) for holding in host.holdings],
         "waiting": [
             {
-                **{field: request[field] for field in ("user", "requested", "since")},
+                **{field: request[field] for field in ("user", "requested", "since", "reason")},
                 "command": _cut(
                     in_container(request["name"] or request["container"], request["command"] or "")
                 ),
@@ -129,14 +133,20 @@ def page(host: HostOverview) -> dict[str, object]:
     }
 
 
-def _gpu(gpu: Gpu, used_mib: int) -> dict[str, object]:
+def _gpu(gpu: Gpu, used_mib: int, free_for: str | None) -> dict[str, object]:
+    """Return a GPU; `free_for` is the only user who can lease its free devices, None for everybody."""
     names = (
         "addr", "parent", "state", "reason", "memory_mib", "memory_free_mib", "reserved_for",
         "budget_enforced", "utilization", "temperature_c", "power_w", "power_limit_w",
     )  # fmt: skip
     shown: Mapping[str, object] = gpu
     known_mib = None if is_memory_unknown(gpu) else used_mib
-    computed = {"name": short_name(gpu), "way": notable_way(gpu), "memory_used_mib": known_mib}
+    computed = {
+        "name": short_name(gpu),
+        "way": notable_way(gpu),
+        "memory_used_mib": known_mib,
+        "free_for": free_for,
+    }
     return {**{field: shown[field] for field in names}, **computed}
 
 

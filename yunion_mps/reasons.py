@@ -263,7 +263,12 @@ LEASE_OUTDATED = _code("lease_outdated",
     "release it and run the job with a new lease: yunion-mps lease release {lease}")
 CLIENT_WAITING = _code("client_waiting",
     "A process is waiting for an MPS server because another user's server is running.",
-    "wait for the other user's jobs, or serve all users at once: cuda_mps_multiuser: true")
+    "wait for the other user's jobs; list them: yunion-mps who --clients; "
+    "how users can share this host: yunion-mps config check")
+OTHER_USER = _code("other_user",
+    "The control daemon serves another user now, and MPS serves one user at a time.",
+    "wait until that user's jobs have ended: yunion-mps who; "
+    "how users can share this host: yunion-mps config check")
 CLIENT_TERMINATED = _code("client_terminated", "A job was terminated by its owner or by root.", _EVENTS)
 CLIENT_KILLED = _code("client_killed",
     "A job was killed because it did not end in time when the daemon stopped.",

@@ -45,6 +45,7 @@ from yunion_mps.answers.host import (
     ProblemDetails as ProblemDetails,
     ProblemFields as ProblemFields,
     Reexec as Reexec,
+    ServedUser as ServedUser,
     ServiceFields as ServiceFields,
     Status as Status,
     StatusProblem as StatusProblem,

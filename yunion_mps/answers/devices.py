@@ -86,6 +86,10 @@ class Device(TypedDict):
     mig_profile: Annotated[str | None, Field("The profile of the MIG instance, such as 1g.10gb.")]
     sharing: Annotated[str, Field("How its GPU is shared.", enum=enums.SHARING)]
     reserved_for: Annotated[str | None, Field("What its GPU is reserved for, as configured.")]
+    free_for: Annotated[
+        str | None,
+        Field("If it is free: the only user who can lease it now, because its control daemon serves them."),
+    ]
     lease: Annotated[str | None, Field("The id of its lease.")]
     holder: Annotated[str | None, Field("Who has its lease: `alice (PID 4260)`, `bob (job-17)`.")]
 
@@ -221,6 +225,10 @@ class Pool(TypedDict):
     reason_code: ReasonCode
     budget_enforced: Annotated[bool, Field("Whether MPS enforces budgets on it: only from Volta on.")]
     reserved_for: Annotated[str | None, Field("What it is reserved for, as configured.")]
+    free_for: Annotated[
+        str | None,
+        Field("The only user who can lease its memory now, because its control daemon serves them."),
+    ]
 
 
 class PoolList(TypedDict):
@@ -379,6 +387,8 @@ class QueuedRequest(HolderFields):
     """A request that waits for devices."""
 
     requested: Annotated[str, Field("The requested devices.")]
+    reason: Annotated[str, Field("Why it waits; empty if the queue is so long that it was not determined.")]
+    reason_code: ReasonCode
 
 
 class LeaseList(TypedDict):

@@ -20,6 +20,15 @@ from yunion_mps.answers.fields import (
 )
 
 
+class ServedUser(TypedDict):
+    """The user whom a control daemon serves, because MPS serves one user at a time."""
+
+    user: Annotated[str, Field("Their name.")]
+    uid: Count
+    because_of: Annotated[str, Field("Their lease, or the MPS server with their jobs.")]
+    since: Annotated[Time, Field("When that began.")]
+
+
 class Domain(TypedDict):
     """One of NVIDIA's control daemons, its GPUs and the limits in effect."""
 
@@ -41,6 +50,8 @@ class Domain(TypedDict):
         Percentage,
         Field("A client's default share of the SM threads, on all its GPUs: that of the largest device."),
     ]
+    multiuser: Annotated[bool, Field("Whether it serves all users at once.")]
+    serves: Annotated[ServedUser | None, Field("The user whom it serves now; null if nobody, or all.")]
 
 
 class Driver(TypedDict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from yunion_mps.cli.output import (
     wrapped,
 )
 from yunion_mps.enums import FREE, MIG, TIME_SLICING, WHY_UNENFORCED
+from yunion_mps.host.proc import user_name
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, MAX_LIMIT, MAX_NUMBER
 from yunion_mps.overview import way_of
 from yunion_mps.service.holdings import ID_LENGTH
@@ -42,7 +44,7 @@ _DEVICES = (
     Column("GPU", "model", least=9, drop=2),
     Column("MEMORY", lambda record: mib(record["memory_mib"]), numeric=True, drop=1),
     Column("SM %", "thread_percentage", numeric=True, drop=3),
-    Column("STATE", "state"),
+    Column("STATE", lambda record: _state(record)),
     Column("ENFORCED", "budget_enforced", wide=True, drop=5),
     Column("SHARING", "sharing", wide=True, drop=5),
     Column("NUMA", lambda record: _numa(record["numa_node"]), numeric=True, wide=True, drop=8),
@@ -134,7 +136,7 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
     devices = [
         record
         for record in listed_devices()
-        if (record["state"] == FREE or not free) and (gpu is None or is_part(record["addr"], chosen))
+        if (not free or is_free(record)) and (gpu is None or is_part(record["addr"], chosen))
     ]
     answer = {"isolated_devices": devices, "total": len(devices), "limit": 0, "offset": 0}
     units = pools(gpus)
@@ -144,6 +146,15 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
         answer, output, _DEVICE_FIELDS, devices,
         lambda: _devices_text(devices, none, wide=output == "wide") + units,
     )  # fmt: skip
+
+
+def is_free(record: Device) -> bool:
+    """Whether the user of this command can lease the device now."""
+    return record["state"] == FREE and record["free_for"] in (None, user_name(os.geteuid()))
+
+
+def _state(record: Device) -> str:
+    return f"free for {record['free_for']}" if record["free_for"] else record["state"]
 
 
 def _devices_text(devices: list[Device], none: str, *, wide: bool) -> str:
@@ -268,7 +279,7 @@ def _device_text(answer: DeviceDetails) -> str:
     link = answer["pcie_info"]
     lines = {
         "Address": answer["addr"],
-        "State": answer["state"] + (f": {answer['reason']}" if answer["reason"] else ""),
+        "State": _state(answer) + (f": {answer['reason']}" if answer["reason"] else ""),
         "Holder": answer["holder"],
         "Lease": answer["lease"],
         "Budget": f"{_memory_of_all(answer)}, {cell(answer['thread_percentage'])} % of the SM threads"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -26,7 +26,7 @@ from yunion_mps.cli.output import (
 from yunion_mps.enums import MPS, NOT_SHARED
 from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS
 from yunion_mps.overview import HostAnswers, HostOverview, fold_problems, way_of, with_hints
-from yunion_mps.service.holdings import is_memory_unknown
+from yunion_mps.service.holdings import Holding, is_memory_unknown
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def _status_text(status: Status, host: HostOverview) -> str:
     unenforced_gpus = {gpu["addr"] for gpu in gpus if not gpu["budget_enforced"]}
     unenforced = sum(holding.is_spare and holding.gpu in unenforced_gpus for holding in host.holdings)
     free += f" ({unenforced} without enforced budgets)" if unenforced else ""
+    free += _only_users(host.holdings)
     pending = "".join(f", {devices[name]} {name}" for name in ("pending", "reserved") if devices[name])
     broken = status["gpus"]["unavailable"]
     text = wrapped(f"State:    {status['state']}")
@@ -122,6 +123,13 @@ def _status_text(status: Status, host: HostOverview) -> str:
     if 0 < terminal_size()[1] <= (text + domains + end).count("\n"):
         domains = _domain_table(status["domains"], 0)  # problems must not scroll off the screen
     return text + domains + end
+
+
+def _only_users(held: Iterable[Holding]) -> str:
+    """Return how many free devices only one user can lease now: ` (6 for alice only)`."""
+    numbers = Counter(holding.free_for for holding in held if holding.is_spare and holding.free_for)
+    words = ", ".join(f"{number} for {user} only" for user, number in sorted(numbers.items()))
+    return f" ({words})" if words else ""
 
 
 def _gpu_table(host: HostOverview) -> str:

@@ -25,6 +25,7 @@ from yunion_mps.overview import fold_problems, with_hints
 from yunion_mps.reasons import (
     CLIENT_WAITING,
     LEASES_PENDING,
+    OTHER_USER,
     OVER_BUDGET,
     PROCESS_OUTSIDE_MPS,
     PROCESS_WITHOUT_LEASE,
@@ -53,7 +54,14 @@ if TYPE_CHECKING:
 
 #: The codes of problems of jobs and their devices.
 _ABOUT_USE = frozenset(
-    {SERVER_FAILED, CLIENT_WAITING, PROCESS_OUTSIDE_MPS, PROCESS_WITHOUT_LEASE, OVER_BUDGET, LEASES_PENDING}
+    {
+        SERVER_FAILED,
+        CLIENT_WAITING,
+        PROCESS_OUTSIDE_MPS,
+        PROCESS_WITHOUT_LEASE,
+        OVER_BUDGET,
+        LEASES_PENDING,
+    }
 )
 
 
@@ -198,8 +206,10 @@ def waiting_text(waiting: Sequence[QueuedRequest]) -> str:
     text = ""
     for request in waiting:
         user = f"{request['user']} (PID {request['pid']})" if request["pid"] else request["user"]
-        text += wrapped(f"Waiting: {user} requested {request['requested']} {age_of(request['since'])} ago")
-    return text
+        why = request["reason"] or f"requested {request['requested']}"
+        text += wrapped(f"Waiting: {user} for {age_of(request['since'])}: {why}")
+    waits_for_user = any(request["reason_code"] == OTHER_USER for request in waiting)
+    return text + (hint_text(hint_of(OTHER_USER)) if waits_for_user else "")
 
 
 def _memory(used_mib: int | None, budget_mib: int | None) -> str | None:

@@ -52,7 +52,8 @@ class ClientQueries:
 
     async def devices(self, *, unused: bool = False) -> list[Device]:
         answer = await self._call(GET_DEVICES, limit=0, unused=unused)
-        return [Device.of(device) for device in answer["isolated_devices"]]
+        devices = [Device.of(device) for device in answer["isolated_devices"]]
+        return [device for device in devices if device.free] if unused else devices
 
     async def watch_devices(self) -> AsyncGenerator[list[Device], None]:
         async for answer in watch(self._transport, GET_DEVICES, self._on_message, limit=0):

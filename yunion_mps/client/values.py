@@ -5,6 +5,7 @@ a newer daemon are ignored; a member that an older daemon lacks raises VersionEr
 """
 # Without `from __future__ import annotations`, because the types of the fields determine how they are made.
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Optional, TypeVar, Union, get_ar
 
 from yunion_mps.enums import FREE
 from yunion_mps.errors import VersionError
+from yunion_mps.host.proc import user_name
 from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
@@ -99,13 +101,14 @@ class Device(AnswerValue["answers.Device"]):
     mig_profile: Optional[str]
     sharing: str
     reserved_for: Optional[str]
+    free_for: Optional[str]
     lease: Optional[str]
     holder: Optional[str]
 
     @property
     def free(self) -> bool:
-        """Whether it can be leased now."""
-        return self.state == FREE
+        """Whether this process's user can lease it now: `free_for` names the only one who can."""
+        return self.state == FREE and self.free_for in (None, user_name(os.geteuid()))
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,17 @@ class Pool(AnswerValue["answers.Pool"]):
     reason_code: str
     budget_enforced: bool
     reserved_for: Optional[str]
+    free_for: Optional[str]
+
+
+@dataclass(frozen=True)
+class ServedUser(AnswerValue["answers.ServedUser"]):
+    """The user whom a control daemon serves: because of what, and since when."""
+
+    user: str
+    uid: int
+    because_of: str
+    since: datetime
 
 
 @dataclass(frozen=True)
@@ -200,6 +214,8 @@ class Domain(AnswerValue["answers.Domain"]):
     gpus: tuple[str, ...]
     memory_limits_mib: tuple[Optional[int], ...]
     thread_percentage: float
+    multiuser: bool
+    serves: Optional[ServedUser]
 
 
 @dataclass(frozen=True)
@@ -344,6 +360,8 @@ class LeaseDetails(LeaseRecord):
 
 @dataclass(frozen=True)
 class QueuedRequest(HolderFields):
-    """A request that waits for devices."""
+    """A request that waits for devices, and why; the reason of one far behind in the queue is empty."""
 
     requested: str
+    reason: str
+    reason_code: str

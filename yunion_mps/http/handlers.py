@@ -43,6 +43,7 @@ class RequestedHolder(TypedDict):
     command: str | None
     name: str | None
     ttl_s: int | None
+    uid: int | None
 
 
 class Handlers:
@@ -193,9 +194,10 @@ class Handlers:
         requested = LeaseRequest(
             count, names, gpu or "", across, placement, mib, allow_unlimited, use, thread_percentage or 0
         )
-        queued = QueuedRequest(requested, _holder(request, holder), idempotency_key or "", cdi)
+        holder_of_lease = _with_user(_holder(request, holder), holder["uid"], request.uid)
+        queued = QueuedRequest(requested, holder_of_lease, idempotency_key or "", cdi)
         if dry_run:
-            return self._services.leases.preview(queued)
+            return await self._services.leases.preview(queued)
         lease, is_new = await self._services.leases.take(queued, request.keep_open, wait_s)
         return CreatedResource(lease, f"/v1/leases/{lease['id']}") if is_new else lease
 
@@ -219,6 +221,16 @@ def _list(terminations: list[answers.Termination]) -> answers.TerminationList:
 
 def _caller(request: Request) -> Caller:
     return Caller(request.uid, request.pid, request.unit)
+
+
+def _with_user(holder: Holder, uid: int | None, caller_uid: int) -> Holder:
+    """The holder with the user whose processes will use the devices, if root has named one."""
+    if uid is None:
+        return holder
+    if holder.binding not in ("name", "container"):
+        raise BadRequestError("holder.uid requires kind name or container", "omit one of them")
+    refuse_unprivileged(caller_uid, "take a lease for another user's processes")
+    return holder._replace(job_uid=uid)
 
 
 def _holder(request: Request, members: RequestedHolder) -> Holder:

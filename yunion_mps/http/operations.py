@@ -179,6 +179,8 @@ MAX_EVENTS = 1000
 MAX_EVENT_WAIT_S = 60
 #: PID_MAX_LIMIT of the kernel (include/linux/threads.h).
 MAX_PID = 4_194_304
+#: The largest user id of Linux; the next number stands for none.
+MAX_UID = (1 << 32) - 2
 MAX_DEVICES_PER_LEASE = 64
 #: More memory than any GPU has.
 MAX_MIB = 1 << 30
@@ -316,6 +318,8 @@ HOLDER = (
               "container that is about to start, and for its CDI device.", pattern=NAME, hint=_NAME_HINT),
     _number("ttl_s", "For `name`: the time to live after each renewal, at most `max_lease_ttl_s`; 0, by "
             "root: until it is released.", 0, MAX_TTL_S),
+    _number("uid", "For `name` and `container`, by root: the user (uid) whose processes will use the "
+            "devices. MPS serves one user at a time.", 0, MAX_UID),
 )  # fmt: skip
 TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
     "take_lease", "POST", "/v1/leases",

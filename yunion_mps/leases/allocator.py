@@ -18,7 +18,14 @@ from yunion_mps.leases.placement import largest_group_across, matching_devices, 
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
 from yunion_mps.models import Device
 from yunion_mps.planning.division import thread_tenths, units_for
-from yunion_mps.reasons import BUDGET_NOT_ENFORCED, NO_REASON, NOTHING_FREE, TEMPORARY, hint_of
+from yunion_mps.reasons import (
+    BUDGET_NOT_ENFORCED,
+    NO_REASON,
+    NOTHING_FREE,
+    OTHER_USER,
+    TEMPORARY,
+    hint_of,
+)
 from yunion_mps.text import count, gpus_that_are
 
 #: The most GPUs, and the most reasons, that an error names.
@@ -28,16 +35,18 @@ _MAX_NAMED = 4
 class Reservation(NamedTuple):
     """What is free, but reserved for earlier requests: ids of devices, and MiB by GPU UUID.
 
-    For pools that count them, also tenths of a percent of the SM threads, by GPU UUID.
+    For pools that count them, also tenths of a percent of the SM threads, by GPU UUID. `users` has the users
+    (uids) whom control daemons serve next, by domain.
     """
 
     devices: set[str]
     memory_mib: Counter[str]
     thread_tenths: Counter[str]
+    users: dict[str, int]
 
 
 def no_reservation() -> Reservation:
-    return Reservation(set(), Counter(), Counter())
+    return Reservation(set(), Counter(), Counter(), {})
 
 
 NO_RESERVATION = no_reservation()
@@ -201,6 +210,20 @@ class Allocator:
             devices = most_first[0][: request.number] if most_first else []
         return no_reservation()._replace(devices={device.id for device in devices})
 
+    def domain_to_reserve(self, request: LeaseRequest, candidates: Candidates, reserved: Reservation) -> str:
+        """The domain that is to serve the user of a request next; empty if the request needs no other user's.
+
+        `candidates` are those for the user. Of several domains it is the one with the fewest leases and jobs
+        of others: new ones begin only on the other domains, so that each user's turn comes.
+        """
+        matching = [(one.device.domain, one.reason) for one in matching_devices(request, candidates)]
+        matching += [(one.pool.domain, one.reason) for one in candidates.matching_pools(request)]
+        domains = {domain for domain, reason in matching if reason.code == OTHER_USER}
+        domains -= reserved.users.keys()
+        if not domains:
+            return ""
+        return min(domains, key=lambda name: (len(candidates.users.get(name, ())), name))
+
     def _reserve_memory(
         self, request: LeaseRequest, candidates: Candidates, reserved: Reservation
     ) -> Reservation:
@@ -316,9 +339,10 @@ class Allocator:
         if free:
             parts.append(f"{free} free, at most {max(map(len, by_gpu.values()))} on one GPU")
         for reason, number in Counter(reason for reason, _ in unavailable).most_common(_MAX_NAMED):
+            how = "for another user" if reason.code == OTHER_USER else "unavailable"
             gpus = list(dict.fromkeys(gpu for why, gpu in unavailable if why == reason))
             more = f" and {len(gpus) - _MAX_NAMED} more" if len(gpus) > _MAX_NAMED else ""
-            parts.append(f"{number} unavailable (GPU {', '.join(gpus[:_MAX_NAMED])}{more}: {reason})")
+            parts.append(f"{number} {how} (GPU {', '.join(gpus[:_MAX_NAMED])}{more}: {reason})")
         hint, code = "see who holds the devices: yunion-mps who", NOTHING_FREE
         if len(unavailable) == len(matching) + len(pools):
             hint = "see: yunion-mps status"

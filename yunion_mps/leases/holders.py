@@ -19,6 +19,7 @@ from yunion_mps.host.processes import Process, refuse_if_no_file_can_be_opened
 from yunion_mps.leases.request import QueuedRequest
 from yunion_mps.models import CDI_KIND, Device, Holder, Lease
 from yunion_mps.planning.environment import process_percentage, sharing_of
+from yunion_mps.reasons import Reason
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
@@ -154,9 +155,14 @@ def lease_json(
     }
 
 
-def queued_json(queued: QueuedRequest, containers: Containers) -> answers.QueuedRequest:
-    """A queued request; its place in the list is its position."""
-    return {**_holder_json(queued.holder, queued.since_s, containers), "requested": str(queued.request)}
+def queued_json(queued: QueuedRequest, why: Reason, containers: Containers) -> answers.QueuedRequest:
+    """A queued request, and why it waits; its place in the list is its position."""
+    return {
+        **_holder_json(queued.holder, queued.since_s, containers),
+        "requested": str(queued.request),
+        "reason": why,
+        "reason_code": why.code,
+    }
 
 
 def _holder_json(holder: Holder, since_s: float, containers: Containers | None) -> answers.HolderFields:

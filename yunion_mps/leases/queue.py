@@ -1,20 +1,26 @@
 """The queue: requests that wait, first come, first served.
 
 One that does not fit yet reserves the free devices that it will need; later requests get the rest. So a
-request for four devices is not starved by many for one, and requests for other GPUs do not wait for it. No
-I/O, no waiting.
+request for four devices is not starved by many for one, and requests for other GPUs do not wait for it. One
+that waits for a control daemon to serve its user reserves the control daemon: later requests of other users
+do not get its devices. No I/O, no waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from yunion_mps.errors import NothingFreeError
 from yunion_mps.leases.allocator import Allocator, Reservation, no_reservation
 from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
 from yunion_mps.models import Device, Lease
+from yunion_mps.reasons import NO_REASON, Reason
+
+#: The most different requests whose reason is determined.
+_MAX_EXPLAINED = 20
 
 
 class Grant(NamedTuple):
@@ -23,6 +29,13 @@ class Grant(NamedTuple):
     lease: Lease
     is_new: bool
     is_shared: bool
+
+
+class _Choices(NamedTuple):
+    """The candidates for one user, and their devices that are free."""
+
+    candidates: Candidates
+    free: list[Device]
 
 
 class Queue:
@@ -47,9 +60,9 @@ class Queue:
         It stays queued until it is removed; call this again once the ledger has its lease.
         """
         reserved = no_reservation()
-        for queued in self._in_turn(candidates, reserved):
+        for queued, candidates_for_user in self._in_turn(candidates, reserved):
             with contextlib.suppress(NothingFreeError):
-                return queued, self._allocator.choose(queued.request, candidates, reserved)
+                return queued, self._allocator.choose(queued.request, candidates_for_user, reserved)
         return None
 
     def reservation(self, candidates: Candidates, excluding: QueuedRequest | None = None) -> Reservation:
@@ -59,37 +72,69 @@ class Queue:
             pass
         return reserved
 
+    def choose(self, queued: QueuedRequest, candidates: Candidates) -> tuple[Device, ...]:
+        """The devices that a request would get now, behind the queued ones; raises NothingFreeError."""
+        reserved = self.reservation(candidates, excluding=queued)
+        candidates_for_user = candidates.for_user(queued.holder.user, reserved.users)
+        return self._allocator.choose(queued.request, candidates_for_user, reserved)
+
     def why_not(self, queued: QueuedRequest, candidates: Candidates) -> NothingFreeError:
         """Why this request still waits."""
         try:
-            self._allocator.choose(queued.request, candidates, self.reservation(candidates, excluding=queued))
+            self.choose(queued, candidates)
         except NothingFreeError as error:
             return error
         return NothingFreeError(f"{queued.request} cannot be allocated now", "try again")
 
+    def reasons(self, candidates: Candidates) -> dict[int, Reason]:
+        """Why each request still waits, by position; those far behind in the queue have none."""
+        first: dict[tuple[LeaseRequest, int | None], QueuedRequest] = {}
+        for queued in self.requests:
+            first.setdefault((queued.request, queued.holder.user), queued)
+        why: dict[tuple[LeaseRequest, int | None], Reason] = {}
+        for kind, queued in islice(first.items(), _MAX_EXPLAINED):
+            why[kind] = self.why_not(queued, candidates).reason
+        return {
+            queued.position: why.get((queued.request, queued.holder.user), NO_REASON)
+            for queued in self.requests
+        }
+
     def _in_turn(
         self, candidates: Candidates, reserved: Reservation, excluding: QueuedRequest | None = None
-    ) -> Iterator[QueuedRequest]:
-        """Yield each request that may fit, and then add to `reserved` what it needs.
+    ) -> Iterator[tuple[QueuedRequest, Candidates]]:
+        """Yield each request that may fit, with the candidates for its user; then reserve what it needs.
 
         This runs whenever a lease ends, and hundreds of requests may be queued. So a cheap check skips those
         without a free device, and of equal requests that cannot be satisfied only one is tried.
         """
-        unsatisfiable = set[LeaseRequest]()
-        served = (candidate.device for candidate in candidates.devices if not candidate.reason)
-        free = self._allocator.ledger.free_singly(served)
+        unsatisfiable: set[tuple[LeaseRequest, int | None]] = set()
+        choices: dict[int | None, _Choices] = {}
         for queued in self.requests:
-            request = queued.request
-            if queued is excluding or request in unsatisfiable:
+            request, user = queued.request, queued.holder.user
+            if queued is excluding or (request, user) in unsatisfiable:
                 continue
-            if not request.memory_mib and not any(
+            if user not in choices:
+                choices[user] = self._choices(candidates.for_user(user, reserved.users))
+            mine, free = choices[user]
+            more = no_reservation()
+            if request.memory_mib or any(
                 request.matches(device) and device.id not in reserved.devices for device in free
             ):
+                yield queued, mine
+                more = self._allocator.reserve(request, mine, reserved)
+            if any(more):
+                reserved.devices.update(more.devices)
+                reserved.memory_mib.update(more.memory_mib)
+                reserved.thread_tenths.update(more.thread_tenths)
                 continue
-            yield queued
-            more = self._allocator.reserve(request, candidates, reserved)
-            if not any(more):
-                unsatisfiable.add(request)
-            reserved.devices.update(more.devices)
-            reserved.memory_mib.update(more.memory_mib)
-            reserved.thread_tenths.update(more.thread_tenths)
+            unsatisfiable.add((request, user))
+            if user is None or mine is candidates:
+                continue
+            domain = self._allocator.domain_to_reserve(request, mine, reserved)
+            if domain:
+                reserved.users[domain] = user
+                choices.clear()
+
+    def _choices(self, candidates: Candidates) -> _Choices:
+        served = (candidate.device for candidate in candidates.devices if not candidate.reason)
+        return _Choices(candidates, self._allocator.ledger.free_singly(served))

@@ -11,7 +11,8 @@ from yunion_mps.addresses import is_part, shown_address
 from yunion_mps.enums import BINPACK, MPS, NOT_SHARED, WHY_UNENFORCED
 from yunion_mps.errors import InfeasibleError, NotAllowedError, NotFoundError
 from yunion_mps.host.proc import user_name
-from yunion_mps.models import ALL, Device, DomainPlan, Gpu, Holder, Lease, Owner, Pool, Snapshot
+from yunion_mps.leases.served_users import next_for, why_not_served
+from yunion_mps.models import ALL, Device, DomainPlan, Gpu, Holder, Lease, Owner, Pool, ServedUser, Snapshot
 from yunion_mps.planning.division import enforces_budgets, pool_device
 from yunion_mps.planning.environment import (
     client_environment,
@@ -152,7 +153,7 @@ class Candidates(NamedTuple):
 
     `domains` are the domains of all devices, by name: as they serve, or as planned if they do not serve.
     `planned` are those that are configured, whose limits may wait for MPS servers to end. `reserved` says, by
-    GPU UUID, what devices are reserved for.
+    GPU UUID, what devices are reserved for, and `users`, by domain, whom each control daemon serves.
     """
 
     devices: Sequence[Candidate] = ()
@@ -162,6 +163,29 @@ class Candidates(NamedTuple):
     planned: Mapping[str, DomainPlan] = {}
     reserved: Mapping[str, str] = {}
     waiting: Sequence[WaitingGpu] = ()
+    users: Mapping[str, Sequence[ServedUser]] = {}
+
+    def for_user(self, uid: int | None, promised: Mapping[str, int] = {}) -> Candidates:
+        """The candidates as this user can have them: not those whose control daemon serves another user.
+
+        `promised` has the users (uids) of earlier requests whom control daemons serve next, by domain. A
+        user that is not known can have all.
+        """
+        if uid is None:
+            return self
+        why: dict[str, Reason] = {}
+        for name in {**self.users, **promised}:
+            if reason := why_not_served(self.users.get(name, ()), uid):
+                why[name] = reason
+            elif promised.get(name, uid) != uid:
+                why[name] = next_for(promised[name])
+        if not why:
+            return self
+        devices = [
+            one._replace(reason=one.reason or why.get(one.device.domain, NO_REASON)) for one in self.devices
+        ]
+        pools = [one._replace(reason=one.reason or why.get(one.pool.domain, NO_REASON)) for one in self.pools]
+        return self._replace(devices=devices, pools=pools)
 
     def waiting_for(self, request: LeaseRequest) -> WaitingGpu | None:
         """The GPU that the request may wait for; None if there is none."""

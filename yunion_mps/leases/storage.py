@@ -74,7 +74,10 @@ class LeaseStorage:
 
 def _text(lease: Lease, boot_id: str, ahead_s: float) -> str:
     devices = [device._asdict() for device in lease.devices]
-    value = {**lease._asdict(), "devices": devices, "holder": lease.holder._asdict(), "boot": boot_id}
+    holder = lease.holder._asdict()
+    if lease.holder.job_uid is None:
+        del holder["job_uid"]  # earlier versions do not know it
+    value = {**lease._asdict(), "devices": devices, "holder": holder, "boot": boot_id}
     if lease.ends_s is not None:
         value["expires_s"] = lease.ends_s + ahead_s
     return json.dumps(value, separators=(",", ":"))
@@ -103,7 +106,7 @@ def _lease(text: str, boot_id: str, ahead_s: float) -> Lease | None:
 def _is_valid(lease: Lease) -> bool:
     """Whether every field has its type: a wrong one would crash the daemon later, after every restart."""
     holder = lease.holder
-    process = [value for value in (holder.pid, holder.started) if value is not None]
+    process = [value for value in (holder.pid, holder.started, holder.job_uid) if value is not None]
     types: list[tuple[object, type | tuple[type, ...]]] = [
         *((value, str) for value in (lease.id, lease.idempotency_key, lease.request)),
         *((value, str) for value in (holder.binding, holder.name, holder.unit, holder.command)),

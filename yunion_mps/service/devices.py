@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps import reasons as codes
@@ -21,6 +21,7 @@ from yunion_mps.enums import (
     UNAVAILABLE,
 )
 from yunion_mps.errors import HostError
+from yunion_mps.host.proc import user_name
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.inventory.scan import INSTANCE_GONE
 from yunion_mps.leases.ledger import Ledger
@@ -33,11 +34,13 @@ from yunion_mps.models import (
     PcieLink,
     Plan,
     Pool,
+    ServedUser,
     Snapshot,
 )
 from yunion_mps.planning.division import enforces_budgets, thread_tenths, with_memory
 from yunion_mps.planning.mig import describe_layout
 from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.units import rfc3339
 from yunion_mps.users import Servers, Users, wait_reason
 
 if TYPE_CHECKING:
@@ -166,11 +169,12 @@ def devices_json(
     ledger: Ledger,
     name_holder: Callable[[Holder], str] = str,
     used_by_others: Mapping[str, Reason] = {},
+    users: Mapping[str, Sequence[ServedUser]] = {},
 ) -> list[answers.Device]:
     """All devices, including devices created for a lease, with Cloudpods' field names and ours.
 
     A device that was leased before a reload is shown as it was leased. `used_by_others` says
-    why GPUs (UUIDs) cannot be leased now.
+    why GPUs (UUIDs) cannot be leased now, and `users`, by domain name, whom the control daemons serve.
     """
     waits = ledger.lease_waits(snapshot.plan.devices).values()
     pending = {name: wait.reason for wait in waits for name in wait.pending}
@@ -189,6 +193,7 @@ def devices_json(
     why |= {uuid: used_by_others[uuid] for uuid in used if not why.get(uuid, NO_DOMAIN)}
     served = [device for device in snapshot.plan.devices if not why.get(device.gpu_uuid, NO_DOMAIN)]
     free = ledger.free_devices(served)
+    free_for = only_users(users)
     rows: list[answers.Device] = []
     for device in (*snapshot.plan.devices, *made):
         gpu, held = gpus.get(device.gpu_uuid), leased.get(device.id, device)
@@ -228,11 +233,17 @@ def devices_json(
                 "mig_profile": (gpu.mig_profile or None) if gpu else None,
                 "sharing": now.sharing,
                 "reserved_for": use,
+                "free_for": free_for.get(now.domain) if state == FREE else None,
                 "lease": lease.id if lease else None,
                 "holder": name_holder(lease.holder) if lease else None,
             }
         )
     return rows
+
+
+def only_users(users: Mapping[str, Sequence[ServedUser]]) -> dict[str, str]:
+    """The names of the users to whom devices can be leased now, by domain; the others serve everybody."""
+    return {domain: user_name(served[0].uid) for domain, served in users.items()}
 
 
 def _plain(percentage: float) -> float | int:
@@ -308,7 +319,13 @@ def gpu_json(
 
 
 def pool_json(
-    pool: Pool, gpu: Gpu, reason: Reason, memory_free_mib: int, free_tenths: int, reserved_for: str | None
+    pool: Pool,
+    gpu: Gpu,
+    reason: Reason,
+    memory_free_mib: int,
+    free_tenths: int,
+    reserved_for: str | None,
+    free_for: str | None,
 ) -> answers.Pool:
     is_counted = bool(pool.thread_percentage)
     return {
@@ -330,10 +347,12 @@ def pool_json(
         "reason_code": reason.code,
         "budget_enforced": enforces_budgets(gpu),
         "reserved_for": reserved_for,
+        "free_for": free_for,
     }
 
 
-def domain_json(domain: DomainStatus) -> answers.Domain:
+def domain_json(domain: DomainStatus, users: Sequence[ServedUser] = ()) -> answers.Domain:
+    """A domain, and the user whom it serves, if any."""
     plan = domain.plan
     return {
         "name": plan.name,
@@ -349,4 +368,15 @@ def domain_json(domain: DomainStatus) -> answers.Domain:
         "gpus": list(plan.gpu_uuids),
         "memory_limits_mib": list(plan.memory_limits_mib),
         "thread_percentage": _plain(plan.thread_percentage),
+        "multiuser": plan.multiuser,
+        "serves": _served_user_json(users[0]) if users else None,
+    }
+
+
+def _served_user_json(user: ServedUser) -> answers.ServedUser:
+    return {
+        "user": user_name(user.uid),
+        "uid": user.uid,
+        "because_of": user.because_of,
+        "since": rfc3339(user.since_s),
     }

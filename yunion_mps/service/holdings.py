@@ -60,6 +60,7 @@ class Holding(NamedTuple):
     Without devices, it is the use outside MPS, or by MPS clients without a device. `free`: the daemon would
     lease it, although processes without a lease may use it. `pending`: it waits for leases of a former
     division, or belongs to one. `reserved`: the daemon would lease it for what it is reserved for.
+    `free_for`: the only user to whom the daemon would lease it, None for everybody.
     """
 
     gpu: str
@@ -73,6 +74,7 @@ class Holding(NamedTuple):
     reserved: bool = False
     outside_mps: bool = False
     processes: tuple[ProcessUse, ...] = ()
+    free_for: str | None = None
 
     @property
     def holders(self) -> tuple[ProcessUse, ...]:
@@ -229,7 +231,7 @@ def holdings(
         state = device["state"] if device else ""
         holding = Holding(
             key[1], (address,), budget_mib, percentage, lease, state != UNAVAILABLE, state == FREE,
-            state == PENDING, state == RESERVED,
+            state == PENDING, state == RESERVED, free_for=device["free_for"] if device else None,
         )  # fmt: skip
         found[key] = _merge(found[key], holding) if key in found else holding
         keys_by_device[address] = key

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,7 @@ from yunion_mps.service.instances import InstanceCheck
 from yunion_mps.service.permissions import find_own_lease
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor import Supervisor
+from yunion_mps.tasks import within
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -52,8 +53,14 @@ log = logging.getLogger(__name__)
 
 #: Registers a function to call when the connection of the request ends.
 OnDisconnect = Callable[[Callable[[], None]], None]
+#: How long a request waits for the driver's list of processes.
+_DRIVER_TIMEOUT_S = 2.0
 #: How many leases of a request may be revoked before it fails.
 _MAX_REVOKED = 3
+
+
+async def _no_poll() -> None:
+    """Do nothing, because there is no monitor yet."""
 
 
 class LeaseService:
@@ -75,6 +82,8 @@ class LeaseService:
         #: The grants to queued requests, by position.
         self._grants: dict[int, asyncio.Future[Grant]] = {}
         self.instances = InstanceCheck(supervisor, queries)
+        #: Polls at once which processes use the GPUs.
+        self.poll_processes: Callable[[], Awaitable[None]] = _no_poll
         self._divided: tuple[Plan, tuple[DomainPlan, ...]] | None = None
         self._is_draining = self._is_closed = False
 
@@ -157,7 +166,10 @@ class LeaseService:
         return [self._json(lease, brief=brief) for lease in self.ledger.leases.values()]
 
     def waiting(self) -> list[answers.QueuedRequest]:
-        return [queued_json(request, self.containers) for request in self.queue.requests]
+        why = self.queue.reasons(self._queries.candidates())
+        return [
+            queued_json(request, why[request.position], self.containers) for request in self.queue.requests
+        ]
 
     async def take(
         self, queued: QueuedRequest, on_disconnect: OnDisconnect, wait_s: float
@@ -173,6 +185,7 @@ class LeaseService:
         await self.follow_destroyed(self.ledger.find_repeated(queued))
         lease, is_new = self.ledger.find_repeated(queued), False
         if lease is None:
+            await self._update_users(queued.holder.user)
             queued = self._positions.place(self._admit(queued), time.time(), time.monotonic())
             lease, is_new, _ = await self._wait_for_grant(queued, wait_s)
         elif lease.holder.binding == "name" or lease.holder.is_awaited:
@@ -182,14 +195,16 @@ class LeaseService:
             on_disconnect(partial(self._end_connected, lease.id))
         return self._json(lease), is_new
 
-    def preview(self, queued: QueuedRequest) -> answers.LeaseRecord:
+    async def preview(self, queued: QueuedRequest) -> answers.LeaseRecord:
         """The lease that would be granted now; raises YunionError if none would."""
+        await self._update_users(queued.holder.user)
         queued = queued._replace(sent=queued.as_text)
         if lease := self.ledger.find_repeated(queued):
             return self._json(lease)
-        request, candidates = self._admit(queued).request, self._queries.candidates()
-        devices = self._allocator.choose(request, candidates, self.queue.reservation(candidates))
-        lease = Lease("", devices, queued.holder, time.time(), candidates.environment(request, devices))
+        queued, candidates = self._admit(queued), self._queries.candidates()
+        devices = self.queue.choose(queued, candidates)
+        environment = candidates.environment(queued.request, devices)
+        lease = Lease("", devices, queued.holder, time.time(), environment)
         return lease_json(lease, None, self.containers)
 
     def release(self, name: str, caller: Owner) -> answers.LeaseRecord:
@@ -220,7 +235,8 @@ class LeaseService:
         find_own = partial(find_own_lease, name, self.ledger.leases, caller, of_any_unit=not caller.unit)
         await self.follow_destroyed(find_own())
         lease = find_own()
-        holder = holder._replace(uid=lease.holder.uid, unit=lease.holder.unit, name=lease.holder.name)
+        before = lease.holder
+        holder = holder._replace(uid=before.uid, unit=before.unit, name=before.name, job_uid=before.job_uid)
         refuse_unserved(lease, self._supervisor.snapshot())
         if lease.holder.binding == "name":
             self._record(lease._replace(holder=holder), "used by", "the container started with its lease")
@@ -253,7 +269,23 @@ class LeaseService:
             self.follow_instances()
         return why
 
+    @property
+    def waits_for_jobs(self) -> bool:
+        """Whether a request is queued while a control daemon serves the jobs of a user."""
+        return bool(self.queue.requests and self._queries.users_with_jobs)
+
     # -- internals
+
+    async def _update_users(self, user: int | None) -> None:
+        """Find out which users' jobs run now, if those of others would keep this user from devices.
+
+        The last poll was up to 10 s ago. If the driver is slow, its answer is the best that is known.
+        """
+        served = (one for users in self._queries.users_with_jobs.values() for one in users)
+        if user is not None and any(one.uid != user for one in served):
+            with contextlib.suppress(HostError):
+                slow = HostError("the driver is slow to answer")
+                await within(_DRIVER_TIMEOUT_S, self.poll_processes(), slow)
 
     async def _wait_for_grant(self, queued: QueuedRequest, wait_s: float) -> Grant:
         """Queue the request and wait; returns its grant, or raises YunionError.

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 POLL_S = 10.0
 #: How often while a GPU is unavailable, because the driver reports that a GPU is lost, but not its return;
 #: while a GPU waits for leases to end before its way of sharing changes; while another program uses a MIG
-#: instance that could be leased; and while a job exceeds its budget on a GPU with `over_budget: terminate`.
+#: instance that could be leased; while a request may wait for another user's jobs; and while a job exceeds
+#: its budget on a GPU with `over_budget: terminate`.
 FAST_POLL_S = 1.0
 #: How often the list of GPUs in sysfs is compared, which costs no driver call.
 SYSFS_POLL_S = 2.0
@@ -61,6 +62,8 @@ class Monitor:
         self._compare_s = time.monotonic() + COMPARE_S
         self._instances = services.leases.instances
         self._instances.poll = self.poll
+        self._leases = services.leases
+        self._leases.poll_processes = self.poll_processes
         self._queries = services.queries
         self._events: EventWatch | None = None
         #: Shared by all attempts to open NVML, so that none begins while an earlier one hangs.
@@ -80,7 +83,7 @@ class Monitor:
             while True:
                 self._watch_events()
                 is_urgent = self._supervisor.is_urgent or self._budgets.is_watching
-                is_urgent = is_urgent or bool(self._queries.used_by_others)
+                is_urgent = is_urgent or bool(self._queries.used_by_others) or self._leases.waits_for_jobs
                 await self._wait_for_next_poll(FAST_POLL_S if is_urgent else POLL_S)
                 self._poll_now.clear()
                 await self.poll()
@@ -114,11 +117,15 @@ class Monitor:
         self._tick()
 
     async def poll_processes(self) -> None:
-        """Poll only which processes use the GPUs, so that a stop can name new ones."""
+        """Poll only which processes use the GPUs, and whose they are."""
         nvml, began_s = self._supervisor.nvml, asyncio.get_running_loop().time()
         if nvml:
             with contextlib.suppress(DriverError, ShortageError):
-                self._supervisor.jobs.update(await on_thread(nvml.processes), began_s)
+                self._update_jobs(await on_thread(nvml.processes), began_s)
+
+    def _update_jobs(self, processes: Processes, polled_s: float) -> None:
+        self._supervisor.jobs.update(processes, polled_s)
+        self._queries.set_users(self._supervisor.jobs.users)
 
     async def _poll(self) -> None:
         supervisor, loop = self._supervisor, asyncio.get_running_loop()
@@ -148,7 +155,7 @@ class Monitor:
             self._must_initialise = False
             self._failures.clear()
             supervisor.set_warning("polling", NO_REASON)
-            supervisor.jobs.update(processes, began_s)
+            self._update_jobs(processes, began_s)
             supervisor.update_gpus(inventory, loop.time())
             self._usage.record(processes, load, began_s)
             self._instances.note(processes)

@@ -15,7 +15,8 @@ from yunion_mps.inventory.scan import in_order, unusable_instances
 from yunion_mps.leases.allocator import refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidates, LeaseRequest, candidates_of, find_gpu, shorten
-from yunion_mps.models import ALL, Gpu, Holder, MissingGpu, Pool, Snapshot
+from yunion_mps.leases.served_users import served_users
+from yunion_mps.models import ALL, Gpu, Holder, MissingGpu, Pool, ServedUser, Snapshot
 from yunion_mps.planning.environment import client_environment
 from yunion_mps.reasons import (
     DISABLED,
@@ -32,6 +33,7 @@ from yunion_mps.service.devices import (
     gpu_json,
     gpu_reason,
     is_layout_pending,
+    only_users,
     pool_json,
     unusable_reasons,
     ways_in_effect,
@@ -85,7 +87,9 @@ class Queries:
         self.ledger = Ledger()
         #: The whole MIG instances (UUIDs) that processes without a lease use, so they are not leased.
         self.used_by_others: Mapping[str, Reason] = {}
-        self._candidates, self._candidates_version = Candidates(), -1
+        self._candidates, self._candidates_version, self._users_version = Candidates(), -1, -1
+        #: The users with jobs on the MPS servers, by domain name.
+        self.users_with_jobs: Mapping[str, Sequence[ServedUser]] = {}
         self._name_holder: Callable[[Holder], str] = str
         self.usage = UsageHistory()
         self._use_version = 0
@@ -105,6 +109,14 @@ class Queries:
             self._use_version += 1
             self.changes.notify()
 
+    def set_users(self, users: Mapping[str, Sequence[ServedUser]]) -> None:
+        """Set the users with jobs on the MPS servers, by domain name."""
+        if users != self.users_with_jobs:
+            self.users_with_jobs = users
+            self._cached_version = -1
+            self._use_version += 1
+            self.changes.notify()
+
     @property
     def version(self) -> int:
         """Changes when an answer may change."""
@@ -113,7 +125,11 @@ class Queries:
     def all_devices(self) -> list[answers.Device]:
         if self._cached_version != self.version:
             self._devices = devices_json(
-                self._snapshot(), self.ledger, self._name_holder, self.used_by_others
+                self._snapshot(),
+                self.ledger,
+                self._name_holder,
+                self.used_by_others,
+                self.candidates().users,
             )
             self._device_counts = self._count_devices()
             self._cached_version = self.version
@@ -188,7 +204,7 @@ class Queries:
         """The GPUs whose memory is leased in units."""
         snapshot = self._snapshot()
         gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
-        why = unusable_reasons(snapshot)
+        why, free_for = unusable_reasons(snapshot), only_users(self.candidates().users)
         pools = [
             pool_json(
                 pool,
@@ -197,6 +213,7 @@ class Queries:
                 0 if why[pool.gpu_uuid] else self._free_mib(pool),
                 0 if why[pool.gpu_uuid] else self.ledger.free_tenths(pool),
                 snapshot.plan.reserved.get(pool.gpu_uuid),
+                free_for.get(pool.domain),
             )
             for pool in snapshot.plan.pools
             if pool.gpu_uuid in gpus
@@ -295,7 +312,10 @@ class Queries:
                     gpu["state"] == UNAVAILABLE and not gpu["parent"] for gpu in self.gpus()["gpus"]
                 ),
             },
-            "domains": [domain_json(domain) for domain in snapshot.domains],
+            "domains": [
+                domain_json(domain, self.candidates().users.get(domain.plan.name, ()))
+                for domain in snapshot.domains
+            ],
         }
 
     def not_ready_reasons(self) -> list[str]:
@@ -323,13 +343,19 @@ class Queries:
         return [line.replace("\n", "; ") for line in lines if line] or ["no GPU is divided into devices"]
 
     def candidates(self) -> Candidates:
-        """What can be leased now; computed once for each snapshot."""
+        """What can be leased now, and whom the control daemons serve; computed once for each change."""
         snapshot = self._snapshot()
         if self._candidates_version != snapshot.version:
             why = unusable_reasons(snapshot)
             why |= {uuid: used for uuid, used in self.used_by_others.items() if not why.get(uuid, used)}
             self._candidates = candidates_of(snapshot, why)
             self._candidates_version = snapshot.version
+            self._users_version = -1
+        if self._users_version != self.version:
+            leases, domains = self.ledger.leases.values(), self._candidates.domains
+            users = served_users(leases, self.users_with_jobs, domains)
+            self._candidates = self._candidates._replace(users=users)
+            self._users_version = self.version
         return self._candidates
 
     def feasible(self, request: LeaseRequest) -> LeaseRequest:

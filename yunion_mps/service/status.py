@@ -66,6 +66,7 @@ class StatusService:
             *_device_problems(devices),
             *_whole_gpu_problems(gpus, devices, self._queries.waits_for_leases()),
             *_use_problems(held, clients, self._queries.terminating_gpus()),
+            *_waiting_users(waiting),
             *_unleased_use(held, gpus),
             *_lease_problems(leases, devices, service["domains"], gpus),
         ]
@@ -248,6 +249,14 @@ def _use_problems(
                 devices=holding.devices,
                 pid=largest.pid,
             )
+
+
+def _waiting_users(waiting: Iterable[answers.QueuedRequest]) -> Iterator[answers.StatusProblem]:
+    """Requests that wait for control daemons to serve their user."""
+    for request in waiting:
+        if request["reason_code"] == reasons.OTHER_USER:
+            text = f"the request of {request['user']} waits: {request['reason']}"
+            yield _problem(WARNING, reasons.OTHER_USER, text, pid=request["pid"])
 
 
 def _unleased_use(held: Iterable[Holding], gpus: Iterable[answers.Gpu]) -> Iterator[answers.StatusProblem]:

@@ -14,10 +14,10 @@ from typing import Optional
 from yunion_mps import reasons
 from yunion_mps.enums import BACKOFF, FAILED, READY, STOPPED, WEDGED
 from yunion_mps.errors import HostError, YunionError
-from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
+from yunion_mps.host.proc import command_of, started_s, started_ticks, uid_of, user_name
 from yunion_mps.host.processes import Watchable, earliest, refuse_if_no_process_can_start
 from yunion_mps.host.store import Store
-from yunion_mps.models import DirectGpu, DomainPlan, Event
+from yunion_mps.models import DirectGpu, DomainPlan, Event, ServedUser
 from yunion_mps.mps.control_daemon import start_error
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.limits import LimitsInEffect
@@ -312,6 +312,8 @@ class Jobs:
         self._direct = direct
         #: Start times in clock ticks since boot, by PID.
         self.started: Mapping[int, int] = {}
+        #: The users with jobs on the MPS servers, by domain name.
+        self.users: Mapping[str, tuple[ServedUser, ...]] = {}
         self._in_domains: Mapping[int, int] = {}
         self._check_s: float | None = None
         #: Descriptions of the jobs that were still running at the deadline.
@@ -320,6 +322,7 @@ class Jobs:
     def update(self, processes: Processes, polled_s: float) -> None:
         """Apply the result of a poll that began at `polled_s`: tell each domain whether it has jobs."""
         job_pids: set[int] = set()
+        users: dict[str, tuple[ServedUser, ...]] = {}
         gpus = self._gpus.inventory.gpus
         reliable = {gpu.uuid for gpu in gpus if enforces_budgets(gpu) and gpu.uuid in processes}
         for domain in self._fleet.domains:
@@ -328,11 +331,14 @@ class Jobs:
             servers = set() if is_quiet else set(domain.server_pids())
             jobs = listed - servers
             job_pids |= jobs
+            if jobs and servers:
+                users[domain.in_effect.name] = tuple(_served_users(servers, jobs))
             # "No jobs" is trusted only if NVML lists the servers themselves: before Volta it lists no MPS
             # clients, and in a container without the host's PIDs no processes.
             is_certain = servers <= listed and reliable >= set(domain.in_effect.gpu_uuids)
             in_use = True if jobs else (False if is_certain else None)
             domain.note_use(in_use=in_use, polled_s=polled_s)
+        self.users = users
         self._in_domains = _started(job_pids)
         others = {pid for gpu in self._direct() for pid in processes.get(gpu.uuid, {}) if not is_server(pid)}
         self.started = {**_started(others - job_pids), **self._in_domains}
@@ -362,6 +368,15 @@ class Jobs:
     def _running(self) -> list[str]:
         """Describe the jobs that still run: `train.py (PID 12, alice)`."""
         return [_describe_job(pid) for pid, ticks in self._in_domains.items() if started_ticks(pid) == ticks]
+
+
+def _served_users(servers: Iterable[int], jobs: Iterable[int]) -> Iterator[ServedUser]:
+    """Yield the owners of the servers that have jobs, which are those of the jobs (PIDs), too."""
+    uids = {uid_of(pid) for pid in jobs}
+    for pid in sorted(servers):
+        uid, since_s = uid_of(pid), started_s(pid)
+        if uid is not None and since_s is not None and uid in uids:
+            yield ServedUser(uid, f"jobs on the MPS server (PID {pid})", since_s)
 
 
 def _started(pids: Iterable[int]) -> dict[int, int]:

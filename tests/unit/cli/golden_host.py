@@ -192,9 +192,12 @@ CLIENTS = [
 ]  # fmt: skip
 WAITING = [
     {**by_hand.WAITER, "pid": 61200, "uid": 1006, "user": "frank", "requested": "4 devices on one GPU",
-     "command": "yunion-mps run --count 4 --wait", "since": _ago(12 * _MINUTE)},
+     "command": "yunion-mps run --count 4 --wait", "since": _ago(12 * _MINUTE),
+     "reason": "4 devices on one GPU cannot be allocated now: 2 of 4 leased"},
     {**by_hand.WAITER, "pid": None, "uid": 1002, "user": "bob", "name": "job-18", "command": None,
-     "requested": "a device of GPU 17:00.0", "since": _ago(50)},
+     "requested": "1 device of GPU 17:00.0", "since": _ago(50),
+     "reason": "1 device of GPU 17:00.0 cannot be allocated now: 2 of 4 leased; 2 reserved for earlier "
+               "requests"},
 ]  # fmt: skip
 WAITING_CLIENT = {
     **by_hand.WAITING, "pid": 61310, "uid": 1007, "user": "grace", "command": "python eval.py",
@@ -285,7 +288,7 @@ class ProgramAtThatMoment(Cli):
 
 @contextmanager
 def golden_host() -> Iterator[Cli]:
-    found = snapshots.snapshot(*H100, P40, LOST, replicas=4)
+    found = snapshots.snapshot(*H100, P40, LOST, replicas=4, multiuser=True)
     with _simulated() as sim, ServerHost(found, paths=Paths(str(sim.root))) as host:
         devices = {device.addr: device for device in found.plan.devices}
         ledger = Ledger(

@@ -227,7 +227,7 @@ class FakeLeases(_ByHand, LeaseService):
         await self._pass("take")
         return self._answer(queued, wait_s), self.is_new
 
-    def preview(self, queued: QueuedRequest) -> Any:
+    async def preview(self, queued: QueuedRequest) -> Any:
         return self._answer(queued, -1)
 
     def _answer(self, queued: QueuedRequest, wait_s: float) -> Json:

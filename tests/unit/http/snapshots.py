@@ -55,13 +55,15 @@ MIG_ENTRIES = (
 
 def snapshot(
     *gpus: Gpu, entries: Sequence[DeviceEntry] = (), replicas: int = 4, scope: str = "host",
-    state: str = READY, reason: str = "", code: str = CONTROL_DAEMON_ERROR,
+    multiuser: bool = False, state: str = READY, reason: str = "", code: str = CONTROL_DAEMON_ERROR,
 ) -> Snapshot:  # fmt: skip
     """The snapshot of a host with these GPUs, divided as `entries` say or by `replicas`.
 
     Its domain is in `state`.
     """
-    config = builders.config(*entries, cuda_mps_replicas=replicas, cuda_mps_scope=scope)
+    config = builders.config(
+        *entries, cuda_mps_replicas=replicas, cuda_mps_scope=scope, cuda_mps_multiuser=multiuser
+    )
     inventory = builders.inventory(*gpus)
     plan, problems = make_plan(config, inventory, MACHINE_ID)
     assert not problems

@@ -41,7 +41,7 @@ class LeaseHost:
     def __init__(self, paths: Paths, store: Store) -> None:
         self.paths = paths
         self.store = store
-        self.snapshot = snapshot(ONE, TWO)
+        self.snapshot = snapshot(ONE, TWO, multiuser=True)
         event_log = EventLog(lambda: store, paths.events_copy)
         self.supervisor: Any = SimpleNamespace(
             store=lambda: store,
@@ -350,14 +350,14 @@ def test_a_user_has_no_more_leases_and_queued_requests_than_allowed(host: LeaseH
         await host.take("b", ALICE)
         assert (await host.take("a", ALICE, key=FIRST))["id"] == first["id"]
         again = QueuedRequest(LeaseRequest(), Holder("name", ALICE, name="a", ttl_s=600.0), FIRST)
-        assert host.leases.preview(again)["id"] == first["id"]
+        assert (await host.leases.preview(again))["id"] == first["id"]
         for wait_s in (0.0, 60.0):
             with pytest.raises(
                 NotAllowedError, match="2 leases and queued requests; max_leases_per_user is 2"
             ):
                 await host.take("c", ALICE, wait_s=wait_s)
         with pytest.raises(NotAllowedError):
-            host.leases.preview(
+            await host.leases.preview(
                 again._replace(holder=again.holder._replace(name="c"), idempotency_key=SECOND)
             )
         waiting = [await host.queue("a", BOB, key=FIRST), await host.queue("b", BOB)]

@@ -16,7 +16,7 @@ from yunion_mps.overview import (
     notable_way,
     short_name,
 )
-from yunion_mps.service.holdings import Holding, distribute, is_memory_unknown
+from yunion_mps.service.holdings import Holding, ProcessUse, distribute, is_memory_unknown
 from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _device_rows(holding: Holding, budgets: dict[str, int | None]) -> list[Row]:
         holding.budget_mib,
         holding.user if holding.in_use else holding.state,
         first.pid if first else None,
-        (first.shown if first else "") + (f" (+{more})" if more > 0 else ""),
+        _command(holding, first) + (f" (+{more})" if more > 0 else ""),
         mark,
         holding.threads,
         None if holding.since is None else seconds(holding.since),
@@ -173,6 +173,12 @@ def _device_rows(holding: Holding, budgets: dict[str, int | None]) -> list[Row]:
         )
         for address, part in distribute(holding.devices, holding.used_mib, budgets)
     ]
+
+
+def _command(holding: Holding, first: ProcessUse | None) -> str:
+    if first:
+        return first.shown
+    return f"for {holding.free_for} only" if holding.free_for else ""
 
 
 def _model(gpu: Gpu) -> str:

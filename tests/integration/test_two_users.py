@@ -1,0 +1,127 @@
+"""Two users of one host, with NVIDIA's control daemon, which serves one user at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from yunion_mps.host.proc import user_name
+
+from integration.conftest import AtWork, MakeAtWork, MakeDivided
+from integration.daemon_host import Daemon, eventually
+from integration.lease_host import STRANGER, Asker, Connection, needs_root, stranger, take, wait_until_wait
+from unit.http.server_host import as_user
+
+FIRST_GPU, SECOND_GPU = "00:06.0", "00:07.0"
+OWN_NAME = user_name(os.geteuid())
+#: The other user's connection is this process's, so its leases are bound to a name.
+JOB = "holder.name=job&holder.ttl_s=600"
+
+pytestmark = needs_root
+
+
+@pytest.fixture
+def idle(make_at_work: MakeAtWork) -> AtWork:
+    """A daemon for two GPUs whose only job has ended, so that a server without clients is left."""
+    work = make_at_work(2)
+    work.job.end()
+    return work
+
+
+@pytest.fixture
+def other_user(idle: AtWork) -> Iterator[Connection]:
+    with stranger(idle.daemon) as connection:
+        yield connection
+
+
+def devices(daemon: Daemon) -> list[dict[str, Any]]:
+    return list(daemon.get("/v1/devices?limit=0")[1]["isolated_devices"])
+
+
+def ask_and_wait(daemon: Daemon, words: str) -> Asker:
+    """Request devices as another user, and wait in the queue."""
+    with as_user(STRANGER):
+        asker = Asker(daemon, f"wait_s=600&{words}")
+    wait_until_wait(daemon, 1)
+    return asker
+
+
+def test_an_idle_server_keeps_no_other_user_out(idle: AtWork, other_user: Connection) -> None:
+    assert idle.jobs.servers()
+    assert take(other_user, f"{JOB}&gpu={SECOND_GPU}")["gpus"] == [SECOND_GPU]
+
+
+def test_another_users_request_is_refused_by_name_and_granted_afterwards(
+    idle: AtWork, other_user: Connection
+) -> None:
+    daemon = idle.daemon
+    lease = take(daemon, f"gpu={FIRST_GPU}")
+    status, problem = other_user.ask("POST", "/v1/leases", f"{JOB}&gpu={SECOND_GPU}")
+    assert (status, problem["code"]) == (423, "other_user")
+    why = f"its control daemon serves one user at a time, and now {OWN_NAME}: lease {lease['id'][:8]} on "
+    why += f"{lease['devices'][0]}, since "
+    assert why in problem["detail"]
+    assert {device["free_for"] for device in devices(daemon) if device["state"] == "free"} == {OWN_NAME}
+    (domain,) = daemon.status()["domains"]
+    assert (domain["serves"]["user"], domain["multiuser"]) == (OWN_NAME, False)
+
+    with contextlib.closing(ask_and_wait(daemon, f"{JOB}&gpu={SECOND_GPU}")) as waiting:
+        (request,) = daemon.get("/v1/leases")[1]["waiting"]
+        assert (request["reason_code"], why in request["reason"]) == ("other_user", True)
+        (warning,) = daemon.status()["problems"]
+        assert (warning["level"], warning["code"]) == ("warning", "other_user")
+        daemon.ask("DELETE", f"/v1/leases/{lease['id']}")
+        status, granted = waiting.answer()
+    assert (status, granted["uid"]) == (201, STRANGER)
+    assert {device["free_for"] for device in devices(daemon) if device["state"] == "free"} == {"nobody"}
+
+
+def test_jobs_without_a_lease_keep_another_user_out_until_they_end(
+    idle: AtWork, other_user: Connection
+) -> None:
+    """What the daemon knew from its last poll is not what counts: it asks the driver again."""
+    daemon, jobs = idle.daemon, idle.jobs
+    gpu = daemon.host.gpus[0]
+    job = jobs.attached(daemon.pipe_directory)
+    (server,) = jobs.servers()
+    for pid in (job.pid, server):
+        gpu.add_process(pid, 100)
+    daemon.ask("POST", "/v1/reload")  # which polls at once
+    eventually(lambda: daemon.status()["domains"][0]["serves"], "the poll that finds the job")
+    status, problem = other_user.ask("POST", "/v1/leases", f"{JOB}&gpu={SECOND_GPU}")
+    assert (status, problem["code"]) == (423, "other_user")
+    assert f"and now {OWN_NAME}: jobs on the MPS server (PID {server}), since " in problem["detail"]
+    take(daemon, f"gpu={SECOND_GPU}&holder.name=own&holder.ttl_s=600")
+    daemon.ask("DELETE", "/v1/leases/own")
+    gpu.remove_process(job.pid)
+    job.end()
+    assert take(other_user, f"{JOB}&gpu={SECOND_GPU}")["uid"] == STRANGER
+
+
+def test_with_a_control_daemon_for_each_gpu_users_exclude_each_other_on_one_gpu(
+    make_divided: MakeDivided,
+) -> None:
+    daemon = make_divided([{"kind": "v100", "count": 2}], 4, 4, cuda_mps_scope="gpu").start().wait_ready()
+    take(daemon, f"gpu={FIRST_GPU}")
+    with stranger(daemon) as other_user:
+        status, problem = other_user.ask("POST", "/v1/leases", f"{JOB}&gpu={FIRST_GPU}")
+        assert (status, problem["code"]) == (423, "other_user")
+        assert take(other_user, JOB)["gpus"] == [SECOND_GPU]
+
+
+def test_root_names_the_user_of_a_lease_that_it_takes(idle: AtWork, other_user: Connection) -> None:
+    daemon = idle.daemon
+    take(daemon, f"holder.name=job-17&holder.ttl_s=600&holder.uid={STRANGER}&gpu={FIRST_GPU}")
+    take(other_user, f"{JOB}&gpu={FIRST_GPU}")
+    assert daemon.ask("POST", "/v1/leases", f"gpu={SECOND_GPU}")[1]["code"] == "other_user"
+    words = "holder.name=mine&holder.ttl_s=600&holder.uid=0"
+    status, problem = other_user.ask("POST", "/v1/leases", words)
+    assert (status, problem["detail"]) == (403, "only root may take a lease for another user's processes")
+
+
+def test_a_lease_by_name_of_an_unknown_user_keeps_nobody_out(idle: AtWork, other_user: Connection) -> None:
+    take(idle.daemon, f"holder.name=pod&holder.ttl_s=600&gpu={FIRST_GPU}")
+    assert take(other_user, f"{JOB}&gpu={SECOND_GPU}")["gpus"] == [SECOND_GPU]

@@ -1,0 +1,205 @@
+"""MPS serves one user at a time: on each control daemon, devices are granted to one user only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from yunion_mps.errors import NothingFreeError
+from yunion_mps.leases.allocator import Allocator
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.queue import Queue
+from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, QueuedRequest
+from yunion_mps.leases.served_users import served_users
+from yunion_mps.models import DomainPlan, Holder, Lease, ServedUser
+from yunion_mps.reasons import OTHER_USER
+
+from unit.leases.shares import device, lease
+
+ALICE, BOB, CAROL = 1001, 1002, 1003
+SLOTS = 2
+ONE_DEVICE = LeaseRequest()
+
+
+class Host:
+    """GPUs with a control daemon each, or one for all, and the leases and the queue of their devices."""
+
+    def __init__(self, gpus: int, *, each: bool = True, multiuser: bool = False) -> None:
+        self.ledger = Ledger()
+        self.queue = Queue(Allocator(self.ledger))
+        self.jobs: dict[str, list[ServedUser]] = {}
+        names = [f"gpu-{gpu}" if each else "host" for gpu in range(gpus)]
+        self._domains = {
+            name: DomainPlan(name, f"/{name}", "/log", (), 100.0, multiuser=multiuser) for name in names
+        }
+        self._devices = [
+            Candidate(device(gpu, slot, SLOTS)._replace(domain=name))
+            for gpu, name in enumerate(names)
+            for slot in range(SLOTS)
+        ]
+        self._positions = count(1)
+
+    @property
+    def candidates(self) -> Candidates:
+        users = served_users(self.ledger.leases.values(), self.jobs, self._domains)
+        return Candidates(self._devices, domains=self._domains, users=users)
+
+    def request(self, user: int, request: LeaseRequest = ONE_DEVICE, binding: str = "process") -> int:
+        """Queue a request of the user; return its position."""
+        holder = Holder(binding, user, 1)
+        queued = QueuedRequest(request, holder, position=next(self._positions))
+        self.queue.add(queued)
+        return queued.position
+
+    def serve(self) -> list[int]:
+        """Grant what fits now; return the positions."""
+        granted = []
+        while found := self.queue.next(self.candidates):
+            queued, devices = found
+            made = lease(str(queued.position), *devices)
+            self.ledger.add(made._replace(holder=queued.holder))
+            self.queue.requests.remove(queued)
+            granted.append(queued.position)
+        return granted
+
+    def why_waiting(self, position: int) -> NothingFreeError:
+        (queued,) = [one for one in self.queue.requests if one.position == position]
+        return self.queue.why_not(queued, self.candidates)
+
+
+def users_by_domain(leases: Iterable[Lease]) -> dict[str, set[int]]:
+    users: dict[str, set[int]] = {}
+    for one in leases:
+        users.setdefault(one.devices[0].domain, set()).add(one.holder.uid)
+    return users
+
+
+def test_another_user_waits_for_the_control_daemon_of_all_gpus() -> None:
+    host = Host(2, each=False)
+    first, second = host.request(ALICE), host.request(BOB, LeaseRequest(gpu="GPU-1"))
+    assert host.serve() == [first]
+    error = host.why_waiting(second)
+    assert error.code == OTHER_USER
+    assert str(error).startswith(
+        "1 device of GPU GPU-1 cannot be allocated now: 2 for another user (GPU 01:00.0: its control daemon "
+        f"serves one user at a time, and now uid {ALICE}: lease {first} on 00:00.0-0, since "
+    )
+    host.ledger.remove(str(first))
+    assert host.serve() == [second]
+
+
+def test_another_user_gets_a_gpu_with_a_control_daemon_of_its_own() -> None:
+    host = Host(2)
+    both = [host.request(ALICE), host.request(BOB)]
+    assert host.serve() == both
+    assert sorted(users_by_domain(host.ledger.leases.values()).values()) == [{ALICE}, {BOB}]
+
+
+def test_in_multiuser_mode_users_share_a_control_daemon() -> None:
+    host = Host(1, multiuser=True)
+    both = [host.request(ALICE), host.request(BOB)]
+    assert host.serve() == both
+
+
+def test_jobs_without_a_lease_keep_other_users_out() -> None:
+    host = Host(1)
+    host.jobs = {"gpu-0": [ServedUser(ALICE, "jobs on the MPS server (PID 77)", 0.0)]}
+    waiting = host.request(BOB)
+    assert host.serve() == []
+    assert "jobs on the MPS server (PID 77), since 1970-01-01" in str(host.why_waiting(waiting))
+    assert host.serve() == []
+    own = host.request(ALICE)
+    assert host.serve() == [], "nobody gets ahead of an earlier request"
+    host.jobs = {}
+    assert host.serve() == [waiting]
+    host.ledger.remove(str(waiting))
+    assert host.serve() == [own]
+
+
+def test_a_stream_of_jobs_of_one_user_does_not_starve_another() -> None:
+    host = Host(1)
+    first = host.request(ALICE)
+    assert host.serve() == [first]
+    waiting = host.request(BOB)
+    later = host.request(ALICE)
+    assert host.serve() == [], "one device is free, but it is bob's turn"
+    assert "and next uid 1002, whose request is earlier" in str(host.why_waiting(later))
+    host.ledger.remove(str(first))
+    assert host.serve() == [waiting]
+    host.ledger.remove(str(waiting))
+    assert host.serve() == [later]
+
+
+def test_a_user_waits_for_one_control_daemon_and_leaves_the_others_alone() -> None:
+    host = Host(3)
+    streams = [host.request(ALICE) for _ in range(5)]
+    assert host.serve() == streams
+    host.request(BOB)
+    assert host.serve() == []
+    later = host.request(ALICE)
+    assert host.serve() == [], "the only free device is on the control daemon that is to serve bob"
+    host.ledger.remove(str(streams[0]))
+    assert host.serve() == [later]
+
+
+def test_a_request_of_an_unknown_user_neither_waits_nor_keeps_others_out() -> None:
+    host = Host(1)
+    pod, own = host.request(0, binding="container"), host.request(ALICE)
+    assert host.serve() == [pod, own]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([ALICE, BOB, CAROL]), st.integers(1, SLOTS), st.sampled_from([0, 1, None])),
+        max_size=20,
+    ),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_users_are_never_mixed_and_all_are_served_in_the_end(
+    asked: list[tuple[int, int, int | None]], each: bool, random: Random
+) -> None:
+    """Requests come while others wait, and leases end in any order."""
+    host = Host(2, each=each)
+    to_come = [
+        (user, LeaseRequest(number, gpu="" if gpu is None else f"GPU-{gpu}")) for user, number, gpu in asked
+    ]
+    granted: list[int] = []
+    for _ in range(3 * len(asked) + 1):
+        if to_come:
+            host.request(*to_come.pop(0))
+        granted += host.serve()
+        assert all(len(users) == 1 for users in users_by_domain(host.ledger.leases.values()).values())
+        if host.ledger.leases:
+            host.ledger.remove(random.choice([*host.ledger.leases]))
+    assert sorted(granted) == list(range(1, len(asked) + 1))
+
+
+@given(st.integers(1, 3), st.randoms(use_true_random=False))
+def test_a_user_is_served_although_another_user_never_stops(gpus: int, random: Random) -> None:
+    """At the latest once the leases that were there before have ended, each followed by another one."""
+    host = Host(gpus)
+    for _ in range(SLOTS * gpus):
+        host.request(ALICE)
+    before = host.serve()
+    bob = host.request(BOB)
+    granted: list[int] = []
+    random.shuffle(before)
+    for position in before:
+        host.request(ALICE)
+        host.ledger.remove(str(position))
+        granted += host.serve()
+    assert bob in granted
+
+
+def test_the_reason_names_the_user_who_keeps_a_free_device() -> None:
+    host = Host(1)
+    host.request(ALICE)
+    host.serve()
+    with pytest.raises(NothingFreeError) as refusal:
+        host.queue.choose(QueuedRequest(ONE_DEVICE, Holder("process", BOB, 1)), host.candidates)
+    assert refusal.value.code == OTHER_USER

@@ -1,0 +1,52 @@
+"""Which user each control daemon serves: MPS serves one user at a time, except in multiuser mode. Pure.
+
+A control daemon serves a user who has a lease on its devices, or jobs on its MPS server. A job of anybody
+else would wait without a word until these have ended, and delay the next jobs of the first user as well
+(measured with releases 535 and 550). So its devices are granted only to that user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from yunion_mps.host.proc import user_name
+from yunion_mps.models import DomainPlan, Lease, ServedUser
+from yunion_mps.reasons import OTHER_USER, Reason
+from yunion_mps.units import rfc3339
+
+#: How much of a lease's id identifies it.
+_ID_LENGTH = 8
+
+
+def served_users(
+    leases: Iterable[Lease], jobs: Mapping[str, Sequence[ServedUser]], domains: Mapping[str, DomainPlan]
+) -> dict[str, list[ServedUser]]:
+    """Return the users whom each control daemon serves, by domain name, those with leases first.
+
+    `jobs` has the users with jobs on the MPS servers. Domains that serve nobody, or all users at once, are
+    left out. A lease whose user is not known, such as a pod's, counts once its jobs have begun.
+    """
+    served: dict[str, list[ServedUser]] = {}
+    for lease in leases:
+        domain = lease.devices[0].domain
+        if domain and lease.holder.user is not None:
+            what = f"lease {lease.holder.name or lease.id[:_ID_LENGTH]} on {lease.addresses}"
+            served.setdefault(domain, []).append(ServedUser(lease.holder.user, what, lease.since_s))
+    for domain, users in jobs.items():
+        served.setdefault(domain, []).extend(users)
+    return {name: users for name, users in served.items() if name in domains and not domains[name].multiuser}
+
+
+def why_not_served(users: Iterable[ServedUser], uid: int) -> Reason | None:
+    """Return why a control daemon that serves these users does not serve this one now; None if it does."""
+    for other in users:
+        if other.uid != uid:
+            text = f"its control daemon serves one user at a time, and now {user_name(other.uid)}"
+            return Reason(f"{text}: {other.because_of}, since {rfc3339(other.since_s)}", OTHER_USER)
+    return None
+
+
+def next_for(uid: int) -> Reason:
+    """Return the reason for users whose request is later than one of this user."""
+    text = "its control daemon serves one user at a time, and next"
+    return Reason(f"{text} {user_name(uid)}, whose request is earlier", OTHER_USER)
