@@ -307,7 +307,8 @@ class Plan(NamedTuple):
     as before, and what the new way of sharing waits for. `kept_modes` has the PCI addresses of the GPUs whose
     compute mode is kept as configured, and `memory_mib` the configured memory of GPUs, by PCI address.
     `missing` has the entries whose GPUs are unknown, and `meant` what all entries mean, by `GpuPath.name`.
-    `warnings` name entries whose path leads to another GPU than before.
+    `warnings` say what works otherwise than configured, such as an entry whose path leads to another GPU
+    than before.
     """
 
     host_id: str

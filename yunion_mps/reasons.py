@@ -319,8 +319,8 @@ CONFIGURATION_IGNORED = _code("configuration_ignored",
     "A minor setting has an error, so the daemon ignores it.",
     "correct that line, then: yunion-mps reload")
 MULTIUSER_UNSUPPORTED = _code("multiuser_unsupported",
-    "NVIDIA's control program does not support cuda_mps_multiuser.",
-    "install a newer nvidia-cuda-mps-control, or set cuda_mps_multiuser: false")
+    "NVIDIA's control program or a GPU does not support cuda_mps_multiuser.",
+    "set cuda_mps_multiuser: false; how users can share this host: yunion-mps config check")
 METRICS_FILE_FAILED = _code("metrics_file_failed", "The metrics text file cannot be written.",
     "make its directory writable for root, or set another path; the daemon retries automatically")
 CDI_DIRECTORY_FAILED = _code("cdi_directory_failed",

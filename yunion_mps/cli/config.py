@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypedDict
 import click
 
 from yunion_mps.addresses import is_part
-from yunion_mps.cli.output import Column, cell, mib, notes, output_option, show, show_pairs, table
+from yunion_mps.cli.output import Column, cell, mib, notes, output_option, show, show_pairs, table, wrapped
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.enums import ENTRY_TYPES, MIG, MPS, TIME_SLICING, WHY_UNENFORCED
 from yunion_mps.errors import ConfigError
@@ -115,6 +115,7 @@ class DomainRecord(TypedDict):
     gpus: list[str]
     memory_limits_mib: list[int | None]
     thread_percentage: float
+    multiuser: bool
 
 
 class MissingRecord(TypedDict):
@@ -130,6 +131,7 @@ class PlanRecord(TypedDict):
     """What the daemon would make of the configuration."""
 
     notice: str
+    users: str
     warnings: list[str]
     missing: list[MissingRecord]
     driver: str | None
@@ -293,6 +295,7 @@ def plan_json(preflight: Preflight) -> PlanRecord:
     plan = preflight.plan
     return {
         "notice": _notice(preflight),
+        "users": _users(preflight),
         "warnings": list(plan.warnings),
         "missing": [
             {
@@ -313,6 +316,7 @@ def plan_json(preflight: Preflight) -> PlanRecord:
                 "gpus": list(domain.gpu_uuids),
                 "memory_limits_mib": list(domain.memory_limits_mib),
                 "thread_percentage": domain.thread_percentage,
+                "multiuser": domain.multiuser,
             }
             for domain in plan.domains
         ],
@@ -388,7 +392,17 @@ def _plan_text(preflight: Preflight) -> str:
     for domain in preflight.plan.domains:
         served = count(len(domain.gpu_uuids), "GPU")
         text += f"Control daemon of domain {domain.name}: {served}, pipe directory {domain.pipe_directory}\n"
-    return text
+    users = _users(preflight)
+    return text + (wrapped(f"Users: {users}.", 7) if users else "")
+
+
+def _users(preflight: Preflight) -> str:
+    """Return whose jobs run at the same time, and what would let more users share the host."""
+    from yunion_mps.planning.multiuser import describe_users
+    from yunion_mps.supervisor.preflight import supports_multiuser
+
+    supported = supports_multiuser(Paths.from_environment()) if preflight.plan.domains else None
+    return describe_users(preflight.plan, preflight.inventory, knows_multiuser=supported)
 
 
 def _note(gpu: GpuRecord) -> str:

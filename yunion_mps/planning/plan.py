@@ -35,6 +35,7 @@ from yunion_mps.planning.division import (
 )
 from yunion_mps.planning.entries import reservations, resolve
 from yunion_mps.planning.mig import instances_of
+from yunion_mps.planning.multiuser import is_multiuser, multiuser_warnings
 from yunion_mps.planning.sharing import direct_devices, divide_directly, mode_for
 from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config, DeviceEntry, Source
@@ -85,7 +86,8 @@ def make_plan(
     }
     unavailable = {address: reason for address, reason in unusable.items() if reason}
     usable = [gpu for gpu in divided if gpu.pci_address not in unavailable]
-    of_host = [gpu for gpu in usable if sharing[gpu.pci_address] == MPS and not gpu.parent]
+    through_mps = [gpu for gpu in usable if sharing[gpu.pci_address] == MPS]
+    of_host = [gpu for gpu in through_mps if not gpu.parent]
     problems += _too_many_in_one_domain(config, of_host)
     served = [
         gpu
@@ -123,7 +125,7 @@ def make_plan(
     plan = Plan(
         host, domains, modes, tuple(devices), unavailable, tuple(pools), parked, reserved,
         actions, direct, sharing, time_slices=slices, layouts=layouts, missing=resolution.missing,
-        meant=resolution.meant, warnings=resolution.warnings,
+        meant=resolution.meant, warnings=(*resolution.warnings, *multiuser_warnings(config, through_mps)),
         kept_modes=kept_modes, memory_mib=memory_mib,
     )  # fmt: skip
     return plan, problems
@@ -230,7 +232,7 @@ def _domains(
                 config.cuda_mps_log_directory + below,
                 divided,
                 max(gpu.thread_percentage for gpu in divided),
-                config.cuda_mps_multiuser,
+                is_multiuser(config, group),
                 config.cuda_mps_pipe_group or "",
             )
         )

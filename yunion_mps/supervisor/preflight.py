@@ -154,18 +154,23 @@ def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[Reas
     """Drop cuda_mps_multiuser if NVIDIA's program does not support it, with a warning."""
     if not (config.enable_cuda_mps and config.cuda_mps_multiuser):
         return config, ()
+    if supports_multiuser(paths) is not False:
+        return config, ()
+    warning = (
+        f"cuda_mps_multiuser is true, but {find_control_program()} does not support it: only one user's jobs "
+        "run at a time"
+    )
+    return config._replace(cuda_mps_multiuser=False), (Reason(warning, reasons.MULTIUSER_UNSUPPORTED),)
+
+
+def supports_multiuser(paths: Paths) -> bool | None:
+    """Whether NVIDIA's control program can serve all users at once; None if that is not known."""
     # A directory for the sockets of a trial run: ours if the daemon has run before.
     directory = paths.run_directory if os.access(paths.run_directory, os.W_OK) else "/tmp"
     try:
-        program = find_control_program()
-        if knows_multiuser(program, directory):
-            return config, ()
+        return knows_multiuser(find_control_program(), directory)
     except HostError:  # the start reports this with a hint
-        return config, ()
-    warning = (
-        f"cuda_mps_multiuser is true, but {program} does not support it: only one user's jobs run at a time"
-    )
-    return config._replace(cuda_mps_multiuser=False), (Reason(warning, reasons.MULTIUSER_UNSUPPORTED),)
+        return None
 
 
 def knows_multiuser(program: str, run_directory: str, deadline_s: float = _TRIAL_S) -> bool:

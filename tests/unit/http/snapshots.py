@@ -61,14 +61,13 @@ def snapshot(
 
     Its domain is in `state`.
     """
-    config = builders.config(
-        *entries, cuda_mps_replicas=replicas, cuda_mps_scope=scope, cuda_mps_multiuser=multiuser
-    )
+    config = builders.config(*entries, cuda_mps_replicas=replicas, cuda_mps_scope=scope)
     inventory = builders.inventory(*gpus)
     plan, problems = make_plan(config, inventory, MACHINE_ID)
     assert not problems
     pid = 4242 if state == READY else None
     why = Reason(reason, code) if reason else NO_REASON
+    plan = plan._replace(domains=tuple(one._replace(multiuser=multiuser) for one in plan.domains))
     domains = tuple(DomainStatus(domain, state, why, pid, 0.0, 0) for domain in plan.domains)
     none = Reason("no GPU of this host can serve devices", NO_USABLE_GPU)
     notice = NO_REASON if domains else none

@@ -163,7 +163,7 @@ MEMBERS = (
     "use one of these members: across, allow_unlimited, cdi, count, devices, dry_run, gpu, holder, "
     "memory_mib, memory_units, placement, reserved_for, thread_percentage, wait_s"
 )
-OF_HOLDER = "use one of these members: command, kind, name, pid, ttl_s"
+OF_HOLDER = "use one of these members: command, kind, name, pid, ttl_s, uid"
 INVALID = "the body is not valid JSON"
 
 

@@ -1,0 +1,74 @@
+"""Which users a control daemon serves at once: one, or all of them in multiuser mode.
+
+Before Volta, NVIDIA's control program accepts multiuser mode, and then refuses the clients of every user
+except root (CUDA_ERROR_NOT_PERMITTED). So GPUs that are not known to be Volta or newer do without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from yunion_mps.models import Gpu, Inventory, Plan
+from yunion_mps.planning.division import enforces_budgets
+from yunion_mps.reasons import MULTIUSER_UNSUPPORTED, Reason
+from yunion_mps.settings import Config
+from yunion_mps.text import count, list_of
+
+
+def is_multiuser(config: Config, gpus: Sequence[Gpu]) -> bool:
+    """Whether the control daemon of these GPUs serves all users at once."""
+    return config.cuda_mps_multiuser and not gpus_without(gpus)
+
+
+def gpus_without(gpus: Sequence[Gpu]) -> list[Gpu]:
+    """Return the GPUs that are not known to be Volta or newer, so that multiuser mode does not work."""
+    return [gpu for gpu in gpus if not enforces_budgets(gpu)]
+
+
+def multiuser_warnings(config: Config, served: Sequence[Gpu]) -> Iterator[Reason]:
+    """Warn of GPUs, among those that are shared through MPS, that are served without multiuser mode."""
+    without = gpus_without(served)
+    if not config.cuda_mps_multiuser or not without:
+        return
+    which = f"{'GPU' if len(without) == 1 else 'GPUs'} {list_of(_name(gpu) for gpu in without)}"
+    verb = "is" if len(without) == 1 else "are"
+    what = f"cuda_mps_multiuser is true, but {which} {verb} older than Volta or of unknown compute capability"
+    where = "there" if config.cuda_mps_scope == "gpu" else "on this host"
+    yield Reason(f"{what}: {where}, only one user's jobs run at a time", MULTIUSER_UNSUPPORTED)
+
+
+def describe_users(plan: Plan, inventory: Inventory, *, knows_multiuser: bool | None) -> str:
+    """Return whose jobs run at the same time, and what would let more users share the host.
+
+    `knows_multiuser` is whether NVIDIA's control program supports multiuser mode, None if that is unknown.
+    Empty if no GPU is shared through MPS.
+    """
+    alone = [domain for domain in plan.domains if not domain.multiuser]
+    if not plan.domains:
+        return ""
+    if not alone:
+        return "jobs of all users run at the same time"
+    uuids = {uuid for domain in alone for uuid in domain.gpu_uuids}
+    gpus = [gpu for gpu in inventory.gpus if gpu.uuid in uuids]
+    is_shared = any(len(domain.gpu_uuids) > 1 for domain in alone)
+    text = f"only one user's jobs run at a time on {_places(gpus, is_shared=is_shared)}; others wait"
+    if without := gpus_without(gpus):
+        why_not = f"GPU {_name(without[0])} is older than Volta, or of unknown compute capability"
+    elif knows_multiuser is False:
+        why_not = "its NVIDIA control program does not support that (570 and later do)"
+    else:
+        return f"{text}. To run all users' jobs at the same time, set cuda_mps_multiuser: true in host.conf"
+    text += f". This host cannot run all users' jobs at the same time: {why_not}"
+    if is_shared:
+        text += ". To have one user at a time on each GPU instead, set cuda_mps_scope: gpu in host.conf"
+    return text
+
+
+def _places(gpus: Sequence[Gpu], *, is_shared: bool) -> str:
+    if len(gpus) == 1:
+        return f"GPU {gpus[0].address}"
+    return f"these {count(len(gpus), 'GPU')} together" if is_shared else "each GPU"
+
+
+def _name(gpu: Gpu) -> str:
+    return f"{gpu.address} ({gpu.name})" if gpu.name else gpu.address
