@@ -88,10 +88,13 @@ def confirm_replacements(meant: Mapping[str, MeantGpu], inventory: Inventory) ->
         is_gone = gpu.uuid not in uuids
         if gpu == UNKNOWN_GPU:
             continue  # the path decides, as for a new entry
-        if is_gone and successor and successor.render_node == key and successor.uuid not in meant_uuids:
+        if gpu.replaced:
+            stands_in = successor is not None and successor.uuid == gpu.uuid and gpu.replaced not in uuids
+            confirmed[key] = MeantGpu(gpu.uuid if stands_in else gpu.replaced, gpu.pci_address)
+        elif is_gone and successor and successor.render_node == key and successor.uuid not in meant_uuids:
             confirmed[key] = MeantGpu(str(successor.uuid), successor.pci_address)
         else:
-            confirmed[key] = gpu._replace(replaced="")
+            confirmed[key] = gpu
     return confirmed
 
 
@@ -208,20 +211,30 @@ class _Resolver:
         """Return the GPU with the UUID that the path names, or that was recorded for it."""
         if name.kind == UUID:
             return self._by_uuid.get(name.name)
-        recorded = self._inventory.meant.get(name.name)
+        recorded = self._recorded(name)
         return self._by_uuid.get(recorded.uuid.lower()) if recorded else None
+
+    def _recorded(self, name: GpuPath) -> MeantGpu | None:
+        """Return what the path meant before; not a card that only stands in for it, until a reload."""
+        recorded = self._inventory.meant.get(name.name)
+        if recorded and recorded.replaced:
+            return recorded._replace(uuid=recorded.replaced, replaced="")
+        return recorded
 
     def _divide(self, entry: DeviceEntry, name: GpuPath, gpu: Gpu, replaced: str = "") -> None:
         """Let the entry divide this GPU, unless another one does."""
         other = self._entries.get(gpu.pci_address)
+        recorded = self._inventory.meant.get(name.name)
         if other:
             what = f"it leads to GPU {gpu.address}, which belongs to the entry on line {other.path_at.line}"
-            self._miss(entry, name, Reason(what, reasons.PATH_OUTDATED))
+            code = reasons.PATH_OUTDATED
+            if recorded and not self._gpu_by_uuid(name):
+                what = f"this host no longer has the GPU that the entry means ({recorded.uuid}); {what}"
+                code = reasons.GPU_MISSING
+            self._miss(entry, name, Reason(what, code))
             return
         self._entries[gpu.pci_address] = entry
-        recorded = self._inventory.meant.get(name.name)
         if gpu.uuid:
-            replaced = replaced or (recorded.replaced if recorded and recorded.uuid == gpu.uuid else "")
             self._meant[name.name] = MeantGpu(gpu.uuid, gpu.pci_address, replaced)
         elif recorded:
             self._meant[name.name] = recorded
@@ -245,7 +258,7 @@ class _Resolver:
     def _resolve_uncertain(self, entry: DeviceEntry, name: GpuPath) -> None:
         """Resolve an entry without a record, or whose recorded GPU is not there."""
         gpu = self._gpu_at_path(name)
-        recorded = self._inventory.meant.get(name.name)
+        recorded = self._recorded(name)
         is_lost = recorded == UNKNOWN_GPU or (recorded is None and self._inventory.meant_is_damaged)
         if is_lost and name.kind == RENDER_NODE:
             leads = f"; it leads to GPU {gpu.address} ({gpu.uuid}) now" if gpu else ""

@@ -185,6 +185,7 @@ class Reloader:
 
     async def _run_preflight(self) -> Preflight:
         opened = self._supervisor.nvml
+        self._supervisor.keep_record()  # which the new plan is based on
         try:
             return await on_thread(lambda: run_preflight(self._paths, opened, confirms_replacements=True))
         finally:

@@ -222,6 +222,7 @@ class Supervisor:
 
     def update_gpus(self, inventory: Inventory, now_s: float) -> None:
         """Apply the result of a poll; a GPU that has become usable gets its place in the plan."""
+        self.keep_record()
         if self.desired.plan.pending:
             self._follow_plan(now_s)
         before = self._gpus.inventory
@@ -235,6 +236,13 @@ class Supervisor:
             return
         self._changed()
         self._follow_plan(now_s)
+
+    def keep_record(self) -> None:
+        """Write the record of what the entries mean again if it was removed, or could not be written."""
+        was_saved = self._gpus.is_saved
+        self._gpus.save(self.desired.plan)
+        if self._gpus.is_saved != was_saved:
+            self._changed()
 
     def _follow_plan(self, now_s: float) -> None:
         """Plan again for the GPUs and leases as they are now, and apply what has changed."""

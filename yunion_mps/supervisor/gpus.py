@@ -168,7 +168,9 @@ class Gpus:
         kept = tuple(gpu for gpu in self.inventory.gpus if gpu.uuid in planned)
         self.inventory = self.inventory._replace(meant=plan.meant)
         record = ({(gpu.uuid, gpu.pci_address) for gpu in kept}, dict(plan.meant))
-        if not (kept or plan.meant) or record == self._saved:
+        if not (kept or plan.meant):
+            return
+        if record == self._saved and os.path.exists(self._paths.served_gpus):
             return
         self.is_saved = save_served(self._paths, kept, plan.meant)
         if self.is_saved:

@@ -216,6 +216,19 @@ def test_a_card_that_replaced_another_in_its_slot_is_used_and_both_named() -> No
     assert resolved([entry("02:00.0", 4)], confirmed).warnings == ()
 
 
+@pytest.mark.parametrize("is_back", [True, False])
+def test_a_card_that_stood_in_for_another_is_given_up_when_it_is_moved_back(is_back: bool) -> None:
+    stand_in = gpu(2, pci_address="0000:01:00.0")
+    host = inventory(stand_in)._replace(meant=meant("0000:01:00.0", gpu(1)))
+    shifted = resolved([entry("01:00.0", 4)], host)
+    assert meanings(shifted) == {"01:00.0": "0000:01:00.0"}
+    again = inventory(*([gpu(1)] if is_back else []), gpu(2))
+    for meaning in (shifted.meant, confirm_replacements(shifted.meant, again)):
+        resolution = resolved([entry("01:00.0", 4)], again._replace(meant=meaning))
+        assert meanings(resolution) == ({"01:00.0": "0000:01:00.0"} if is_back else {})
+        assert (resolution.warnings, len(resolution.missing)) == ((), 0 if is_back else 1)
+
+
 def test_behind_a_render_node_a_replaced_card_is_used_after_a_reload() -> None:
     path = "/dev/dri/renderD130"
     new = gpu(2, uuid=str(gpu(9).uuid))
@@ -245,7 +258,12 @@ def test_a_card_in_the_slot_of_a_missing_one_stays_with_its_own_entry() -> None:
         [entry("01:00.0", 4), entry("02:00.0", 2, 5)], inventory(moved)._replace(meant=records)
     )
     assert meanings(resolution) == {"01:00.0": "0000:02:00.0"}
-    assert list(missing(resolution)) == ["02:00.0"]
+    ((path, (text, code)),) = missing(resolution).items()
+    assert (path, code) == ("02:00.0", reasons.GPU_MISSING)
+    assert text == (
+        f"this host no longer has the GPU that the entry means ({gpu(2).uuid}); "
+        "it leads to GPU 02:00.0, which belongs to the entry on line 2"
+    )
 
 
 def test_a_silent_gpu_in_the_recorded_place_keeps_its_entry() -> None:
@@ -355,26 +373,48 @@ def forms_of_path(one: Gpu) -> list[str]:
     return [str(one.render_node), one.address, one.pci_address, link, str(one.uuid)]
 
 
-@given(st.data())
-def test_no_gpu_is_divided_that_no_entry_meant(data: st.DataObject) -> None:
-    """Then any GPUs are missing, render nodes have other numbers, and cards are in other slots."""
+def draw_entries(data: st.DataObject) -> tuple[list[Gpu], list[DeviceEntry]]:
+    """Draw GPUs, and entries that name them in any form."""
     configured = data.draw(st.lists(st.sampled_from(GPUS), unique=True, min_size=1))
-    entries = [
+    return configured, [
         entry(data.draw(st.sampled_from(forms_of_path(one))), 4, line)
         for line, one in enumerate(configured, 2)
     ]
-    before = resolved(entries, inventory(*GPUS))
-    assert sorted(before.entries) == sorted(one.pci_address for one in configured)
+
+
+def draw_host(data: st.DataObject) -> Inventory:
+    """Draw which GPUs there are, in which slots, and with which render nodes."""
     slots = data.draw(st.permutations([one.pci_address for one in GPUS]))
     nodes = data.draw(st.permutations([one.render_node for one in GPUS]))
     are_present = data.draw(st.lists(st.booleans(), min_size=4, max_size=4))
-    now = inventory(
+    return inventory(
         *(
             one._replace(pci_address=slot, render_node=node)
             for one, slot, node, is_present in zip(GPUS, slots, nodes, are_present)
             if is_present
         )
-    )._replace(meant=before.meant)
+    )
+
+
+@given(st.data())
+def test_once_all_gpus_are_back_the_entries_divide_what_they_did_at_first(data: st.DataObject) -> None:
+    """Whatever stood in the slots of missing cards meanwhile, as long as no reload has confirmed it."""
+    _, entries = draw_entries(data)
+    before = resolved(entries, inventory(*GPUS))
+    meant_now = before.meant
+    for _ in range(data.draw(st.integers(1, 3))):
+        meant_now = resolved(entries, draw_host(data)._replace(meant=meant_now)).meant
+    after = resolved(entries, inventory(*GPUS)._replace(meant=meant_now))
+    assert (after.entries, after.meant) == (before.entries, before.meant)
+
+
+@given(st.data())
+def test_no_gpu_is_divided_that_no_entry_meant(data: st.DataObject) -> None:
+    """Then any GPUs are missing, render nodes have other numbers, and cards are in other slots."""
+    configured, entries = draw_entries(data)
+    before = resolved(entries, inventory(*GPUS))
+    assert sorted(before.entries) == sorted(one.pci_address for one in configured)
+    now = draw_host(data)._replace(meant=before.meant)
     after = resolved(entries, now)
     divided = {one.uuid for one in now.gpus if one.pci_address in after.entries}
     replacements = {one.uuid for one in after.meant.values() if one.replaced}

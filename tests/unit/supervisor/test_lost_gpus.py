@@ -288,6 +288,16 @@ def test_what_the_entries_mean_is_recorded_before_a_compute_mode_is_set(begin: B
     assert kept(host)["entries"] == records
 
 
+def test_a_record_that_was_removed_is_written_again_at_the_next_poll(begin: Begin) -> None:
+    host, made = begin(TWO)
+    name(host, by_render_node(host, 0))
+    made.reload()
+    before = kept(host)["entries"]
+    served_file(host).unlink()
+    made.rescan()
+    assert kept(host)["entries"] == before
+
+
 def test_after_a_reboot_with_other_render_nodes_no_other_gpu_is_touched(begin: Begin) -> None:
     host, made = begin([*TWO, {"kind": "a10"}])
     name(host, by_render_node(host, 0), by_render_node(host, 1))
