@@ -240,6 +240,16 @@ def test_without_a_driver_it_waits_and_tells_systemd_what_for(daemon: Daemon) ->
     assert daemon.stop() == 0
 
 
+def test_a_driver_that_was_updated_before_it_was_loaded_is_used(daemon: Daemon) -> None:
+    """The daemon has loaded the library of the earlier version when it asked for the driver."""
+    daemon.host.unload_driver()
+    daemon.start().wait_ready()
+    daemon.host.update_driver("550.163.01")
+    daemon.host.load_driver()
+    eventually(lambda: daemon.status()["state"] == "ready", "the driver's use")
+    assert daemon.status()["driver"]["version"] == "550.163.01"
+
+
 def test_a_bad_configuration_ends_with_6_and_all_its_problems(daemon: Daemon) -> None:
     daemon.configure(cuda_mps_scope="node", cuda_mps_replicas=0)
     devices = daemon.host.root / "etc/yunion/host_container_device.yml"

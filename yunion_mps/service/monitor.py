@@ -193,6 +193,8 @@ class Monitor:
             return None
         except DriverError as error:
             self._supervisor.driver_still_fails(error)
+            if error.code == DRIVER_MISMATCH:
+                self._use_new_library()
             return None
         self._supervisor.driver_found(nvml)
         return nvml
