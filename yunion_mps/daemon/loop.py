@@ -192,7 +192,7 @@ class _Loop:
         self._update_watched()
         if due_s is not None:
             self._timer = self._loop.call_at(due_s, self._guard, self._tick)
-        self._services.leases.follow_instances()
+        self._services.leases.follow_devices()
         self._publish_instances()
         self._services.leases.serve()  # the change may satisfy a queued request
         self._publish_config()

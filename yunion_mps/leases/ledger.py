@@ -76,17 +76,15 @@ class Ledger:
         self._count(lease, 1)
         self._note_change()
 
-    def recreated(self, devices: Iterable[Device]) -> list[Lease]:
-        """The leases whose MIG instances were created again, with the instances' new UUIDs and addresses.
+    def moved(self, devices: Iterable[Device]) -> list[Lease]:
+        """The leases whose devices have other addresses now, with these.
 
-        `devices` are those of the plan. A lease does not continue on one that is now shared in another way.
+        A card is in another slot, or a MIG instance was created again, perhaps with another UUID. `devices`
+        are those of the plan. A lease does not continue on one that is now shared in another way.
         """
-        concerned = [
-            lease for lease in self.leases.values() if any(one.is_on_instance for one in lease.devices)
-        ]
-        planned = {device.id: device for device in devices} if concerned else {}
+        planned = {device.id: device for device in devices} if self.leases else {}
         found = []
-        for lease in concerned:
+        for lease in self.leases.values():
             now = tuple(_at_its_place(one, planned.get(one.id, one)) for one in lease.devices)
             if now != lease.devices:
                 found.append(_with_devices(lease, now))
@@ -261,8 +259,9 @@ def needs_mib(device: Device) -> int:
 
 
 def _at_its_place(leased: Device, planned: Device) -> Device:
-    """The leased device with the UUID, address and domain of the one that is planned at its place."""
-    if planned.gpu_uuid == leased.gpu_uuid or planned.sharing != leased.sharing:
+    """The leased device with the UUID, address and domain of the planned one with its id."""
+    is_same = (planned.gpu_uuid, planned.addr) == (leased.gpu_uuid, leased.addr)
+    if is_same or planned.sharing != leased.sharing:
         return leased
     return leased._replace(gpu_uuid=planned.gpu_uuid, addr=planned.addr, domain=planned.domain)
 

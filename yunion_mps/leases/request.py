@@ -265,6 +265,7 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
             why[pool.gpu_uuid],
         )
         for pool in plan.pools
+        if pool.gpu_uuid in addresses
     ]
     ways = {device.gpu_uuid: device.sharing for device in plan.devices}
     unenforced: dict[str, Unenforced] = {}

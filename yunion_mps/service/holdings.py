@@ -215,14 +215,11 @@ def holdings(
     devices: Sequence[Device], leases: Iterable[LeaseRecord], clients: Iterable[MpsClient]
 ) -> list[Holding]:
     """Return all devices in the given order, grouped into holdings; then the use without a device."""
-    known = {device["addr"]: device for device in devices}
     found: dict[_Key, Holding] = {}
     keys_by_device: dict[str, _Key] = {}
     by_pid: dict[int, list[_Key]] = {}
-    leased = _leased_devices(leases)
-    for address in [*known, *(address for address in leased if address not in known)]:
-        key, lease, budget_mib = leased.get(address, ((address, gpu_of(address)), None, None))
-        device = known.get(address)
+    for address, device, lease, budget_mib in _rows(devices, leases):
+        key = (lease["id"] if lease else address, gpu_of(address))
         if device and budget_mib is None:
             budget_mib = device["memory_mib"]
         percentage = device["thread_percentage"] if device else None
@@ -234,7 +231,7 @@ def holdings(
             state == PENDING, state == RESERVED, free_for=device["free_for"] if device else None,
         )  # fmt: skip
         found[key] = _merge(found[key], holding) if key in found else holding
-        keys_by_device[address] = key
+        keys_by_device.setdefault(address, key)
         if lease and lease["pid"] is not None and key not in by_pid.setdefault(lease["pid"], []):
             by_pid[lease["pid"]].append(key)
     for client in clients:
@@ -243,12 +240,28 @@ def holdings(
     return list(found.values())
 
 
-def _leased_devices(leases: Iterable[LeaseRecord]) -> dict[str, tuple[_Key, LeaseRecord, int | None]]:
-    return {
-        budget["addr"]: ((lease["id"], budget["gpu"]), lease, budget["memory_mib"])
+def _rows(
+    devices: Sequence[Device], leases: Iterable[LeaseRecord]
+) -> Iterator[tuple[str, Device | None, LeaseRecord | None, int | None]]:
+    """Yield the address of each device, the device, its lease and its budget as leased, in MiB.
+
+    After the listed devices come leased ones that are not listed. Two devices can have the same address: that
+    of a card which was replaced, if it is still leased, and that of the new one.
+    """
+    leased = {
+        (lease["id"], budget["addr"]): (lease, budget["memory_mib"])
         for lease in leases
         for budget in lease["budgets"]
     }
+    listed = {(device["lease"], device["addr"]) for device in devices}
+    others = {key[1]: leased[key] for key in leased if key not in listed}
+    for device in devices:
+        address = device["addr"]
+        known = leased.get((device["lease"] or "", address)) or others.pop(address, None)
+        lease, budget_mib = known or (None, None)
+        yield address, device, lease, budget_mib
+    for address, (lease, budget_mib) in others.items():
+        yield address, None, lease, budget_mib
 
 
 def _merge(first: Holding, second: Holding) -> Holding:
@@ -267,11 +280,16 @@ def _add_process(
     keys_by_device: dict[str, _Key],
     by_pid: dict[int, list[_Key]],
 ) -> None:
-    """Add a process to the holdings of its devices, or else of the lease that its PID holds."""
+    """Add a process to the holdings of its lease, of its devices, or of the lease that its PID holds.
+
+    The names of its devices may be out of date: a card may be in another slot since it was started.
+    """
     memory: dict[str, int | None] = dict(zip(client["gpus"], client["memory_by_gpu_mib"]))
     sm: dict[str, int | None] = dict(zip(client["gpus"], client["sm_utilization_by_gpu"]))
     names = device_names(client)
-    keys = [keys_by_device[name] for name in names if name in keys_by_device] or by_pid.get(client["pid"], [])
+    keys = [key for key in found if key[0] == client["lease"]]
+    keys = keys or [keys_by_device[name] for name in names if name in keys_by_device]
+    keys = keys or by_pid.get(client["pid"], [])
     if client["mps"] is False:
         keys = []
     keys = [key for key in dict.fromkeys(keys) if not memory or key[1] in memory]

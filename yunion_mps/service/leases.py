@@ -84,6 +84,8 @@ class LeaseService:
         self.instances = InstanceCheck(supervisor, queries)
         #: Polls at once which processes use the GPUs.
         self.poll_processes: Callable[[], Awaitable[None]] = _no_poll
+        #: The devices of the plan whose addresses the leases have.
+        self._followed: tuple[Device, ...] | None = None
         self._divided: tuple[Plan, tuple[DomainPlan, ...]] | None = None
         self._is_draining = self._is_closed = False
 
@@ -127,12 +129,19 @@ class LeaseService:
         for lease_id in list(self.ledger.leases):
             self.holders.forget(lease_id)
 
-    def follow_instances(self) -> None:
-        """Let leases continue if their MIG instances were created again, as after a reboot."""
-        for lease in self.ledger.recreated(self._supervisor.snapshot().plan.devices):
+    def follow_devices(self) -> None:
+        """Let leases continue on MIG instances that were created again, and on cards that were moved."""
+        devices = self._supervisor.snapshot().plan.devices
+        if devices is self._followed:
+            return
+        self._followed = devices
+        for lease in self.ledger.moved(devices):
+            before = {one.gpu_uuid for one in self.ledger.leases[lease.id].devices}
+            is_same = before == {one.gpu_uuid for one in lease.devices}
+            cause = "the GPU is in another slot now" if is_same else "the MIG instance was created again"
             self._update(lease)
             self._publisher.add(lease, warn_only=True)
-            self._record(lease, "leased again to", "the MIG instance was created again")
+            self._record(lease, "leased again to", cause)
 
     def serve(self) -> None:
         """Grant queued requests that fit now, and refuse those that have become infeasible."""
@@ -266,7 +275,7 @@ class LeaseService:
         """Ask the driver why the lease cannot have its devices; its MIG instances may be created again."""
         why = await self.instances.why_unusable(lease, is_new=is_new) if lease else NO_REASON
         if why:
-            self.follow_instances()
+            self.follow_devices()
         return why
 
     @property

@@ -57,9 +57,9 @@ def test_a_lease_follows_an_instance_that_was_created_again() -> None:
     }
     new = old._replace(gpu_uuid="MIG-new", addr="00:00.0-g5-0", domain="00:00.0-g5", memory_limit_mib=1)
     ledger = Ledger([lease("a", old)._replace(environment=environment)])
-    assert ledger.recreated([new._replace(sharing="time-slicing")]) == [], "it is of another kind now"
-    assert ledger.recreated([old]) == ledger.recreated([]) == []
-    (found,) = ledger.recreated([new])
+    assert ledger.moved([new._replace(sharing="time-slicing")]) == [], "it is of another kind now"
+    assert ledger.moved([old]) == ledger.moved([]) == []
+    (found,) = ledger.moved([new])
     assert found.devices == (new._replace(memory_limit_mib=old.memory_limit_mib),), "its budget remains"
     assert found.environment == {
         "CUDA_VISIBLE_DEVICES": "MIG-new",
@@ -70,7 +70,17 @@ def test_a_lease_follows_an_instance_that_was_created_again() -> None:
     other = new._replace(id="other", memory_limit_mib=GPU_MIB - needs_mib(old) + 1)
     assert ledger.free_by_gpu([other]) == {}, "the rest of the new one is smaller"
     assert ledger.free_by_gpu([other._replace(gpu_uuid="MIG-old")]), "nothing is leased of the old one"
-    assert ledger.recreated([new]) == []
+    assert ledger.moved([new]) == []
+
+
+def test_a_lease_follows_its_card_to_another_slot() -> None:
+    old = device(0, 0)._replace(domain="00:00.0")
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": "/pipe/GPU-0", "YUNION_MPS_DEVICE": old.addr}
+    new = old._replace(addr="07:00.0-0", domain="07:00.0")
+    ledger = Ledger([lease("a", old)._replace(environment=environment)])
+    (found,) = ledger.moved([new])
+    assert found.devices == (new,)
+    assert found.environment == {**environment, "YUNION_MPS_DEVICE": new.addr}
 
 
 def test_a_device_has_one_owner() -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from yunion_mps.service.holdings import Holding, clients_of_lease, distribute, holdings, memory_by_gpu
+from yunion_mps.service.holdings import (
+    Holding,
+    clients_of_lease,
+    distribute,
+    holdings,
+    lease_states,
+    memory_by_gpu,
+)
 
 from unit.cli.held import OUTSIDE_MPS, TWO
 from unit.http.by_hand import CLIENT, GONE, LEASE, clients, lease_of
@@ -13,7 +20,7 @@ from unit.http.by_hand import CLIENT, GONE, LEASE, clients, lease_of
 
 def device(address: str, memory_mib: int = 5760, state: str = "free") -> Any:
     shown = {"addr": address, "memory_mib": memory_mib, "thread_percentage": 25, "state": state}
-    return {**shown, "lease": None}
+    return {**shown, "lease": None, "free_for": None}
 
 
 DEVICES = [device(f"00:06.0-{slot}") for slot in range(4)]
@@ -62,6 +69,21 @@ def test_a_lease_over_two_gpus_has_a_budget_on_each() -> None:
     assert used(found) == {"00:06.0-1": 10, "00:07.0-0": 1001}
     assert {one.named: one.over_mib for one in found if one.over_mib} == {"00:07.0-0": 1}
     assert memory_by_gpu([client]) == {"00:06.0": 10, "00:07.0": 1001}
+
+
+def test_a_process_counts_against_its_lease_although_the_card_was_moved() -> None:
+    """Its environment names the slot from before, where another card is now."""
+    moved = changed(LEASE, **lease_of({"00:07.0-1": 5760}))
+    client = changed(CLIENT, lease=LEASE["id"], gpus=["00:07.0"])
+    assert used(holdings([*DEVICES, device("00:07.0-1")], [moved], [client])) == {"00:07.0-1": 512}
+
+
+def test_the_leases_of_a_replaced_card_and_of_the_new_one_are_told_apart() -> None:
+    """Both cards have had this address, and both devices are leased."""
+    other = changed(LEASE, id="another", pid=7)
+    rows = [changed(device("00:06.0-1"), lease=one["id"]) for one in (LEASE, other)]
+    found = holdings(rows, [LEASE, other], [])
+    assert lease_states(found) == {LEASE["id"]: "idle", "another": "idle"}
 
 
 def test_processes_outside_mps_count_against_no_device() -> None:
