@@ -102,7 +102,12 @@ def test_the_worst_comes_first(host: Host) -> None:
             "problem=0;;0;0 warning=0;0;;0 unknown=0;;;0 skipped=1;;;0 ok=2;;;0",
         ),
         (
-            [warning("slow", ""), problem("GPU lost | gone", "reset"), problem("", ""), Finding("unknown", "")],
+            [
+                warning("slow", ""),
+                problem("GPU lost | gone", "reset"),
+                problem("", ""),
+                Finding("unknown", ""),
+            ],
             "MPS CRITICAL: one: GPU lost / gone; also found: 1 problem, 1 warning, 1 unknown | "
             "problem=2;;0;0 warning=1;0;;0 unknown=1;;;0 skipped=0;;;0 ok=0;;;0",
         ),
