@@ -25,8 +25,8 @@ def test_systemd_is_notified_of_each_step_once_and_in_order(ready_daemon: Daemon
     assert ready_daemon.stop() == 0
     assert ready_daemon.notifications == [
         "STATUS=reading the configuration and the GPUs",
-        "READY=1",
         f"STATUS={LINE}",
+        "READY=1",
         "STOPPING=1",
         "EXTEND_TIMEOUT_USEC=90000000",
         "STATUS=waiting for the control daemons' clients to end",
