@@ -156,8 +156,8 @@ class LazyGroup(SuggestingGroup):
     epilog="\b\nExit status:\n"
     "  0 success; 1 failure; 2 wrong usage; 3 the daemon is unreachable;\n"
     "  4 permission denied; 5 no device is free; 6 invalid configuration\n\n"
-    "With --output json, a command that fails prints its error as JSON, too: the last line on standard error has "
-    "code, message, hint and exit_status.",
+    "With --output json, a command that fails prints its error as JSON, too: the last line on standard error "
+    "has code, message, hint and exit_status.",
 )
 @version_option(_PROGRAM)
 def cli() -> None:

@@ -231,7 +231,7 @@ def _show_clients(output: str) -> None:
 
 
 def clients_table(clients: Sequence[MpsClient], *, wide: bool = False, none: str = "") -> str:
-    """Format the clients for people, or `none`; commands in containers are preceded by the container's name."""
+    """Format the clients for people, or `none`; commands in containers follow the container's name."""
     return table(_CLIENT_COLUMNS, clients, none=none, wide=wide)
 
 

@@ -84,6 +84,15 @@ class StatusService:
             "errors": clients["errors"],
         }
 
+    async def job_problems(self) -> list[answers.StatusProblem] | None:
+        """The jobs that exceed their budgets or wait for an MPS server now; None if not all are known."""
+        clients = await self._clients.clients(seen=True)
+        if clients["errors"]:
+            return None
+        held = _used(self._queries.all_devices(), self._leases.leases(brief=True), clients)
+        problems = _use_problems(held, clients, self._queries.terminating_gpus())
+        return [one for one in problems if one["code"] in (reasons.OVER_BUDGET, reasons.CLIENT_WAITING)]
+
     async def leases(self) -> answers.LeaseList:
         """All leases with their states, and the queued requests."""
         clients = await self._clients.clients(seen=True)
