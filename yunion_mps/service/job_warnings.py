@@ -64,7 +64,8 @@ class JobWarnings:
                 severity="warning",
                 kind="client",
                 subject=", ".join(problem["devices"]),
-                what=problem["text"],
+                what="its jobs exceed their budget",
+                cause=problem["text"],
                 consequence="other jobs on the GPU may run out of memory",
                 code=OVER_BUDGET,
             )

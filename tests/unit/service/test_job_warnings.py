@@ -59,7 +59,7 @@ def test_a_job_over_its_budget_is_a_warning_and_an_event_once(reported: Reported
     assert line.startswith(OVER_MIB)
     assert line.endswith("; ask its owner, or terminate it: yunion-mps terminate 4260")
     (record,) = reported.events
-    assert record.event.what.startswith(OVER_MIB)
+    assert record.event.cause.startswith(OVER_MIB)
     assert (record.event.severity, record.event.code) == ("warning", "over_budget")
     assert record.event.subject == "00:06.0-1"
 
