@@ -310,3 +310,18 @@ def test_a_survivor_with_other_limits_is_spared_until_it_has_ours(daemon: Daemon
     assert daemon.stop(signal.SIGTERM) == 0
     assert not is_running(control)
     assert daemon.host.gpus[0].compute_mode == "default"
+
+
+def test_a_closed_directory_is_a_problem_until_it_is_opened(daemon: Daemon) -> None:
+    closed = daemon.host.root / "run/nvidia"
+    closed.mkdir(mode=0o700)
+    daemon.configure(cuda_mps_pipe_directory="/run/nvidia/mps/pipe")
+    daemon.start().wait_ready()
+
+    def problems() -> list[str]:
+        return [one["hint"] for one in daemon.status()["problems"] if one["code"] == "pipe_directory"]
+
+    assert problems() == [f"chmod a+x {closed}"]
+    assert f"<4>{closed} is not accessible to other users" in daemon.log
+    closed.chmod(0o711)
+    eventually(lambda: daemon.polls() and problems() == [], "the end of the problem")

@@ -137,6 +137,7 @@ class _Daemon:
         drive(supervisor, lambda: fleet.started or bool(self._signals.stop), self._signals)
         if self._signals.stop:
             return None
+        supervisor.pipe_access.check()
         if self._state:
             return Listener(self._paths, self._state.listener)
         error = fleet.common_error()

@@ -158,6 +158,7 @@ class Monitor:
             self._must_initialise = False
             self._failures.clear()
             supervisor.set_warning("polling", NO_REASON)
+            supervisor.pipe_access.check()
             self._update_jobs(processes, began_s)
             supervisor.update_gpus(inventory, loop.time())
             self._usage.record(processes, load, began_s)
