@@ -325,3 +325,14 @@ def test_a_closed_directory_is_a_problem_until_it_is_opened(daemon: Daemon) -> N
     assert f"<4>{closed} is not accessible to other users" in daemon.log
     closed.chmod(0o711)
     eventually(lambda: daemon.polls() and problems() == [], "the end of the problem")
+
+
+def test_both_checks_refuse_what_the_unit_forbids_but_no_start_by_hand(daemon: Daemon) -> None:
+    daemon.configure(cuda_mps_pipe_directory="/home/mps/pipe")
+    line = "host.conf:2: cuda_mps_pipe_directory is /home/mps/pipe, which yunion-mps-daemon.service may not"
+    done = daemon.host.run(["yunion-mps", "config", "check"])
+    assert (done.returncode, line in done.stderr) == (6, True)
+    assert daemon.run("--check") == 6
+    assert line in daemon.log
+    daemon.start().wait_ready()
+    assert daemon.host.run(["yunion-mps", "config", "check"]).returncode == 0  # it does not run in the unit

@@ -27,6 +27,7 @@ from yunion_mps.reasons import FAILED
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.supervisor.snapshots import warnings
+from yunion_mps.supervisor.unit_access import own_unit_problems
 
 if TYPE_CHECKING:
     from yunion_mps.service.queries import Queries
@@ -81,7 +82,7 @@ def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -
     notifier = Notifier()
     notifier.status("reading the configuration and the GPUs")
     directories.set_record_file(os.path.join(paths.state_directory, "directories"))
-    preflight = run_preflight(paths)
+    preflight = run_preflight(paths, find_unit_problems=own_unit_problems)
     try:
         preflight = preflight.for_start()
         daemon = _Daemon(paths, signals, notifier, Supervisor(paths, preflight), lock, state)

@@ -31,7 +31,7 @@ def test_a_closed_directory_above_the_pipe_directory_is_a_condition(
     closed = Path(made.paths.under("/tmp/nvidia-mps"))
     access = made.supervisor.pipe_access
     access.check()
-    assert made.snapshot.conditions == ()
+    assert not made.snapshot.conditions
     closed.chmod(0o700)
     for _ in range(2):
         access.check()
@@ -45,7 +45,7 @@ def test_a_closed_directory_above_the_pipe_directory_is_a_condition(
     assert made.events[-1] == Event("error", "domain", domain, condition.reason, code="pipe_directory")
     assert os.system(condition.hint) == 0
     access.check()
-    assert made.snapshot.conditions == ()
+    assert not made.snapshot.conditions
     assert made.events[-1] == Event("info", "domain", domain, f"no longer: {condition.reason}")
 
 
