@@ -470,10 +470,18 @@ class ServedUser(NamedTuple):
     since_s: float
 
 
+class Condition(NamedTuple):
+    """Something on the host that keeps programs from their devices, and what the operator should do."""
+
+    reason: Reason
+    hint: str
+
+
 class Snapshot(NamedTuple):
     """The state in effect, read back from NVML and the control daemons.
 
-    `warnings` name configured settings that do not work on this host and are left out.
+    `warnings` name configured settings that do not work on this host and are left out, and `conditions` what
+    is wrong with the host beside its GPUs and domains.
     """
 
     version: int
@@ -483,3 +491,4 @@ class Snapshot(NamedTuple):
     inventory: Inventory
     domains: tuple[DomainStatus, ...]
     warnings: tuple[Reason, ...] = ()
+    conditions: tuple[Condition, ...] = ()

@@ -88,7 +88,12 @@ def suggestion(word: str, words: Sequence[str]) -> str:
 
 def print_error(program: str, error: YunionError) -> int:
     """Print the error and its hint; return its exit status."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError):  # the exit status remains even if nothing can be written
-            sys.stderr.write("".join(f"{program}: {printable(line)}\n" for line in error.lines))
+    write_error("".join(f"{program}: {printable(line)}\n" for line in error.lines))
     return error.exit_code
+
+
+def write_error(text: str) -> None:
+    """Write to standard error; if nothing can be written, the program's exit status still tells."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)

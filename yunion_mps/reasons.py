@@ -339,7 +339,7 @@ VERSION_DIFFERS = _code("version_differs", "The running daemon's version differs
     "switch to the installed version without ending jobs: yunion-mps daemon-reexec")
 PIPE_DIRECTORY = _code("pipe_directory",
     "The pipe or log directory, or a directory above it, is unsafe or not accessible to clients.",
-    "check its path: namei -l DIRECTORY; then: systemctl restart yunion-mps-daemon")
+    "run the command that yunion-mps status names; see its path: namei -l DIRECTORY")
 SOCKETS_REMOVED = _code("sockets_removed",
     "A cleanup program such as systemd-tmpfiles removes the MPS sockets at a certain age.",
     "exclude the directory from the cleanup, for example in tmpfiles.d(5)")

@@ -177,7 +177,7 @@ say_whose_jobs_end() {
     [ -n "$jobs" ] || return 0
     wait_s=$(timeout 60 "$programs/yunion-mps" config show --output csv 2>/dev/null | sed -n 's/^cuda_mps_stop_timeout_s,\([0-9]*\),.*/\1/p')
     number=$(printf '%s\n' "$jobs" | wc -l)
-    whose=$(printf '%s\n' "$jobs" | head -n 10 | sed 's/\([^,]*\),\(.*\)/PID \1 of \2/' | paste -s -d , | sed 's/,/, /g')
+    whose=$(printf '%s\n' "$jobs" | head -n 10 | sed 's/,$/,an unknown user/; s/\([^,]*\),\(.*\)/PID \1 of \2/' | paste -s -d , | sed 's/,/, /g')
     [ "$number" -le 10 ] || whose="$whose and others"
     say "$number job(s) on the GPUs have ${wait_s:-10} s to end; after that, they are ended: $whose"
 }

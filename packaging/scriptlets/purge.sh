@@ -67,12 +67,23 @@ remove_notes() { # remove all records, except those that are needed to restore w
 is_ours() { # whether the package created the file, and no other software has used it since
     grep -q " $1\$" "$made" 2>/dev/null || return 1
     ! dpkg-query -S "$configuration/$1" >/dev/null 2>&1 || return 1
-    case $1 in # the keys, without comments
-    host.conf) every='^[A-Za-z_]*:' ours='^\(enable_cuda_mps\|container_device_config_file\|cuda_mps_[a-z_]*\):' ;;
-    *) every='type:' ours='NVIDIA_MPS' ;;
+    case $1 in # what is ours is in keys.sh
+    host.conf) ours=$our_keys named=$(keys_of "$configuration/$1") ;;
+    *) ours=$our_types named=$(types_of "$configuration/$1") ;;
     esac
-    if sed 's/\(^\|[[:space:]]\)#.*//' "$configuration/$1" 2>/dev/null | grep -e "$every" | grep -qv -e "$ours"; then
-        say "$configuration/$1 was not removed: other software uses it, too"
-        return 1
-    fi
+    foreign=$(printf '%s\n' "$named" | grep -vxF -e "$ours" | grep -m 1 .) || return 0
+    say "$configuration/$1 was not removed: other software uses it, too ($foreign)"
+    return 1
+}
+
+without_comments() { sed 's/\(^\|[[:space:]]\)#.*//' "$1" 2>/dev/null; }
+
+keys_of() { # the keys of the file, with or without quotes, of lines `key: value` and `key = value`; dashes are underscores
+    quote="[\"']\\{0,1\\}"
+    without_comments "$1" | sed -n "s/^$quote\([A-Za-z_][A-Za-z0-9_-]*\)$quote[[:space:]]*[:=].*/\1/p" | tr - _
+}
+
+types_of() { # the types of the entries in the file
+    quote="[\"']\\{0,1\\}" begin="type[\"']\\{0,1\\}[[:space:]]*:[[:space:]]*"
+    without_comments "$1" | grep -o "$begin$quote[A-Za-z0-9_]*" | sed "s/^$begin$quote//"
 }

@@ -10,6 +10,8 @@ from contextlib import redirect_stdout
 from datetime import datetime, timezone
 
 from yunion_mps.cli.root import completion
+from yunion_mps.config import KEYS
+from yunion_mps.enums import ENTRY_TYPES
 
 from manual.keys import device_file_example, host_conf_example
 from manual.pages import (
@@ -54,6 +56,16 @@ def files(date: str) -> Iterator[tuple[str, str]]:
         yield f"completions/{name}", completion_script(shell)
     yield "etc/yunion/host.conf", host_conf_example()
     yield "etc/yunion/host_container_device.yml", device_file_example()
+    yield "scriptlets/keys.sh", names_for_purge()
+
+
+def names_for_purge() -> str:
+    """Return the shell variables by which a purge recognizes what is ours in the configuration files."""
+    text = "# What is ours in the configuration files. Written by scripts/generate; copied from its output.\n"
+    for name, words in (("our_keys", KEYS), ("our_types", ENTRY_TYPES.values())):
+        lines = "\n".join(words)
+        text += f"\n{name}='{lines}'\n"
+    return text
 
 
 def completion_script(shell: str) -> str:

@@ -129,6 +129,28 @@ def test_nothing_needs_sideways_scrolling(busy: Scene, browser: Chromium, width:
     assert sticks_out(seen(browser, busy, width, 740), width) == []
 
 
+PHONES = [320, 360, 390]
+#: The least height of something to tap, in CSS pixels (WCAG 2.2, success criterion 2.5.5).
+LEAST_PX = 44
+
+
+@pytest.mark.parametrize("width", PHONES)
+def test_what_is_tapped_on_a_phone_is_44_pixels_high(busy: Scene, browser: Chromium, width: int) -> None:
+    page = seen(browser, busy, width, 740)
+    low = f"(one) => one.offsetHeight > 0 && one.offsetHeight < {LEAST_PX}"
+    tapped = "[...document.querySelectorAll('main button, main summary, main input')]"
+    assert page.ask(f"{tapped}.filter({low}).map((one) => one.outerHTML)") == []
+
+
+@pytest.mark.parametrize("width", PHONES)
+def test_no_state_is_cut_on_a_phone(busy: Scene, browser: Chromium, width: int) -> None:
+    page = seen(browser, busy, width, 740)
+    states = "[...document.querySelectorAll('.cell-state')]"
+    assert "over budget" in page.ask(f"{states}.map((one) => one.textContent)")
+    cut = f"{states}.filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.textContent)"
+    assert page.ask(cut) == []
+
+
 def test_the_tab_key_reaches_and_leaves_every_control(busy: Scene, browser: Chromium) -> None:
     page = seen(browser, busy)
     forward = walk(page, shift=False)

@@ -195,7 +195,9 @@ def test_a_client_that_waits_for_another_users_server_is_listed(
     said = printed(ready.host, "who", "--clients")
     assert f"Waiting: PID {other.pid} of nobody (" in said
     assert f"for the MPS server of root (PID {server}, domain host) to exit\n" in said
-    assert f"is waiting for the MPS server of root (PID {server}, domain" in printed(ready.host, "status")
+    waits = f"is waiting for the MPS server of root (PID {server}, domain"
+    assert waits in printed(ready.host, "status")
+    eventually(lambda: ready.polls() and waits in ready.log, "a line in the journal")
     third = stand_ins.client(ready.pipe_directory, STRANGER)
     assert third.says() == "asking"
     out = printed(ready.host, "terminate", str(third.pid), "--yes")

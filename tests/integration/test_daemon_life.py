@@ -25,8 +25,8 @@ def test_systemd_is_notified_of_each_step_once_and_in_order(ready_daemon: Daemon
     assert ready_daemon.stop() == 0
     assert ready_daemon.notifications == [
         "STATUS=reading the configuration and the GPUs",
-        "READY=1",
         f"STATUS={LINE}",
+        "READY=1",
         "STOPPING=1",
         "EXTEND_TIMEOUT_USEC=90000000",
         "STATUS=waiting for the control daemons' clients to end",
@@ -320,3 +320,29 @@ def test_a_survivor_with_other_limits_is_spared_until_it_has_ours(daemon: Daemon
     assert daemon.stop(signal.SIGTERM) == 0
     assert not is_running(control)
     assert daemon.host.gpus[0].compute_mode == "default"
+
+
+def test_a_closed_directory_is_a_problem_until_it_is_opened(daemon: Daemon) -> None:
+    closed = daemon.host.root / "run/nvidia"
+    closed.mkdir(mode=0o700)
+    daemon.configure(cuda_mps_pipe_directory="/run/nvidia/mps/pipe")
+    daemon.start().wait_ready()
+
+    def problems() -> list[str]:
+        return [one["hint"] for one in daemon.status()["problems"] if one["code"] == "pipe_directory"]
+
+    assert problems() == [f"chmod a+x {closed}"]
+    assert f"<4>{closed} is not accessible to other users" in daemon.log
+    closed.chmod(0o711)
+    eventually(lambda: daemon.polls() and problems() == [], "the end of the problem")
+
+
+def test_both_checks_refuse_what_the_unit_forbids_but_no_start_by_hand(daemon: Daemon) -> None:
+    daemon.configure(cuda_mps_pipe_directory="/home/mps/pipe")
+    line = "host.conf:2: cuda_mps_pipe_directory is /home/mps/pipe, which yunion-mps-daemon.service may not"
+    done = daemon.host.run(["yunion-mps", "config", "check"])
+    assert (done.returncode, line in done.stderr) == (6, True)
+    assert daemon.run("--check") == 6
+    assert line in daemon.log
+    daemon.start().wait_ready()
+    assert daemon.host.run(["yunion-mps", "config", "check"]).returncode == 0  # it does not run in the unit

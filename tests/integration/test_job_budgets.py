@@ -100,4 +100,7 @@ def test_a_reload_applies_the_key_of_an_entry_without_a_new_control_daemon(make_
     with process_of(work, lease, 16_000) as client:
         (problem,) = (one for one in daemon.status()["problems"] if one["code"] == "over_budget")
         assert "terminated" not in problem["text"]
+        eventually(lambda: daemon.polls() and f"<4>{problem['text']}" in daemon.log, "a line in the journal")
+        events = daemon.get("/v1/events?kind=client")[1]["events"]
+        assert [one["cause"] for one in events if one["code"] == "over_budget"] == [problem["text"]]
         assert is_running(client.pid)

@@ -141,6 +141,7 @@ class Host:
             devices={self.root}/run/cdi programs={self.bin}
             adopted=$running/adopted.json
             . {SCRIPTLETS}/before.sh
+            . {SCRIPTLETS}/keys.sh
             . {SCRIPTLETS}/purge.sh
             set -- nothing
             . {SCRIPTLETS}/maintain.sh

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from yunion_mps.config import KEYS
+from yunion_mps.enums import ENTRY_TYPES
 
 from .conftest import Host
 from .test_scriptlets import CLOUDPODS, NAMES, configuration, examples, files
@@ -21,18 +23,42 @@ def test_a_purge_removes_created_files_even_if_they_were_edited(host: Host) -> N
     assert not (host.root / "state").exists()
 
 
+@pytest.mark.parametrize("written", ["{}: 1", "{} = 1", '"{}": 1'])
+@pytest.mark.parametrize("key", KEYS)
+def test_a_purge_removes_a_file_with_any_key_of_ours(host: Host, key: str, written: str) -> None:
+    host.good("make_configuration")
+    (host.root / "etc/host.conf").write_text(f"{written.format(key)}\n{key.replace('_', '-')}: 1\n")
+    assert host.good("purge") == []
+
+
+@pytest.mark.parametrize("entry", ["  type: {}\n", "- {{type: '{}', path: 0}}\n", '  "type" : "{}"\n'])
+@pytest.mark.parametrize("type_", ENTRY_TYPES.values())
+def test_a_purge_removes_a_file_with_any_type_of_ours(host: Host, type_: str, entry: str) -> None:
+    host.good("make_configuration")
+    with (host.root / "etc/host_container_device.yml").open("a") as file:
+        file.write(entry.format(type_))
+    assert host.good("purge") == []
+    assert configuration(host) == {}
+
+
 @pytest.mark.parametrize(
-    ("name", "added"),
+    ("name", "added", "foreign"),
     [
-        ("host.conf", CLOUDPODS),
-        ("host_container_device.yml", "- path: /dev/dri/renderD129\n  type: NVIDIA_GPU_SHARE\n"),
+        ("host.conf", CLOUDPODS, "hypervisor"),
+        ("host.conf", '"hypervisor": kvm\n', "hypervisor"),
+        ("host.conf", "over_budget_of_another: 1\n", "over_budget_of_another"),
+        ("host_container_device.yml", "- path: /dev/va0\n  type: VASTAITECH_GPU\n", "VASTAITECH_GPU"),
+        ("host_container_device.yml", "- {path: 0, type: NVIDIA_MPS_2}\n", "NVIDIA_MPS_2"),
     ],
 )
-def test_a_purge_keeps_a_file_that_other_software_uses(host: Host, name: str, added: str) -> None:
+def test_a_purge_keeps_a_file_that_other_software_uses(
+    host: Host, name: str, added: str, foreign: str
+) -> None:
     host.good("make_configuration")
     path = host.root / "etc" / name
     path.write_text(path.read_text() + added)
-    assert host.good("purge") == [f"yunion-mps-daemon: {path} was not removed: other software uses it, too"]
+    why = f"{path} was not removed: other software uses it, too ({foreign})"
+    assert host.good("purge") == [f"yunion-mps-daemon: {why}"]
     assert list(configuration(host)) == [name]
 
 
@@ -126,7 +152,7 @@ def test_a_purge_follows_no_symlink(host: Host, tmp_path: Path, place: str) -> N
     ("name", "added"),
     [
         ("host.conf", "# Cloudpods: none\nenable_cuda_mps true\n"),
-        ("host_container_device.yml", "  # its type: NVIDIA_GPU_SHARE would be Cloudpods'\n"),
+        ("host_container_device.yml", "  # its type: VASTAITECH_GPU would be Cloudpods'\n"),
     ],
 )
 def test_a_purge_removes_a_file_with_comments_and_invalid_lines(host: Host, name: str, added: str) -> None:

@@ -255,13 +255,13 @@ def test_messages_are_one_line_without_control_characters(host: Host, said: str)
 def test_a_removal_first_names_the_jobs_that_it_ends(host: Host) -> None:
     yunion_mps(
         host,
-        who="pid,user,command\n4711,alice,a,b\n4712,bob,c",
+        who="pid,user,command\n4711,alice,a,b\n4712,,c",
         config="key,value,from\ncuda_mps_stop_timeout_s,25,host.conf:3",
     )
     (said,) = host.good("systemd_runs() { :; }; going")
     assert said == (
         "yunion-mps-daemon: 2 job(s) on the GPUs have 25 s to end; after that, they are ended:"
-        " PID 4711 of alice, PID 4712 of bob"
+        " PID 4711 of alice, PID 4712 of an unknown user"
     )
     calls = host.calls()
     assert calls.index("yunion-mps who --clients --output csv") < calls.index(

@@ -282,8 +282,9 @@ def check_config(output: str) -> None:
       yunion-mps config check --output json
     """
     from yunion_mps.supervisor.preflight import run_preflight
+    from yunion_mps.supervisor.unit_access import unit_problems
 
-    preflight = run_preflight(Paths.from_environment())
+    preflight = run_preflight(Paths.from_environment(), find_unit_problems=unit_problems)
     try:
         preflight.check(even_without_driver=True)
         show_pairs(plan_json(preflight), output, lambda: _plan_text(preflight))

@@ -33,7 +33,10 @@ _MAX_ALIKE = 3
     "--timeout", type=Duration(1, 600), default="10s", show_default=True, metavar="DURATION",
     help="Time limit for each check.",
 )  # fmt: skip
-@click.option("--nagios", is_flag=True, help="Exit with the status of a monitoring plugin: 0, 1, 2 or 3.")
+@click.option(
+    "--nagios", is_flag=True,
+    help="Print one line, and exit with 0, 1, 2 or 3, as a monitoring plugin.",
+)  # fmt: skip
 @output_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND]")
 def doctor(
@@ -45,7 +48,8 @@ def doctor(
     With COMMAND, it also checks the environment that COMMAND would have, without running it.
 
     It exits with 1 if there is a problem, and otherwise with 0. With --nagios, it exits with 2 if there is a
-    problem, 1 if there is a warning, 3 if the state is unknown, and otherwise 0.
+    problem, 1 if there is a warning, 3 if the state is unknown, and otherwise 0; and it prints one line with
+    the worst finding and the number of findings of each level, unless another format is chosen.
 
     \b
     Examples:
@@ -61,7 +65,7 @@ def doctor(
     host = Host(Paths.from_environment(), timeout)
     report = run_checks(select_checks(dict(os.environ), pid, command, selftest_too=selftest), host)
     rows = [(line.finding.level, line.check, line.finding.what, line.finding.hint) for line in report.lines]
-    show(report.as_json(), output, _HEADER, rows, lambda: _report_text(report))
+    show(report.as_json(), output, _HEADER, rows, lambda: _report_text(report, nagios=nagios))
     sys.stdout.flush()
     # A hanging driver could block a normal exit.
     os._exit(report.exit_code(nagios=nagios))
@@ -79,11 +83,13 @@ def _summary(report: Report) -> str:
     return f"{summary} ({', '.join(others)})" if others else summary
 
 
-def _report_text(report: Report) -> str:
-    """Format a summary of one line, because monitoring shows only the first, and a line for each finding.
+def _report_text(report: Report, *, nagios: bool) -> str:
+    """Format a summary, and a line for each finding; for `nagios`, only one line.
 
     Of similar findings of a check on many GPUs, only the first are shown.
     """
+    if nagios:
+        return f"{report.nagios_line}\n"
     text = f"{_summary(report)}\n"
     # Checks with the same finding, such as all skipped for one reason, share a line.
     checks: dict[Finding, list[str]] = {}

@@ -96,7 +96,30 @@ def plan(output: str) -> None:
         title = "A reload would make these changes:"
         if answer["pending"]:
             title = "These changes are pending, or would be made by a reload:"
-    show(answer, output, _FIELDS, answer["changes"], lambda: _text(title, answer))
+    show(
+        answer, output, _FIELDS, answer["changes"], lambda: _text(title, answer) + _describe_drain(answer)
+    )  # fmt: skip
+
+
+def _describe_drain(answer: ChangeList) -> str:
+    """Name all GPUs that would get no new jobs during a `reload --drain`: those of the control daemon, too.
+
+    Clients of a control daemon with several GPUs share its servers, whichever GPU they use.
+    """
+    late = {change["subject"] for change in answer["changes"] if not change["at_once"]}
+    late |= {entry["domain"] for entry in answer["pending"]}
+    if not late:
+        return ""
+    addresses = {gpu["uuid"]: gpu["addr"] for gpu in call(GET_GPUS)["gpus"]}
+    with_servers = {server["domain"] for server in call(GET_CLIENTS, seen=True)["servers"]}
+    text = ""
+    for domain in call(GET_STATUS)["domains"]:
+        gpus = [addresses.get(uuid, uuid) for uuid in domain["gpus"]]
+        is_late = not late.isdisjoint([domain["name"], *gpus])
+        if is_late and len(gpus) > 1 and domain["name"] in with_servers:
+            which = f"no GPU of domain {domain['name']} ({', '.join(gpus)})"
+            text += wrapped(f"With reload --drain, {which} would get new jobs until the changes take effect.")
+    return text
 
 
 def _text(title: str, answer: ChangeList) -> str:
@@ -136,10 +159,10 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     """Read both configuration files again and apply the differences.
 
     New limits take effect when a new MPS server starts. While a server with the old limits still has jobs,
-    the new limits are pending. With --drain, that server accepts no new clients, and reload waits for its
-    jobs. With --now, its jobs are ended as by yunion-mps terminate, and then the server. With either, reload
-    also waits for the leases that delay a change; jobs without MPS are not ended. The changes are printed
-    at the end.
+    the new limits are pending. With --drain, that server accepts no new clients on any of its GPUs, and
+    reload waits for its jobs. With --now, its jobs are ended as by yunion-mps terminate, and then the server.
+    With either, reload also waits for the leases that delay a change; jobs without MPS are not ended. The
+    changes are printed at the end.
 
     A new MIG layout waits until no lease and no process uses what it removes. With --drain, reload waits for
     that. With --now, the layout does not wait for leases, and it replaces unused instances of other programs;

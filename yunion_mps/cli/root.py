@@ -9,9 +9,16 @@ import sys
 
 import click
 
-from yunion_mps.cli.output import refuse_closed_output, unwritable
+from yunion_mps.cli.output import as_json, refuse_closed_output, unwritable
 from yunion_mps.errors import YunionError
-from yunion_mps.program import CONTEXT_SETTINGS, print_error, suggestion, version_option, wrong_usage
+from yunion_mps.program import (
+    CONTEXT_SETTINGS,
+    print_error,
+    suggestion,
+    version_option,
+    write_error,
+    wrong_usage,
+)
 
 _PROGRAM = "yunion-mps"
 #: The longest short help, which fits beside the longest name in 80 columns.
@@ -148,7 +155,9 @@ class LazyGroup(SuggestingGroup):
     context_settings=CONTEXT_SETTINGS,
     epilog="\b\nExit status:\n"
     "  0 success; 1 failure; 2 wrong usage; 3 the daemon is unreachable;\n"
-    "  4 permission denied; 5 no device is free; 6 invalid configuration",
+    "  4 permission denied; 5 no device is free; 6 invalid configuration\n\n"
+    "With --output json, a command that fails prints its error as JSON, too: the last line on standard error "
+    "has code, message, hint and exit_status.",
 )
 @version_option(_PROGRAM)
 def cli() -> None:
@@ -195,11 +204,11 @@ def run() -> int:
     try:
         status = _main()
     except YunionError as error:
-        return print_error(_PROGRAM, error)
+        return _print_error(error)
     except click.exceptions.Exit as error:
         return error.exit_code
     except click.ClickException as error:
-        return print_error(_PROGRAM, wrong_usage(error, _PROGRAM))
+        return _print_error(wrong_usage(error, _PROGRAM))
     except (click.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:  # the reader of our output has read enough
@@ -211,8 +220,38 @@ def run() -> int:
         raise
     except OSError as error:
         _discard_output()
-        return print_error(_PROGRAM, unwritable(error.strerror))
+        return _print_error(unwritable(error.strerror))
     return status if isinstance(status, int) else 0  # click returns the status of an Exit
+
+
+def _print_error(error: YunionError) -> int:
+    """Print the error for people, or as one line of JSON if that is the command's format."""
+    if not _prints_json(sys.argv[1:]):
+        return print_error(_PROGRAM, error)
+    record = {
+        "code": error.code,
+        "message": error.message,
+        "hint": error.hint,
+        "exit_status": error.exit_code,
+    }
+    write_error(as_json(record) + "\n")
+    return error.exit_code
+
+
+def _prints_json(arguments: list[str]) -> bool:
+    """Whether the command's --output is json, even if the other arguments are wrong."""
+    command: click.Command | None = cli
+    while isinstance(command, click.Group) and arguments:
+        name, *arguments = arguments
+        command = command.get_command(click.Context(command), name)
+    if command is None or isinstance(command, click.Group):
+        return False
+    settings = {**command.context_settings, "resilient_parsing": True, "ignore_unknown_options": True}
+    try:
+        options, _, _ = command.make_parser(click.Context(command, **settings)).parse_args(arguments)
+    except click.UsageError:
+        return False
+    return options.get("output") == "json"
 
 
 def _main() -> object:

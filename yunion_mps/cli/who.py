@@ -230,9 +230,9 @@ def _show_clients(output: str) -> None:
     )  # fmt: skip
 
 
-def clients_table(clients: Sequence[MpsClient], *, wide: bool = False) -> str:
-    """Format the clients for people; commands in containers are preceded by the container's name."""
-    return table(_CLIENT_COLUMNS, clients, none="No processes use the GPUs.", wide=wide)
+def clients_table(clients: Sequence[MpsClient], *, wide: bool = False, none: str = "") -> str:
+    """Format the clients for people, or `none`; commands in containers follow the container's name."""
+    return table(_CLIENT_COLUMNS, clients, none=none, wide=wide)
 
 
 def _clients_text(answer: ClientList, *, wide: bool) -> str:
@@ -256,7 +256,8 @@ def _clients_text(answer: ClientList, *, wide: bool) -> str:
     unknown = notes(("Incomplete", error) for error in answer["errors"])
     waiting = notes(("Waiting", _describe_waiting(client)) for client in answer["waiting"])
     hint = hint_text(hint_of(CLIENT_WAITING)) if waiting else ""
-    clients = clients_table(answer["clients"], wide=wide)
+    none = "No jobs use the GPUs." if servers else "No processes use the GPUs."  # servers are processes, too
+    clients = clients_table(answer["clients"], wide=wide, none=none)
     return failed + clients + outside_mps + others + waiting + hint + unknown
 
 

@@ -27,6 +27,7 @@ from yunion_mps.reasons import FAILED
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.supervisor.snapshots import warnings
+from yunion_mps.supervisor.unit_access import own_unit_problems
 
 if TYPE_CHECKING:
     from yunion_mps.service.queries import Queries
@@ -81,7 +82,7 @@ def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -
     notifier = Notifier()
     notifier.status("reading the configuration and the GPUs")
     directories.set_record_file(os.path.join(paths.state_directory, "directories"))
-    preflight = run_preflight(paths)
+    preflight = run_preflight(paths, find_unit_problems=own_unit_problems)
     try:
         preflight = preflight.for_start()
         daemon = _Daemon(paths, signals, notifier, Supervisor(paths, preflight), lock, state)
@@ -132,9 +133,12 @@ class _Daemon:
         gc.enable()  # a start may take long
         supervisor, fleet = self._supervisor, self._supervisor.fleet
         supervisor.start(time.monotonic())
+        from yunion_mps.service import queries  # noqa: F401 - loaded here, while the control daemons start
+
         drive(supervisor, lambda: fleet.started or bool(self._signals.stop), self._signals)
         if self._signals.stop:
             return None
+        supervisor.pipe_access.check()
         if self._state:
             return Listener(self._paths, self._state.listener)
         error = fleet.common_error()
@@ -154,15 +158,16 @@ class _Daemon:
     def _serve(self, listener: Listener) -> None:
         """Notify READY, because every limit was read back and the socket listens, then load what answers.
 
-        The imports (asyncio, h11, the use cases) take about 25 ms, while the first connections wait in the
+        The imports (asyncio, h11, most use cases) take about 20 ms, while the first connections wait in the
         backlog.
         """
         supervisor, notifier = self._supervisor, self._notifier
         publish_addresses(self._paths, supervisor.config)
-        notifier.ready()
         try:
-            serve = _load_event_loop()
             queries = self._queries()
+            notifier.ready(queries.summary)
+            serve = _load_event_loop()
+            self._announce(queries)
             parts = DaemonParts(self._paths, listener, supervisor, queries, notifier, self._signals)
             while serve(parts):
                 self._reexec(ReexecState(listener.socket.fileno(), self._lock, self._started_s))
@@ -175,21 +180,23 @@ class _Daemon:
             listener.close()
 
     def _queries(self) -> Queries:
-        """What answers queries, with the recorded leases; logs and records what it says at the start."""
+        """Return what answers queries, with the recorded leases."""
         from yunion_mps.leases.storage import recorded_ledger
         from yunion_mps.service.queries import Queries
 
         queries = Queries(self._supervisor.snapshot, self._started_s, os.getpid())
         # Only numbers are shown of them; the lease service replaces them.
         queries.set_leases(recorded_ledger(self._supervisor.store(), self._paths.lease_copies), str)
+        return queries
+
+    def _announce(self, queries: Queries) -> None:
+        """Log and record that the daemon is ready, and what is not as it should be."""
         line = queries.summary
         state = "is running" if self._supervisor.snapshot().notice else "is ready"
         log.info("yunion-mps %s %s: %s", __version__, state, line)
         for warning, _ in warnings(self._supervisor.snapshot()):
             log.warning("%s", warning)
         self._record("info", f"ready, {__version__}", consequence=line)
-        self._notifier.status(line)
-        return queries
 
     def stop(self, *, spare_adopted: bool = False) -> None:
         """Stop the control daemons and restore the compute modes.

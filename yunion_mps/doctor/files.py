@@ -21,14 +21,10 @@ from yunion_mps.doctor.checks import (
     warning,
 )
 from yunion_mps.host.files import read_text
-from yunion_mps.host.proc import user_name
 from yunion_mps.inventory.events import kernel_records
+from yunion_mps.mps.directory_access import find_access_problems
 from yunion_mps.reasons import ACCESS_DENIED, DISK_FULL, PIPE_DIRECTORY, SHM_SMALL, SOCKETS_REMOVED
 from yunion_mps.text import count
-
-_ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_ALL_WRITE = 0o222
 
 #: A control daemon empties its log at 1 MiB; NVIDIA's server log and the sockets need little more.
 _LEAST_FREE_BYTES = 16 << 20
@@ -64,7 +60,8 @@ def pipe_directory(host: Host) -> Findings:
     group = host.config()[0].cuda_mps_pipe_group
     for directory in directories:
         try:
-            findings += list(_check_path(host.paths.root, directory, group)) or list(_check_socket(directory))
+            problems = find_access_problems(host.paths.root, directory, group)
+            findings += [problem(what, hint) for what, hint in problems]
         except FileNotFoundError:
             missing.append(directory)
     if findings:
@@ -76,53 +73,6 @@ def pipe_directory(host: Host) -> Findings:
 
 def _summary(directories: Sequence[str]) -> str:
     return directories[0] if len(directories) == 1 else f"{directories[0]} and {len(directories) - 1} more"
-
-
-def _check_path(root: str, directory: str, group: str | None) -> Iterator[Finding]:
-    """Check each directory from the host's root to `directory`; raises FileNotFoundError."""
-    path = root.rstrip("/")
-    names = [name for name in directory[len(path) :].split("/") if name]
-    for number, name in enumerate(names):
-        path = f"{path}/{name}"
-        try:
-            info = os.lstat(path)
-        except PermissionError:  # its parent cannot be entered, which was reported
-            return
-        if stat.S_ISLNK(info.st_mode):
-            if info.st_uid != 0:
-                what = f"{path} is a symlink that belongs to {user_name(info.st_uid)}, so it is not followed"
-                yield problem(what, f"check who created it (ls -l {path}), and remove it")
-            info = os.stat(path)
-        if not stat.S_ISDIR(info.st_mode):
-            yield problem(f"{path} is not a directory", f"check what it is (ls -ld {path}), and remove it")
-            return
-        last = number == len(names) - 1
-        yield from _check_directory(path, info, last=last, closed=last and group is not None)
-
-
-def _check_directory(path: str, info: os.stat_result, *, last: bool, closed: bool) -> Iterator[Finding]:
-    if closed and info.st_mode & stat.S_IXOTH:
-        what = f"{path} is open to all users, but cuda_mps_pipe_group limits it to one group"
-        yield problem(what, "systemctl reload yunion-mps-daemon")
-    elif not closed and info.st_mode & _ALL_ENTER != _ALL_ENTER:
-        what = f"{path} is not accessible to other users: their programs cannot reach the control daemon"
-        yield problem(f"{what}, and neither can their MPS servers", f"chmod a+x {path}")
-    if info.st_uid not in (0, os.geteuid()):
-        what = f"{path} belongs to {user_name(info.st_uid)}, who can replace the control daemon's sockets"
-        yield problem(what, f"check its contents (ls -la {path}); remove it, or choose another directory")
-    elif info.st_mode & _OTHERS_WRITE and (last or not info.st_mode & stat.S_ISVTX):
-        what = f"{path} is writable by other users, who can replace the control daemon's sockets"
-        yield problem(what, f"chmod go-w {path}")
-
-
-def _check_socket(directory: str) -> Iterator[Finding]:
-    path = f"{directory}/control"
-    try:
-        mode = os.stat(path).st_mode
-    except OSError:
-        return
-    if mode & _ALL_WRITE != _ALL_WRITE:
-        yield problem(f"other users may not connect to {path}", f"chmod a+rw {path}")
 
 
 @check("socket cleanup", SOCKETS_REMOVED, "no cleanup program removes old sockets")

@@ -10,17 +10,22 @@ from functools import partial
 from typing import NamedTuple, TypedDict
 
 from yunion_mps.doctor import daemon, driver, environment, files, gpus, mps
-from yunion_mps.doctor.checks import NAGIOS_CODES, SKIPPED, UNKNOWN, Check, Finding, Host, findings_of
-from yunion_mps.enums import PROBLEM
+from yunion_mps.doctor.checks import NAGIOS_CODES, OK, SKIPPED, UNKNOWN, Check, Finding, Host, findings_of
+from yunion_mps.enums import PROBLEM, WARNING
 from yunion_mps.errors import YunionError
 from yunion_mps.host import threads
 from yunion_mps.reasons import ENVIRONMENT, SELFTEST_FAILED
+from yunion_mps.text import count
 
 #: Each check is declared once, by `@check(NAME, CODE)`, in one of these modules, whose order is the report's.
 MODULES = (daemon, driver, gpus, mps, files, environment)
 HOST_CHECKS = tuple(
     value for module in MODULES for value in vars(module).values() if isinstance(value, Check)
 )
+#: The words of monitoring plugins for the states.
+_NAGIOS_WORDS = {PROBLEM: "CRITICAL", WARNING: "WARNING", UNKNOWN: "UNKNOWN", OK: "OK"}
+#: The ranges in which the number of findings of a level is no warning and not critical.
+_NAGIOS_RANGES = {PROBLEM: ";0", WARNING: "0;", UNKNOWN: ";", SKIPPED: ";", OK: ";"}
 _SELFTEST = Check(
     "selftest", SELFTEST_FAILED, daemon.selftest, timeout_factor=daemon.SELFTEST_TIMEOUT_FACTOR + 1
 )
@@ -82,6 +87,36 @@ class Report(NamedTuple):
     def counts(self) -> dict[str, int]:
         by_level = Counter(line.finding.level for line in self.lines)
         return {level: by_level[level] for level in NAGIOS_CODES}
+
+    @property
+    def nagios_line(self) -> str:
+        """The output of a monitoring plugin: the worst finding, the number of the others, and all numbers.
+
+        The form is that of the Monitoring Plugins Development Guidelines, "Plugin Output for Nagios" and
+        "Performance data". A vertical bar separates the numbers, so the text contains none.
+        """
+        numbers = " ".join(
+            f"{level}={number};{_NAGIOS_RANGES[level]};0" for level, number in self.counts.items()
+        )
+        return f"MPS {_NAGIOS_WORDS[self.state]}: {self._worst_text.replace('|', '/')} | {numbers}"
+
+    @property
+    def _worst_text(self) -> str:
+        """The first finding that is neither skipped nor ok, and how many others there are; or what passed."""
+        counts = self.counts
+        if self.state == OK:
+            skipped = f", {counts[SKIPPED]} skipped" if counts[SKIPPED] else ""
+            return f"{count(counts[OK], 'check')} passed{skipped}"
+        if not self.lines:
+            return "nothing was checked"
+        check, finding = self.lines[0]
+        counts[finding.level] -= 1
+        others = [
+            count(counts[level], level, names)
+            for level, names in ((PROBLEM, ""), (WARNING, ""), (UNKNOWN, UNKNOWN))
+            if counts[level]
+        ]
+        return f"{check}: {finding.what}" + (f"; also found: {', '.join(others)}" if others else "")
 
     def as_json(self) -> ReportRecord:
         return {

@@ -9,6 +9,7 @@ import stat
 import time
 
 from yunion_mps.errors import HostError, NotAllowedError
+from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.paths import Paths
 
@@ -37,6 +38,25 @@ def take_lock(paths: Paths) -> int:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
+
+
+def holder_of_lock(paths: Paths) -> int | None:
+    """Return the PID of the running daemon; None if there is none. Any user may ask.
+
+    The kernel's list is read (proc(5), /proc/locks), because a lock taken to try would refuse a daemon that
+    starts.
+    """
+    try:
+        info = os.stat(paths.lock)
+    except OSError:
+        return None
+    file = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    for line in read_text("/proc/locks").splitlines():
+        fields = line.split()
+        if file in fields and "FLOCK" in fields:
+            pid = fields[fields.index(file) - 1]
+            return int(pid) if pid.isdigit() else None
+    return None
 
 
 def _try_lock(descriptor: int) -> bool:

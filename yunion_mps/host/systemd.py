@@ -25,9 +25,10 @@ class Notifier:
             except OSError:
                 connection.close()
 
-    def ready(self, status: str = "") -> None:
+    def ready(self, status: str) -> None:
+        """Report the end of a start or reload; by then `systemctl status` shows this status."""
         self._last_status = status
-        self._send("READY=1", *([f"STATUS={status}"] if status else []))
+        self._send(f"STATUS={status}", "READY=1")
 
     def status(self, status: str) -> None:
         """Set the status line of `systemctl status`; repetitions are not sent."""

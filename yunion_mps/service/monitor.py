@@ -20,6 +20,7 @@ from yunion_mps.models import Inventory
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DRIVER_HUNG, DRIVER_MISMATCH, NO_REASON, Reason
 from yunion_mps.service.clients import XidAnalyzer
+from yunion_mps.service.job_warnings import JobWarnings
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services
 from yunion_mps.supervisor.fleet import Processes
@@ -53,6 +54,7 @@ class Monitor:
         self._reloader = services.reloader
         self._xids = XidAnalyzer(paths, services.supervisor, services.clients)
         self._budgets = services.budgets
+        self._job_warnings = JobWarnings(services.supervisor, services.status)
         self._usage = services.usage
         self._poll_now = control.poll_now
         self._tick = control.tick
@@ -89,6 +91,7 @@ class Monitor:
                 await self.poll()
                 if excess := await self._budgets.sample():
                     self._begin(self._budgets.enforce(excess))
+                await self._job_warnings.look()
         finally:
             if self._events:
                 self._events.stop()
@@ -155,6 +158,7 @@ class Monitor:
             self._must_initialise = False
             self._failures.clear()
             supervisor.set_warning("polling", NO_REASON)
+            supervisor.pipe_access.check()
             self._update_jobs(processes, began_s)
             supervisor.update_gpus(inventory, loop.time())
             self._usage.record(processes, load, began_s)

@@ -44,6 +44,7 @@ from yunion_mps.supervisor.mig_restore import how_to_restore, withdrawn
 from yunion_mps.supervisor.mig_restore import restore as restore_layouts
 from yunion_mps.supervisor.preflight import Preflight, gpus_of, left_running, run_preflight
 from yunion_mps.supervisor.time_slices import TIME_SLICE
+from yunion_mps.supervisor.unit_access import unit_problems
 
 log = logging.getLogger("yunion_mps.daemon")
 
@@ -57,7 +58,7 @@ _GRACE_S = 80
 
 def check(paths: Paths) -> int:
     """Check the configuration; raises YunionError if a daemon would refuse it or wait for the driver."""
-    preflight = run_preflight(paths)
+    preflight = run_preflight(paths, find_unit_problems=unit_problems)
     try:
         preflight.for_start().check()
     finally:

@@ -16,7 +16,7 @@ from yunion_mps.leases.allocator import refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidates, LeaseRequest, candidates_of, find_gpu, shorten
 from yunion_mps.leases.served_users import served_users
-from yunion_mps.models import ALL, Gpu, Holder, MissingGpu, Pool, ServedUser, Snapshot
+from yunion_mps.models import ALL, Condition, Gpu, Holder, MissingGpu, Pool, ServedUser, Snapshot
 from yunion_mps.planning.environment import client_environment
 from yunion_mps.reasons import (
     DISABLED,
@@ -270,6 +270,10 @@ class Queries:
 
     def warnings(self) -> Iterator[tuple[Reason, Gpu | None]]:
         return warnings(self._snapshot())
+
+    def conditions(self) -> Sequence[Condition]:
+        """What is wrong with the host beside its GPUs and domains."""
+        return self._snapshot().conditions
 
     def missing(self) -> Sequence[MissingGpu]:
         """The entries whose GPUs this host does not have now."""

@@ -23,7 +23,7 @@ from yunion_mps.enums import (
     UNAVAILABLE,
     WARNING,
 )
-from yunion_mps.models import Gpu, MissingGpu, Owner
+from yunion_mps.models import Condition, Gpu, MissingGpu, Owner
 from yunion_mps.reasons import Reason, hint_of
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.holdings import (
@@ -63,6 +63,7 @@ class StatusService:
         problems = [
             *_service_problems(service, gpus, self._queries.warnings(), clients),
             *_missing_gpus(self._queries.missing()),
+            *_host_problems(self._queries.conditions()),
             *_device_problems(devices),
             *_whole_gpu_problems(gpus, devices, self._queries.waits_for_leases()),
             *_use_problems(held, clients, self._queries.terminating_gpus()),
@@ -83,6 +84,15 @@ class StatusService:
             "outside_mps": outside,
             "errors": clients["errors"],
         }
+
+    async def job_problems(self) -> list[answers.StatusProblem] | None:
+        """The jobs that exceed their budgets or wait for an MPS server now; None if not all are known."""
+        clients = await self._clients.clients(seen=True)
+        if clients["errors"]:
+            return None
+        held = _used(self._queries.all_devices(), self._leases.leases(brief=True), clients)
+        problems = _use_problems(held, clients, self._queries.terminating_gpus())
+        return [one for one in problems if one["code"] in (reasons.OVER_BUDGET, reasons.CLIENT_WAITING)]
 
     async def leases(self) -> answers.LeaseList:
         """All leases with their states, and the queued requests."""
@@ -170,6 +180,11 @@ def _service_problems(
 def _missing_gpus(missing: Iterable[MissingGpu]) -> Iterator[answers.StatusProblem]:
     for entry in missing:
         yield _problem(PROBLEM, entry.reason.code, f"path {entry.path} ({entry.place}): {entry.reason}")
+
+
+def _host_problems(conditions: Iterable[Condition]) -> Iterator[answers.StatusProblem]:
+    for condition in conditions:
+        yield _problem(PROBLEM, condition.reason.code, condition.reason, condition.hint)
 
 
 def _idle_hint(domain: answers.Domain, clients: answers.ClientList) -> str:

@@ -39,6 +39,7 @@ from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.layouts import MigLayouts
 from yunion_mps.supervisor.mig import LayoutResult, LayoutTask
 from yunion_mps.supervisor.mig_restore import withdrawn
+from yunion_mps.supervisor.pipe_access import PipeAccess
 from yunion_mps.supervisor.preflight import (
     RESTORED_LATER,
     Leftovers,
@@ -73,6 +74,7 @@ class Supervisor:
         self.modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
         self.layouts = MigLayouts(self._gpus, self.desired, self.event_log.record)
         self.desired.confirmed = lambda: self.layouts.confirmed
+        self.pipe_access = PipeAccess(self.fleet, paths.root, self.event_log.record, self._changed)
         self._snapshots = Snapshots(
             self.desired,
             self._gpus,
@@ -80,6 +82,7 @@ class Supervisor:
             self.layouts,
             lambda: self.modes.time_slices.in_effect(self.desired.in_effect()),
             self._warnings,
+            lambda: self.pipe_access.conditions,
         )
         #: Whether a stop has begun.
         self.stopping = False

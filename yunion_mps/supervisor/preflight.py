@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
@@ -51,6 +51,9 @@ RESTORED_LATER = "the next start of yunion-mps-daemon then restores its GPUs' co
 #: How long a test run of a control program may take: it serves within milliseconds, or later under load.
 _TRIAL_S = 2.0
 _TRIAL_POLL_S = 0.005
+
+#: Finds the directories that the service's unit does not let the daemon use.
+FindUnitProblems = Callable[[Paths, Config], "list[Problem]"]
 
 #: The results of test runs, by a program's path, modification time and size.
 _knows_multiuser: dict[tuple[str, int, int], bool] = {}
@@ -112,12 +115,14 @@ def run_preflight(
     *,
     even_if_disabled: bool = False,
     confirms_replacements: bool = False,
+    find_unit_problems: FindUnitProblems | None = None,
 ) -> Preflight:
     """Read the files and scan the GPUs, through `opened` if NVML is already open; changes nothing.
 
     If MPS is disabled, the GPUs are not scanned; with `even_if_disabled`, it counts as enabled. With
-    `confirms_replacements`, the operator confirms that entries mean the cards that replaced theirs. Raises
-    HostError if there is no machine id.
+    `confirms_replacements`, the operator confirms that entries mean the cards that replaced theirs.
+    `find_unit_problems` returns the directories that the service's unit forbids. Raises HostError if there is
+    no machine id.
     """
     host = machine_id(paths)
     config, problems = load(paths)
@@ -146,7 +151,8 @@ def run_preflight(
     device_file = paths.under(config.container_device_config_file)
     if not config.devices and any(problem.file == device_file for problem in problems):
         host_problems = []  # the entries have problems, so cuda_mps_replicas does not apply
-    all_problems = (*problems, *host_problems)
+    unit_problems = find_unit_problems(paths, config) if find_unit_problems else []
+    all_problems = (*problems, *host_problems, *unit_problems)
     return Preflight(config, all_problems, inventory, plan, host, nvml, driver_error, warnings)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from yunion_mps import reasons
 from yunion_mps.addresses import short_address
 from yunion_mps.enums import STOPPED
-from yunion_mps.models import EXCLUSIVE_PROCESS, DomainPlan, DomainStatus, Gpu, Plan, Snapshot
+from yunion_mps.models import EXCLUSIVE_PROCESS, Condition, DomainPlan, DomainStatus, Gpu, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.planning.division import enforces_budgets
 from yunion_mps.reasons import NO_REASON, Reason
@@ -31,14 +31,16 @@ class Snapshots:
         layouts: MigLayouts,
         plan: Callable[[], Plan],
         warnings: Callable[[], Iterable[Reason]],
+        conditions: Callable[[], tuple[Condition, ...]],
     ) -> None:
-        """`plan` returns the plan in effect, `warnings` those of other parts of the supervisor."""
+        """`plan` returns the plan in effect, the others what other parts of the supervisor have found."""
         self._desired = desired
         self._gpus = gpus
         self._fleet = fleet
         self._layouts = layouts
         self._plan = plan
         self._others = warnings
+        self._conditions = conditions
         #: What the operator has to do about a control daemon of an earlier run.
         self.leftovers = ""
         #: Why the driver has not worked since the daemon started; empty if it has.
@@ -68,6 +70,7 @@ class Snapshots:
                 gpus,
                 _statuses(self._fleet.domains, self._fleet.blocked, gpus.gpus),
                 (*desired.warnings, *plan.warnings, *noted, *self._others()),
+                self._conditions(),
             )
         return self._snapshot
 

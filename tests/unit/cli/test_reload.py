@@ -83,6 +83,16 @@ def test_a_plan_that_changes_nothing_says_so_and_what_is_pending_already(own: Cl
     assert own.good("plan") == title + TABLE + PENDING
 
 
+@pytest.mark.parametrize(("scope", "servers"), [("host", 1), ("gpu", 1), ("host", 0)])
+def test_a_plan_names_every_gpu_that_a_drain_would_close(own: Cli, scope: str, servers: int) -> None:
+    own.host.snapshot = snapshots.snapshot(snapshots.P40, snapshots.H100, replicas=4, scope=scope)
+    own.host.clients.found = by_hand.clients(servers=(by_hand.SERVER,) * servers)
+    own.host.reloader.planned = {"changes": [LATE], "pending": [], "losses": []}
+    gpus = "00:06.0, 0001:e1:00.0"
+    told = f"With reload --drain, no GPU of domain host ({gpus}) would get new jobs until the changes take"
+    assert (told in own.good("plan")) is (scope == "host" and servers == 1)
+
+
 def test_a_missing_value_before_or_after_is_a_dash(own: Cli) -> None:
     change = {**AT_ONCE, "kind": "control daemon", "subject": "host", "before": "", "after": "1 GPU in /p"}
     own.host.reloader.planned = {"changes": [change], "pending": [], "losses": []}

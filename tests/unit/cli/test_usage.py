@@ -204,7 +204,7 @@ def test_the_revision_is_that_of_the_checkout_or_worktree(tmp_path: Path, packed
         (["run", "--wait=-1", "true"], f"{WAIT} '-1' {NO_DURATION}"),
         (["run", "--wait=0", "true"], f"{WAIT} 0 is too short: use at least 1s"),
         (["run", "--wait=31d", "true"], f"{WAIT} 31d is too long: use at most 30d"),
-        (["run", "-o", "json", "true"], "--output requires --print-env"),
+        (["run", "-o", "dotenv", "true"], "--output requires --print-env"),
         (["run", "--gpu", "", "true"], "--device and --gpu must not be empty"),
         (["run", *ONE_DEVICE, "--count", "2", "true"], SELECTED),
         (["run", *ONE_DEVICE, "--gpu-mem", "2GiB", "true"], SELECTED),
@@ -261,7 +261,7 @@ def test_wrong_usage_exits_with_2_and_says_what_would_be_right(
     assert alone(*arguments) == (2, "", told)
 
 
-@pytest.mark.parametrize("command", [*ASKING, ["list", "-o", "json"], *TELLING], ids=" ".join)
+@pytest.mark.parametrize("command", [*ASKING, *TELLING], ids=" ".join)
 def test_without_the_daemon_every_command_that_asks_it_exits_with_3(alone: Cli, command: list[str]) -> None:
     wrong = (
         f"yunion-mps: the daemon is not running: {alone.root}/{SOCKET} does not exist [daemon_unreachable]\n"
@@ -298,6 +298,50 @@ print(json.dumps(results))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+def with_json(command: click.Command, *names: str) -> Iterator[list[str]]:
+    """The commands that print JSON, by their names."""
+    if isinstance(command, click.Group):
+        for name in command.list_commands(click.Context(command)):
+            inner = command.get_command(click.Context(command), name)
+            assert inner
+            yield from with_json(inner, *names, name)
+    for parameter in command.params:
+        if parameter.name == "output" and "json" in getattr(parameter.type, "choices", ()):
+            yield [*names]
+
+
+@pytest.mark.parametrize("command", [*with_json(cli)], ids=" ".join)
+def test_every_command_that_prints_json_fails_in_json(alone: Cli, command: list[str]) -> None:
+    code, out, error = alone(*command, "--no-such-option", "--output", "json")
+    record = json.loads(error)
+    assert (code, out, list(record)) == (2, "", ["code", "message", "hint", "exit_status"])
+    assert record["message"] == "no such option: --no-such-option"
+    assert record["exit_status"] == 2
+
+
+def test_an_error_in_json_has_the_reason_code_and_the_hint(alone: Cli) -> None:
+    code, out, error = alone("status", "-o", "json")
+    record = json.loads(error)
+    assert (code, out, error.count("\n")) == (3, "", 1)
+    assert (record["code"], record["exit_status"]) == ("daemon_unreachable", 3)
+    assert record["hint"].startswith("start it: ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "python", "-o", "json"],
+        ["run", "--", "python", "-ojson"],
+        ["status", "-o"],
+        ["statu", "-o", "json"],
+        ["status", "--", "-o", "json"],
+    ],
+)
+def test_an_error_is_text_unless_json_is_the_command_s_own_format(alone: Cli, words: list[str]) -> None:
+    _, _, error = alone(*words)
+    assert error.startswith("yunion-mps: ")
+
+
 def test_a_user_outside_the_group_is_not_allowed_to_ask_and_exits_with_4(cli: Cli) -> None:
     commands = [*ASKING, *TELLING]
     program = [sys.executable, "-c", AS_ANOTHER_USER, json.dumps(commands)]
@@ -318,8 +362,11 @@ def test_unwritable_output_is_reported_once(cli: Cli, command: list[str], stream
         with open(stream, "w") as full:
             done = cli.process(*command, stdout=full)
         why = "No space left on device"
-    wrong = f"yunion-mps: the output cannot be written: {why}\nyunion-mps: check its destination: df\n"
-    assert (done.code, done.err) == (1, wrong)
+    what, hint = f"the output cannot be written: {why}", "check its destination: df"
+    told = f"yunion-mps: {what}\nyunion-mps: {hint}\n"
+    if "json" in command:
+        told = json.dumps({"code": "failed", "message": what, "hint": hint, "exit_status": 1}) + "\n"
+    assert (done.code, done.err) == (1, told)
 
 
 @pytest.mark.parametrize("arguments", [["show", "x"], ["lst"], [CLOUDPODS, "--limit", "x"]])

@@ -29,3 +29,11 @@ def test_a_failed_server_comes_first_and_the_unknown_last(own: Cli) -> None:
 def test_without_clients_there_is_a_sentence(own: Cli) -> None:
     own.host.clients.found = clients(servers=())
     assert own.good("who", "--clients") == "No processes use the GPUs.\n"
+
+
+def test_servers_without_clients_use_the_gpus(own: Cli) -> None:
+    own.host.clients.found = clients()
+    assert own.good("who", "--clients").splitlines() == [
+        "No jobs use the GPUs.",
+        "MPS server (PID 4250) of alice, domain host: ACTIVE",
+    ]

@@ -20,6 +20,7 @@ def host(tmp_path: Path) -> Host:
     return Host(Paths(str(tmp_path)), 30)
 
 
+ALSO = "lost / gone; also found: 1 problem, 1 warning, 1 unknown"
 GOOD = Check("good", HOST_ERROR, lambda _: [ok("fine")])
 
 
@@ -91,6 +92,39 @@ def test_the_worst_comes_first(host: Host) -> None:
     found = report(host, ok("1"), warning("2", ""), problem("3", ""), skipped("4"), Finding("unknown", "5"))
     assert [line.finding.what for line in found.lines] == ["3", "2", "5", "4", "1"]
     assert found.counts == {"problem": 1, "warning": 1, "unknown": 1, "skipped": 1, "ok": 1}
+
+
+@pytest.mark.parametrize(
+    ("findings", "line"),
+    [
+        (
+            [ok(""), ok(""), skipped("")],
+            "MPS OK: 2 checks passed, 1 skipped | {}=0;;0;0 {}=0;0;;0 {}=0;;;0 {}=1;;;0 {}=2;;;0",
+        ),
+        (
+            [
+                warning("slow", ""),
+                problem("lost | gone", "reset"),
+                problem("", ""),
+                Finding("unknown", ""),
+            ],
+            f"MPS CRITICAL: one: {ALSO} | {{}}=2;;0;0 {{}}=1;0;;0 {{}}=1;;;0 {{}}=0;;;0 {{}}=0;;;0",
+        ),
+        (
+            [warning("slow", ""), ok("")],
+            "MPS WARNING: one: slow | {}=0;;0;0 {}=1;0;;0 {}=0;;;0 {}=0;;;0 {}=1;;;0",
+        ),
+        (
+            [skipped("no GPU")],
+            "MPS UNKNOWN: one: no GPU | {}=0;;0;0 {}=0;0;;0 {}=0;;;0 {}=1;;;0 {}=0;;;0",
+        ),
+    ],
+)
+def test_the_line_for_nagios_begins_with_the_worst_and_counts_all(
+    host: Host, findings: list[Finding], line: str
+) -> None:
+    levels = ("problem", "warning", "unknown", "skipped", "ok")
+    assert report(host, *findings).nagios_line == line.format(*levels)
 
 
 def test_each_check_of_the_host_has_a_code_of_the_table() -> None:

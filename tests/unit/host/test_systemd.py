@@ -47,7 +47,7 @@ def test_ready_stopping_and_watchdog_are_sent_with_a_status_text(inbox: socket.s
     notifier.stopping("waiting for PID 7 (訓練, jürgen)", 90)
     assert received(inbox) == [
         "STATUS=starting",
-        "READY=1\nSTATUS=4 of 4 devices available",
+        "STATUS=4 of 4 devices available\nREADY=1",
         "WATCHDOG=1",
         "STOPPING=1\nEXTEND_TIMEOUT_USEC=90000000\nSTATUS=waiting for PID 7 (訓練, jürgen)",
     ]
@@ -58,7 +58,7 @@ def test_an_unchanged_status_is_not_sent_again(inbox: socket.socket) -> None:
     notifier.ready("serving")
     for text in ("serving", "serving", "degraded", "degraded", "serving"):
         notifier.status(text)
-    assert received(inbox) == ["READY=1\nSTATUS=serving", "STATUS=degraded", "STATUS=serving"]
+    assert received(inbox) == ["STATUS=serving\nREADY=1", "STATUS=degraded", "STATUS=serving"]
 
 
 def test_a_reload_is_sent_with_the_monotonic_time(inbox: socket.socket) -> None:
@@ -76,7 +76,7 @@ def test_an_abstract_socket_is_written_to_as_well(monkeypatch: pytest.MonkeyPatc
         inbox.setblocking(False)
         monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
         Notifier().ready("serving")
-        assert received(inbox) == ["READY=1\nSTATUS=serving"]
+        assert received(inbox) == ["STATUS=serving\nREADY=1"]
 
 
 @pytest.mark.parametrize("address", ["", "/nowhere/notify"])

@@ -86,6 +86,12 @@ def test_the_checkouts_example_files_are_the_generated_ones(generated: Path) -> 
         assert new.read_text() == (CHECKOUT / "etc/yunion" / name).read_text(), mend
 
 
+def test_a_purge_knows_the_keys_and_types_of_these_sources(generated: Path) -> None:
+    written = (CHECKOUT / "packaging/scriptlets/keys.sh").read_text()
+    mend = "scripts/generate DIRECTORY, then copy DIRECTORY/scriptlets/keys.sh to packaging/scriptlets"
+    assert (generated / "scriptlets/keys.sh").read_text() == written, mend
+
+
 def test_the_example_has_every_key_with_its_true_default(generated: Path) -> None:
     found = told(generated)
     assert list(found) == list(KEYS)

@@ -1,0 +1,87 @@
+"""Whether users can reach the sockets in a pipe directory, and no other user can replace them.
+
+The daemon and the doctor both ask this module, so `status` and `doctor` agree.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from yunion_mps.host.proc import user_name
+
+_ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_ALL_WRITE = 0o222
+
+
+class AccessProblem(NamedTuple):
+    """What is wrong with a path, and what the operator should do."""
+
+    what: str
+    hint: str
+
+
+def find_access_problems(root: str, directory: str, group: str | None) -> list[AccessProblem]:
+    """Return what is wrong with the path of a pipe directory, or with its socket; changes nothing.
+
+    root: the host's root, whose own parents are not checked
+    directory: the pipe directory, below the root
+    group: the only group that may enter the pipe directory, if any
+
+    Raises FileNotFoundError if the directory does not exist.
+    """
+    return list(_check_path(root, directory, group)) or list(_check_socket(directory))
+
+
+def _check_path(root: str, directory: str, group: str | None) -> Iterator[AccessProblem]:
+    """Check each directory from the host's root to `directory`."""
+    path = root.rstrip("/")
+    names = [name for name in directory[len(path) :].split("/") if name]
+    for number, name in enumerate(names):
+        path = f"{path}/{name}"
+        try:
+            info = os.lstat(path)
+        except PermissionError:  # its parent cannot be entered, which was reported
+            return
+        if stat.S_ISLNK(info.st_mode):
+            if info.st_uid != 0:
+                what = f"{path} is a symlink that belongs to {user_name(info.st_uid)}, so it is not followed"
+                yield AccessProblem(what, f"check who created it (ls -l {path}), and remove it")
+            info = os.stat(path)
+        if not stat.S_ISDIR(info.st_mode):
+            yield AccessProblem(
+                f"{path} is not a directory", f"check what it is (ls -ld {path}), and remove it"
+            )
+            return
+        last = number == len(names) - 1
+        yield from _check_directory(path, info, last=last, closed=last and bool(group))
+
+
+def _check_directory(path: str, info: os.stat_result, *, last: bool, closed: bool) -> Iterator[AccessProblem]:
+    if closed and info.st_mode & stat.S_IXOTH:
+        what = f"{path} is open to all users, but cuda_mps_pipe_group limits it to one group"
+        yield AccessProblem(what, "systemctl reload yunion-mps-daemon")
+    elif not closed and info.st_mode & _ALL_ENTER != _ALL_ENTER:
+        what = f"{path} is not accessible to other users: their programs cannot reach the control daemon"
+        yield AccessProblem(f"{what}, and neither can their MPS servers", f"chmod a+x {path}")
+    if info.st_uid not in (0, os.geteuid()):
+        what = f"{path} belongs to {user_name(info.st_uid)}, who can replace the control daemon's sockets"
+        yield AccessProblem(
+            what, f"check its contents (ls -la {path}); remove it, or choose another directory"
+        )
+    elif info.st_mode & _OTHERS_WRITE and (last or not info.st_mode & stat.S_ISVTX):
+        what = f"{path} is writable by other users, who can replace the control daemon's sockets"
+        yield AccessProblem(what, f"chmod go-w {path}")
+
+
+def _check_socket(directory: str) -> Iterator[AccessProblem]:
+    path = f"{directory}/control"
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return
+    if mode & _ALL_WRITE != _ALL_WRITE:
+        yield AccessProblem(f"other users may not connect to {path}", f"chmod a+rw {path}")

@@ -1,0 +1,112 @@
+"""Directories of the daemon that its unit does not let it write, or share: problems of the configuration.
+
+The daemon would fail at each start, and systemd would start it again for ever. A daemon that was started
+without the unit, by hand or in a container, is not affected; while such a daemon runs, nothing is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from yunion_mps.errors import Problem
+from yunion_mps.host.lock import holder_of_lock
+from yunion_mps.host.sandbox import INACCESSIBLE, PRIVATE, UNIT, Rule, Sandbox, is_in_unit, read_sandbox
+from yunion_mps.paths import Paths
+from yunion_mps.settings import Config
+
+#: The keys of our directories, and what to write instead.
+_KEYS = {
+    "cuda_mps_pipe_directory": "/run/nvidia-mps/pipe",
+    "cuda_mps_log_directory": "/run/nvidia-mps/log",
+}
+#: The directories of the state file, and of the socket; no key sets them.
+_FIXED = ("/var/lib/yunion-mps", "/run/yunion-mps")
+
+
+class _Directory(NamedTuple):
+    """A directory of the daemon, as configured; `key` is empty if no key sets it.
+
+    `is_shared`: other processes have to see it.
+    """
+
+    path: str
+    key: str = ""
+    is_shared: bool = True
+
+
+def unit_problems(paths: Paths, config: Config) -> list[Problem]:
+    """Return the directories that the service could not use, unless a daemon runs without its unit."""
+    running = holder_of_lock(paths)
+    if not config.enable_cuda_mps or (running is not None and not is_in_unit(running)):
+        return []
+    sandbox = read_sandbox(paths)
+    problems = []
+    for directory in _directories(config):
+        problem = _problem(directory, sandbox, paths, config)
+        if problem:
+            problems.append(problem)
+    return problems
+
+
+def own_unit_problems(paths: Paths, config: Config) -> list[Problem]:
+    """Return `unit_problems` if this process belongs to the unit, and cannot write to one of the directories.
+
+    Usually, it can, and systemd need not be asked.
+    """
+    if not is_in_unit("self"):
+        return []
+    directories = [paths.under(directory.path) for directory in _directories(config)]
+    return unit_problems(paths, config) if any(map(_is_read_only, directories)) else []
+
+
+def _directories(config: Config) -> list[_Directory]:
+    directories = [_Directory(path) for path in _FIXED]
+    if not config.devices or any(entry.uses_mps for entry in config.devices):
+        directories.append(_Directory(config.cuda_mps_pipe_directory, "cuda_mps_pipe_directory"))
+        directories.append(
+            _Directory(config.cuda_mps_log_directory, "cuda_mps_log_directory", is_shared=False)
+        )
+    return directories
+
+
+def _is_read_only(directory: str) -> bool:
+    """Whether the directory, or the one in which it would be created, is on a read-only file system."""
+    place = os.path.realpath(directory)
+    while not os.path.isdir(place):
+        place = os.path.dirname(place)
+    return bool(os.statvfs(place).f_flag & os.ST_RDONLY)
+
+
+def _problem(directory: _Directory, sandbox: Sandbox, paths: Paths, config: Config) -> Problem | None:
+    """Return why the service cannot use the directory; None if it can."""
+    path = paths.under(directory.path)
+    created_by = sandbox.creates(directory.path)
+    if created_by and os.path.islink(path):
+        what = f"is a symlink, so systemd does not start {UNIT} ({created_by})"
+        target = os.path.realpath(path)
+        hint = f"replace it by a directory, and mount its contents there: mount --bind {target} {path}"
+        return Problem(path, None, what, hint)
+    rule = sandbox.rule_for(directory.path)
+    if rule is None or (rule.mode == PRIVATE and not directory.is_shared):
+        return None
+    real = sandbox.resolve(directory.path)
+    shown = sandbox.shown(real)
+    leads = f" (a symlink to {shown})" if real != path else ""
+    forbids = f"which {UNIT} may not write to ({rule.setting})"
+    if rule.mode == PRIVATE:
+        forbids = f"where clients do not see what {UNIT} writes ({rule.setting})"
+    if not directory.key:
+        return Problem(path, None, f"leads to {shown}, {forbids}", _permit(rule, shown))
+    at = config.sources[directory.key]
+    file = paths.host_conf if at.line is None else at.file
+    hint = f"write another directory, for example {_KEYS[directory.key]}; or {_permit(rule, shown)}"
+    return Problem(file, at.line, f"{directory.key} is {directory.path}{leads}, {forbids}", hint)
+
+
+def _permit(rule: Rule, directory: str) -> str:
+    """Return what permits the service to use the directory."""
+    edit = "systemctl edit yunion-mps-daemon"
+    if rule.mode in (INACCESSIBLE, PRIVATE):
+        return f"change this setting: {edit}"
+    return f"permit it: mkdir -p {directory}; {edit}, with the lines [Service] and ReadWritePaths={directory}"
