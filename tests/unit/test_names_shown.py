@@ -45,7 +45,7 @@ def test_systemd_gets_a_status_and_nothing_else(text: str) -> None:
     names = [[line.partition("=")[0] for line in lines] for lines in told]
     assert names == [
         ["STATUS"],
-        ["READY", "STATUS"],
+        ["STATUS", "READY"],
         ["RELOADING", "MONOTONIC_USEC", "STATUS"],
         ["STOPPING", "EXTEND_TIMEOUT_USEC", "STATUS"],
     ]
