@@ -301,15 +301,18 @@ class Domain(StateMachine):
             return self._step(now_s)
         self._rollover.note_ended(self.control.target)
         every = self._ends_all_servers or self.is_draining
-        commands = self._rollover.commands(now_s, every=every, in_use=self.in_use)
+        commands = self._rollover.commands(now_s, every=every)
+        idle = self._rollover.idle_servers(now_s, every=every, in_use=self.in_use)
         try:
-            due_s = monitor.tick(now_s, commands)
+            due_s = monitor.tick(now_s, commands, idle)
         except LimitsChangedError as error:
             self._rollover.limits_overwritten(monitor.servers, error.message)
             self._apply(now_s, "another program changed its limits: setting them again", set_first=True)
             return self._step(now_s)
         finally:
-            self._rollover.commands_delivered(monitor.delivered, now_s)
+            self._rollover.commands_delivered(monitor.delivered)
+            if monitor.has_asked:
+                self._rollover.idle_servers_asked(now_s)
         self.probe_s = monitor.probe_s
         return min(due_s, now_s + POLL_S) if every or self.limits_in_effect.old_servers else due_s
 

@@ -7,9 +7,16 @@ from collections.abc import Sequence
 
 from yunion_mps import reasons
 from yunion_mps.errors import ControlError, ShortageError
+from yunion_mps.host.proc import is_stopped
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask
 from yunion_mps.mps.conversation import COMMAND_RETRY_S, Conversation, OccupiedError
-from yunion_mps.mps.limits import check, get_commands, parse_servers
+from yunion_mps.mps.limits import (
+    check,
+    client_commands,
+    get_commands,
+    parse_servers,
+    servers_without_clients,
+)
 from yunion_mps.mps.log_file import MAX_BYTES, bound_logs
 
 log = logging.getLogger(__name__)
@@ -36,22 +43,32 @@ class HealthMonitor(ControlTask):
         #: The commands being sent, and the commands delivered in this tick.
         self._sending: Sequence[str] = ()
         self.delivered: Sequence[str] = ()
+        #: The servers whose clients are being listed, and whether those of some were listed in this tick.
+        self._asking: list[int] = []
+        self.has_asked = False
         #: How long the last probe took, None before the first.
         self.probe_s: float | None = None
         #: The PIDs of its servers when its limits were last found right.
         self.servers = control.servers()
 
-    def tick(self, now_s: float, commands: Sequence[str]) -> float:
+    def tick(self, now_s: float, commands: Sequence[str], idle_servers: Sequence[int] = ()) -> float:
         """Do what is due; return when to be called again. `commands` are to be sent; they have no answer.
+
+        Those of `idle_servers` that have no clients are shut down.
 
         Raises UnresponsiveError if it does not answer, LimitsChangedError if its limits are not ours.
         """
-        self.delivered = ()
+        self.delivered, self.has_asked = (), False
         due_s = self._tick_probe(now_s)
         if self._conversation:
             return min(due_s, self._tick_conversation(self._conversation, now_s))
-        send_at_s = min(self._verify_at_s, self._send_at_s) if commands else self._verify_at_s
-        return min(due_s, self._start_conversation(now_s, commands) if now_s >= send_at_s else send_at_s)
+        is_urgent = bool(commands or idle_servers)
+        send_at_s = min(self._verify_at_s, self._send_at_s) if is_urgent else self._verify_at_s
+        if now_s < send_at_s:
+            return min(due_s, send_at_s)
+        # A stopped server would block the control daemon, which waits for its answer.
+        self._asking = [] if commands else [pid for pid in idle_servers if not is_stopped(pid)]
+        return min(due_s, self._start_conversation(now_s, commands))
 
     def _tick_probe(self, now_s: float) -> float:
         probe = self._probe
@@ -82,6 +99,7 @@ class HealthMonitor(ControlTask):
         bound_logs(self._plan)  # the server's log too, however small the control daemon's is
         try:
             commands = ["get_server_list", *get_commands(self._plan), *self._sending]
+            commands += client_commands(self._asking)
             return self._converse(commands, now_s).deadline_s
         except ShortageError as error:
             log.debug("domain %s: %s", self._plan.name, error)
@@ -97,13 +115,21 @@ class HealthMonitor(ControlTask):
             return self._retry_commands(now_s)
         self.delivered = self._sending
         servers = parse_servers(answer)
-        limit = len(servers) + len(get_commands(self._plan)) if self._sending else None
+        end = len(servers) + len(get_commands(self._plan))
+        is_followed = bool(self._sending or self._asking)
         try:
-            check(self._plan, answer[len(servers) : limit])
+            check(self._plan, answer[len(servers) : end if is_followed else None])
         except ControlError as error:
             raise LimitsChangedError(error.message, error.hint) from None
         self.servers = tuple(servers)
-        return self._verify_at_s
+        if not self._asking:
+            return self._verify_at_s
+        self.has_asked = True
+        idle = servers_without_clients(self._asking, answer[end:])
+        self._asking = []
+        # At once, before another client can attach, and without -f, in case one has.
+        commands = [f"shutdown_server {pid}" for pid in idle]
+        return self._start_conversation(now_s, commands) if commands else self._verify_at_s
 
     def _retry_commands(self, now_s: float) -> float:
         """Retry commands soon; without any, the limits can be read back later."""

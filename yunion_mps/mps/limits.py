@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from yunion_mps import reasons
 from yunion_mps.errors import ControlError, ShortageError, YunionError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask, in_running_order
-from yunion_mps.mps.conversation import COMMAND_RETRY_S, Conversation, occupied_error
+from yunion_mps.mps.conversation import COMMAND_RETRY_S, PING, Conversation, occupied_error
 from yunion_mps.mps.processes import PROGRAM, plan_from_json
 from yunion_mps.planning.environment import decimal
 from yunion_mps.reasons import NO_REASON, Reason
@@ -63,6 +63,8 @@ class LimitsSetter(ControlTask):
         self._setting = set_first
         self._idle = idle
         self._first: list[str] = []
+        #: The servers whose clients are being listed.
+        self._asked: tuple[int, ...] = ()
         self._retry_at_s = 0.0
         #: Why it takes longer than usual, empty if it does not.
         self.note = NO_REASON
@@ -84,18 +86,27 @@ class LimitsSetter(ControlTask):
         self._conversation = None
         if not answer:
             return self._on_rejected(now_s)
-        result = self._result(answer)
-        if result:
-            return result
-        self._setting = True
+        if self._asked:
+            self._end_idle_servers(answer)
+        else:
+            result = self._result(answer)
+            if result:
+                return result
+        if not self._asked:
+            self._setting = True
         return self.tick(now_s)
 
     def _start_conversation(self, now_s: float) -> Conversation | None:
         """Send the commands; None if no process can be started now and it may have jobs, to retry later."""
         first = [*self._first, *set_commands(self._plan)] if self._setting else []
+        if self._asked:
+            return self._try_to_converse(client_commands(self._asked), now_s)
         # The servers are listed after the limits are set, so one that starts in between counts as old.
+        return self._try_to_converse([*first, "get_server_list", *get_commands(self._plan)], now_s)
+
+    def _try_to_converse(self, commands: Sequence[str], now_s: float) -> Conversation | None:
         try:
-            return self._converse([*first, "get_server_list", *get_commands(self._plan)], now_s)
+            return self._converse(commands, now_s)
         except ShortageError as error:
             if not self._control.has_served:
                 raise
@@ -144,10 +155,23 @@ class LimitsSetter(ControlTask):
         return plan._replace(gpus=tuple(gpus))
 
     def _refuse_unknown_limits(self, servers: tuple[int, ...]) -> None:
-        """Raise ControlError if servers with unknown limits may have jobs; otherwise shut them down."""
+        """Raise ControlError if servers with unknown limits may have jobs; else list their clients next."""
         if self._idle:
-            self._first = [f"shutdown_server {pid}" for pid in servers]
+            self._asked = servers
             return
+        self._refuse(servers)
+
+    def _end_idle_servers(self, answer: Sequence[str]) -> None:
+        """Shut down the servers that were asked for, unless they have clients; raise ControlError then.
+
+        NVML lists a job only some time after it has attached.
+        """
+        servers, self._asked = self._asked, ()
+        if servers_without_clients(servers, answer) != [*servers]:
+            self._refuse(servers)
+        self._first = [f"shutdown_server {pid}" for pid in servers]
+
+    def _refuse(self, servers: tuple[int, ...]) -> NoReturn:
         command = f"echo shutdown_server {servers[0]}"
         raise ControlError(
             f"{describe_servers(servers, 'has')} limits from neither the current configuration nor the "
@@ -221,6 +245,25 @@ def parse_servers(answer: Sequence[str]) -> list[int]:
             break
         pids.append(int(line))
     return pids
+
+
+def client_commands(servers: Iterable[int]) -> list[str]:
+    """The commands that list the clients of these servers; the answer is for `servers_without_clients`."""
+    return [command for pid in servers for command in (PING, f"get_client_list {pid}")]
+
+
+def servers_without_clients(servers: Sequence[int], answer: Sequence[str]) -> list[int]:
+    """Those of the servers without clients, according to the answer to `client_commands`.
+
+    Before each list comes a percentage, as `25.0`; then a line for each client.
+    """
+    clients: list[int] = []
+    for line in answer:
+        if "." in line:
+            clients.append(0)
+        elif clients:
+            clients[-1] += 1
+    return [pid for pid, number in zip(servers, clients) if number == 0]
 
 
 def memory_text(memory_mib: int) -> str:

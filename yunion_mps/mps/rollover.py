@@ -176,7 +176,7 @@ class Rollover:
         self._end_requests = dict.fromkeys(self._servers(), force)
         self.drains, self._drained = True, {*self._end_requests}
 
-    def commands(self, now_s: float, *, every: bool, in_use: bool | None) -> list[str]:
+    def commands(self, now_s: float, *, every: bool) -> list[str]:
         """The commands to send to the control daemon until delivered; `every`: all servers must end."""
         awaited = self._servers() if every else self._limits.old_servers
         late = now_s > self._end_requested_s + FORCE_WITHIN_S
@@ -187,17 +187,24 @@ class Rollover:
         self._end_requests = {
             pid: force for pid, force in self._end_requests.items() if pid in awaited and not (force and late)
         }
-        requests = self._end_requests
-        # Without -f, because a job may have started since NVML was polled: a server with clients continues
-        # (535 ends it after them, with 550 the command is repeated), and one without ends at once.
-        if not requests and in_use is False and now_s >= self._next_request_s:
-            requests = dict.fromkeys(awaited, False)
-        return [_shutdown_command(pid, force=force) for pid, force in requests.items()]
+        return [_shutdown_command(pid, force=force) for pid, force in self._end_requests.items()]
 
-    def commands_delivered(self, commands: Collection[str], now_s: float) -> None:
-        """Forget requests whose commands were delivered; without requests, they are sent again later."""
-        if commands and not self._end_requests:
-            self._next_request_s = now_s + _END_REQUEST_INTERVAL_S
+    def idle_servers(self, now_s: float, *, every: bool, in_use: bool | None) -> tuple[int, ...]:
+        """The awaited servers that have no jobs, according to NVML, and so may be shut down now.
+
+        NVML lists a job only some time after it has attached, and a server that is told to shut down accepts
+        no new clients (535). So whether they have clients is to be asked immediately before.
+        """
+        if self._end_requests or in_use is not False or now_s < self._next_request_s:
+            return ()
+        return self._servers() if every else self._limits.old_servers
+
+    def idle_servers_asked(self, now_s: float) -> None:
+        """The servers without clients have been shut down; the others are asked again later."""
+        self._next_request_s = now_s + _END_REQUEST_INTERVAL_S
+
+    def commands_delivered(self, commands: Collection[str]) -> None:
+        """Forget requests whose commands were delivered."""
         self._end_requests = {
             pid: force
             for pid, force in self._end_requests.items()

@@ -52,6 +52,20 @@ def test_limits_are_pending_while_a_server_runs_and_then_in_effect(
     assert bench.jobs.servers() == []
 
 
+def test_a_job_that_nvml_does_not_list_yet_keeps_its_server(
+    run: DomainRun, bench: Bench, other: DomainPlan
+) -> None:
+    """A server that was told to shut down would keep all new jobs waiting until its last one has ended."""
+    bench.jobs.begin()
+    (server,) = run.domain.server_pids()
+    run.change(other)
+    run.domain.note_use(in_use=False)
+    run.turn(30).until_said()
+    run.turns(5, 1.0)
+    bench.jobs.begin()
+    assert bench.jobs.servers() == [server]
+
+
 def test_the_next_server_has_the_new_limits(run: DomainRun, bench: Bench, other: DomainPlan) -> None:
     bench.jobs.end(bench.jobs.begin())
     run.change(other)
@@ -91,14 +105,14 @@ def test_a_server_drained_while_it_has_jobs_ends_after_them(
 def test_a_new_shutdown_request_survives_delivery_of_an_earlier_one(plan: DomainPlan) -> None:
     rollover = Rollover(LimitsInEffect(plan, (5,)), lambda: (5,), lambda _: None, lambda: None)
     rollover.request_end(0.0, force=False)
-    orders = rollover.commands(0.0, every=False, in_use=None)
+    orders = rollover.commands(0.0, every=False)
     assert orders == ["shutdown_server 5"]
     rollover.request_end(0.0, force=True)
-    rollover.commands_delivered(orders, 0.0)
-    forced = rollover.commands(0.0, every=False, in_use=None)
+    rollover.commands_delivered(orders)
+    forced = rollover.commands(0.0, every=False)
     assert forced == ["shutdown_server 5 -f"]
-    rollover.commands_delivered(forced, 0.0)
-    assert rollover.commands(0.0, every=False, in_use=None) == []
+    rollover.commands_delivered(forced)
+    assert rollover.commands(0.0, every=False) == []
 
 
 def test_several_servers_are_named_in_the_plural(plan: DomainPlan) -> None:
