@@ -237,6 +237,11 @@ SERVERS_ORPHANED = _code("servers_orphaned",
     f"wait for their jobs to end; {_CLIENTS}")
 SERVER_FAILED = _code("server_failed", "An MPS server failed, and its jobs with it.",
     "wait for its jobs to end; it then accepts new ones; list them: yunion-mps who --clients")
+SERVER_BUSY = _code("server_busy",
+    "An MPS server accepts no commands, because another user's job waits for it to end, or because it was "
+    "told to end after its jobs.",
+    "wait until its jobs have ended; or end the job by itself, at the risk of the other jobs of its server: "
+    "yunion-mps terminate --force {pid}")
 LIMITS_NOT_IN_EFFECT = _code("limits_not_in_effect", "A limit was set, but a different value was read back.",
     _RETRIED)
 LIMITS_OVERWRITTEN = _code("limits_overwritten",

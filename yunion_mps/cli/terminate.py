@@ -24,7 +24,12 @@ from yunion_mps.http.operations import (
     TERMINATE_LEASE,
 )
 from yunion_mps.reasons import NOT_ALLOWED
-from yunion_mps.service.holdings import ID_LENGTH, clients_of_device, clients_of_lease
+from yunion_mps.service.holdings import (
+    ID_LENGTH,
+    clients_of_device,
+    clients_of_lease,
+    refuse_if_unknown,
+)
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
@@ -77,6 +82,7 @@ def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationList:
     listed: list[AnyClient] = [*answer["clients"], *answer["waiting"]]
     client = next((one for one in listed if one["pid"] == pid), None)
     if client is None:
+        refuse_if_unknown(pid, answer)
         lease = next((lease for lease in call(GET_LEASES)["leases"] if lease["pid"] == pid), None)
         if lease:
             what = f"PID {pid} uses no GPU, but holds lease {lease['id'][:ID_LENGTH]}"

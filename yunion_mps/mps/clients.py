@@ -25,7 +25,8 @@ from yunion_mps.mps.conversation import (
     occupied_error,
 )
 from yunion_mps.mps.log_file import LOG_NAME, OLDER, timestamp_parser
-from yunion_mps.mps.processes import server_pids
+from yunion_mps.mps.processes import running_servers, server_pids
+from yunion_mps.reasons import SERVER_BUSY, hint_of
 
 _LINE = re.compile(
     rb"^\0*\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.\d+ Control +\d+\] (?:"
@@ -45,11 +46,42 @@ class ClientRow(NamedTuple):
     gpu: str
 
 
+class BusyServerError(ControlError):
+    """A server does not say which clients it has, or disconnect one.
+
+    So it is once a client of another user waits for it to end, and once it was told to shut down, until its
+    own clients have ended (measured with 535). Its clients are unknown then: it need not be without any.
+    """
+
+    code = SERVER_BUSY
+
+    def __init__(self, server: int) -> None:
+        what = (
+            f"the MPS server (PID {server}) accepts no commands, because it ends once its clients have ended"
+        )
+        super().__init__(what, hint_of(SERVER_BUSY))
+
+
 def clients_of(program: str, plan: DomainPlan, control_pid: int) -> list[ClientRow]:
-    """List the clients; blocks. Raises ControlError if the control daemon does not answer."""
+    """List the clients; blocks.
+
+    Raises ControlError if the control daemon does not answer, and BusyServerError if it does not know them.
+    """
     servers = server_pids(control_pid)
+    if not servers:
+        return []
     _refuse_stopped(servers)
-    return parse_clients(_run_command(program, plan, "ps")) if servers else []
+    answer = _run_command(program, plan, "ps")
+    if any(_is_unknown(line) for line in answer):
+        left = running_servers(servers)
+        if left:
+            raise BusyServerError(left[0])
+    return parse_clients(answer)
+
+
+def _is_unknown(line: str) -> bool:
+    """Whether the control daemon says that it has no such server: it says so of a busy one, too."""
+    return line.startswith("Server") and line.rstrip("!").endswith("not found")
 
 
 def server_state(program: str, plan: DomainPlan, server: int) -> str | None:
@@ -62,12 +94,14 @@ def server_state(program: str, plan: DomainPlan, server: int) -> str | None:
 def terminate(program: str, plan: DomainPlan, server: int, client: int) -> bool:
     """Have the server disconnect the client, which is then safe to kill; False if it has no such client.
 
-    Raises ControlError if the server refuses.
+    Raises ControlError if the server refuses, and BusyServerError if it cannot now.
     """
     _refuse_stopped([server])
     answer = _run_command(program, plan, f"terminate_client {server} {client}")
+    if any(_is_unknown(line) for line in answer) and running_servers([server]):
+        raise BusyServerError(server)
     if any("not found" in line for line in answer):
-        return False  # it waits for a server, or its server is about to end
+        return False  # it waits for a server, or its server has ended
     if not answer or answer[-1].strip() != "0":
         reply = "; ".join(answer) or "nothing"
         what = (

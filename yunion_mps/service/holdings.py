@@ -17,6 +17,7 @@ from yunion_mps.enums import (
     RESERVED,
     UNAVAILABLE,
 )
+from yunion_mps.errors import HostError
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, MpsClient, WaitingClient
@@ -337,6 +338,16 @@ def _is_in_container_of(lease: LeaseRecord, client: AnyClient) -> bool:
     container_id = client.get("container_id")
     is_inside = container_id is not None and container_id == lease["container_id"]
     return is_inside and bool(set(lease["devices"]).intersection(device_names(client)))
+
+
+def refuse_if_unknown(pid: int, listed: ClientList) -> None:
+    """Raise HostError if the process is not listed, but some processes are unknown: it may be one of them.
+
+    A process that is killed while it is an MPS client can take other jobs with it.
+    """
+    if listed["errors"] and all(client["pid"] != pid for client in _all_clients(listed)):
+        what = f"it is not known whether PID {pid} is an MPS client: {'; '.join(listed['errors'])}"
+        raise HostError(what, "try again; list the clients: yunion-mps who --clients")
 
 
 def _all_clients(listed: ClientList) -> list[AnyClient]:

@@ -22,11 +22,11 @@ from yunion_mps.host.proc import is_kernel_thread, started_s, user_name
 from yunion_mps.host.processes import Process
 from yunion_mps.host.threads import on_thread
 from yunion_mps.models import Event
-from yunion_mps.mps.clients import terminate
+from yunion_mps.mps.clients import BusyServerError, terminate
 from yunion_mps.mps.conversation import OccupiedError
 from yunion_mps.mps.processes import find_control_program, running_servers
 from yunion_mps.service.clients import ClientService
-from yunion_mps.service.holdings import clients_of_lease
+from yunion_mps.service.holdings import clients_of_lease, refuse_if_unknown
 from yunion_mps.service.permissions import is_privileged
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.units import rfc3339
@@ -206,18 +206,19 @@ class Terminator:
                 async with self._clients.conversation:
                     end_s = min(end_s, loop.time() + _OCCUPIED_S)
                     return await on_thread(lambda: terminate(program, plan, server, pid))
-            except OccupiedError:
+            except (OccupiedError, BusyServerError):
                 if loop.time() > end_s:
                     raise
                 await asyncio.sleep(_RETRY_S)
 
 
 def find_client(listed: answers.ClientList, pid: int) -> AnyClient:
-    """Find a client by its PID; raises NotFoundError."""
+    """Find a client by its PID; raises NotFoundError, and HostError if not all clients are known."""
     clients: list[AnyClient] = [*listed["clients"], *listed["waiting"]]
     for client in clients:
         if client["pid"] == pid:
             return client
+    refuse_if_unknown(pid, listed)
     raise NotFoundError(f"PID {pid} is not an MPS client", _LIST_JOBS)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from yunion_mps.errors import ControlError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.clients import (
+    BusyServerError,
     ClientRow,
     WaitingClient,
     clients_of,
@@ -27,7 +28,7 @@ from yunion_mps.mps.log_file import LOG_NAME, MAX_BYTES, bound_logs, timestamp_p
 from integration.daemon_host import eventually
 
 from .driving import Bench, DomainRun, Jobs
-from .front_ends import as_root, stop_process
+from .front_ends import STRANGER, as_root, stop_process
 
 OF_535 = """\
 PID       ID        SERVER         DEVICE                    NAMESPACE      COMMAND        
@@ -38,6 +39,14 @@ WITH_STATUS = """\
 PID       ID        SERVER         DEVICE                    NAMESPACE      STATUS    PRIORITY  COMMAND
 28353     1         28354          GPU-7374616e-642d-696e    4026531836     ACTIVE    NORMAL    /bin/python3
 """.splitlines()
+
+
+def is_refused(ask: Callable[[], object]) -> bool:
+    try:
+        ask()
+    except BusyServerError:
+        return True
+    return False
 
 
 def test_the_lists_of_all_releases_are_read_by_their_headers() -> None:
@@ -86,6 +95,30 @@ def test_a_stopped_server_is_not_queried_for_its_clients(
     )
     assert caught.value.hint == f"resume it: kill -CONT {server}"
     os.kill(server, signal.SIGCONT)
+
+
+@as_root
+def test_while_another_user_waits_the_clients_are_unknown(run: DomainRun, bench: Bench) -> None:
+    """535 answers that there is no such server; 550 still lists its clients."""
+    client = bench.jobs.begin()
+    (server,) = run.domain.server_pids()
+    waiting = bench.jobs.wait(STRANGER)
+    program, plan = bench.jobs.program, bench.plan
+
+    def listed() -> list[int]:
+        return [row.pid for row in clients_of(program, plan, run.pid)]
+
+    if bench.jobs.stand_ins.asked:
+        assert listed() == [client.pid]
+        return
+    eventually(lambda: is_refused(listed), "the request of the other user")
+    bench.jobs.end(waiting)
+    for ask in (listed, lambda: terminate(program, plan, server, client.pid)):
+        with pytest.raises(BusyServerError, match=f"the MPS server .PID {server}. accepts no commands"):
+            ask()
+    bench.jobs.end(client)
+    eventually(lambda: server not in bench.jobs.servers(), "the end of the server")
+    assert not terminate(program, plan, server, client.pid), "a server that has ended has no clients"
 
 
 def test_with_another_front_end_connected_clients_are_unknown(run: DomainRun, bench: Bench) -> None:
