@@ -146,6 +146,24 @@ def test_users_can_neither_change_nor_read_each_others_files(slurm: Slurm) -> No
     assert path.parent.stat().st_uid == 0
 
 
+def test_beside_the_job_of_another_user_a_job_fails_with_the_reason(slurm: Slurm, daemon: Daemon) -> None:
+    """Slurm knows only devices, not that MPS serves one user at a time. The node can run other jobs."""
+    job = slurm.submit(slurm.until_told, SHARE)
+    slurm.wait_job(job, "RUNNING")
+    slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "the lease")
+    done = slurm.srun(SHARE, "true", user=1)
+    assert done.returncode != 0
+    assert f"and now nobody: lease slurm:{job} on 00:06.0-0, since " in done.stdout, done
+    assert "ExclusiveUser=YES" in done.stdout
+    assert slurm.reason() == "none"
+    own = slurm.srun(SHARE, "printenv", "YUNION_MPS_DEVICE")
+    assert own.stdout.strip() in ADDRESSES[1:]
+    slurm.tell_jobs()
+    slurm.wait_job(job, "COMPLETED")
+    wait_unused(slurm, daemon)
+    assert slurm.srun(SHARE, "true", user=1).returncode == 0, "once the other job has ended"
+
+
 def test_the_device_nodes_are_created_again_at_each_boot(slurm: Slurm) -> None:
     nodes = sorted((slurm.host.root / "dev/yunion-mps").iterdir())
     numbers = [node.stat().st_rdev for node in nodes]

@@ -309,15 +309,16 @@ def _last_failure(path: str) -> str:
 
 @check("user switching", CLIENT_WAITING, "no client waits for another user's jobs")
 def user_switching(host: Host) -> Findings:
-    if host.config()[0].cuda_mps_multiuser:
-        yield ok("cuda_mps_multiuser is true: all users are served at once, if NVIDIA's program supports it")
+    domains = host.mps_domains()
+    if domains and all(domain.multiuser for domain in domains):
+        yield ok("every control daemon serves all users at once")
         return
     if os.geteuid() != 0:
         raise invisible("which clients are waiting")
     servers = {
         domain: (pid, *pids)
-        for domain in host.mps_domains()
-        if (pid := host.control_pid(domain)) and (pids := server_pids(pid))
+        for domain in domains
+        if not domain.multiuser and (pid := host.control_pid(domain)) and (pids := server_pids(pid))
     }
     ours = {os.getpid(), *(pid for pids in servers.values() for pid in pids)}
     status = host.known_status()
@@ -328,10 +329,10 @@ def user_switching(host: Host) -> Findings:
         for domain, (_, *pids) in servers.items():
             serving = {uid for server in pids if (uid := uid_of(server)) is not None}
             users = ", ".join(user_name(uid) for uid in sorted(serving))
-            hint = "run all jobs as one user, or set cuda_mps_multiuser: true (release 570 and later)"
             for pid in _waiting_clients(domain, ours, serving):
                 what = f"{describe_process(pid)} is waiting for the jobs of {users} to end"
-                yield warning(f"{what}: domain {domain.name} serves one user at a time", hint)
+                what += f": domain {domain.name} serves one user at a time"
+                yield warning(what, hint_of(CLIENT_WAITING))
 
 
 def _waiting_clients(domain: DomainPlan, ours: set[int], serving: set[int]) -> list[int]:

@@ -17,12 +17,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypedDict
 
 from yunion_mps.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE, MPS, PENDING, UNAVAILABLE
-from yunion_mps.errors import HostError, InfeasibleError, NotFoundError, YunionError
+from yunion_mps.errors import HostError, InfeasibleError, NotFoundError, NothingFreeError, YunionError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
 from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import INFEASIBLE, Reason, hint_of
+from yunion_mps.reasons import INFEASIBLE, OTHER_USER, Reason, hint_of
 from yunion_mps.slurm.devices import Record, pending_change, read_record
 from yunion_mps.slurm.instances import current_environment
 from yunion_mps.slurm.job import JOB_ID, Job, is_about_to_be_killed, job_of
@@ -129,8 +129,11 @@ class Hooks:
             asks = record.is_mixed or record.shards
             number = number_of_shards(job, node.gres(job.id), [*record.numbers]) if asks else 0
             lease = leases.take(job, Assignment(everything, number), node.jobs)
-        except InfeasibleError as error:
-            if error.code != INFEASIBLE:  # for example, if the devices are now reserved for something else
+        except NothingFreeError as error:
+            if error.code == OTHER_USER:
+                hint = "ask the administrator for ExclusiveUser=YES on the partition, or cuda_mps_multiuser"
+                error = NothingFreeError(error.message, f"submit it again later; {hint}", error.code)
+            elif error.code != INFEASIBLE:  # for example, if the devices are now reserved for something else
                 raise
             return {"environment": {}, "devices": {}, "error": error.lines}
         several = addresses if len(addresses) > 1 and record.allows_steps(addresses) else {}

@@ -28,7 +28,7 @@ from yunion_mps.http.operations import (
 from yunion_mps.http.parameters import Value
 from yunion_mps.http.transport import BlockingTransport, OnMessage, Retrier, run_blocking
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import NOTHING_FREE, SLURM_DEVICE_HELD, TEMPORARY, Reason, hint_of
+from yunion_mps.reasons import NOTHING_FREE, OTHER_USER, SLURM_DEVICE_HELD, TEMPORARY, Reason, hint_of
 from yunion_mps.slurm.job import Job, job_of, stale_leases
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ class JobLeases:
         """Lease what Slurm has assigned to the job, or return the lease that it has.
 
         `live` returns the ids of Slurm's jobs on this node. Raises NothingFreeError with the code
-        `slurm_device_held` if something other than Slurm has one of the devices.
+        `slurm_device_held` if something other than Slurm has one of the devices, and with `other_user` if
+        the control daemon still serves another user.
         """
         end_s = time.monotonic() + _BUSY_S
         while True:
@@ -103,7 +104,7 @@ class JobLeases:
         return self._call(
             TAKE_LEASE,
             **assignment.request,
-            holder={"kind": "name", "name": job.lease_name, "ttl_s": 0},
+            holder={"kind": "name", "name": job.lease_name, "ttl_s": 0, "uid": job.uid},
             reserved_for=SLURM,
             allow_unlimited=True,
             wait_s=_POLL_S,
@@ -116,7 +117,7 @@ class JobLeases:
 
         Raises NothingFreeError if waiting for the devices is useless.
         """
-        if error.code in TEMPORARY:
+        if error.code in TEMPORARY or error.code == OTHER_USER:
             return None
         if error.code != NOTHING_FREE:
             raise error
