@@ -272,8 +272,7 @@ CLIENT_WAITING = _code("client_waiting",
     "how users can share this host: yunion-mps config check")
 OTHER_USER = _code("other_user",
     "The control daemon serves another user now, and MPS serves one user at a time.",
-    "wait until that user's jobs have ended: yunion-mps who; "
-    "how users can share this host: yunion-mps config check")
+    "see whose jobs run: yunion-mps who; how users can share this host: yunion-mps config check")
 CLIENT_TERMINATED = _code("client_terminated", "A job was terminated by its owner or by root.", _EVENTS)
 CLIENT_KILLED = _code("client_killed",
     "A job was killed because it did not end in time when the daemon stopped.",

@@ -119,10 +119,14 @@ jobs() {
     step "11. Who uses which device, and how much of its memory"
     run yunion-mps who
 
-    step "12. Everything that is known to make MPS fail on a host is checked"
+    step "12. Another user: MPS serves one user at a time, so their job is refused, or waits with --wait"
+    run setpriv --reuid=nobody --clear-groups yunion-mps run true || :
+    run yunion-mps list --gpu "$(yunion-mps list -o csv | sed -n '2s/-[0-9]*,.*//p')"
+
+    step "13. Everything that is known to make MPS fail on a host is checked"
     run yunion-mps doctor || :
     ! command -v simhost-ctl >/dev/null || simhost-ctl process 0 remove "$job"
-    stop_daemon 13
+    stop_daemon 14
 }
 
 "$1"

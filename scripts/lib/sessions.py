@@ -22,6 +22,7 @@ _PID = r"\b41\d{3}\b"  # because scripts/sessions sets the last PID to 41000
 _ALIKE = {
     r"\b[0-9a-f]{8}\b(?![-:])": "6c9d432c",  # leases
     r"\b\d+s\b": "1s",
+    r"\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ": "2026-11-20T13:45:00Z",
     r"\b\d+ ms\b": "1 ms",
     r"\b\d+ of \d+ MiB free": "24092 of 24105 MiB free",
 }

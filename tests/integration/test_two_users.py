@@ -101,7 +101,7 @@ def test_jobs_without_a_lease_keep_another_user_out_until_they_end(
     assert take(other_user, f"{JOB}&gpu={SECOND_GPU}")["uid"] == STRANGER
 
 
-def test_with_a_control_daemon_for_each_gpu_users_exclude_each_other_on_one_gpu(
+def test_with_scope_gpu_users_exclude_each_other_on_single_gpus_only(
     make_divided: MakeDivided,
 ) -> None:
     daemon = make_divided([{"kind": "v100", "count": 2}], 4, 4, cuda_mps_scope="gpu").start().wait_ready()

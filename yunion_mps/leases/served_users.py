@@ -42,7 +42,8 @@ def why_not_served(users: Iterable[ServedUser], uid: int) -> Reason | None:
     for other in users:
         if other.uid != uid:
             text = f"its control daemon serves one user at a time, and now {user_name(other.uid)}"
-            return Reason(f"{text}: {other.because_of}, since {rfc3339(other.since_s)}", OTHER_USER)
+            since = f"{rfc3339(other.since_s)[:19]}Z"  # to the second
+            return Reason(f"{text}: {other.because_of}, since {since}", OTHER_USER)
     return None
 
 

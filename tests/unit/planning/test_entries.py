@@ -217,7 +217,7 @@ def test_a_card_that_replaced_another_in_its_slot_is_used_and_both_named() -> No
 
 
 @pytest.mark.parametrize("is_back", [True, False])
-def test_a_card_that_stood_in_for_another_is_given_up_when_it_is_moved_back(is_back: bool) -> None:
+def test_a_card_that_stood_in_for_another_is_given_up_once_moved_back(is_back: bool) -> None:
     stand_in = gpu(2, pci_address="0000:01:00.0")
     host = inventory(stand_in)._replace(meant=meant("0000:01:00.0", gpu(1)))
     shifted = resolved([entry("01:00.0", 4)], host)
