@@ -239,10 +239,13 @@ def _last_words(outcome: Outcome, log_directory: str) -> str:
     Words without a header count only if they are the last ones there, and younger than the server.
     """
     try:
-        with open(os.path.join(log_directory, SERVER_LOG), "rb") as file:
-            written_s = os.fstat(file.fileno()).st_mtime
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _CAUSE_BYTES))
-            lines = list(parse_server_lines(file.read()))
+        path = os.path.join(log_directory, SERVER_LOG)
+        with os.fdopen(
+            os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
+        ) as file:
+            status = os.fstat(file.fileno())
+            file.seek(max(0, status.st_size - _CAUSE_BYTES))
+            lines = list(parse_server_lines(file.read(_CAUSE_BYTES)))
     except (OSError, MemoryError):
         return ""
     own = [line.text for line in lines if line.writer_pid == outcome.pid and line.kind == FAILURE]
@@ -252,7 +255,7 @@ def _last_words(outcome: Outcome, log_directory: str) -> str:
     if last is None or last.kind != FAILURE or last.writer_pid:
         return ""
     with contextlib.suppress(ValueError):  # the log does not say when the server began
-        if written_s >= timestamp_parser(time.time())(outcome.begin_time):
+        if status.st_mtime >= timestamp_parser(time.time())(outcome.begin_time):
             return last.text
     return ""
 

@@ -17,6 +17,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from yunion_mps.text import printable
+
 #: The kinds of lines.
 OTHER = "other"
 CONTROL_STARTED = "control daemon started"
@@ -33,23 +35,23 @@ CLIENT_CONNECTED = "client connected"
 _ZONE = "/etc/localtime"
 _HEADER = (
     r"\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.\d+ "
-    r"(?P<writer>Control|Legacy Server|Server|Client|Other) +(?P<by>\d+)\] ?"
+    r"(?P<writer>Control|Legacy Server|Server|Client|Other) +(?P<by>\d{1,10})\] ?"
 )
 #: What a server calls a client: `4267`, and from 560 on `{PID: 4267, Context ID: 0}`.
-_CLIENT = r"\{?(?:PID: )?(?P<pid>\d+)(?:, Context ID: \d+\})?"
-_NEW_CLIENT = r"NEW CLIENT (?P<pid>\d+) from user (?P<uid>\d+)"
+_CLIENT = r"\{?(?:PID: )?(?P<pid>\d{1,10})\b(?:, Context ID: \d+\})?"
+_NEW_CLIENT = r"NEW CLIENT (?P<pid>\d{1,10})\b from user (?P<uid>\d{1,10})\b"
 
 _CONTROL_MESSAGES = (
     (CONTROL_STARTED, r"Starting control daemon using socket "),
     (CLIENT_WAITS, rf"{_NEW_CLIENT}: Server is not ready, push client to pending list"),
     (CLIENT_SERVED, rf"{_NEW_CLIENT}: Server already exists"),
-    (START_ORDERED, r"Cmd:start_server +-uid +(?P<uid>\d+)"),
-    (END_ORDERED, r"Cmd:shutdown_server +(?P<pid>\d+)"),
-    (END_ORDERED, r"(?:Try|Force) shutting down server (?P<pid>\d+)"),
+    (START_ORDERED, r"Cmd:start_server +-uid +(?P<uid>\d{1,10})\b"),
+    (END_ORDERED, r"Cmd:shutdown_server +(?P<pid>\d{1,10})\b"),
+    (END_ORDERED, r"(?:Try|Force) shutting down server (?P<pid>\d{1,10})\b"),
     (END_ORDERED, r"Cmd:quit\b|quit command issued"),
-    (SERVER_BEGINS, r"Starting new server (?P<pid>\d+) for user (?P<uid>\d+)"),
-    (SERVER_READY, r"NEW SERVER (?P<pid>\d+): Ready"),
-    (SERVER_EXITED, r"Server (?P<pid>\d+) exited with status (?P<status>-?\d+)"),
+    (SERVER_BEGINS, r"Starting new server (?P<pid>\d{1,10})\b for user (?P<uid>\d{1,10})\b"),
+    (SERVER_READY, r"NEW SERVER (?P<pid>\d{1,10})\b: Ready"),
+    (SERVER_EXITED, r"Server (?P<pid>\d{1,10})\b exited with status (?P<status>-?\d{1,10})\b"),
     (SERVER_EXCEPTION, r"Server encountered a fatal exception"),
     (FAILURE, r"Failed to start server using uid "),
 )  # fmt: skip
@@ -60,6 +62,8 @@ _SERVER_MESSAGES = (
     (FAILURE, r"MPS is only supported on "),
     (FAILURE, r"(?i).*(?:fail|error|exception|not supported)"),
 )
+#: Nothing worth quoting is longer.
+_MAX_TEXT = 200
 #: A line of control.log without any of these says nothing. Most lines are about our own probes and queries.
 _MARKS = (b"erver", b"SERVER", b"quit", b"control daemon", b"ERROR")
 
@@ -101,7 +105,7 @@ def parse_line(line: str) -> Iterator[LogLine]:
     header = _patterns().header.search(line)
     before = line[: header.start()] if header else line
     if before:
-        yield LogLine(FAILURE if before.startswith("ERROR") else OTHER, text=before.strip())
+        yield LogLine(FAILURE if before.startswith("ERROR") else OTHER, text=_quotable(before))
     if header:
         yield _with_header(header, line[header.end() :])
 
@@ -120,11 +124,15 @@ def _with_header(header: re.Match[str], text: str) -> LogLine:
         pid=int(values.get("pid") or 0),
         uid=None if uid is None else int(uid),
         status=None if status is None else int(status),
-        text=text.strip(),
+        text=_quotable(text),
         time=header["time"],
         writer=header["writer"],
         writer_pid=int(header["by"]),
     )
+
+
+def _quotable(text: str) -> str:
+    return printable(text.strip()[:_MAX_TEXT])
 
 
 class _Patterns(NamedTuple):

@@ -7,7 +7,7 @@ import os
 import signal
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -297,6 +297,15 @@ def test_what_server_log_says_of_others_is_no_cause(plan: DomainPlan, log: Path,
     log.with_name(SERVER_LOG).write_text(server_log)
     (event,) = events_for(plan, log, BEGINS + f"{CONTROL}Server 7 exited with status 1\n")
     assert event.cause == "the server exited with status 1, and server.log does not say why"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path), os.mkdir])
+def test_a_server_log_that_is_no_file_is_not_read(
+    plan: DomainPlan, log: Path, make: Callable[[Path], None]
+) -> None:
+    make(log.with_name(SERVER_LOG))
+    (event,) = events_for(plan, log, BEGINS + f"{CONTROL}Server 7 exited with status 1\n")
+    assert event.cause.endswith("server.log does not say why")
 
 
 def test_words_without_a_header_from_before_the_server_are_no_cause(plan: DomainPlan, log: Path) -> None:

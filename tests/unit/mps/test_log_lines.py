@@ -86,6 +86,17 @@ def test_no_line_of_control_log_that_says_something_is_skipped() -> None:
         assert [line.kind for line in parse_lines(case.line.encode())][:1] == [case.kind]
 
 
+def test_what_a_line_says_is_escaped_and_bounded() -> None:
+    (line,) = parse_line("[2026-11-20 09:34:17.770 Server   7] Failed to start : \x1b[2J" + "x" * 1000)
+    assert line.text.startswith("Failed to start : \\x1b[2Jxxx")
+    assert len(line.text) < 210
+
+
+def test_a_number_that_is_too_large_is_none() -> None:
+    (line,) = parse_line(f"[2026-11-20 09:34:17.770 Control   7] Cmd:start_server -uid {'9' * 5000}")
+    assert (line.kind, line.uid) == ("other", None)
+
+
 def test_a_line_of_random_bytes_says_nothing() -> None:
     assert [line.kind for line in parse_lines(b"\xff\xfeerver \xc3(\n")] == ["other"]
     assert LogLine("other").text == ""
