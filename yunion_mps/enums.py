@@ -7,13 +7,16 @@ STOPPED = "stopped"
 STARTING = "starting"  # the control daemon was started or adopted, and does not answer yet
 APPLYING = "applying"  # its limits are being set and read back
 READY = "ready"  # every limit was read back: clients are served within their budgets
+DEGRADED = "degraded"  # as ready, but MPS servers fail to start, so no client is served
 WEDGED = "wedged"  # it runs but does not answer, or cannot be reached
 BACKOFF = "backoff"  # it ended or failed; the next start is scheduled
 FAILED = "failed"  # an operator must act before a start can succeed; retried slowly
 STOPPING = "stopping"  # it was asked to quit
-DOMAIN_STATES = (STOPPED, STARTING, APPLYING, READY, WEDGED, BACKOFF, FAILED, STOPPING)
+DOMAIN_STATES = (STOPPED, STARTING, APPLYING, READY, DEGRADED, WEDGED, BACKOFF, FAILED, STOPPING)
+#: The states in which the control daemon answers, and its limits were read back.
+ANSWERING = (READY, DEGRADED)
 
-HOST_STATES = ("ready", "degraded", "failed", "disabled")
+HOST_STATES = (READY, DEGRADED, FAILED, "disabled")
 EVENT_KINDS = ("domain", "limit", "gpu", "compute_mode", "mig", "configuration", "client", "lease", "daemon")
 SEVERITIES = ("info", "warning", "error")
 #: What ends a lease.

@@ -242,6 +242,9 @@ SERVER_BUSY = _code("server_busy",
     "told to end after its jobs.",
     "wait until its jobs have ended; or end the job by itself, at the risk of the other jobs of its server: "
     "yunion-mps terminate --force {pid}")
+SERVER_START_FAILED = _code("server_start_failed", "MPS servers fail to start.",
+    "see the end of server.log, and: dmesg | grep -iE 'nvrm|xid'; yunion-mps doctor; starts are tried again "
+    "automatically")
 LIMITS_NOT_IN_EFFECT = _code("limits_not_in_effect", "A limit was set, but a different value was read back.",
     _RETRIED)
 LIMITS_OVERWRITTEN = _code("limits_overwritten",

@@ -52,7 +52,7 @@ def server_stopped(scene: Scene) -> None:
     os.kill(server, signal.SIGCONT)
 
 
-@fault(JOBS, "every MPS server fails when it starts", takes_s=12)
+@fault(JOBS, "every MPS server fails when it starts", takes_s=25)
 def server_fails(scene: Scene) -> None:
     scene.serve()
     scene.stand_ins.behave("failing")
@@ -60,8 +60,11 @@ def server_fails(scene: Scene) -> None:
     job = scene.waiting_job()
     scene.forget(job)
     assert job.says() == "refused"
-    scene.expect_report("exited with status 1")
-    scene.stand_ins.behave()
+    scene.expect_report("ready -> degraded")
+    scene.unavailable()
+    scene.repair(scene.stand_ins.behave, "that is fixed")
+    scene.serves_again()
+    until(lambda: not scene.stand_ins.servers(), "the end of the server that was tried", scene.trouble)
     scene.job()
 
 

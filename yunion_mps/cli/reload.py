@@ -71,8 +71,8 @@ _NOW_S = 60
 _AWAITED = {LIMITS_PENDING, LEASES_PENDING, *LAYOUT_WAITS}
 _NEEDS = {*LAYOUT_NEEDS, DRIVER_HUNG}
 _REST = "everything else is in effect"
-#: States in which a control daemon does not serve for a reason.
-_NOT_SERVING = ("failed", "backoff", "wedged")
+#: States in which a domain does not serve for a reason.
+_NOT_SERVING = ("degraded", "failed", "backoff", "wedged")
 _SEE_LOG = "see: journalctl -u yunion-mps-daemon"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from typing import NamedTuple
 
@@ -26,14 +25,17 @@ from yunion_mps.host.processes import readable
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control_daemon import find
 from yunion_mps.mps.conversation import Probe, UnresponsiveError, connections, diagnose, front_end_at, peer_of
-from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG, timestamp_parser
+from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG, describe_failure
+from yunion_mps.mps.log_lines import parse_lines, timestamp_parser
 from yunion_mps.mps.processes import DEFAULT_PIPE_DIRECTORY, MARK, PROGRAM, orphaned_servers, server_pids
+from yunion_mps.mps.server_history import FAILURES, NOT_STARTED, STARTED, Outcome, ServerHistory
 from yunion_mps.reasons import (
     CLIENT_WAITING,
     CONTROL_DAEMON_ERROR,
     CONTROL_DAEMON_SILENT,
     OTHER_CONTROL_DAEMON,
     SERVER_FAILED,
+    SERVER_START_FAILED,
     SERVERS_ORPHANED,
     hint_of,
 )
@@ -47,11 +49,6 @@ _BETWEEN_POLLS_S = 0.2
 
 _LAST_BYTES = 1 << 16
 _RECENT_S = 3600.0
-#: `[2026-04-28 18:20:41.704 Control  3511] Server 17 exited with status 1`
-_LINE = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.\d+ \w+\s+\d+\] (.*)$")
-_FAILED = re.compile(r"Server (\d+) exited with status ([1-9]\d*)")
-_FAULT = "Server encountered a fatal exception"
-_STARTED = re.compile(r"Server \S* ?has started|: Server already exists")
 
 
 @check("control daemon", CONTROL_DAEMON_ERROR)
@@ -261,50 +258,43 @@ def server_failures(host: Host) -> Findings:
     for domain in host.domains():
         path = os.path.join(domain.log_directory, LOG_NAME)
         try:
-            lines = _recent(path)
+            outcomes = _recent_outcomes(path)
         except FileNotFoundError:
             continue
         except PermissionError:
             raise invisible(f"the log {path}") from None
         is_logged = True
-        failures = [text for text in lines if _FAILED.search(text) or _FAULT in text]
+        failures = [outcome for outcome in outcomes if outcome.kind in FAILURES]
         if not failures:
             continue
-        last = [text for text in lines if text in failures or _STARTED.search(text)][-1]
-        times = sum(bool(_FAILED.search(text)) for text in failures) or len(failures)
+        starts = [outcome for outcome in outcomes if outcome.kind in (STARTED, NOT_STARTED)]
+        fails_to_start = bool(starts) and starts[-1].kind == NOT_STARTED
         server_log = os.path.join(domain.log_directory, SERVER_LOG)
-        what = f"MPS servers of domain {domain.name} failed {count(times, 'time')} within the last hour"
-        level = problem if last in failures else warning
-        findings.append(
-            level(f"{what}: {_last_failure(server_log) or last}", f"see {server_log}, {path} and dmesg")
+        what = (
+            f"MPS servers of domain {domain.name} failed {count(len(failures), 'time')} within the last hour"
         )
+        level = problem if fails_to_start else warning
+        code = SERVER_START_FAILED if fails_to_start else SERVER_FAILED
+        hint = f"see {server_log}, {path} and dmesg"
+        findings.append(level(f"{what}; the last one {describe_failure(failures[-1], domain)}", hint, code))
     if not is_logged:
         raise SkipError("there are no logs yet")
     return findings
 
 
-def _recent(path: str) -> list[str]:
-    """Return the messages of the last hour, as far as the end of the log shows them."""
+def _recent_outcomes(path: str) -> list[Outcome]:
+    """Return what became of servers in the last hour, as far as the end of the log shows it."""
     with open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
-        text = file.read().decode(errors="replace")
+        outcomes = ServerHistory().follow(parse_lines(file.read()))
     now_s = time.time()
     seconds = timestamp_parser(now_s)
-    messages = []
-    for match in filter(None, (_LINE.match(line.lstrip("\0")) for line in text.splitlines())):
+    recent = []
+    for outcome in outcomes:
         with contextlib.suppress(ValueError):  # not a valid time
-            if seconds(match[1]) >= now_s - _RECENT_S:
-                messages.append(match[2])
-    return messages
-
-
-def _last_failure(path: str) -> str:
-    """Return the last line of a server's log that reports a failure."""
-    try:
-        lines = _recent(path)
-    except OSError:
-        return ""
-    return next((text for text in reversed(lines) if re.search(r"(?i)fail|error|exception", text)), "")
+            if seconds(outcome.time) >= now_s - _RECENT_S:
+                recent.append(outcome)
+    return recent
 
 
 @check("user switching", CLIENT_WAITING, "no client waits for another user's jobs")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -24,18 +23,17 @@ from yunion_mps.mps.conversation import (
     UnresponsiveError,
     occupied_error,
 )
-from yunion_mps.mps.log_file import LOG_NAME, OLDER, timestamp_parser
+from yunion_mps.mps.log_file import LOG_NAME, OLDER
+from yunion_mps.mps.log_lines import (
+    CLIENT_WAITS,
+    CONTROL_STARTED,
+    SERVER_BEGINS,
+    SERVER_READY,
+    parse_lines,
+    timestamp_parser,
+)
 from yunion_mps.mps.processes import running_servers, server_pids
 from yunion_mps.reasons import SERVER_BUSY, hint_of
-
-_LINE = re.compile(
-    rb"^\0*\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.\d+ Control +\d+\] (?:"
-    rb"NEW CLIENT (?P<client>\d+) from user (?P<of>\d+): Server is not ready, push client to pending list"
-    rb"|Starting new server (?P<server>\d+) for user (?P<user>\d+)"
-    rb"|NEW SERVER (?P<ready>\d+): Ready"
-    rb"|(?P<begin>Starting control daemon))",
-    re.MULTILINE,
-)
 
 
 class ClientRow(NamedTuple):
@@ -190,17 +188,17 @@ def parse_waiting(log: bytes, seconds: Callable[[str], float]) -> dict[int, tupl
     clients are served (measured).
     """
     pending: dict[int, tuple[int, float]] = {}
-    users: dict[bytes, int] = {}
-    for line in _LINE.finditer(log):
-        if line["begin"]:
+    users: dict[int, int | None] = {}
+    for line in parse_lines(log):
+        if line.kind == CONTROL_STARTED:
             pending, users = {}, {}
-        elif line["client"]:
+        elif line.kind == CLIENT_WAITS and line.uid is not None:
             with contextlib.suppress(ValueError, OverflowError):  # the time, if another process wrote it
-                pending[int(line["client"])] = (int(line["of"]), seconds(line["time"].decode()))
-        else:
-            if line["server"]:
-                users[line["server"]] = int(line["user"])
-            served = users.get(line["server"] or line["ready"])
+                pending[line.pid] = (line.uid, seconds(line.time))
+        elif line.kind in (SERVER_BEGINS, SERVER_READY):
+            if line.kind == SERVER_BEGINS:
+                users[line.pid] = line.uid
+            served = users.get(line.pid)
             pending = {pid: entry for pid, entry in pending.items() if entry[0] != served}
     return pending
 

@@ -15,7 +15,18 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 from yunion_mps import reasons
-from yunion_mps.enums import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING, WEDGED
+from yunion_mps.enums import (
+    ANSWERING,
+    APPLYING,
+    BACKOFF,
+    DEGRADED,
+    FAILED,
+    READY,
+    STARTING,
+    STOPPED,
+    STOPPING,
+    WEDGED,
+)
 from yunion_mps.errors import ControlError, HostError, YunionError
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.models import DomainPlan, DomainStatus, Event
@@ -24,9 +35,11 @@ from yunion_mps.mps.conversation import UnresponsiveError
 from yunion_mps.mps.health import HealthMonitor, LimitsChangedError
 from yunion_mps.mps.lifecycle import Recovery, Shutdown, Startup
 from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
-from yunion_mps.mps.log_file import log_hint
+from yunion_mps.mps.log_file import failure_cause, log_hint
 from yunion_mps.mps.processes import FindProcesses, MpsProcess, our_processes
 from yunion_mps.mps.rollover import POLL_S, Rollover
+from yunion_mps.mps.server_history import Outcome
+from yunion_mps.mps.server_starts import ServerStarts
 from yunion_mps.mps.states import STABLE_S, StateMachine, after_failure
 from yunion_mps.reasons import Reason
 
@@ -68,6 +81,9 @@ class Domain(StateMachine):
         self._holds_modes = False
         self.control = ControlDaemon(plan, program, emit, is_recorded=recorded is not None)
         self._rollover = Rollover(recorded or LimitsInEffect(plan), self.control.servers, emit, self._changed)
+        self._starts = ServerStarts()
+        #: The failure of a server that the reason of the state describes.
+        self._reported_failure: Outcome | None = None
         self._task: ControlTask | None = None
         self._deadline_s = 0.0
         #: The number of failures since it last served for a long time.
@@ -187,7 +203,7 @@ class Domain(StateMachine):
             self.control.change(plan)
             if self.control.target == self.in_effect:  # its servers have these limits
                 self._rollover.change_withdrawn()
-            if self.state in (APPLYING, READY):
+            if self.state in (APPLYING, *ANSWERING):
                 self._apply(now_s, "the configuration has changed: its limits are being set", set_first=True)
         self._changed()
 
@@ -247,7 +263,8 @@ class Domain(StateMachine):
         step = {
             STARTING: self._tick_starting,
             APPLYING: self._tick_applying,
-            READY: self._tick_ready,
+            READY: self._tick_answering,
+            DEGRADED: self._tick_answering,
             WEDGED: self._tick_wedged,
             BACKOFF: self._tick_waiting,
             FAILED: self._tick_waiting,
@@ -290,10 +307,11 @@ class Domain(StateMachine):
         self._rollover.limits_found(result)
         self.control.note_served()
         self._task = HealthMonitor(self._idle_control(), now_s)
-        self._change(READY, now_s, "")
+        self._starts.note(self.control.log.take_outcomes(), now_s)
+        self._change_by_starts(now_s)
         return self._step(now_s)
 
-    def _tick_ready(self, now_s: float) -> float | None:
+    def _tick_answering(self, now_s: float) -> float | None:
         monitor = self._task
         assert isinstance(monitor, HealthMonitor)
         if self.retiring and not self.server_pids():
@@ -301,8 +319,18 @@ class Domain(StateMachine):
             return self._step(now_s)
         self._rollover.note_ended(self.control.target)
         every = self._ends_all_servers or self.is_draining
-        commands = self._rollover.commands(now_s, every=every)
-        idle = self._rollover.idle_servers(now_s, every=every, in_use=self.in_use)
+        if self._starts.due_s(now_s) is not None:
+            self._read_log(now_s)
+        # A server that is ordered must not delay the end of the domain, or of what uses the GPUs.
+        is_idle = not (every or self.server_pids())
+        commands = [
+            *self._rollover.commands(now_s, every=every),
+            *self._starts.commands(now_s, is_idle=is_idle),
+        ]
+        idle = [
+            *self._rollover.idle_servers(now_s, every=every, in_use=self.in_use),
+            *self._starts.surplus,
+        ]
         try:
             due_s = monitor.tick(now_s, commands, idle)
         except LimitsChangedError as error:
@@ -311,10 +339,38 @@ class Domain(StateMachine):
             return self._step(now_s)
         finally:
             self._rollover.commands_delivered(monitor.delivered)
+            self._starts.commands_delivered(monitor.delivered, now_s)
             if monitor.has_asked:
                 self._rollover.idle_servers_asked(now_s)
+                self._starts.surplus_asked()
         self.probe_s = monitor.probe_s
-        return min(due_s, now_s + POLL_S) if every or self.limits_in_effect.old_servers else due_s
+        self._starts.note(self.control.log.take_outcomes(), now_s)
+        self._change_by_starts(now_s)
+        if every or self.limits_in_effect.old_servers:
+            due_s = min(due_s, now_s + POLL_S)
+        return earliest((due_s, self._starts.due_s(now_s)))
+
+    def _read_log(self, now_s: float) -> None:
+        self.control.log.report()
+        self._starts.note(self.control.log.take_outcomes(), now_s)
+
+    def _change_by_starts(self, now_s: float) -> None:
+        """Be ready or degraded, depending on whether servers start."""
+        failure = self._starts.failure
+        self.control.log.reports_starts = failure is None
+        if failure is None:
+            if self.state != READY:
+                self._change(READY, now_s, "")
+            return
+        if self.state == DEGRADED and failure is self._reported_failure:
+            return
+        self._reported_failure = failure
+        cause = failure_cause(failure, self.control.target.log_directory)
+        reason = Reason(f"MPS servers fail to start: {cause}", reasons.SERVER_START_FAILED)
+        if self.state != DEGRADED:
+            self._change(DEGRADED, now_s, reason)
+        else:
+            self._change_reason(reason)
 
     def _tick_wedged(self, now_s: float) -> float | None:
         task = self._task
@@ -390,7 +446,7 @@ class Domain(StateMachine):
         self._fail(now_s, error)
 
     def _fail(self, now_s: float, error: YunionError, *, lasting: bool = False) -> None:
-        served_s = now_s - self.since_s if self.state == READY else self.served_s
+        served_s = now_s - self.since_s if self.state in ANSWERING else self.served_s
         self._failures = 1 if served_s >= STABLE_S else self._failures + 1
         state, wait_s = after_failure(self._failures, error, lasting=lasting)
         self.served_s = 0.0

@@ -9,14 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps import directories
+from yunion_mps.mps.log_lines import (
+    CLIENT_WAITS,
+    FAILURE,
+    LogLine,
+    parse_lines,
+    parse_server_lines,
+    timestamp_parser,
+)
+from yunion_mps.mps.server_history import (
+    CRASHED,
+    ENDED,
+    FAULTED,
+    NOT_STARTED,
+    STARTED,
+    Outcome,
+    ServerHistory,
+)
 from yunion_mps.text import decode_line
 
 LOG_NAME = "control.log"
@@ -26,8 +43,6 @@ SERVER_LOG = "server.log"
 MAX_BYTES = 1 << 20
 _LAST_LINES = 5
 _LAST_BYTES = 4000
-#: The host's time zone: the control daemon has no TZ in its environment, unlike perhaps this process.
-_ZONE = "/etc/localtime"
 #: Lines of connections, and of queries that change nothing.
 _CHATTER = (
     b" Accepting connection...",
@@ -41,13 +56,10 @@ _CHATTER = (
 _MAX_BYTES = 1 << 18
 _MAX_NAMED = 5
 
-#: Compiled when they are used: that takes a start 0.3 ms.
-_STARTED = r"Starting new server (\d+) for user (\d+)"
-_EXITED = r"Server (\d+) exited with status (\d+)"
-_WAITS = r"NEW CLIENT (\d+) from user (\d+): Server is not ready, push client to pending list"
-_FAULT = "Server encountered a fatal exception"
-#: A server never ends by itself; what makes it end, apart from another user's waiting client (measured).
-_END_CAUSES = ("Cmd:shutdown_server", "Cmd:quit", "quit command issued", "shutting down server")
+#: How much of the end of server.log is searched for the cause of a failure.
+_CAUSE_BYTES = 1 << 16
+#: How old the last failed start may be that a new daemon counts: starts are attempted every minute.
+_RECENT_S = 120.0
 
 
 def log_hint(plan: DomainPlan) -> str:
@@ -60,26 +72,6 @@ def log_hint(plan: DomainPlan) -> str:
     except OSError:
         lines = []
     return f"see its log: {path}" + "".join(f"\n  {line}" for line in lines[-_LAST_LINES:])
-
-
-def timestamp_parser(now_s: float, zone: str = _ZONE) -> Callable[[str], float]:
-    """A function that parses a line's time, `2026-11-20 13:45:07`, to s since 1970; it raises ValueError.
-
-    A time that occurs twice, when daylight saving time ends, is the later one unless that is after `now_s`.
-    """
-    from datetime import datetime, timezone, tzinfo  # here, because the daemon's start needs neither
-    from zoneinfo import ZoneInfo
-
-    here: tzinfo = timezone.utc
-    with contextlib.suppress(OSError, ValueError), open(zone, "rb") as file:
-        here = ZoneInfo.from_file(file)
-
-    def read(text: str) -> float:
-        first = datetime.fromisoformat(text).replace(tzinfo=here)
-        second_s = first.replace(fold=1).timestamp()
-        return second_s if second_s <= now_s else first.timestamp()
-
-    return read
 
 
 # -- its size
@@ -137,16 +129,11 @@ def _without_chatter(text: bytes) -> bytes:
 # -- its events: servers that start, end and fail, and clients that wait
 
 
-class LogEntry(NamedTuple):
-    """One entry of the log: `kind` is started, shutdown, exited, crashed, waiting or fault.
+class LogNews(NamedTuple):
+    """What a part of the log tells: what became of servers, and the lines about clients that wait."""
 
-    `crashed` is an unexpected exit: 535 logs status 0 even for a server that was killed by a signal. `number`
-    is the exit status, or otherwise the user.
-    """
-
-    kind: str
-    pid: int = 0
-    number: int = 0
+    outcomes: Sequence[Outcome] = ()
+    waiting: Sequence[LogLine] = ()
 
 
 class LogReader:
@@ -159,27 +146,38 @@ class LogReader:
         is_new: bool = False,
     ) -> None:
         """Start at the log's end: existing entries are from before, and of another process if it `is_new`."""
-        self._name = plan.name
+        self._plan = plan
         self._emit = emit
         self._servers = servers
         self._path = os.path.join(plan.log_directory, LOG_NAME)
         #: How large it was at the last call.
         self.size = 0
         self._rest = b""
-        self._is_end_expected = False
-        self._user: int | None = None
+        self._history = ServerHistory()
+        self._outcomes: list[Outcome] = []
+        #: Whether servers that do not start are events: not while the state of the domain says so.
+        self.reports_starts = True
         if is_new:
             with contextlib.suppress(OSError):  # there is none yet
                 self.size = os.stat(self._path).st_size
         else:
-            self.read()
+            self._outcomes += _recent_failures(self.read().outcomes)
 
     def report(self) -> None:
-        entries = self.read()
-        for event in events_of(entries, self._name, self._servers()) if entries else ():
+        """Read what is new, and emit its events."""
+        news = self.read()
+        self._outcomes += news.outcomes
+        if not self.reports_starts:
+            news = news._replace(outcomes=[one for one in news.outcomes if one.kind != NOT_STARTED])
+        for event in events_of(news, self._plan, self._servers()) if any(news) else ():
             self._emit(event)
 
-    def read(self) -> list[LogEntry]:
+    def take_outcomes(self) -> list[Outcome]:
+        """Return what became of servers since the last call; at first, recent failures from before."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def read(self) -> LogNews:
         try:
             log = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -191,92 +189,146 @@ class LogReader:
             finally:
                 os.close(log)
         except (OSError, MemoryError):  # the next call reads it
-            return []
+            return LogNews()
         self.size = size
         complete, _, self._rest = text.rpartition(b"\n")
-        # Every entry has one of these, and most lines are our own probes', so they are not parsed.
-        lines = [line for line in complete.split(b"\n") if b"erver" in line or b"quit" in line]
-        entries = (_parse_line(line.decode(errors="replace")) for line in lines)
-        return [self._classify(entry) for entry in entries if entry]
-
-    def _classify(self, entry: LogEntry) -> LogEntry:
-        """The entry, with `crashed` as the kind of an unexpected exit."""
-        if entry.kind == "started":
-            self._is_end_expected, self._user = False, entry.number
-        elif entry.kind == "shutdown" or (entry.kind == "waiting" and entry.number != self._user):
-            self._is_end_expected = True
-        elif entry.kind == "exited" and not entry.number and not self._is_end_expected:
-            return entry._replace(kind="crashed")
-        return entry
+        lines = list(parse_lines(complete))
+        return LogNews(self._history.follow(lines), [line for line in lines if line.kind == CLIENT_WAITS])
 
 
-def _parse_line(line: str) -> LogEntry | None:
-    for kind, pattern in (("started", _STARTED), ("exited", _EXITED), ("waiting", _WAITS)):
-        match = re.search(pattern, line)
-        if match:
-            return LogEntry(kind, int(match[1]), int(match[2]))
-    if any(order in line for order in _END_CAUSES):
-        return LogEntry("shutdown")
-    return LogEntry("fault") if _FAULT in line else None
+def _recent_failures(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return the failed starts at the end of an older part of the log, if the last one was moments ago."""
+    failed: list[Outcome] = []
+    for outcome in outcomes:
+        if outcome.kind == NOT_STARTED:
+            failed.append(outcome)
+        elif outcome.kind == STARTED:
+            failed = []
+    if not failed:
+        return []
+    now_s = time.time()
+    with contextlib.suppress(ValueError):  # not a valid time
+        if timestamp_parser(now_s)(failed[-1].time) >= now_s - _RECENT_S:
+            return failed
+    return []
 
 
-def events_of(entries: Sequence[LogEntry], domain: str, servers: Sequence[int]) -> list[Event]:
-    """The events for the entries. `servers` are the PIDs of the running servers.
+def describe_failure(outcome: Outcome, plan: DomainPlan) -> str:
+    """Return how a server failed, and why: `failed to start: server.log: Failed to start : …`."""
+    how = {CRASHED: "ended unexpectedly", FAULTED: "had a fatal exception", NOT_STARTED: "failed to start"}
+    return f"{how[outcome.kind]}: {failure_cause(outcome, plan.log_directory)}"
+
+
+def failure_cause(outcome: Outcome, log_directory: str) -> str:
+    """Return why a server failed, quoted from server.log, or else what its control daemon's log shows."""
+    words = _last_words(outcome, log_directory)
+    if words:
+        return f"{SERVER_LOG}: {words}"
+    if outcome.kind == FAULTED:
+        return "the log does not say which job caused it"
+    if outcome.kind == NOT_STARTED and outcome.status:
+        return f"the server exited with status {outcome.status}, and {SERVER_LOG} does not say why"
+    if outcome.kind == NOT_STARTED:
+        return "the server crashed or was killed before it was ready"
+    return f"it exited with status {outcome.status}" if outcome.status else "it crashed or was killed"
+
+
+def _last_words(outcome: Outcome, log_directory: str) -> str:
+    """Return the last failure that server.log has of the server; empty if it has none.
+
+    Words without a header count only if they are the last ones there, and younger than the server.
+    """
+    try:
+        path = os.path.join(log_directory, SERVER_LOG)
+        with os.fdopen(
+            os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
+        ) as file:
+            status = os.fstat(file.fileno())
+            file.seek(max(0, status.st_size - _CAUSE_BYTES))
+            lines = list(parse_server_lines(file.read(_CAUSE_BYTES)))
+    except (OSError, MemoryError):
+        return ""
+    own = [line.text for line in lines if line.writer_pid == outcome.pid and line.kind == FAILURE]
+    if own:
+        return own[-1]
+    last = lines[-1] if lines else None
+    if last is None or last.kind != FAILURE or last.writer_pid:
+        return ""
+    with contextlib.suppress(ValueError):  # the log does not say when the server began
+        if status.st_mtime >= timestamp_parser(time.time())(outcome.begin_time):
+            return last.text
+    return ""
+
+
+def events_of(news: LogNews, plan: DomainPlan, servers: Collection[int]) -> list[Event]:
+    """The events for a part of the log. `servers` are the PIDs of the running servers.
 
     A server that fails to start is started six times within milliseconds (measured), which is one event.
     """
-    failed = [entry for entry in entries if entry.kind == "exited" and entry.number]
-    failed_pids = {entry.pid for entry in failed}
-    events = [
-        _event(entry, domain) for entry in entries if entry not in failed and entry.pid not in failed_pids
-    ]
+    failed = [outcome for outcome in news.outcomes if outcome.kind == NOT_STARTED]
+    events = []
+    for outcome in news.outcomes:
+        event = None if outcome.kind == NOT_STARTED else _outcome_event(outcome, plan)
+        if event:
+            events.append(event)
     if failed:
-        events.append(_exit_event(failed, domain))
-    waiting = [entry for entry in entries if entry.kind == "waiting"]
-    events += [
-        _waiting_event(waiting, uid, domain, servers) for uid in sorted({entry.number for entry in waiting})
-    ]
-    return [event for event in events if event]
+        events.append(_failed_starts(failed, plan))
+    users = set() if plan.multiuser else {line.uid for line in news.waiting if line.uid is not None}
+    for uid in sorted(users):
+        event = _waiting_event(news.waiting, uid, plan.name, servers)
+        if event:
+            events.append(event)
+    return events
 
 
-def _event(entry: LogEntry, domain: str) -> Event | None:
-    server = f"MPS server (PID {entry.pid})"
-    if entry.kind == "started":
-        cause = f"a job of {user_name(entry.number)} connected"
-        return Event("info", "client", domain, f"{server} started", cause)
-    if entry.kind == "exited":
-        return Event("info", "client", domain, f"{server} ended")
-    if entry.kind == "crashed":
-        what = f"{server} ended unexpectedly"
-        return _failure_event(domain, what, "it crashed or was killed", "its jobs have failed")
-    if entry.kind == "fault":
+def _outcome_event(outcome: Outcome, plan: DomainPlan) -> Event | None:
+    server = f"MPS server (PID {outcome.pid})" if outcome.pid else "an MPS server"
+    if outcome.kind == STARTED:
+        return Event("info", "client", plan.name, f"{server} started", _why_started(outcome, plan))
+    if outcome.kind == ENDED:
+        return Event("info", "client", plan.name, f"{server} ended")
+    if outcome.kind == CRASHED:
+        consequence = "its jobs have failed" if outcome.has_client else ""
+        return _failure_event(plan, f"{server} ended unexpectedly", outcome, consequence)
+    if outcome.kind == FAULTED:
         consequence = "all jobs on that server fail; new jobs can start after the failed ones have ended"
-        what = "an MPS server had a fatal exception"
-        return _failure_event(domain, what, "a fault in one of its jobs", consequence)
+        return _failure_event(plan, f"{server} had a fatal exception", outcome, consequence)
     return None
 
 
-def _exit_event(failed: Sequence[LogEntry], domain: str) -> Event:
-    first, *more = failed
-    what = f"MPS server (PID {first.pid}) exited with status {first.number}"
-    if more:
-        what += f", and {len(more)} more"
-    return _failure_event(domain, what, f"see {SERVER_LOG}", "its jobs have failed")
+def _why_started(outcome: Outcome, plan: DomainPlan) -> str:
+    """Return the cause as far as the log shows it; with one server for all users, it says user 0 for all."""
+    if not outcome.has_client:
+        return "the command start_server" if outcome.is_ordered else ""
+    if plan.multiuser or outcome.uid is None:
+        return "a job connected"
+    return f"a job of {user_name(outcome.uid)} connected"
 
 
-def _failure_event(domain: str, what: str, cause: str, consequence: str) -> Event:
-    return Event("error", "client", domain, what, cause, consequence, reasons.SERVER_FAILED)
+def _failed_starts(failed: Sequence[Outcome], plan: DomainPlan) -> Event:
+    what = f"MPS server (PID {failed[0].pid}) failed to start"
+    if len(failed) > 1:
+        what += f", and {len(failed) - 1} more"
+    consequence = "jobs that wait for a server are refused" if any(one.has_client for one in failed) else ""
+    return _failure_event(plan, what, failed[-1], consequence, reasons.SERVER_START_FAILED)
+
+
+def _failure_event(
+    plan: DomainPlan, what: str, outcome: Outcome, consequence: str, code: str = reasons.SERVER_FAILED
+) -> Event:
+    cause = failure_cause(outcome, plan.log_directory)
+    return Event("error", "client", plan.name, what, cause, consequence, code)
 
 
 def _waiting_event(
-    waiting: Sequence[LogEntry], uid: int, domain: str, servers: Sequence[int]
+    waiting: Sequence[LogLine], uid: int, domain: str, servers: Collection[int]
 ) -> Event | None:
     """The event for waiting clients; None if they wait for their own user's server, which is starting."""
     other_uids = {other for pid in servers if (other := uid_of(pid)) is not None and other != uid}
     if not other_uids:
         return None
     names = ", ".join(sorted(user_name(other) for other in other_uids))
-    pids = [str(entry.pid) for entry in waiting if entry.number == uid]
+    pids = [str(entry.pid) for entry in waiting if entry.uid == uid]
     plural, verb = ("s", "wait") if len(pids) > 1 else ("", "waits")
     first = ", ".join(pids[:_MAX_NAMED]) + (", ..." if len(pids) > _MAX_NAMED else "")
     what = f"{len(pids)} job{plural} of {user_name(uid)} (PID{plural} {first}) {verb}"

@@ -6,7 +6,18 @@ import logging
 from collections.abc import Callable
 
 from yunion_mps import reasons
-from yunion_mps.enums import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING, WEDGED
+from yunion_mps.enums import (
+    ANSWERING,
+    APPLYING,
+    BACKOFF,
+    DEGRADED,
+    FAILED,
+    READY,
+    STARTING,
+    STOPPED,
+    STOPPING,
+    WEDGED,
+)
 from yunion_mps.errors import ShortageError, YunionError
 from yunion_mps.models import Event
 from yunion_mps.reasons import NO_REASON, Reason
@@ -16,8 +27,9 @@ log = logging.getLogger(__name__)
 LEGAL_CHANGES: dict[str, tuple[str, ...]] = {
     STOPPED: (STARTING, FAILED),
     STARTING: (APPLYING, WEDGED, BACKOFF, FAILED, STOPPING, STOPPED),
-    APPLYING: (READY, WEDGED, BACKOFF, FAILED, STOPPING, STOPPED),
-    READY: (APPLYING, WEDGED, BACKOFF, FAILED, STOPPING, STOPPED),
+    APPLYING: (READY, DEGRADED, WEDGED, BACKOFF, FAILED, STOPPING, STOPPED),
+    READY: (APPLYING, DEGRADED, WEDGED, BACKOFF, FAILED, STOPPING, STOPPED),
+    DEGRADED: (APPLYING, READY, WEDGED, BACKOFF, FAILED, STOPPING, STOPPED),
     WEDGED: (APPLYING, BACKOFF, FAILED, STOPPING, STOPPED),
     BACKOFF: (STARTING, FAILED, STOPPING, STOPPED),
     FAILED: (STARTING, FAILED, STOPPING, STOPPED),
@@ -30,6 +42,10 @@ MEANINGS: dict[str, tuple[str, str]] = {
     STARTING: ("info", "its devices are served once every limit has been read back"),
     APPLYING: ("info", "its devices are served once every limit has been read back"),
     READY: ("info", "its devices are served within their budgets"),
+    DEGRADED: (
+        "error",
+        "its devices are not served until a server starts; a start is retried",
+    ),
     WEDGED: ("error", "its devices are not served; running jobs are left alone"),
     BACKOFF: ("warning", "its devices are not served until it has restarted"),
     FAILED: ("error", "its devices are not served; a start is retried every minute"),
@@ -41,6 +57,7 @@ _CODES = {
     STOPPED: reasons.DOMAIN_STOPPED,
     STARTING: reasons.DOMAIN_STARTING,
     APPLYING: reasons.DOMAIN_APPLYING,
+    DEGRADED: reasons.SERVER_START_FAILED,
     WEDGED: reasons.CONTROL_DAEMON_SILENT,
     STOPPING: reasons.DOMAIN_STOPPING,
 }
@@ -81,11 +98,11 @@ class StateMachine:
         if state not in LEGAL_CHANGES[self.state]:
             raise AssertionError(f"domain {self._name}: {self.state} cannot become {state}")
         log.info("domain %s: %s -> %s%s", self._name, self.state, state, f" ({reason})" if reason else "")
-        if self.state == READY:
+        if self.state in ANSWERING:
             self.served_s = now_s - self.since_s
         before, again = self.state, (self.state, self.reason) == (state, reason)
         self.state, self.since_s, self.reason = state, now_s, reason
-        if state == READY:
+        if state in ANSWERING:
             self.error = None
         severity, effect = MEANINGS[state]
         if not again:  # repeated failures with the same reason are one event

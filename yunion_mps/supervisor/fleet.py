@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Optional
 
 from yunion_mps import reasons
-from yunion_mps.enums import BACKOFF, FAILED, READY, STOPPED, WEDGED
+from yunion_mps.enums import ANSWERING, BACKOFF, FAILED, STOPPED, WEDGED
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.host.proc import command_of, started_s, started_ticks, uid_of, user_name
 from yunion_mps.host.processes import Watchable, earliest, refuse_if_no_process_can_start
@@ -146,9 +146,9 @@ class Fleet:
 
     @property
     def started(self) -> bool:
-        """Whether every domain is ready or reports why it is not, and none is being retried at the moment."""
+        """Whether every domain answers or reports why it is not, and none is being retried at the moment."""
         return all(
-            domain.state == READY
+            domain.state in ANSWERING
             or (domain.error and domain.state in (WEDGED, BACKOFF, FAILED))
             or domain.is_occupied
             for domain in self.domains
@@ -214,7 +214,7 @@ class Fleet:
 
         A lost GPU is not surplus: it keeps its place in case it returns.
         """
-        if domain.state != READY or domain.desired == domain.in_effect:
+        if domain.state not in ANSWERING or domain.desired == domain.in_effect:
             return False
         desired, served = set(domain.desired.gpu_uuids), set(domain.in_effect.gpu_uuids)
         surplus = served - desired
@@ -256,13 +256,13 @@ class LimitRecords:
         While limits are being set, the previous record is kept: it names the servers with the old limits.
         """
         for domain in domains:
-            if domain.state == READY:
+            if domain.state in ANSWERING:
                 self._write(domain.in_effect.pipe_directory, domain.limits_in_effect)
 
     def rewrite(self, domains: Iterable[Domain]) -> None:
         """Record the limits again; raises HostError if that fails, because then nothing may change."""
         for domain in domains:
-            if domain.state == READY:
+            if domain.state in ANSWERING:
                 self._store().record_limits(
                     domain.in_effect.pipe_directory, domain.limits_in_effect.to_json()
                 )
@@ -327,7 +327,7 @@ class Jobs:
         reliable = {gpu.uuid for gpu in gpus if enforces_budgets(gpu) and gpu.uuid in processes}
         for domain in self._fleet.domains:
             listed = {pid for uuid in domain.in_effect.gpu_uuids for pid in processes.get(uuid, {})}
-            is_quiet = domain.state == READY and not (listed or domain.server_pids(at_last_tick=True))
+            is_quiet = domain.state in ANSWERING and not (listed or domain.server_pids(at_last_tick=True))
             servers = set() if is_quiet else set(domain.server_pids())
             jobs = listed - servers
             job_pids |= jobs

@@ -306,7 +306,7 @@ def test_servers_that_fail_at_their_start_are_found(ready: Scene) -> None:
     assert [client.says(), client.says()] == ["asking", "refused"]
     # The time zone is the doctor's own; the log is in the host's time.
     found = ready.look(TZ="HERE-12").one("MPS servers", "problem")
-    assert "failed 6 times within the last hour: Server " in found["what"]
+    assert "failed 6 times within the last hour; the last one failed to start: " in found["what"]
     assert f"{ready.host.root}/tmp/nvidia-mps/log/server.log" in found["hint"]
 
 

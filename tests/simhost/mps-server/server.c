@@ -5,7 +5,8 @@
  *
  * The file `behaviour` beside it says in words what it does:
  * `asked`: the control daemon is one that asks for its status, and whether it can end (550);
- * `failing`: it exits with 1, as without a GPU. */
+ * `failing`: it exits with 1, as without a GPU;
+ * `dying`: it connects to the control daemon, and exits with 1 before it is ready. */
 #define _GNU_SOURCE
 #include <libgen.h>
 #include <limits.h>
@@ -268,6 +269,8 @@ int main(void)
     if (behaves("failing"))
         return 1;
     connect_to_control();
+    if (behaves("dying"))
+        return 1;
     register_as_ready();
     serve();
     return 0;

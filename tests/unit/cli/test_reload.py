@@ -142,7 +142,7 @@ def test_a_reload_that_waits_for_an_idle_server_says_what_ends_it(own: Cli) -> N
     assert own.good("reload").endswith(PENDING + hint)
 
 
-@pytest.mark.parametrize("state", ["failed", "backoff", "wedged"])
+@pytest.mark.parametrize("state", ["degraded", "failed", "backoff", "wedged"])
 def test_a_reload_after_which_something_does_not_serve_says_so_and_fails(own: Cli, state: str) -> None:
     own.host.snapshot = pending("", state, "it does not start")
     told = f"yunion-mps: domain host is {state}: it does not start [control_daemon_error]\n"

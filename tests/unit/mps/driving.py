@@ -113,9 +113,9 @@ class DomainRun:
         self.domain.stop(self.now_s)
         return self
 
-    def change(self, plan: DomainPlan) -> DomainRun:
+    def change(self, plan: DomainPlan, state: str = READY) -> DomainRun:
         self.domain.change(plan, self.now_s)
-        return self.until(READY)
+        return self.until(state)
 
     def serve(self, jobs: Jobs) -> int:
         jobs.begin()
@@ -260,6 +260,12 @@ class Bench:
         self.stack.callback(_kill, process)
         wait_until_it_answers(plan, process.pid)
         return process
+
+    def kill_at_the_end(self, pid: int) -> None:
+        """Leave no control daemon behind that a domain lets go."""
+        process = Process.adopt(pid)
+        assert process
+        self.stack.callback(_kill, process)
 
     def script(self, text: str) -> str:
         path = self.place / "bin" / CONTROL

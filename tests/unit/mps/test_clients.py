@@ -23,7 +23,8 @@ from yunion_mps.mps.clients import (
     waiting_clients,
 )
 from yunion_mps.mps.conversation import OccupiedError
-from yunion_mps.mps.log_file import LOG_NAME, MAX_BYTES, bound_logs, timestamp_parser
+from yunion_mps.mps.log_file import LOG_NAME, MAX_BYTES, bound_logs
+from yunion_mps.mps.log_lines import timestamp_parser
 
 from integration.daemon_host import eventually
 

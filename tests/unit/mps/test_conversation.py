@@ -18,6 +18,7 @@ from yunion_mps.planning.division import share_percentage
 from yunion_mps.planning.environment import decimal
 
 from descriptors import open_descriptors
+from integration.daemon_host import eventually
 
 from .driving import Bench
 from .front_ends import converse
@@ -170,6 +171,13 @@ def test_without_a_control_daemon_the_front_ends_words_are_the_error(bench: Benc
     assert caught.value.message.startswith(
         "nvidia-cuda-mps-control reported: Cannot find MPS control daemon process"
     )
+
+
+@pytest.mark.parametrize("answer", ["", "echo 25.0;"])
+def test_a_front_end_whose_connection_broke_has_no_answer(bench: Bench, answer: str) -> None:
+    """As when a server exits meanwhile: the same question is asked again."""
+    conversation = Conversation(bench.script(f"{answer} exit 1"), "/", ["x"], 0.0, 5.0)
+    assert eventually(lambda: conversation.poll(0.0) == [])
 
 
 def test_a_front_end_that_fails_silently_is_described_by_its_status(bench: Bench) -> None:

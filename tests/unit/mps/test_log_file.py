@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from yunion_mps.enums import READY
-from yunion_mps.models import DomainPlan
+from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.health import PROBE_S
 from yunion_mps.mps.log_file import (
     LOG_NAME,
     MAX_BYTES,
     OLDER,
     SERVER_LOG,
+    LogNews,
     LogReader,
     bound_logs,
     events_of,
     log_hint,
-    timestamp_parser,
 )
+from yunion_mps.mps.log_lines import timestamp_parser
+from yunion_mps.reasons import SERVER_START_FAILED
 
 from integration.daemon_host import eventually
 from unit.short_memory import with_memory_short
@@ -170,8 +173,34 @@ def test_a_server_that_cannot_start_is_one_event_and_no_flood(run: DomainRun, jo
     assert jobs.wait().says() == "refused"
     eventually(lambda: log_of(run).count("exited with status") == 6)
     (what,) = hear(run)
-    assert "exited with status 1, and 5 more" in what
-    assert run.events[-1].severity == "error"
+    assert what.endswith(" failed to start, and 5 more")
+    (event,) = [event for event in run.events if event.what == what]
+    assert (event.severity, event.code) == ("error", SERVER_START_FAILED)
+    assert event.cause == "the server exited with status 1, and server.log does not say why"
+    assert event.consequence == "jobs that wait for a server are refused"
+
+
+@pytest.mark.parametrize("behaviour", ["failing", "dying"])
+def test_a_server_that_never_got_ready_is_not_said_to_have_started(
+    run: DomainRun, jobs: Jobs, behaviour: str
+) -> None:
+    jobs.stand_ins.behave(behaviour)
+    assert jobs.wait().says() == "refused"
+    eventually(lambda: log_of(run).count("exited with status") == 6)
+    assert [what for what in hear(run) if "started" in what or "fault" in what] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_server_that_a_signal_ends_has_failed(run: DomainRun, jobs: Jobs, number: int) -> None:
+    jobs.begin()
+    (server,) = run.domain.server_pids()
+    hear(run)
+    os.kill(server, number)
+    eventually(lambda: f"Server {server} exited with status 0" in log_of(run))
+    assert hear(run) == [f"MPS server (PID {server}) ended unexpectedly"]
+    event = run.events[-1]
+    assert (event.severity, event.cause) == ("error", "it crashed or was killed")
+    assert run.state == READY, "the next server is not known to fail"
 
 
 @as_root
@@ -195,73 +224,154 @@ def reader_of(plan: DomainPlan) -> LogReader:
     return LogReader(plan, lambda _: None, list)
 
 
-def test_a_fault_is_an_event(plan: DomainPlan, log: Path) -> None:
+AT, REASON = "[2026-11-20 12:40:50.0", "Failed to start : invalid argument"
+CONTROL = "[2026-11-20 12:40:49.964 Control 1] "
+BEGINS = f"{CONTROL}Starting new server 7 for user 1234\n"
+IS_READY = f"{CONTROL}NEW SERVER 7: Ready\n"
+JOB_WAITS = f"{CONTROL}NEW CLIENT 9 from user 1234: Server is not ready, push client to pending list\n"
+EXCEPTION = f"{CONTROL}Server encountered a fatal exception. Shutting down\n"
+
+
+def events_for(plan: DomainPlan, log: Path, text: str) -> list[Event]:
+    """The events for what a control daemon adds to its log."""
+    log.touch()
+    reader = reader_of(plan)
+    with log.open("a") as file:
+        file.write(text)
+    return events_of(reader.read(), plan, [])
+
+
+def test_half_a_line_is_read_with_its_other_half(plan: DomainPlan, log: Path) -> None:
     log.write_text("before\n")
     reader = reader_of(plan)
     with log.open("a") as file:
-        file.write("[2026-11-20 12:40:49.964 Control 1] Server encountered a fatal except")
+        file.write(IS_READY[:40])
         file.flush()
-        assert reader.read() == [], "half a line is read with its other half"
-        file.write("ion\n")
-    (event,) = events_of(reader.read(), "host", [])
-    assert (event.severity, event.what) == ("error", "an MPS server had a fatal exception")
-    log.write_text("[2026-11-20 12:40:49.964 Control 1] Starting new server 7 for user 0\n")
-    (event,) = events_of(reader.read(), "host", [])
-    assert event.what == "MPS server (PID 7) started", "also in a log that was emptied"
+        assert reader.read() == LogNews([], [])
+        file.write(IS_READY[40:])
+    assert [outcome.kind for outcome in reader.read().outcomes] == ["started"]
+    log.write_text(IS_READY)
+    assert len(reader.read().outcomes) == 1, "also in a log that was emptied"
+
+
+def test_a_fault_names_no_job(plan: DomainPlan, log: Path) -> None:
+    *_, event = events_for(plan, log, JOB_WAITS + BEGINS + IS_READY + EXCEPTION)
+    assert (event.severity, event.what) == ("error", "MPS server (PID 7) had a fatal exception")
+    assert event.cause == "the log does not say which job caused it"
+    (event,) = events_for(plan, log, EXCEPTION)
+    assert event.what == "MPS server (PID 7) had a fatal exception", "its begin was read before"
+
+
+def test_an_exception_of_a_server_without_clients_is_no_jobs_fault(plan: DomainPlan, log: Path) -> None:
+    ended = f"{CONTROL}Server 7 exited with status 1\n"
+    (event,) = events_for(plan, log, (JOB_WAITS + BEGINS + EXCEPTION + ended) * 3)
+    assert event.what == "MPS server (PID 7) failed to start, and 2 more"
+    assert "job" not in event.cause
+
+
+@pytest.mark.parametrize(
+    ("server_log", "cause"),
+    [
+        (f"{AT} Legacy Server     7] {REASON}\n", REASON),
+        (f"{AT} Server  7] {REASON}\n{AT} Server  8] Failed to start : other\n", REASON),
+        (f"{AT} Other  7] Startup\nERROR: init 250 result=11", "ERROR: init 250 result=11"),
+    ],
+)
+def test_the_cause_of_a_failed_start_is_quoted_from_server_log(
+    plan: DomainPlan, log: Path, server_log: str, cause: str
+) -> None:
+    log.with_name(SERVER_LOG).write_text(server_log)
+    (event,) = events_for(plan, log, BEGINS + f"{CONTROL}Server 7 exited with status 1\n")
+    assert event.cause == f"server.log: {cause}"
+
+
+@pytest.mark.parametrize(
+    "server_log",
+    [
+        "[2026-11-20 12:40:50.0 Server  6] Failed to start : invalid argument\n",
+        "ERROR: init 250 result=11\n[2026-11-20 12:40:50.0 Other  7] Startup\n",
+        "[2026-11-20 12:40:50.0 Server  7] Receive command failed, assuming client exit\n",
+    ],
+)
+def test_what_server_log_says_of_others_is_no_cause(plan: DomainPlan, log: Path, server_log: str) -> None:
+    log.with_name(SERVER_LOG).write_text(server_log)
+    (event,) = events_for(plan, log, BEGINS + f"{CONTROL}Server 7 exited with status 1\n")
+    assert event.cause == "the server exited with status 1, and server.log does not say why"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path), os.mkdir])
+def test_a_server_log_that_is_no_file_is_not_read(
+    plan: DomainPlan, log: Path, make: Callable[[Path], None]
+) -> None:
+    make(log.with_name(SERVER_LOG))
+    (event,) = events_for(plan, log, BEGINS + f"{CONTROL}Server 7 exited with status 1\n")
+    assert event.cause.endswith("server.log does not say why")
+
+
+def test_words_without_a_header_from_before_the_server_are_no_cause(plan: DomainPlan, log: Path) -> None:
+    server_log = log.with_name(SERVER_LOG)
+    server_log.write_text("ERROR: init 250 result=11\n")
+    os.utime(server_log, (1e9, 1e9))
+    (event,) = events_for(plan, log, BEGINS + f"{CONTROL}Server 7 exited with status 1\n")
+    assert "result=11" not in event.cause
+
+
+@pytest.mark.parametrize(
+    ("text", "multiuser", "cause"),
+    [
+        (JOB_WAITS + BEGINS + IS_READY, False, "a job of uid 1234 connected"),
+        (JOB_WAITS + BEGINS + IS_READY, True, "a job connected"),
+        (f"{CONTROL}Cmd:start_server -uid 1234\n" + BEGINS + IS_READY, False, "the command start_server"),
+        (IS_READY, False, ""),
+    ],
+)
+def test_why_a_server_started_is_said_only_if_the_log_shows_it(
+    plan: DomainPlan, log: Path, text: str, multiuser: bool, cause: str
+) -> None:
+    (event,) = events_for(plan._replace(multiuser=multiuser), log, text)
+    assert (event.what, event.cause) == ("MPS server (PID 7) started", cause)
+
+
+def test_with_one_server_for_all_users_no_job_waits_for_another_user(plan: DomainPlan, log: Path) -> None:
+    log.touch()
+    reader = reader_of(plan)
+    log.write_text(JOB_WAITS)
+    news = reader.read()
+    assert len(events_of(news, plan, [os.getpid()])) == 1
+    assert events_of(news, plan._replace(multiuser=True), [os.getpid()]) == []
+
+
+def test_failed_starts_of_long_ago_are_not_counted(plan: DomainPlan, log: Path) -> None:
+    failed = (BEGINS + f"{CONTROL}Server 7 exited with status 1\n") * 3
+    log.write_text(failed.replace("2026", "2020"))
+    assert reader_of(plan).take_outcomes() == []
+    log.write_text(failed.replace("2026-11-20 12:40:49", "2999-11-20 12:40:49"))
+    assert [outcome.kind for outcome in reader_of(plan).take_outcomes()] == ["not started"] * 3
+    with log.open("a") as file:
+        file.write(BEGINS + IS_READY)
+    assert reader_of(plan).take_outcomes() == [], "a server has started since"
 
 
 def test_the_log_is_read_later_if_memory_is_short(plan: DomainPlan, log: Path) -> None:
     log.touch()
     reader = reader_of(plan)
     with log.open("a") as file:
-        file.write("x" * (1 << 20) + "\n[x Control 1] Starting new server 7 for user 0\n")
+        file.write("x" * (1 << 20) + f"\n{IS_READY}")
 
     def read(what_fills_memory: list[bytearray]) -> None:
-        assert reader.read() == []
+        assert reader.read() == LogNews()
         what_fills_memory.clear()
-        assert [entry.kind for entry in reader.read()] == ["started"]
+        assert [outcome.kind for outcome in reader.read().outcomes] == ["started"]
 
     with_memory_short(read)
 
 
-ENDED = "[x Control 1] Server 7 exited with status 0\n"
-
-
-@pytest.mark.parametrize(
-    ("before", "severity", "what"),
-    [
-        ("", "error", "MPS server (PID 7) ended unexpectedly"),
-        ("[x Control 1] Cmd:shutdown_server 7\n", "info", "MPS server (PID 7) ended"),
-        ("[x Control 1] quit command issued with timeout of 10\n", "info", "MPS server (PID 7) ended"),
-        (
-            "[x Control 1] NEW CLIENT 9 from user 1234: Server is not ready, push client to pending list\n",
-            "info",
-            "MPS server (PID 7) ended",
-        ),
-        (
-            "[x Control 1] NEW CLIENT 9 from user 0: Server is not ready, push client to pending list\n",
-            "error",
-            "MPS server (PID 7) ended unexpectedly",
-        ),
-    ],
-)
-def test_an_end_without_an_order_is_a_failure_whatever_the_status(
-    bench: Bench, log: Path, before: str, severity: str, what: str
-) -> None:
-    log.write_text("[x Control 1] Starting new server 7 for user 0\n")
-    reader = reader_of(bench.plan)
-    with log.open("a") as file:
-        file.write(before + ENDED)
-    events = events_of(reader.read(), "host", [])
-    assert [(event.severity, event.what) for event in events] == [(severity, what)]
-
-
 def test_of_a_flood_only_the_end_is_read(plan: DomainPlan, log: Path) -> None:
     reader = reader_of(plan)
-    log.write_text(CHATTER * 100_000 + "[x Control 1] Starting new server 7 for user 0\n")
-    (event,) = events_of(reader.read(), "host", [])
+    log.write_text(CHATTER * 100_000 + IS_READY)
+    (event,) = events_of(reader.read(), plan, [])
     assert event.what == "MPS server (PID 7) started"
-    assert reader.read() == []
+    assert reader.read() == LogNews([], [])
 
 
 @pytest.fixture

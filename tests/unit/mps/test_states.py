@@ -8,7 +8,17 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from yunion_mps.enums import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING, WEDGED
+from yunion_mps.enums import (
+    APPLYING,
+    BACKOFF,
+    DEGRADED,
+    FAILED,
+    READY,
+    STARTING,
+    STOPPED,
+    STOPPING,
+    WEDGED,
+)
 from yunion_mps.mps.states import LEGAL_CHANGES, StateMachine
 
 from .driving import Bench, DomainRun
@@ -22,6 +32,37 @@ def cannot_start(bench: Bench) -> DomainRun:
 
 def serves(bench: Bench) -> DomainRun:
     return bench.domain().start().until(READY)
+
+
+def has_no_server(bench: Bench, run: DomainRun) -> DomainRun:
+    """No MPS server starts for its job, which it notices."""
+    bench.jobs.stand_ins.behave("failing")
+    assert bench.jobs.wait().says() == "refused"
+    return run.turn(10).until(DEGRADED).until_said()
+
+
+def is_degraded(bench: Bench) -> DomainRun:
+    return has_no_server(bench, bench.serving())
+
+
+def has_servers_again(bench: Bench) -> DomainRun:
+    run = is_degraded(bench)
+    bench.jobs.stand_ins.behave()
+    return run.turn(5).until_in_time(READY)
+
+
+def is_degraded_after_many_failures(bench: Bench) -> DomainRun:
+    run = has_used_up_its_quick_starts(bench)
+    bench.script(f"exec {bench.jobs.program} $1")
+    return has_no_server(bench, run.turn(60).until(READY))
+
+
+def is_degraded_when_adopted(bench: Bench) -> DomainRun:
+    """As by a daemon that is started while no server starts."""
+    earlier = is_degraded(bench)
+    bench.kill_at_the_end(earlier.pid)
+    earlier.domain.control.detach()
+    return bench.domain(program=bench.jobs.program).start().until(DEGRADED)
 
 
 def silent_front_end(bench: Bench) -> str:
@@ -148,17 +189,28 @@ SCENARIOS: dict[tuple[str, str], Callable[[Bench], DomainRun]] = {
     (STARTING, STOPPING): lambda bench: bench.domain(program=bench.script("exec sleep 9")).start().stop(),
     (STARTING, STOPPED): lambda bench: is_let_go(adopts(bench)),
     (APPLYING, READY): serves,
+    (APPLYING, DEGRADED): is_degraded_when_adopted,
     (APPLYING, WEDGED): hangs_while_its_limits_are_read,
     (APPLYING, BACKOFF): lambda bench: bench.domain(program=gets_other_limits(bench)).start().until(BACKOFF),
     (APPLYING, FAILED): gets_other_limits_after_many_failures,
     (APPLYING, STOPPING): lambda bench: gets_no_answer(bench).stop(),
     (APPLYING, STOPPED): lambda bench: is_let_go(adopts(bench, silent_front_end(bench)).until(APPLYING)),
     (READY, APPLYING): serves_again_with_other_limits,
+    (READY, DEGRADED): is_degraded,
     (READY, WEDGED): lambda bench: hangs(bench, serves(bench)),
     (READY, BACKOFF): lambda bench: serves(bench).kill(),
     (READY, FAILED): lambda bench: serves_after_many_failures(bench).kill(),
     (READY, STOPPING): lambda bench: serves(bench).stop(),
     (READY, STOPPED): lambda bench: is_let_go(adopts(bench).until(READY)),
+    (DEGRADED, APPLYING): lambda bench: is_degraded(bench).change(
+        bench.plan._replace(thread_percentage=50.0), DEGRADED
+    ),
+    (DEGRADED, READY): has_servers_again,
+    (DEGRADED, WEDGED): lambda bench: hangs(bench, is_degraded(bench)),
+    (DEGRADED, BACKOFF): lambda bench: is_degraded(bench).kill(),
+    (DEGRADED, FAILED): lambda bench: is_degraded_after_many_failures(bench).kill(),
+    (DEGRADED, STOPPING): lambda bench: is_degraded(bench).stop(),
+    (DEGRADED, STOPPED): lambda bench: is_let_go(is_degraded_when_adopted(bench)),
     (WEDGED, APPLYING): goes_on_after_it_hung,
     (WEDGED, BACKOFF): lambda bench: hangs(bench, serves(bench)).turn(2).until(READY),
     (WEDGED, FAILED): lambda bench: hangs(bench, serves_after_many_failures(bench)).turn(2).until(FAILED),

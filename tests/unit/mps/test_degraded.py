@@ -1,0 +1,195 @@
+"""A domain whose MPS servers fail to start, with NVIDIA's control daemon: noticed, retried, recovered."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from yunion_mps.enums import APPLYING, DEGRADED, READY, STOPPED
+from yunion_mps.mps.health import PROBE_S
+from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG
+from yunion_mps.mps.server_starts import PAUSES_S, READ_S
+from yunion_mps.reasons import SERVER_START_FAILED
+
+from integration.daemon_host import eventually
+
+from .driving import Bench, DomainRun, Jobs
+from .front_ends import as_root
+
+FIRST_PAUSE_S = PAUSES_S[0]
+
+
+def log_of(run: DomainRun) -> str:
+    return Path(run.domain.in_effect.log_directory, LOG_NAME).read_text()
+
+
+def wait_for_log(run: DomainRun, text: str) -> None:
+    eventually(lambda: text in log_of(run))
+
+
+def fail_to_start(run: DomainRun, jobs: Jobs, uid: int | None = None) -> None:
+    """Have a job find that no server starts, and the domain notice it."""
+    jobs.stand_ins.behave("failing")
+    before = log_of(run).count("exited with status 1")
+    assert jobs.wait(uid).says() == "refused"
+    eventually(lambda: log_of(run).count("exited with status 1") == before + 6)
+    run.turn(PROBE_S).until_said()
+    assert run.state == DEGRADED
+
+
+def attempts(run: DomainRun) -> int:
+    return log_of(run).count("Cmd:start_server")
+
+
+def test_a_domain_whose_servers_fail_is_degraded_with_the_cause(run: DomainRun, jobs: Jobs) -> None:
+    fail_to_start(run, jobs)
+    status = run.domain.status()
+    assert status.reason.code == SERVER_START_FAILED
+    assert status.reason == (
+        "MPS servers fail to start: the server exited with status 1, and server.log does not say why"
+    )
+    assert [event.code for event in run.events].count(SERVER_START_FAILED) == 2
+    client, domain = run.events[-2:]
+    assert (client.kind, client.code, client.severity) == ("client", SERVER_START_FAILED, "error")
+    assert (domain.kind, domain.code, domain.severity) == ("domain", SERVER_START_FAILED, "error")
+
+
+def test_one_failed_start_degrades_nothing(run: DomainRun, jobs: Jobs, bench: Bench) -> None:
+    jobs.stand_ins.behave("failing")
+    bench.ask("start_server -uid 0")
+    wait_for_log(run, "exited with status 1")
+    run.turn(PROBE_S).until_said()
+    assert run.state == READY
+    assert run.events[-1].what.endswith("failed to start")
+
+
+def test_it_serves_again_once_an_ordered_server_starts(run: DomainRun, jobs: Jobs) -> None:
+    fail_to_start(run, jobs)
+    jobs.stand_ins.behave()
+    run.turn(FIRST_PAUSE_S - 1).until_said()
+    assert attempts(run) == 0
+    run.turn(1).until_it(lambda: run.turn(0.01).state == READY)
+    run.until_it(lambda: run.turn(0.01).domain.server_pids() == [])
+    assert attempts(run) == 1
+    assert "Cmd:shutdown_server" in log_of(run)
+
+
+def test_an_ordered_server_that_fails_is_no_event_and_ordered_again(run: DomainRun, jobs: Jobs) -> None:
+    fail_to_start(run, jobs)
+    before = len(run.events)
+    run.until_it(lambda: attempts(run.turn(0.01)) == 2)
+    assert run.state == DEGRADED
+    assert run.events[before:] == []
+
+
+def test_a_job_whose_server_starts_recovers_the_domain(run: DomainRun, jobs: Jobs) -> None:
+    fail_to_start(run, jobs)
+    jobs.stand_ins.behave()
+    job = jobs.begin()
+    wait_for_log(run, "Ready")
+    run.turn(READ_S).until_said()
+    assert run.state == READY
+    run.turns(10, 10.0)
+    assert attempts(run) == 0
+    assert run.server in jobs.servers()
+    jobs.end(job)
+
+
+def test_a_job_that_gets_the_ordered_server_keeps_it(run: DomainRun, jobs: Jobs, bench: Bench) -> None:
+    """The log shows the job before the daemon reads that the server is ready."""
+    fail_to_start(run, jobs)
+    jobs.stand_ins.behave()
+    run.turn(FIRST_PAUSE_S)
+    wait_for_log(run, "Ready")
+    jobs.begin()
+    run.until_it(lambda: run.turn(0.01).state == READY)
+    run.turns(10, 1.0)
+    assert run.server in jobs.servers()
+    assert "Cmd:shutdown_server" not in log_of(run)
+
+
+@as_root
+def test_the_server_is_ordered_for_the_user_whose_servers_failed(run: DomainRun, jobs: Jobs) -> None:
+    fail_to_start(run, jobs, uid=1234)
+    jobs.stand_ins.behave()
+    run.turn(FIRST_PAUSE_S).until_it(lambda: run.turn(0.01).state == READY)
+    assert "Cmd:start_server -uid 1234" in log_of(run)
+
+
+@as_root
+def test_a_job_of_another_user_does_not_wait_for_the_ordered_server(run: DomainRun, jobs: Jobs) -> None:
+    fail_to_start(run, jobs, uid=1234)
+    jobs.stand_ins.behave()
+    run.turn(FIRST_PAUSE_S)
+    wait_for_log(run, "Ready")
+    jobs.begin(uid=4321)
+    run.until_it(lambda: run.turn(0.01).state == READY)
+
+
+@as_root
+def test_no_server_is_ordered_while_a_job_of_another_user_runs(run: DomainRun, jobs: Jobs) -> None:
+    """It would count as a waiting client, so the other user's next jobs would hang."""
+    fail_to_start(run, jobs, uid=1234)
+    jobs.stand_ins.behave()
+    jobs.begin()
+    wait_for_log(run, "Ready")
+    run.turn(FIRST_PAUSE_S)
+    assert attempts(run) == 0
+    jobs.begin()
+
+
+def test_the_cause_is_told_again_if_it_changes(run: DomainRun, jobs: Jobs) -> None:
+    fail_to_start(run, jobs)
+    server_log = Path(run.domain.in_effect.log_directory, SERVER_LOG)
+    server_log.write_text("ERROR: init 250 result=11")
+    os.utime(server_log, (4e9, 4e9))  # as if the server that is ordered next wrote it
+    run.until_it(lambda: "result=11" in run.turn(0.01).domain.reason)
+    assert run.events[-1].what == "still degraded"
+
+
+def test_a_change_of_limits_leaves_it_degraded(run: DomainRun, jobs: Jobs) -> None:
+    fail_to_start(run, jobs)
+    run.domain.change(run.domain.in_effect._replace(thread_percentage=50.0), run.now_s)
+    run.until(DEGRADED)
+    assert run.edges[-2:] == [(DEGRADED, APPLYING), (APPLYING, DEGRADED)]
+    assert run.domain.in_effect.thread_percentage == 50.0
+
+
+def test_a_new_control_daemon_is_degraded_until_a_server_starts(run: DomainRun, jobs: Jobs) -> None:
+    fail_to_start(run, jobs)
+    run.kill().until(DEGRADED)
+    jobs.stand_ins.behave()
+    run.turn(60).until_it(lambda: run.turn(0.01).state == READY)
+
+
+def test_a_new_daemon_knows_that_servers_just_failed(run: DomainRun, jobs: Jobs, bench: Bench) -> None:
+    fail_to_start(run, jobs)
+    bench.kill_at_the_end(run.pid)
+    run.domain.control.detach()
+    new = bench.domain(program=jobs.program).start().until(DEGRADED)
+    jobs.stand_ins.behave()
+    new.turn(FIRST_PAUSE_S).until_it(lambda: new.turn(0.01).state == READY)
+    assert new.domain.control.was_adopted
+
+
+@pytest.mark.parametrize("ending", ["retire", "hold_modes"])
+def test_no_server_is_ordered_on_a_domain_that_is_to_end(run: DomainRun, jobs: Jobs, ending: str) -> None:
+    fail_to_start(run, jobs)
+    if ending == "retire":
+        run.domain.retire()
+        run.until_in_time(STOPPED)
+    else:
+        run.domain.hold_modes(holds=True)
+        run.turns(10, 5.0)
+    assert attempts(run) == 0
+
+
+def test_a_server_that_is_killed_degrades_nothing(run: DomainRun, jobs: Jobs) -> None:
+    for _ in range(3):
+        jobs.begin()
+        (server,) = run.domain.server_pids()
+        os.kill(server, 9)
+        wait_for_log(run, f"Server {server} exited")
+    run.turn(PROBE_S).until_said()
+    assert run.state == READY

@@ -1,0 +1,131 @@
+"""What became of servers, as the order of lines in their control daemon's log shows it."""
+
+from __future__ import annotations
+
+import pytest
+from yunion_mps.mps.log_lines import parse_lines
+from yunion_mps.mps.server_history import Outcome, ServerHistory
+
+BEGIN = "Starting control daemon using socket /tmp/p/control"
+EXCEPTION = "Server encountered a fatal exception. Shutting down"
+
+
+def waits(uid: int = 1000) -> str:
+    return f"NEW CLIENT 5 from user {uid}: Server is not ready, push client to pending list"
+
+
+def begins(pid: int = 7, uid: int = 1000) -> str:
+    return f"Starting new server {pid} for user {uid}"
+
+
+def ready(pid: int = 7) -> str:
+    return f"NEW SERVER {pid}: Ready"
+
+
+def ends(status: int = 0, pid: int = 7) -> str:
+    return f"Server {pid} exited with status {status}"
+
+
+def served(uid: int = 1000) -> str:
+    return f"NEW CLIENT 6 from user {uid}: Server already exists"
+
+
+def log_of(*messages: str) -> bytes:
+    return "".join(f"[2026-11-20 12:40:49.964 Control 1] {text}\n" for text in messages).encode()
+
+
+def outcomes(*messages: str) -> list[Outcome]:
+    return ServerHistory().follow(parse_lines(log_of(*messages)))
+
+
+def kinds(*messages: str) -> list[str]:
+    return [outcome.kind for outcome in outcomes(*messages)]
+
+
+JOB = (waits(), begins(), ready())
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        (JOB, ["started"]),
+        ((*JOB, ends()), ["started", "crashed"]),
+        ((*JOB, ends(1)), ["started", "crashed"]),
+        ((*JOB, "Cmd:shutdown_server 7", ends()), ["started", "ended"]),
+        ((*JOB, "Cmd:shutdown_server 8", ends()), ["started", "crashed"]),
+        ((*JOB, "Cmd:shutdown_server 7", ends(1)), ["started", "crashed"]),
+        ((*JOB, "quit command issued with timeout of 10", ends()), ["started", "ended"]),
+        ((*JOB, "Try shutting down server 7, backoff is disabled", ends()), ["started", "ended"]),
+        ((*JOB, "Force shutting down server 7", ends()), ["started", "ended"]),
+        ((*JOB, waits(0), ends()), ["started", "ended"]),
+        ((*JOB, waits(1000), ends()), ["started", "crashed"]),
+        ((*JOB, "Cmd:start_server -uid 0", ends()), ["started", "ended"]),
+        ((waits(), begins(), ends(1)), ["not started"]),
+        ((waits(), begins(), ends(0)), ["not started"]),
+        ((waits(), begins(), EXCEPTION, ends(1)), ["not started"]),
+        ((waits(), begins(), waits(0), ends(0)), ["ended"]),
+        ((waits(), begins(), ends(1), begins(8), ready(8)), ["not started", "started"]),
+        ((*JOB, EXCEPTION, ends(1)), ["started", "faulted"]),
+        (("Cmd:start_server -uid 1000", begins(), ready(), EXCEPTION, ends(1)), ["started", "not started"]),
+        (("Cmd:start_server -uid 1000", begins(), ready(), served()), ["started", "served"]),
+        ((*JOB, served()), ["started"]),
+        ((*JOB, BEGIN, ends()), ["started", "crashed"]),
+    ],
+)
+def test_what_became_of_a_server(messages: tuple[str, ...], expected: list[str]) -> None:
+    assert kinds(*messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ((ends(),), ["crashed"]),
+        ((ends(1),), ["crashed"]),
+        ((waits(0), ends()), ["ended"]),
+        (("Cmd:shutdown_server 7", ends()), ["ended"]),
+        (("Cmd:shutdown_server 7", ends(), ends(0, 8)), ["ended", "crashed"]),
+        ((EXCEPTION, ends(1)), ["faulted"]),
+        ((ready(), ends()), ["started", "crashed"]),
+    ],
+)
+def test_a_server_whose_begin_the_log_has_lost_had_started(
+    messages: tuple[str, ...], expected: list[str]
+) -> None:
+    assert kinds(*messages) == expected
+
+
+def test_a_server_has_a_client_if_one_waited_for_it_or_connected() -> None:
+    (job,) = outcomes(*JOB)
+    assert (job.has_client, job.is_ordered, job.uid) == (True, False, 1000)
+    (ordered,) = outcomes("Cmd:start_server -uid 1000", begins(), ready())
+    assert (ordered.has_client, ordered.is_ordered) == (False, True)
+    (joined,) = outcomes("Cmd:start_server -uid 1000", begins(), waits(), ready())
+    assert (joined.has_client, joined.is_ordered) == (True, True)
+
+
+def test_clients_that_were_refused_are_none_of_an_ordered_servers() -> None:
+    *_, last = outcomes(waits(), begins(), ends(1), "Cmd:start_server -uid 1000", begins(8), ready(8))
+    assert (last.kind, last.has_client, last.is_ordered) == ("started", False, True)
+
+
+def test_an_order_for_a_server_that_exists_is_not_the_next_ones() -> None:
+    *_, last = outcomes(*JOB, "Cmd:start_server -uid 1000", ends(), waits(), begins(8), ready(8))
+    assert (last.has_client, last.is_ordered) == (True, False)
+
+
+def test_lines_may_come_in_parts() -> None:
+    history = ServerHistory()
+    lines = list(parse_lines(log_of(waits(), begins(), EXCEPTION, ends(1))))
+    found = [outcome.kind for line in lines for outcome in history.follow([line])]
+    assert found == ["not started"]
+
+
+def test_a_failed_start_has_its_status_and_both_times() -> None:
+    text = b"[2026-11-20 12:40:49.9 Control 7] Starting new server 7 for user 0\n"
+    text += b"[2026-11-20 12:40:51.1 Control 1] Server 7 exited with status 3\n"
+    (outcome,) = ServerHistory().follow(parse_lines(text))
+    assert (outcome.status, outcome.begin_time, outcome.time) == (
+        3,
+        "2026-11-20 12:40:49",
+        "2026-11-20 12:40:51",
+    )
