@@ -223,7 +223,7 @@ def test_it_cannot_pass_to_a_process_that_has_ended(ready_daemon: Daemon) -> Non
 def test_only_owner_and_root_bind_it_and_only_to_their_own_process(
     ready_daemon: Daemon, inside: subprocess.Popen[bytes]
 ) -> None:
-    _, ours = ready_daemon.ask("POST", "/v1/leases")
+    _, ours = ready_daemon.ask("POST", "/v1/leases", "holder.name=ours&holder.ttl_s=600")
     with stranger(ready_daemon) as other:
         _, theirs = other.ask("POST", "/v1/leases", "holder.name=theirs&holder.ttl_s=600")
         status, answer = other.ask("POST", f"/v1/leases/{theirs['id']}/bind", f"pid={inside.pid}")

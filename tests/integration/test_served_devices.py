@@ -54,6 +54,7 @@ def test_every_field_of_the_devices_is_as_designed(ready_daemon: Daemon) -> None
                 "sharing": "mps",
                 "mig_profile": None,
                 "reserved_for": None,
+                "free_for": None,
                 "lease": None,
                 "holder": None,
             }
