@@ -54,8 +54,8 @@ def test_a_gpu_that_enforces_no_budget_is_leased_only_on_request(ready_daemon: D
         assert problem["hint"] == "to use it anyway, set allow_unlimited"
     assert daemon.get("/v1/events?kind=lease")[1]["events"] == [], "no lease was taken for it"
     said = (
-        "budgets are not enforced on GPU 00:06.0, which is older than Volta or of unknown compute capability: "
-        "a job can use all of its memory"
+        "budgets are not enforced on GPU 00:06.0, which is older than Volta or of unknown compute "
+        "capability: a job can use all of its memory"
     )
     done = run(daemon.host, "--allow-unlimited", "printenv", "YUNION_MPS_DEVICE")
     assert (done.stdout, done.stderr) == ("00:06.0-0\n", f"yunion-mps: {said}\n")
@@ -70,8 +70,8 @@ def test_the_warning_names_only_gpus_that_enforce_no_budget(ready_daemon: Daemon
     request = ["lease", "take", "job", "--ttl", "600", "--count", "3", "--across", "--allow-unlimited"]
     done = ready_daemon.host.run(["yunion-mps", *request])
     said = (
-        "budgets are not enforced on GPU 00:08.0, which is older than Volta or of unknown compute capability: "
-        "a job can use all of its memory"
+        "budgets are not enforced on GPU 00:08.0, which is older than Volta or of unknown compute "
+        "capability: a job can use all of its memory"
     )
     assert (done.returncode, done.stderr) == (0, f"yunion-mps: {said}\n")
 
