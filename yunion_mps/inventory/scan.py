@@ -21,7 +21,7 @@ from yunion_mps.inventory import sysfs
 from yunion_mps.inventory.driver import reason_of
 from yunion_mps.inventory.mig import Mig, instance_gpu
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import Controller, Gpu, Inventory, MeantGpu, PcieLink
+from yunion_mps.models import Controller, Driver, Gpu, Inventory, MeantGpu, PcieLink
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 
@@ -89,6 +89,16 @@ class Scanner:
         self._known = _answering(gpu for gpu in shown if not gpu.parent)
         has_drm = os.path.isdir(self._paths.under("/sys/module/nvidia_drm"))
         return Inventory(driver, in_order(shown), controllers=controllers, drm_is_loaded=has_drm)
+
+    def scan_sysfs(self) -> Inventory:
+        """Return the host's NVIDIA GPUs without asking the driver, which does not work."""
+        controllers = self.controllers()
+        gpus = []
+        for controller in controllers:
+            if controller.vendor == sysfs.NVIDIA_VENDOR:
+                reason = _other_driver(controller, self._paths) or _NOT_OFFERED
+                gpus.append(self._locate(Gpu(controller.pci_address, reason=reason)))
+        return Inventory(Driver("", None), in_order(gpus), controllers=controllers)
 
     def controllers(self, render_nodes: Mapping[str, str] | None = None) -> tuple[Controller, ...]:
         """Return the host's display controllers, without asking the driver.

@@ -174,12 +174,18 @@ class Supervisor:
         if self.nvml:
             with contextlib.suppress(DriverError):  # each setting that cannot be restored is reported
                 self.nvml.ensure_initialised()
+                self._gpus.find_again(self.nvml, self._gpus_to_restore(self._store))
         self.layouts.restore(self.nvml, self._store, gpus_of(left))
         if self.modes.restore(self.nvml, self._store, gpus_of(left)):
             self._changed()
         for process in left:
             log.warning("%s is still running in %s; %s", process, process.pipe_directory, RESTORED_LATER)
         self.release()
+
+    def _gpus_to_restore(self, store: Store) -> set[str]:
+        """Return the UUIDs of the GPUs of which we have changed something."""
+        modes, slices = originals(COMPUTE_MODE, store), originals(TIME_SLICE, store)
+        return {*modes, *slices, *store.gpus_with_mig()}
 
     def release(self) -> None:
         """Close files without changing the host, so that another program can continue."""
