@@ -84,6 +84,8 @@ RECORD_DAMAGED = _code("record_damaged",
     "The record of which GPU each entry means cannot be read or written, so render nodes are not trusted.",
     "if the entry means the GPU to which it leads now: yunion-mps reload; otherwise write the UUID of the "
     "GPU as path, then: yunion-mps reload")
+RECORD_HIDDEN = _code("record_hidden",
+    "Only root can read the record of which GPU each entry means.", "run this command as root")
 PATH_OUTDATED = _code("path_outdated", "The path of an entry leads to another GPU than the entry means.",
     "find the UUID of the GPU: yunion-mps gpus -o json; write it as path; then: yunion-mps reload")
 RENDER_NODE_MISSING = _code("render_node_missing",
@@ -320,6 +322,9 @@ DISABLED = _code("disabled", "MPS is disabled: enable_cuda_mps is false.",
     "set enable_cuda_mps: true in host.conf or host_local.conf, then: yunion-mps reload")
 NO_USABLE_GPU = _code("no_usable_gpu", "No GPU on this host can serve devices.",
     "see the problem of each GPU and entry: yunion-mps status; then: yunion-mps reload")
+RELOAD_NEEDED = _code("reload_needed",
+    "The configuration files have changed since the daemon read them.",
+    "see what would change: yunion-mps plan; then: yunion-mps reload")
 INVALID_CONFIGURATION = _code("invalid_configuration", "A configuration file has an error.",
     "correct it, then verify it: yunion-mps config check")
 CONFIGURATION_IGNORED = _code("configuration_ignored",

@@ -8,7 +8,20 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, warning
+from yunion_mps.doctor.checks import (
+    SKIPPED,
+    WHICH_GPUS,
+    Finding,
+    Findings,
+    Host,
+    SkipError,
+    check,
+    invisible,
+    ok,
+    problem,
+    skipped,
+    warning,
+)
 from yunion_mps.enums import MIG, MPS, TERMINATE, TIME_SLICING
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import name_of
@@ -30,6 +43,8 @@ from yunion_mps.reasons import (
     MIG_RESET_REQUIRED,
     NO_DOMAIN,
     PROCESS_MEMORY_UNKNOWN,
+    RECORD_HIDDEN,
+    RELOAD_NEEDED,
     TEMPORARY,
     VGPU,
     Reason,
@@ -57,10 +72,7 @@ _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 def gpus(host: Host) -> Findings:
     plan, served, known = host.plan()[0], host.served_gpus(), host.known_gpus()
     split = {layout.gpu_uuid for layout in plan.layouts}
-    findings = [
-        problem(f"path {one.path} ({one.place}): {one.reason}", hint_of(one.reason.code), one.reason.code)
-        for one in plan.missing
-    ]
+    findings = _missing_entries(plan)
     try:
         ours = host.our_gpus()
     except SkipError:
@@ -86,7 +98,23 @@ def gpus(host: Host) -> Findings:
             findings.append(problem(f"{_gpu_name(gpu)}: {reason}", hint, reason.code))
     instances = sum(gpu.is_instance for gpu in ours)
     means = f" ({count(instances, 'MIG instance')})" if instances else ""
-    return findings or [ok(f"{len({gpu.physical_address for gpu in ours})} divided{means}, all working")]
+    if all(finding.level == SKIPPED for finding in findings):
+        findings.append(ok(f"{len({gpu.physical_address for gpu in ours})} divided{means}, all working"))
+    return findings
+
+
+def _missing_entries(plan: Plan) -> list[Finding]:
+    """Return the findings about entries whose GPUs are missing, and about those that this user cannot see."""
+    findings = []
+    for entry in plan.missing:
+        code = entry.reason.code
+        if code != RECORD_HIDDEN:
+            what = f"path {entry.path} ({entry.place}): {entry.reason}"
+            findings.append(problem(what, hint_of(code), code))
+    if len(findings) < len(plan.missing):
+        unseen = invisible(WHICH_GPUS)
+        findings.append(skipped(unseen.message, unseen.hint))
+    return findings
 
 
 def _pending_layout(gpu: Gpu, reason: Reason, known: answers.Gpu | None) -> Finding:
@@ -227,7 +255,12 @@ def compute_mode(host: Host) -> Findings:
     ours = [gpu for gpu in host.inventory().gpus if gpu.uuid in uuids and not gpu.reason]
     findings = [*unsupported.values()]
     for gpu in ours:
-        finding = _check_mode(gpu, planned.get(gpu.uuid or ""), is_served=is_served)
+        mode = planned.get(gpu.uuid or "")
+        finding = _check_mode(gpu, mode, is_served=is_served)
+        if finding and mode and _is_as_the_daemon_wants(host, gpu):
+            what = f"{_gpu_name(gpu)} is in compute mode {gpu.compute_mode}; the files require {mode}, but "
+            what += "the daemon has not read them since they changed"
+            finding = warning(what, hint_of(RELOAD_NEEDED), RELOAD_NEEDED)
         if finding and gpu.address not in unsupported:
             findings.append(finding)
     if findings:
@@ -235,6 +268,15 @@ def compute_mode(host: Host) -> Findings:
     if not ours:
         raise SkipError("no GPU's compute mode can be compared now")
     return [ok(_describe_modes(ours, plan, is_served=is_served))]
+
+
+def _is_as_the_daemon_wants(host: Host, gpu: Gpu) -> bool:
+    """Whether the daemon knows the GPU's compute mode and finds nothing wrong with it."""
+    known = host.known_gpus().get(gpu.pci_address)
+    status = host.known_status()
+    if not known or not status or known["compute_mode"] != gpu.compute_mode or known["reason"]:
+        return False
+    return not any(one["gpu"] == gpu.address for one in status["problems"])
 
 
 def _describe_modes(gpus: Sequence[Gpu], plan: Plan, *, is_served: bool) -> str:

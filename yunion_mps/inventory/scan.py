@@ -44,13 +44,14 @@ _NVIDIA_DRIVERS = ("nvidia", "nvgpu")
 class ServedGpus(NamedTuple):
     """The GPUs that served devices, whether they did in this boot, and what the entries meant.
 
-    `is_damaged`: the latter could not be read.
+    `is_damaged`: the latter could not be read; `is_hidden`: only root can read any of it.
     """
 
     gpus: tuple[Gpu, ...] = ()
     this_boot: bool = True
     meant: Mapping[str, MeantGpu] = {}
     is_damaged: bool = False
+    is_hidden: bool = False
 
 
 class Scanner:
@@ -179,8 +180,8 @@ def load_served(paths: Paths) -> ServedGpus:
         return ServedGpus(tuple(gpus), boot_id == _boot_id(paths), dict(rows), is_damaged)
     except FileNotFoundError:
         return ServedGpus()
-    except PermissionError:  # doctor runs as any user
-        return ServedGpus()
+    except PermissionError:  # doctor and config check run as any user
+        return ServedGpus(is_hidden=True)
     except _UNREADABLE:
         return ServedGpus(is_damaged=True)
 
@@ -270,7 +271,9 @@ def with_saved(inventory: Inventory, saved: ServedGpus, *, are_named: bool) -> I
     GPUs that no entry names (`are_named` is false) are forgotten after a reboot.
     """
     served = saved.gpus if are_named or saved.this_boot else ()
-    return with_served(inventory, served)._replace(meant=saved.meant, meant_is_damaged=saved.is_damaged)
+    return with_served(inventory, served)._replace(
+        meant=saved.meant, meant_is_damaged=saved.is_damaged, meant_is_hidden=saved.is_hidden
+    )
 
 
 def gone(gpu: Gpu, there: Mapping[str, Gpu]) -> Gpu:

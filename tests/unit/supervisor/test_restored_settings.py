@@ -98,11 +98,13 @@ def test_restore_tells_lost_gpus_from_missing_ones(begin: Begin, caplog: pytest.
     assert offline.restore(made.paths) == 1
     uuid = host.gpus[0].uuid
     reset = f"reset the GPU (nvidia-smi --gpu-reset -i {uuid}) or reboot the host, then restore it"
+    commands = {
+        "compute mode": f"nvidia-smi -i {uuid} -c EXCLUSIVE_PROCESS",
+        "time slice": f"nvidia-smi compute-policy -i {uuid} --set-timeslice 0",
+    }
     assert about(caplog) == [
-        f"the compute mode of GPU 00:06.0 differs from the original; {reset}: nvidia-smi -i {uuid} "
-        "-c EXCLUSIVE_PROCESS",
-        f"the time slice of GPU 00:06.0 differs from the original; {reset}: nvidia-smi compute-policy "
-        f"-i {uuid} --set-timeslice 0",
+        f"the {label} of GPU 00:06.0 differs from the original; {reset}: {command}"
+        for label, command in commands.items()
     ]
 
 
