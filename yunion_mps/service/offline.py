@@ -63,14 +63,23 @@ _ONCE_UNUSED = (
 _GRACE_S = 80
 
 
-def check(paths: Paths) -> int:
-    """Check the configuration; raises YunionError if a daemon would refuse it or wait for the driver."""
+def check(paths: Paths, *, requires_driver: bool = False) -> int:
+    """Check the configuration; raises YunionError if a start would refuse it.
+
+    A start waits for a driver that does not work yet; with `requires_driver`, that is an error.
+    """
     preflight = run_preflight(paths, find_unit_problems=unit_problems)
     try:
-        preflight.for_start().check()
+        preflight.for_start().check(even_without_driver=not requires_driver)
     finally:
         preflight.close()
-    log.info("the configuration is valid: %d devices", len(preflight.plan_with_layouts().devices))
+    error = preflight.driver_error
+    if error:
+        log.warning("the NVIDIA driver does not work now, so a start waits for it: %s", error.message)
+        log.warning("%s", error.hint)
+        log.info("the configuration is valid, but cannot be checked against the GPUs without the driver")
+    else:
+        log.info("the configuration is valid: %d devices", len(preflight.plan_with_layouts().devices))
     return 0
 
 

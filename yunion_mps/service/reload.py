@@ -169,11 +169,17 @@ class Reloader:
         await self._settle()
         return done
 
-    async def reexec(self) -> answers.Reexec:
-        """Run the program again in this process; raises HostError if the new one refuses to start."""
+    async def reexec(self, *, requires_driver: bool = False) -> answers.Reexec:
+        """Run the program again in this process; raises HostError if the new one refuses to start.
+
+        The new one must be able to use the driver if this one can, or with `requires_driver`. Otherwise it
+        waits for the driver, as this one does.
+        """
         async with self.lock:
             self._supervisor.refuse_if_unsafe()
-            await self._check_new_program()
+            await self._check_new_program(
+                requires_driver=requires_driver or not self._supervisor.lacks_driver
+            )
             self._supervisor.event_log.flush()
         consequence = "control daemons and jobs keep running"
         event = Event(
@@ -335,9 +341,11 @@ class Reloader:
         ]
         return {"changes": rows, "pending": pending, "losses": [*losses]}
 
-    async def _check_new_program(self) -> None:
+    async def _check_new_program(self, *, requires_driver: bool) -> None:
         """Run the new program's --check; raises HostError with its output if it fails."""
         command = [*self._control.program, "--check"]
+        if requires_driver:
+            command.append("--require-driver")
         try:
             status, output = await on_thread(lambda: outcome_of(command, _CHECK_TIMEOUT_S, with_stderr=True))
         except OSError as error:

@@ -57,6 +57,9 @@ __all__ = ["Change", "Supervisor"]
 
 log = logging.getLogger(__name__)
 
+#: Codes of errors of a driver that no call reaches.
+_NO_DRIVER = {reasons.DRIVER_NOT_LOADED, reasons.DRIVER_MISMATCH, reasons.DRIVER_MISSING}
+
 _RESERVE_BYTES = 2 << 20
 
 
@@ -273,6 +276,18 @@ class Supervisor:
             domain.note_use(in_use=None)  # its jobs are unknown from now on
         gpus = tuple(gpu._replace(reason=error.reason) for gpu in self._gpus.inventory.gpus)
         self.update_gpus(self._gpus.inventory._replace(gpus=gpus), now_s)
+
+    @property
+    def lacks_driver(self) -> bool:
+        """Whether this program does without the driver, which is not loaded, not installed or not needed.
+
+        A driver that hangs or is broken otherwise may still be used.
+        """
+        if self.nvml is None:
+            reason = self._snapshots.driver_reason
+            return not reason or reason.code in _NO_DRIVER
+        codes = {gpu.reason.code for gpu in self._gpus.inventory.gpus}
+        return bool(codes) and codes <= _NO_DRIVER
 
     @property
     def waits_for_driver(self) -> bool:
