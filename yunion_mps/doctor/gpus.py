@@ -22,7 +22,7 @@ from yunion_mps.doctor.checks import (
     skipped,
     warning,
 )
-from yunion_mps.enums import MIG, MPS, TERMINATE, TIME_SLICING
+from yunion_mps.enums import MIG, MPS, TERMINATE, TIME_SLICING, UNAVAILABLE
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import name_of
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu, Plan
@@ -33,6 +33,7 @@ from yunion_mps.reasons import (
     CLIENT_LIMIT,
     COMPUTE_MODE_CHANGED,
     COMPUTE_MODE_EXCLUSIVE,
+    COMPUTE_MODE_FIXED,
     COMPUTE_MODE_UNSUPPORTED,
     GPU_ERROR,
     GPU_FAULT,
@@ -42,6 +43,7 @@ from yunion_mps.reasons import (
     MIG_PENDING,
     MIG_RESET_REQUIRED,
     NO_DOMAIN,
+    NO_REASON,
     PROCESS_MEMORY_UNKNOWN,
     RECORD_HIDDEN,
     RELOAD_NEEDED,
@@ -70,7 +72,7 @@ _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 
 @check("GPUs", GPU_ERROR)
 def gpus(host: Host) -> Findings:
-    plan, served, known = host.plan()[0], host.served_gpus(), host.known_gpus()
+    plan, known = host.plan()[0], host.known_gpus()
     split = {layout.gpu_uuid for layout in plan.layouts}
     findings = _missing_entries(plan)
     try:
@@ -88,9 +90,7 @@ def gpus(host: Host) -> Findings:
         if reason and reason.code == MIG_PENDING:  # only the daemon knows what its layout waits for
             findings.append(_pending_layout(gpu, reason, known.get(gpu.pci_address)))
             continue
-        answer = served.get(gpu.pci_address)
-        if not reason and answer and answer["reason_code"] not in _OF_DOMAINS:
-            reason = Reason(answer["reason"], answer["reason_code"])
+        reason = reason or _reason_of_the_daemon(host, gpu)
         if reason:
             hint = hint_of(reason.code, gpu=gpu.pci_address)
             if reason.code in _OF_HARDWARE:
@@ -101,6 +101,16 @@ def gpus(host: Host) -> Findings:
     if all(finding.level == SKIPPED for finding in findings):
         findings.append(ok(f"{len({gpu.physical_address for gpu in ours})} divided{means}, all working"))
     return findings
+
+
+def _reason_of_the_daemon(host: Host, gpu: Gpu) -> Reason:
+    """Return why the daemon cannot use the GPU; empty if it can, or if that is due to a domain."""
+    answer = host.known_gpus().get(gpu.pci_address)
+    if answer and answer["state"] != UNAVAILABLE:
+        answer = host.served_gpus().get(gpu.pci_address)
+    if answer is None or answer["reason_code"] in _OF_DOMAINS:
+        return NO_REASON
+    return Reason(answer["reason"], answer["reason_code"])
 
 
 def _missing_entries(plan: Plan) -> list[Finding]:
@@ -251,6 +261,8 @@ def compute_mode(host: Host) -> Findings:
     kept = {address for address, way in ways.items() if way != sharing.get(address, MIG)}
     unavailable = plan.unavailable.items()  # reported by `gpus`
     kept |= {address for address, reason in unavailable if reason.code == COMPUTE_MODE_EXCLUSIVE}
+    known = host.known_gpus().items()
+    kept |= {address for address, gpu in known if gpu["reason_code"] == COMPUTE_MODE_FIXED}
     uuids = {gpu.parent or gpu.uuid for gpu in host.our_gpus() if gpu.pci_address not in kept}
     ours = [gpu for gpu in host.inventory().gpus if gpu.uuid in uuids and not gpu.reason]
     findings = [*unsupported.values()]

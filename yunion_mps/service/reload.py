@@ -21,7 +21,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import GPU_NEEDS, MODE_NEEDS, NO_REASON, Reason, hint_of
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
-from yunion_mps.supervisor.changes import as_made, with_layout_effects
+from yunion_mps.supervisor.changes import as_made, with_layout_effects, without_refused
 from yunion_mps.supervisor.compute_modes import COMPUTE_MODE
 from yunion_mps.supervisor.mig import Losses
 from yunion_mps.supervisor.mig_forecast import Forecast, effects_of
@@ -114,6 +114,13 @@ class Reloader:
             done += await self.set_modes()  # of GPUs whose control daemons have ended meanwhile
             done += await self.apply_layouts()
             planned = self._supervisor.desired.target_domains()
+            changes = without_refused(
+                changes,
+                plan=self._supervisor.desired.plan,
+                domains=planned,
+                gpus=self._supervisor.snapshot().inventory.gpus,
+                slices=self._supervisor.modes.time_slices.refusals.keys(),
+            )
             laid_out = self._supervisor.layouts.in_effect()
             changes = as_made(changes, planned, self._supervisor.domains, laid_out)
             changes = with_layout_effects(changes, effects_of(self._pending_layouts()))

@@ -415,7 +415,10 @@ class Supervisor:
         self._gpus.clear_faults()
         self.modes.time_slices.check_again()
         events = self._gpus.update(preflight.inventory, plan) if preflight.nvml else []
-        events += [change.event() for change in changes if differs]  # what is pending was recorded before
+        if differs:  # what is pending was recorded before
+            # Settings of GPUs are recorded once they are set, because the driver may refuse them.
+            settings = (COMPUTE_MODE.label, TIME_SLICE.label)
+            events += [change.event() for change in changes if change.kind not in settings]
         for event in events:
             self.event_log.record(event)
         self.layouts.withdraw()

@@ -11,6 +11,7 @@ from yunion_mps.doctor.checks import Host, Lazy
 from yunion_mps.models import Gpu
 from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
+    COMPUTE_MODE_FIXED,
     COMPUTE_MODE_UNSUPPORTED,
     DRIVER_NOT_LOADED,
     GPU_GONE,
@@ -313,6 +314,15 @@ def test_a_compute_mode_that_only_the_files_require_needs_a_reload(tmp_path: Pat
         "the files require Exclusive_Process, but the daemon has not read them since they changed"
     )
     assert (finding.hint.endswith("yunion-mps reload"), finding.code) == (True, RELOAD_NEEDED)
+
+
+def test_a_mode_that_cannot_be_changed_has_one_hint_without_nvidia_smi(tmp_path: Path) -> None:
+    fixed = FIRST._replace(compute_mode="Prohibited", mode_is_fixed=True)
+    host = host_of(tmp_path, fixed, snapshot=snapshot(fixed))
+    host.inventory = Lazy(lambda: builders.inventory(fixed._replace(mode_is_fixed=False), driver=DRIVER))
+    finding = one(host, "GPUs", "problem")
+    assert (finding.code, "nvidia-smi" in finding.hint) == (COMPUTE_MODE_FIXED, False)
+    assert one(host, "compute mode", "skipped")
 
 
 def test_while_the_daemon_waits_for_the_driver_nothing_else_is_claimed(tmp_path: Path) -> None:
