@@ -124,8 +124,8 @@ class Inventory(NamedTuple):
     `served` has the UUIDs of the GPUs that have served devices, including lost ones. `controllers` are all
     display controllers of the host. `meant` has what the entries' paths meant before, by `GpuPath.name`.
     `drm_is_loaded`: whether nvidia-drm, which makes render nodes, is loaded; None if unknown.
-    `meant_is_damaged`: that could not be read. `driver_reason` is why the driver reported no GPU; empty if it
-    answered.
+    `meant_is_damaged`: that could not be read; `meant_is_hidden`: only root can read it. `driver_reason` is
+    why the driver reported no GPU; empty if it answered.
     """
 
     driver: Driver
@@ -135,6 +135,7 @@ class Inventory(NamedTuple):
     meant: Mapping[str, MeantGpu] = {}
     driver_reason: Reason = NO_REASON
     meant_is_damaged: bool = False
+    meant_is_hidden: bool = False
     drm_is_loaded: bool | None = None
 
 

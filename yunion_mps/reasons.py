@@ -68,7 +68,7 @@ def hint_of(code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str =
 GPU_LOST = _code("gpu_lost", "The GPU has fallen off the bus.", _REPAIRED)
 GPU_GONE = _code("gpu_gone", "A GPU that served devices is no longer on the PCI bus.",
     "see whether the host finds it: lspci -nn | grep 10de; if it was removed for good, remove its entry, "
-    "then: yunion-mps reload")
+    "then: yunion-mps reload; or, if it has none, wait for the next boot, which gives it up")
 GPU_FAULT = _code("gpu_fault", "The driver reported a fatal GPU error (Xid).",
     "reset it (nvidia-smi --gpu-reset -i {gpu}) or reboot, then: yunion-mps reload")
 GPU_OTHER_DRIVER = _code("gpu_other_driver",
@@ -84,6 +84,8 @@ RECORD_DAMAGED = _code("record_damaged",
     "The record of which GPU each entry means cannot be read or written, so render nodes are not trusted.",
     "if the entry means the GPU to which it leads now: yunion-mps reload; otherwise write the UUID of the "
     "GPU as path, then: yunion-mps reload")
+RECORD_HIDDEN = _code("record_hidden",
+    "Only root can read the record of which GPU each entry means.", "run this command as root")
 PATH_OUTDATED = _code("path_outdated", "The path of an entry leads to another GPU than the entry means.",
     "find the UUID of the GPU: yunion-mps gpus -o json; write it as path; then: yunion-mps reload")
 RENDER_NODE_MISSING = _code("render_node_missing",
@@ -166,8 +168,12 @@ COMPUTE_MODE_PROHIBITED = _code("compute_mode_prohibited",
 COMPUTE_MODE_EXCLUSIVE = _code("compute_mode_exclusive",
     "The GPU's compute mode is not Default, which time-slicing and MIG require.",
     "set it: yunion-mps reload; if cuda_mps_compute_mode is keep: nvidia-smi -i {gpu} -c DEFAULT, and reload")
+COMPUTE_MODE_FIXED = _code("compute_mode_fixed",
+    "The GPU cannot be used in its compute mode, which the driver does not support changing.",
+    "change the mode where that is possible, such as on the host of the virtual machine, and it is used; "
+    "or remove its entry, then: yunion-mps reload")
 #: Codes of GPUs that do not serve as configured until the operator changes their modes.
-MODE_NEEDS = frozenset({MIG_ENABLED, COMPUTE_MODE_PROHIBITED, COMPUTE_MODE_EXCLUSIVE})
+MODE_NEEDS = frozenset({MIG_ENABLED, COMPUTE_MODE_PROHIBITED, COMPUTE_MODE_EXCLUSIVE, COMPUTE_MODE_FIXED})
 TIME_SLICE_REFUSED = _code("time_slice_refused",
     "The GPU's time slice cannot be set, so its devices have the one that it had before.",
     "see why: nvidia-smi compute-policy -i {gpu} --list; or remove time_slice from the entry of the GPU")
@@ -319,7 +325,10 @@ INFEASIBLE = _code("infeasible", "The request could not be satisfied even if eve
 DISABLED = _code("disabled", "MPS is disabled: enable_cuda_mps is false.",
     "set enable_cuda_mps: true in host.conf or host_local.conf, then: yunion-mps reload")
 NO_USABLE_GPU = _code("no_usable_gpu", "No GPU on this host can serve devices.",
-    "see the problem of each GPU and entry: yunion-mps status; then: yunion-mps reload")
+    "see the problem of each GPU and entry: yunion-mps doctor; then: yunion-mps reload")
+RELOAD_NEEDED = _code("reload_needed",
+    "The configuration files have changed since the daemon read them.",
+    "see what would change: yunion-mps plan; then: yunion-mps reload")
 INVALID_CONFIGURATION = _code("invalid_configuration", "A configuration file has an error.",
     "correct it, then verify it: yunion-mps config check")
 CONFIGURATION_IGNORED = _code("configuration_ignored",

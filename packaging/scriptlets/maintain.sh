@@ -92,9 +92,9 @@ reexec() { # run the new program in the daemon's process, so that an upgrade end
     fi
 }
 
-configuration_is_right() { # otherwise report that, with the hint $1
-    why=$(timeout 180 "$programs/yunion-mps-daemon" --check 2>&1) && return
-    if [ $? = 6 ]; then what="rejects the configuration"; else what="cannot start on this host"; fi # for example without a driver
+configuration_is_right() { # otherwise report that, with the hint $1; $2 may be --require-driver
+    why=$(timeout 180 "$programs/yunion-mps-daemon" --check ${2:-} 2>&1) && return
+    if [ $? = 6 ]; then what="rejects the configuration"; else what="cannot start on this host"; fi # for example without a driver that is required
     say "this version $what ($(first "$why")); $1"
     return 1
 }
@@ -106,7 +106,7 @@ follow_cloudpods() { # replace Cloudpods' daemon: enable and start this one if t
     rm -f "$before"
     case $was in *enabled*) systemctl --quiet enable "$unit" ;; esac
     case $was in *started*) ;; *) return 0 ;; esac
-    configuration_is_right "correct it, then: systemctl restart $unit" || return 0
+    configuration_is_right "correct it, then: systemctl restart $unit" --require-driver || return 0
     go_on_with_cloudpods
     systemctl stop "$unit" # if its control daemon was not adopted, Cloudpods' daemon tells it to exit after its jobs
     cloudpods_control_daemons | while read -r pid directory; do
@@ -143,7 +143,7 @@ cloudpods_control_daemons() { # PID and directory of each control daemon that is
 
 before_cloudpods_goes() { # Cloudpods' rpm stops the service before the last script of ours runs
     case $(cat "$before" 2>/dev/null) in *started*) ;; *) return 0 ;; esac
-    if systemd_runs && timeout 180 "$programs/yunion-mps-daemon" --check >/dev/null 2>&1; then
+    if systemd_runs && timeout 180 "$programs/yunion-mps-daemon" --check --require-driver >/dev/null 2>&1; then
         go_on_with_cloudpods
     fi
 }

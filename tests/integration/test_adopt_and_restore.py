@@ -166,7 +166,7 @@ def test_restore_leaves_a_gpu_that_is_not_there_for_later(daemon: Daemon) -> Non
     daemon.kill()
     daemon.host.gpus[0].bind("vfio-pci")
     assert daemon.run("--restore") == 0, daemon.log
-    assert "is not there now, so its compute mode cannot be restored" in daemon.log
+    assert "its compute mode cannot be restored now: the GPU is bound to the driver vfio-pci" in daemon.log
     daemon.host.gpus[0].bind("nvidia")
     daemon.host.gpus[0].compute_mode = "exclusive_process"
     assert daemon.run("--restore") == 0, daemon.log

@@ -240,6 +240,32 @@ def test_without_a_driver_it_waits_and_tells_systemd_what_for(daemon: Daemon) ->
     assert daemon.stop() == 0
 
 
+REEXEC = ["yunion-mps", "daemon-reexec"]
+
+
+def test_a_daemon_that_waits_for_the_driver_can_be_reexecuted(daemon: Daemon) -> None:
+    daemon.host.unload_driver()
+    daemon.start().wait_ready()
+    assert daemon.host.run(REEXEC).returncode == 0, daemon.log
+    daemon.host.load_driver()
+    eventually(lambda: daemon.status()["state"] == "ready", "the driver's use")
+    daemon.host.unload_driver()
+    eventually(lambda: daemon.status()["gpus"]["unavailable"], "the poll that fails")
+    assert daemon.host.run(REEXEC).returncode == 0, daemon.log
+    daemon.host.load_driver()
+    eventually(lambda: daemon.status()["state"] == "ready", "the driver's use")
+
+
+def test_a_daemon_that_uses_the_driver_is_not_replaced_by_one_that_cannot(ready_daemon: Daemon) -> None:
+    ready_daemon.host.hide_library()
+    status, answer = ready_daemon.ask("POST", "/v1/reexec")
+    assert (status, "libnvidia-ml.so.1 is not installed" in answer["detail"]) == (409, True)
+    assert ready_daemon.status()["state"] == "ready"
+    check = ["yunion-mps-daemon", "--check"]
+    assert ready_daemon.host.run(check).returncode == 0
+    assert ready_daemon.host.run([*check, "--require-driver"]).returncode == 1
+
+
 def test_a_driver_that_was_updated_before_it_was_loaded_is_used(daemon: Daemon) -> None:
     """The daemon has loaded the library of the earlier version when it asked for the driver."""
     daemon.host.unload_driver()

@@ -41,7 +41,7 @@ def test_our_daemon_is_enabled_and_started_if_cloudpods_was(cloudpods: Host) -> 
         assert daemon.wait(60) == -9
     assert systemctl_and_ours(cloudpods) == [
         "systemctl --quiet enable yunion-mps-daemon.service",
-        "yunion-mps-daemon --check",
+        "yunion-mps-daemon --check --require-driver",
         "yunion-mps-daemon --adopt 5",
         "systemctl daemon-reload",
         "systemctl show --property MainPID --value yunion-mps-daemon.service",
@@ -62,7 +62,7 @@ def test_a_control_daemon_that_cannot_be_adopted_is_told_to_quit(cloudpods: Host
     ]
     assert systemctl_and_ours(cloudpods) == [
         "systemctl --quiet enable yunion-mps-daemon.service",
-        "yunion-mps-daemon --check",
+        "yunion-mps-daemon --check --require-driver",
         "yunion-mps-daemon --adopt 5",
         "systemctl stop yunion-mps-daemon.service",
         "nvidia-cuda-mps-control ",
@@ -100,7 +100,7 @@ def test_cloudpods_daemon_keeps_running_if_its_files_are_rejected(host: Host) ->
     host.program("yunion-mps-daemon", f"cat >&2 <<'END'\n{REFUSED}\nEND\nexit 6")
     (said,) = host.good("go_on")
     assert said.endswith("correct it, then: systemctl restart yunion-mps-daemon.service")
-    assert host.calls() == ["yunion-mps-daemon --check"]
+    assert host.calls() == ["yunion-mps-daemon --check --require-driver"]
 
 
 def test_replacing_our_package_by_cloudpods_ends_no_job(host: Host) -> None:

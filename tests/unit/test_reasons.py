@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 from yunion_mps import reasons
 from yunion_mps.errors import YunionError
-from yunion_mps.reasons import CODES, NO_REASON, Reason, hint_of
+from yunion_mps.reasons import (
+    CODES,
+    COMPUTE_MODE_FIXED,
+    COMPUTE_MODE_UNSUPPORTED,
+    GPU_GONE,
+    NO_REASON,
+    Reason,
+    hint_of,
+)
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SOURCES = {
@@ -111,3 +119,16 @@ def test_the_page_has_each_code_with_its_meaning_and_hint() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*) \|$", page, re.MULTILINE)
     shown = {code: (meaning, hint.replace("\\|", "|")) for code, meaning, hint in rows}
     assert shown == {code: (one.meaning, hint_of(code, lease="LEASE")) for code, one in CODES.items()}
+
+
+def test_a_hint_about_an_entry_also_fits_hosts_without_entries() -> None:
+    assert hint_of(GPU_GONE).endswith("or, if it has none, wait for the next boot, which gives it up")
+
+
+def test_status_gives_no_hint_to_run_status() -> None:
+    assert {code for code in CODES if "yunion-mps status;" in hint_of(code)} == set()
+
+
+def test_no_hint_sets_a_mode_that_the_driver_does_not_let_change() -> None:
+    for code in (COMPUTE_MODE_FIXED, COMPUTE_MODE_UNSUPPORTED):
+        assert "nvidia-smi" not in hint_of(code)

@@ -14,7 +14,7 @@ from yunion_mps.errors import ConfigError
 from yunion_mps.mig import DISABLED
 from yunion_mps.overview import way_of
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import hint_of
+from yunion_mps.reasons import RECORD_HIDDEN, hint_of
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
@@ -370,24 +370,37 @@ def _gpu_record(gpu: Gpu, plan: Plan, after: Plan) -> GpuRecord:
         "time_slice": plan.time_slices.get(gpu.uuid or ""),
         "reason": gpu.reason
         or plan.unavailable.get(gpu.pci_address, "")
-        or ("" if sharing or devices else "not configured"),
+        or ("" if sharing or devices else _why_not_divided(plan)),
     }
 
 
+def _why_not_divided(plan: Plan) -> str:
+    if any(entry.reason.code == RECORD_HIDDEN for entry in plan.missing):
+        return "only root can see whether an entry means it"
+    return "not configured"
+
+
 def _plan_text(preflight: Preflight) -> str:
-    text = "The configuration is valid:\n" + _config_text(preflight.config)
+    hidden = [entry for entry in preflight.plan.missing if entry.reason.code == RECORD_HIDDEN]
+    text = "The configuration is valid, as far as this user can check it:\n"
+    if not hidden:
+        text = "The configuration is valid:\n"
+    text += _config_text(preflight.config)
     notice, gpus = _notice(preflight), gpu_records(preflight)
     if notice:
         text += f"{notice}.\n"
     for warning in preflight.plan.warnings:
         text += f"Warning: {warning}.\n  {hint_of(warning.code)}\n"
     for entry in preflight.plan.missing:
-        text += f"No GPU now for path {entry.path} ({entry.place}): {entry.reason}.\n"
+        what = f"Path {entry.path}" if entry in hidden else f"No GPU now for path {entry.path}"
+        text += f"{what} ({entry.place}): {entry.reason}.\n"
         text += f"  {hint_of(entry.reason.code)}\n"
     if not gpus:
         return text
     is_plain = all(gpu["sharing"] in (MPS, None) for gpu in gpus)
     columns = [column for column in _GPU_COLUMNS if column is not _SHARING or not is_plain]
+    if hidden and not preflight.plan.sharing:
+        return text
     text += "The daemon would divide the GPUs as follows:\n" + table(columns, gpus)
     text += notes((gpu["addr"], _note(gpu)) for gpu in gpus)
     for domain in preflight.plan.domains:

@@ -28,14 +28,17 @@ restores the GPUs' compute modes.
 """
 _STATUSES = """\b
 Exit status:
-  0 stopped cleanly; 1 failure; 2 wrong usage;
+  0 stopped cleanly, or --check: a start succeeds, even if it waits for the driver;
+  1 failure, or --require-driver: the driver does not work now; 2 wrong usage;
   4 permission denied; 6 invalid configuration
 """
+_WITH_CHECK = "--require-driver requires --check."
 _ONE_OF = "--check, --restore and --adopt are mutually exclusive: use one of them."
 
 
 class Options(NamedTuple):
     check: bool = False
+    require_driver: bool = False
     restore: bool = False
     adopt: int | None = None
     log_level: str = ""
@@ -75,17 +78,27 @@ def command() -> click.Command:
             raise click.BadParameter(f"{text} is not a PID.")
         return int(text)
 
-    def check_options(*, check: bool, restore: bool, adopt: int | None, log_level: str | None) -> Options:
+    def check_options(
+        *, check: bool, require_driver: bool, restore: bool, adopt: int | None, log_level: str | None
+    ) -> Options:
         if check + restore + (adopt is not None) > 1:
             raise click.UsageError(_ONE_OF)
+        if require_driver and not check:
+            raise click.UsageError(_WITH_CHECK)
         level = log_level or _default_level()
         if level not in LEVELS:
             raise click.UsageError(f"{_LEVEL_VARIABLE} is {level!r}: use one of {', '.join(LEVELS)}.")
-        return Options(check, restore, adopt, level)
+        return Options(
+            check=check, require_driver=require_driver, restore=restore, adopt=adopt, log_level=level
+        )
 
     return program_command(
         PROGRAM, check_options, _HELP, _STATUSES,
         click.option("--check", is_flag=True, help="Check the configuration against the GPUs, and exit."),
+        click.option(
+            "--require-driver", is_flag=True,
+            help="With --check: fail if the NVIDIA driver does not work now.",
+        ),
         click.option(
             "--restore", is_flag=True,
             help="Clean up after a daemon that was killed: end its control daemons, restore the GPUs' "

@@ -68,7 +68,7 @@ def _run_offline(paths: Paths, options: Options) -> int:
     from yunion_mps.service import offline  # few starts need it
 
     if options.check:
-        return offline.check(paths)
+        return offline.check(paths, requires_driver=options.require_driver)
     if options.adopt is not None:
         return offline.adopt(paths, options.adopt)
     lock = take_lock(paths)

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from yunion_mps.config import load
-from yunion_mps.enums import MIG, MPS, PROBLEM, WARNING
+from yunion_mps.enums import MIG, MPS, NOT_USED, PROBLEM, WARNING
 from yunion_mps.errors import Problem, YunionError
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, GET_STATUS
@@ -21,7 +22,7 @@ from yunion_mps.models import DomainPlan, Gpu, Inventory, Plan, PlannedGpu
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import below_root, make_plan
-from yunion_mps.reasons import Reason
+from yunion_mps.reasons import RECORD_HIDDEN, Reason
 from yunion_mps.settings import Config
 from yunion_mps.text import printable
 
@@ -35,7 +36,10 @@ T = TypeVar("T")
 _FACT_TIME_SHARE = 0.8
 
 OK = "ok"
+NOTHING_DIVIDED = "no GPU of this host is divided into devices"
 WITHOUT_MPS = "no GPU of this host is shared through MPS"
+#: What an ordinary user cannot see of the entries.
+WHICH_GPUS = "which GPUs the entries mean"
 SKIPPED = "skipped"  # it cannot be checked here: no daemon, no permission, no GPU
 UNKNOWN = "unknown"  # the check failed or took too long
 #: Levels in the order of the report, the worst first, with the exit statuses of monitoring plugins (Nagios,
@@ -46,7 +50,7 @@ NAGIOS_CODES = {PROBLEM: 2, WARNING: 1, UNKNOWN: 3, SKIPPED: 3, OK: 0}
 class SkipError(YunionError):
     """There is nothing to check, by default because no GPU is divided, or no permission to."""
 
-    def __init__(self, message: str = "no GPU of this host is divided into devices", hint: str = "") -> None:
+    def __init__(self, message: str = NOTHING_DIVIDED, hint: str = "") -> None:
         super().__init__(message, hint)
 
 
@@ -152,6 +156,19 @@ class Host:
             if (gpu["devices"] and gpu["sharing"] not in (None, MIG)) or gpu["memory_free_mib"] is not None
         }
 
+    def unread_gpus(self) -> set[str]:
+        """Return the PCI addresses of the GPUs that the files divide and the daemon does not.
+
+        It has not read the files since they changed. Raises like `plan`.
+        """
+        plan, _ = self.plan()
+        divided = plan.sharing.keys() | {layout.gpu_uuid for layout in plan.layouts}
+        return {
+            address
+            for address, gpu in self.known_gpus().items()
+            if gpu["state"] == NOT_USED and not gpu["reason"] and divided & {address, gpu["uuid"]}
+        }
+
     def known_pids(self) -> dict[str, int | None]:
         """Return the control daemons' PIDs by domain, as the daemon reports them."""
         status = self.known_status()
@@ -168,29 +185,41 @@ class Host:
         return not entries or any(entry.uses_mps for entry in entries) or bool(self.domains())
 
     def mps_domains(self) -> list[DomainPlan]:
-        """Return the domains; raises SkipError if there are none."""
+        """Return the domains; raises SkipError if there are none, DriverError if the daemon waits for it."""
         domains = self.domains()
         if not domains:
-            raise SkipError if self.uses_mps() else SkipError(WITHOUT_MPS)
+            raise self.nothing_divided() if self.uses_mps() else SkipError(WITHOUT_MPS)
         return domains
+
+    def hides_entries(self) -> bool:
+        """Whether only root can read which GPUs the entries mean; raises like `plan`."""
+        return any(entry.reason.code == RECORD_HIDDEN for entry in self.plan()[0].missing)
+
+    def nothing_divided(self, otherwise: str = NOTHING_DIVIDED) -> SkipError:
+        """Return why there is nothing to check; raises like `plan` if that is not known."""
+        if self.config()[0].enable_cuda_mps and self.hides_entries():
+            return invisible(WHICH_GPUS)
+        return SkipError(otherwise)
 
     def our_gpus(self) -> list[Gpu]:
         """Return the GPUs that are or would be divided into devices; raises SkipError if there are none.
 
-        One that only the daemon knows, because it is no longer present, has the daemon's reason.
+        One that only the daemon knows, because it is no longer present, has the daemon's reason. One that the
+        daemon has not read of is left out.
         """
         plan, _ = self.plan()
         served = self.served_gpus()
         uuids = plan.gpu_uuids
         addresses = plan.unavailable.keys() | served.keys()
-        gpus = self.inventory().gpus
+        unread = self.unread_gpus()
+        gpus = [gpu for gpu in self.inventory().gpus if gpu.pci_address not in unread]
         ours = [gpu for gpu in gpus if gpu.uuid in uuids or gpu.pci_address in addresses]
         for address in served.keys() - {gpu.pci_address for gpu in gpus}:
             gone = served[address]
             reason = Reason(gone["reason"], gone["reason_code"])
             ours.append(Gpu(address, gone["uuid"], gone["name"], reason=reason))
         if not ours:
-            raise SkipError
+            raise self.nothing_divided()
         return ours
 
     def ways_of_sharing(self) -> dict[str, str]:
@@ -203,7 +232,7 @@ class Host:
         ways = self.ways_of_sharing()
         gpus = [gpu for gpu in self.our_gpus() if ways.get(gpu.pci_address, MPS) == MPS]
         if not gpus:
-            raise SkipError(WITHOUT_MPS)
+            raise self.nothing_divided(WITHOUT_MPS)
         return gpus
 
     def control_pid(self, domain: DomainPlan) -> int | None:
@@ -219,15 +248,15 @@ class Host:
         status = self.known_status()
         if status:
             return [_plan_of(domain) for domain in status["domains"]]
-        try:
-            return [below_root(domain, self.paths) for domain in self.plan()[0].domains]
-        except YunionError:
-            config = self.config()[0]
-            if not config.enable_cuda_mps:
-                return []
-            # The GPUs are unknown, and so are the directories of any but a host-wide domain.
-            pipe, log = config.cuda_mps_pipe_directory, config.cuda_mps_log_directory
-            return [below_root(DomainPlan("host", pipe, log, (), 100.0), self.paths)]
+        with contextlib.suppress(YunionError):
+            if not self.hides_entries():
+                return [below_root(domain, self.paths) for domain in self.plan()[0].domains]
+        config = self.config()[0]
+        if not config.enable_cuda_mps:
+            return []
+        # The GPUs are unknown, and so are the directories of any but a host-wide domain.
+        pipe, log = config.cuda_mps_pipe_directory, config.cuda_mps_log_directory
+        return [below_root(DomainPlan("host", pipe, log, (), 100.0), self.paths)]
 
 
 def _open_nvml(timeout_s: float) -> Nvml:

@@ -13,6 +13,7 @@ from yunion_mps import __version__
 from yunion_mps.addresses import physical_gpu
 from yunion_mps.doctor import cuda_client
 from yunion_mps.doctor.checks import (
+    WHICH_GPUS,
     Finding,
     Findings,
     Host,
@@ -29,6 +30,7 @@ from yunion_mps.enums import FREE, READY, WARNING
 from yunion_mps.errors import DriverError, HostError, Problem, UnreachableError
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.host.processes import outcome_of
+from yunion_mps.models import Gpu, Plan
 from yunion_mps.mps.processes import server_pids
 from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
@@ -39,10 +41,11 @@ from yunion_mps.reasons import (
     DAEMON_UNREACHABLE,
     INVALID_CONFIGURATION,
     LIMITS_PENDING,
+    RELOAD_NEEDED,
     VERSION_DIFFERS,
     hint_of,
 )
-from yunion_mps.text import count
+from yunion_mps.text import count, list_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DeviceDetails
@@ -158,17 +161,30 @@ def configuration(host: Host) -> Findings:
         return [problem(error.message, error.hint)]
     if problems:
         return [_finding(error) for error in problems]
+    return [_describe_plan(host, plan)]
+
+
+def _describe_plan(host: Host, plan: Plan) -> Finding:
+    """Describe what a valid configuration divides."""
+    unread = sorted(host.unread_gpus())
+    if unread:
+        names = list_of(Gpu(address).address for address in unread)
+        verb = "is" if len(unread) == 1 else "are"
+        what = f"{names} {verb} not divided yet, because the daemon has not read the files since they changed"
+        return warning(what, hint_of(RELOAD_NEEDED), RELOAD_NEEDED)
+    if host.hides_entries():
+        return ok(f"the files have no errors; {invisible(WHICH_GPUS).message}")
     unusable = len(plan.unavailable) + len(plan.missing)
     if not plan.devices and not plan.pools and unusable:  # other checks report why
-        return [ok(f"the configuration is valid; {count(unusable, 'GPU')} cannot be divided now")]
+        return ok(f"the configuration is valid; {count(unusable, 'GPU')} cannot be divided now")
     if not plan.devices and not plan.pools:
-        hint = f"check the GPUs (yunion-mps gpus) and {config.container_device_config_file}"
-        return [problem("the configuration is valid, but no GPU on this host can be divided", hint)]
+        hint = f"check the GPUs (yunion-mps gpus) and {host.config()[0].container_device_config_file}"
+        return problem("the configuration is valid, but no GPU on this host can be divided", hint)
     gpus = len({physical_gpu(device.addr) for device in plan.devices})
     parts = [f"{count(len(plan.devices), 'device')} on {count(gpus, 'GPU')}"] if gpus else []
     if plan.pools:
         parts.append(count(len(plan.pools), "memory pool"))
-    return [ok(f"the configuration is valid; {', '.join(parts)}")]
+    return ok(f"the configuration is valid; {', '.join(parts)}")
 
 
 def _check_readable(files: Iterable[str]) -> None:

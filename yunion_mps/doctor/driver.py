@@ -28,6 +28,8 @@ from yunion_mps.mps.processes import PROGRAM, SERVER, find_control_program, serv
 from yunion_mps.reasons import (
     DEVICE_NODES,
     DRIVER_ERROR,
+    GPU_GONE,
+    GPU_OTHER_DRIVER,
     PROGRAM_MISSING,
 )
 from yunion_mps.text import list_of
@@ -130,7 +132,9 @@ def _library_findings(host: Host) -> list[Finding]:
 @check("device nodes", DEVICE_NODES)
 def nodes(host: Host) -> Findings:
     """The device nodes: an MPS server runs as its client's user, so all users must have access."""
-    ours = host.our_gpus()
+    ours = [gpu for gpu in host.our_gpus() if gpu.reason.code not in (GPU_GONE, GPU_OTHER_DRIVER)]
+    if not ours:
+        raise SkipError("no divided GPU answers")
     unknown = list_of(gpu.address for gpu in ours if gpu.minor is None)
     if all(gpu.minor is None for gpu in ours):
         raise SkipError(f"the driver does not report the minor number of {unknown}")

@@ -8,8 +8,21 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from yunion_mps.doctor.checks import Finding, Findings, Host, SkipError, check, ok, problem, warning
-from yunion_mps.enums import MIG, MPS, TERMINATE, TIME_SLICING
+from yunion_mps.doctor.checks import (
+    SKIPPED,
+    WHICH_GPUS,
+    Finding,
+    Findings,
+    Host,
+    SkipError,
+    check,
+    invisible,
+    ok,
+    problem,
+    skipped,
+    warning,
+)
+from yunion_mps.enums import MIG, MPS, TERMINATE, TIME_SLICING, UNAVAILABLE
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import name_of
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu, Plan
@@ -20,6 +33,7 @@ from yunion_mps.reasons import (
     CLIENT_LIMIT,
     COMPUTE_MODE_CHANGED,
     COMPUTE_MODE_EXCLUSIVE,
+    COMPUTE_MODE_FIXED,
     COMPUTE_MODE_UNSUPPORTED,
     GPU_ERROR,
     GPU_FAULT,
@@ -29,7 +43,10 @@ from yunion_mps.reasons import (
     MIG_PENDING,
     MIG_RESET_REQUIRED,
     NO_DOMAIN,
+    NO_REASON,
     PROCESS_MEMORY_UNKNOWN,
+    RECORD_HIDDEN,
+    RELOAD_NEEDED,
     TEMPORARY,
     VGPU,
     Reason,
@@ -55,12 +72,9 @@ _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 
 @check("GPUs", GPU_ERROR)
 def gpus(host: Host) -> Findings:
-    plan, served, known = host.plan()[0], host.served_gpus(), host.known_gpus()
+    plan, known = host.plan()[0], host.known_gpus()
     split = {layout.gpu_uuid for layout in plan.layouts}
-    findings = [
-        problem(f"path {one.path} ({one.place}): {one.reason}", hint_of(one.reason.code), one.reason.code)
-        for one in plan.missing
-    ]
+    findings = _missing_entries(plan)
     try:
         ours = host.our_gpus()
     except SkipError:
@@ -76,9 +90,7 @@ def gpus(host: Host) -> Findings:
         if reason and reason.code == MIG_PENDING:  # only the daemon knows what its layout waits for
             findings.append(_pending_layout(gpu, reason, known.get(gpu.pci_address)))
             continue
-        answer = served.get(gpu.pci_address)
-        if not reason and answer and answer["reason_code"] not in _OF_DOMAINS:
-            reason = Reason(answer["reason"], answer["reason_code"])
+        reason = reason or _reason_of_the_daemon(host, gpu)
         if reason:
             hint = hint_of(reason.code, gpu=gpu.pci_address)
             if reason.code in _OF_HARDWARE:
@@ -86,7 +98,33 @@ def gpus(host: Host) -> Findings:
             findings.append(problem(f"{_gpu_name(gpu)}: {reason}", hint, reason.code))
     instances = sum(gpu.is_instance for gpu in ours)
     means = f" ({count(instances, 'MIG instance')})" if instances else ""
-    return findings or [ok(f"{len({gpu.physical_address for gpu in ours})} divided{means}, all working")]
+    if all(finding.level == SKIPPED for finding in findings):
+        findings.append(ok(f"{len({gpu.physical_address for gpu in ours})} divided{means}, all working"))
+    return findings
+
+
+def _reason_of_the_daemon(host: Host, gpu: Gpu) -> Reason:
+    """Return why the daemon cannot use the GPU; empty if it can, or if that is due to a domain."""
+    answer = host.known_gpus().get(gpu.pci_address)
+    if answer and answer["state"] != UNAVAILABLE:
+        answer = host.served_gpus().get(gpu.pci_address)
+    if answer is None or answer["reason_code"] in _OF_DOMAINS:
+        return NO_REASON
+    return Reason(answer["reason"], answer["reason_code"])
+
+
+def _missing_entries(plan: Plan) -> list[Finding]:
+    """Return the findings about entries whose GPUs are missing, and about those that this user cannot see."""
+    findings = []
+    for entry in plan.missing:
+        code = entry.reason.code
+        if code != RECORD_HIDDEN:
+            what = f"path {entry.path} ({entry.place}): {entry.reason}"
+            findings.append(problem(what, hint_of(code), code))
+    if len(findings) < len(plan.missing):
+        unseen = invisible(WHICH_GPUS)
+        findings.append(skipped(unseen.message, unseen.hint))
+    return findings
 
 
 def _pending_layout(gpu: Gpu, reason: Reason, known: answers.Gpu | None) -> Finding:
@@ -223,11 +261,18 @@ def compute_mode(host: Host) -> Findings:
     kept = {address for address, way in ways.items() if way != sharing.get(address, MIG)}
     unavailable = plan.unavailable.items()  # reported by `gpus`
     kept |= {address for address, reason in unavailable if reason.code == COMPUTE_MODE_EXCLUSIVE}
+    known = host.known_gpus().items()
+    kept |= {address for address, gpu in known if gpu["reason_code"] == COMPUTE_MODE_FIXED}
     uuids = {gpu.parent or gpu.uuid for gpu in host.our_gpus() if gpu.pci_address not in kept}
     ours = [gpu for gpu in host.inventory().gpus if gpu.uuid in uuids and not gpu.reason]
     findings = [*unsupported.values()]
     for gpu in ours:
-        finding = _check_mode(gpu, planned.get(gpu.uuid or ""), is_served=is_served)
+        mode = planned.get(gpu.uuid or "")
+        finding = _check_mode(gpu, mode, is_served=is_served)
+        if finding and mode and _is_as_the_daemon_wants(host, gpu):
+            what = f"{_gpu_name(gpu)} is in compute mode {gpu.compute_mode}; the files require {mode}, but "
+            what += "the daemon has not read them since they changed"
+            finding = warning(what, hint_of(RELOAD_NEEDED), RELOAD_NEEDED)
         if finding and gpu.address not in unsupported:
             findings.append(finding)
     if findings:
@@ -235,6 +280,15 @@ def compute_mode(host: Host) -> Findings:
     if not ours:
         raise SkipError("no GPU's compute mode can be compared now")
     return [ok(_describe_modes(ours, plan, is_served=is_served))]
+
+
+def _is_as_the_daemon_wants(host: Host, gpu: Gpu) -> bool:
+    """Whether the daemon knows the GPU's compute mode and finds nothing wrong with it."""
+    known = host.known_gpus().get(gpu.pci_address)
+    status = host.known_status()
+    if not known or not status or known["compute_mode"] != gpu.compute_mode or known["reason"]:
+        return False
+    return not any(one["gpu"] == gpu.address for one in status["problems"])
 
 
 def _describe_modes(gpus: Sequence[Gpu], plan: Plan, *, is_served: bool) -> str:

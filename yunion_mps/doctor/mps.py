@@ -255,7 +255,7 @@ def server_failures(host: Host) -> Findings:
     """Failures of servers within the last hour, in the control daemons' logs."""
     findings: list[Finding] = []
     is_logged = False
-    for domain in host.domains():
+    for domain in host.mps_domains():
         path = os.path.join(domain.log_directory, LOG_NAME)
         try:
             outcomes = _recent_outcomes(path)

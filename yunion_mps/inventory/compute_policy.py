@@ -36,9 +36,13 @@ def set_time_slice(uuid: str, name: str) -> None:
 
 def restore_time_slice(uuid: str, name: str) -> bool:
     """Like `set_time_slice`, but only if it differs; return whether it did."""
-    differs = time_slice_of(uuid) != name
-    if differs:
-        set_time_slice(uuid, name)
+    try:
+        differs = time_slice_of(uuid) != name
+        if differs:
+            set_time_slice(uuid, name)
+    except DriverError as error:
+        hint = f"see why: nvidia-smi compute-policy -i {uuid} --list; then run: yunion-mps-daemon --restore"
+        raise DriverError(error.message, hint, error.code) from None
     return differs
 
 

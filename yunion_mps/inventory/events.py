@@ -71,6 +71,7 @@ class EventWatch:
         `renew` and `stop` take effect within `wait_s`.
         """
         nvml.keep_open()
+        self._nvml = nvml
         self._wait_ms = round(wait_s * 1000)
         self._on_event = on_event
         self._stopped = threading.Event()
@@ -80,6 +81,7 @@ class EventWatch:
 
     def start(self) -> None:
         threads.start(self._run, lambda _, __: self._ended.set())
+        self._nvml.watch_ended = self._ended
 
     def renew(self) -> None:
         """Enumerate the GPUs again, because others answer than before."""

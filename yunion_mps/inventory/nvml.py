@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,6 +40,8 @@ _MODE_NUMBERS = {name: number for number, name in COMPUTE_MODES.items()}
 
 #: How long a new initialisation waits for other calls to end; if they do not, it is tried later.
 _ALONE_WITHIN_S = 2.0
+#: How long it waits for the thread that watches for events, which has been told to stop.
+_WATCH_ENDS_WITHIN_S = 10.0
 
 
 class GpuLoad(NamedTuple):
@@ -79,6 +82,9 @@ class Nvml:
     def __init__(self, timeout_s: float = TIMEOUT_S, deadline: Deadline | None = None) -> None:
         """With the `deadline` of an earlier attempt, no call is made while that attempt still hangs."""
         self.deadline = deadline or Deadline(timeout_s)
+        #: Whether the thread that was last started to wait in NVML for events has ended.
+        self.watch_ended = threading.Event()
+        self.watch_ended.set()
         self._is_kept = False
         self._is_initialised = False
         self.deadline.call(self._initialise)
@@ -96,9 +102,11 @@ class Nvml:
         """Have NVML find the GPUs that have come since it was initialised; return whether that was possible.
 
         NVML fixes its list of GPUs at the first initialisation (measured). No other call is in progress
-        meanwhile, and no `EventWatch` may be running. Raises DriverError if the driver does not work anymore:
-        then NVML is not initialised, and this can be repeated.
+        meanwhile, and an `EventWatch` must have been stopped. Raises DriverError if the driver does not work
+        anymore: then NVML is not initialised, and this can be repeated.
         """
+        if not self.watch_ended.wait(_WATCH_ENDS_WITHIN_S):
+            return False
 
         def work() -> None:
             if self._is_initialised:

@@ -21,7 +21,7 @@ from yunion_mps.inventory import sysfs
 from yunion_mps.inventory.driver import reason_of
 from yunion_mps.inventory.mig import Mig, instance_gpu
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import Controller, Gpu, Inventory, MeantGpu, PcieLink
+from yunion_mps.models import Controller, Driver, Gpu, Inventory, MeantGpu, PcieLink
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 
@@ -44,13 +44,14 @@ _NVIDIA_DRIVERS = ("nvidia", "nvgpu")
 class ServedGpus(NamedTuple):
     """The GPUs that served devices, whether they did in this boot, and what the entries meant.
 
-    `is_damaged`: the latter could not be read.
+    `is_damaged`: the latter could not be read; `is_hidden`: only root can read any of it.
     """
 
     gpus: tuple[Gpu, ...] = ()
     this_boot: bool = True
     meant: Mapping[str, MeantGpu] = {}
     is_damaged: bool = False
+    is_hidden: bool = False
 
 
 class Scanner:
@@ -89,6 +90,16 @@ class Scanner:
         self._known = _answering(gpu for gpu in shown if not gpu.parent)
         has_drm = os.path.isdir(self._paths.under("/sys/module/nvidia_drm"))
         return Inventory(driver, in_order(shown), controllers=controllers, drm_is_loaded=has_drm)
+
+    def scan_sysfs(self) -> Inventory:
+        """Return the host's NVIDIA GPUs without asking the driver, which does not work."""
+        controllers = self.controllers()
+        gpus = []
+        for controller in controllers:
+            if controller.vendor == sysfs.NVIDIA_VENDOR:
+                reason = _other_driver(controller, self._paths) or _NOT_OFFERED
+                gpus.append(self._locate(Gpu(controller.pci_address, reason=reason)))
+        return Inventory(Driver("", None), in_order(gpus), controllers=controllers)
 
     def controllers(self, render_nodes: Mapping[str, str] | None = None) -> tuple[Controller, ...]:
         """Return the host's display controllers, without asking the driver.
@@ -169,8 +180,8 @@ def load_served(paths: Paths) -> ServedGpus:
         return ServedGpus(tuple(gpus), boot_id == _boot_id(paths), dict(rows), is_damaged)
     except FileNotFoundError:
         return ServedGpus()
-    except PermissionError:  # doctor runs as any user
-        return ServedGpus()
+    except PermissionError:  # doctor and config check run as any user
+        return ServedGpus(is_hidden=True)
     except _UNREADABLE:
         return ServedGpus(is_damaged=True)
 
@@ -260,7 +271,9 @@ def with_saved(inventory: Inventory, saved: ServedGpus, *, are_named: bool) -> I
     GPUs that no entry names (`are_named` is false) are forgotten after a reboot.
     """
     served = saved.gpus if are_named or saved.this_boot else ()
-    return with_served(inventory, served)._replace(meant=saved.meant, meant_is_damaged=saved.is_damaged)
+    return with_served(inventory, served)._replace(
+        meant=saved.meant, meant_is_damaged=saved.is_damaged, meant_is_hidden=saved.is_hidden
+    )
 
 
 def gone(gpu: Gpu, there: Mapping[str, Gpu]) -> Gpu:

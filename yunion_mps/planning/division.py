@@ -94,12 +94,14 @@ def unusable_reason(gpu: Gpu, sharing: str = MPS, *, keeps_mode: bool = False) -
             what = "the GPU is in MIG mode, so it cannot be time-sliced as a whole"
         return Reason(what, reasons.MIG_ENABLED)
     stays = keeps_mode or gpu.mode_is_fixed
-    why = "cuda_mps_compute_mode is keep" if keeps_mode else "the driver does not support changing it"
+    why = "the driver does not support changing it" if gpu.mode_is_fixed else "cuda_mps_compute_mode is keep"
     is_strict = stays and gpu.compute_mode in (EXCLUSIVE_PROCESS, PROHIBITED)
     if is_strict and (gpu.parent or sharing == TIME_SLICING):
         what = "MIG requires" if gpu.parent else "time-slicing requires"
         what += f" compute mode Default, but it is {gpu.compute_mode}, and {why}"
-        return Reason(what, reasons.COMPUTE_MODE_EXCLUSIVE if keeps_mode else reasons.COMPUTE_MODE_REFUSED)
+        return Reason(
+            what, reasons.COMPUTE_MODE_FIXED if gpu.mode_is_fixed else reasons.COMPUTE_MODE_EXCLUSIVE
+        )
     if sharing == TIME_SLICING:
         return NO_REASON
     if gpu.memory_mib is None:
@@ -111,7 +113,9 @@ def unusable_reason(gpu: Gpu, sharing: str = MPS, *, keeps_mode: bool = False) -
         return Reason(what, reasons.MPS_UNSUPPORTED)
     if gpu.compute_mode == PROHIBITED and stays:
         what = f"the GPU's compute mode is Prohibited, and {why}"
-        return Reason(what, reasons.COMPUTE_MODE_PROHIBITED if keeps_mode else reasons.COMPUTE_MODE_REFUSED)
+        return Reason(
+            what, reasons.COMPUTE_MODE_FIXED if gpu.mode_is_fixed else reasons.COMPUTE_MODE_PROHIBITED
+        )
     return NO_REASON
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from yunion_mps.enums import MPS, TIME_SLICING
 from yunion_mps.errors import Problem
+from yunion_mps.gpu_path import UUID, parse_gpu_path
 from yunion_mps.identity import NAMESPACE, uuid5
 from yunion_mps.mig import MigLayout
 from yunion_mps.models import (
@@ -20,6 +21,7 @@ from yunion_mps.models import (
     Driver,
     Gpu,
     Inventory,
+    MissingGpu,
     Plan,
     Slice,
 )
@@ -33,11 +35,11 @@ from yunion_mps.planning.division import (
     pools_of,
     unusable_reason,
 )
-from yunion_mps.planning.entries import reservations, resolve
+from yunion_mps.planning.entries import Resolution, reservations, resolve
 from yunion_mps.planning.mig import instances_of
 from yunion_mps.planning.multiuser import is_multiuser, multiuser_warnings
 from yunion_mps.planning.sharing import direct_devices, divide_directly, mode_for
-from yunion_mps.reasons import Reason
+from yunion_mps.reasons import RECORD_HIDDEN, Reason
 from yunion_mps.settings import Config, DeviceEntry, Source
 
 
@@ -60,7 +62,7 @@ def make_plan(
     host = uuid5(NAMESPACE, machine_id)
     if not config.enable_cuda_mps:
         return Plan(host), []
-    resolution = resolve(config, inventory)
+    resolution = _resolve(config, inventory)
     entries, problems = resolution.entries, resolution.problems
     kept_modes = frozenset(address for address, entry in entries.items() if keeps_mode(entry, config))
     memory_mib = {
@@ -129,6 +131,30 @@ def make_plan(
         kept_modes=kept_modes, memory_mib=memory_mib,
     )  # fmt: skip
     return plan, problems
+
+
+def _resolve(config: Config, inventory: Inventory) -> Resolution:
+    """Return which GPU each entry divides, as far as that is known.
+
+    If this user may not read what the entries meant before, only a UUID says which GPU an entry means: a
+    render node or an address may lead to another GPU now.
+    """
+    if not inventory.meant_is_hidden or not config.devices:
+        return resolve(config, inventory)
+    certain: list[DeviceEntry] = []
+    hidden: list[MissingGpu] = []
+    for entry in config.devices:
+        name = parse_gpu_path(entry.path)
+        if name and name.kind == UUID:
+            certain.append(entry)
+            continue
+        file, line = entry.path_at
+        why = Reason("only root can read which GPU this entry means", RECORD_HIDDEN)
+        hidden.append(MissingGpu(entry.path, f"{file}:{line}", why, entry.reserved_for))
+    if not certain:  # no entries at all would mean every GPU
+        return Resolution({}, {}, tuple(hidden), {}, (), [])
+    resolution = resolve(config._replace(devices=tuple(certain)), inventory)
+    return resolution._replace(missing=(*resolution.missing, *hidden))
 
 
 def _with_memory(inventory: Inventory, memory_mib: Mapping[str, int]) -> Inventory:

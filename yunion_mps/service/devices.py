@@ -74,6 +74,9 @@ def why_unusable(gpu: Gpu | None, name: str, domain: DomainStatus | None, plan: 
         return _GONE
     if gpu.reason:
         return gpu.reason
+    planned = plan.unavailable.get(gpu.pci_address, NO_REASON)
+    if planned.code == codes.COMPUTE_MODE_FIXED:  # which the next poll notes with the GPU
+        return planned
     if gpu.mig_enabled and not gpu.parent:
         return _IN_MIG_MODE
     if not name or gpu.parent:

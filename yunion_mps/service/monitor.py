@@ -213,7 +213,7 @@ class Monitor:
 
     async def _reexec(self) -> None:
         try:
-            await self._reloader.reexec()
+            await self._reloader.reexec(requires_driver=True)
         except YunionError as error:
             log.error("the new library of the NVIDIA driver is not used: %s; %s", error.message, error.hint)
 

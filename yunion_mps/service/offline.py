@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from yunion_mps.config import load
 from yunion_mps.enums import MPS, STOPPED, TIME_SLICES
@@ -16,7 +16,7 @@ from yunion_mps.host.processes import Watchable, drive, earliest
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.inventory.scan import Scanner, load_served
+from yunion_mps.inventory.scan import Scanner, load_served, with_served
 from yunion_mps.leases.storage import recorded_ledger
 from yunion_mps.models import DomainPlan, Event, Gpu, PlannedGpu
 from yunion_mps.mps.control_daemon import create_adoption_order
@@ -35,9 +35,16 @@ from yunion_mps.mps.processes import (
 from yunion_mps.mps.rollover import OrphanedServers
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import below_root
-from yunion_mps.reasons import GPU_GONE, GPU_LOST, MIG_ENABLED
+from yunion_mps.reasons import GPU_GONE, GPU_LOST, GPU_OTHER_DRIVER, MIG_ENABLED
 from yunion_mps.supervisor.compute_modes import COMPUTE_MODE, changed_slices_held_by_jobs, held_by_jobs
-from yunion_mps.supervisor.gpu_settings import name_of, originals, restore_unused
+from yunion_mps.supervisor.gpu_settings import (
+    Setting,
+    SettingResult,
+    name_of,
+    originals,
+    report_absent,
+    restore_unused,
+)
 from yunion_mps.supervisor.mig import carry_out
 from yunion_mps.supervisor.mig_record import MigRecord
 from yunion_mps.supervisor.mig_restore import how_to_restore, withdrawn
@@ -56,14 +63,23 @@ _ONCE_UNUSED = (
 _GRACE_S = 80
 
 
-def check(paths: Paths) -> int:
-    """Check the configuration; raises YunionError if a daemon would refuse it or wait for the driver."""
+def check(paths: Paths, *, requires_driver: bool = False) -> int:
+    """Check the configuration; raises YunionError if a start would refuse it.
+
+    A start waits for a driver that does not work yet; with `requires_driver`, that is an error.
+    """
     preflight = run_preflight(paths, find_unit_problems=unit_problems)
     try:
-        preflight.for_start().check()
+        preflight.for_start().check(even_without_driver=not requires_driver)
     finally:
         preflight.close()
-    log.info("the configuration is valid: %d devices", len(preflight.plan_with_layouts().devices))
+    error = preflight.driver_error
+    if error:
+        log.warning("the NVIDIA driver does not work now, so a start waits for it: %s", error.message)
+        log.warning("%s", error.hint)
+        log.info("the configuration is valid, but cannot be checked against the GPUs without the driver")
+    else:
+        log.info("the configuration is valid: %d devices", len(preflight.plan_with_layouts().devices))
     return 0
 
 
@@ -95,35 +111,31 @@ def _restore(paths: Paths, store: Store) -> int:
     processes = left_running(store)
     gpus = _known_gpus(paths)
     layouts_restored = _restore_layouts(paths, store, gpus_of(processes))
-    held, held_slices = _held_by_jobs(paths, store, gpus)
-    used = {*gpus_of(processes), *held}
-    errors = restore_unused(COMPUTE_MODE, store, None, used, gpus).not_restored
-    restore_unused(TIME_SLICE, store, None, held_slices, gpus)
+    held = _held_by_jobs(paths, store, gpus)
+    used = {COMPUTE_MODE: {*gpus_of(processes), *held[COMPUTE_MODE]}, TIME_SLICE: held[TIME_SLICE]}
+    results = {setting: restore_unused(setting, store, None, used[setting], gpus) for setting in used}
     for process in processes:
         log.error(
             "%s is still running in %s; end it: kill -9 %d", process, process.pipe_directory, process.pid
         )
-    modes, slices = originals(COMPUTE_MODE, store), originals(TIME_SLICE, store)
-    absent = {uuid for uuid, error in errors.items() if error.code == GPU_GONE}
-    impossible = absent | {uuid for uuid, error in errors.items() if error.code == MIG_ENABLED}
-    modes = {uuid: mode for uuid, mode in modes.items() if uuid not in impossible}
-    for uuid in absent:
-        what = f"{name_of(uuid, gpus)} is not there now, so its compute mode cannot be restored"
-        log.warning("%s; if it comes back, run this again: yunion-mps-daemon --restore", what)
-    for uuid, mode in modes.items():
-        name, how = name_of(uuid, gpus), f"restore it: nvidia-smi -i {uuid} -c {mode.upper()}"
-        if uuid in errors and errors[uuid].code == GPU_LOST:
-            how = f"reset the GPU (nvidia-smi --gpu-reset -i {uuid}) or reboot the host, then {how}"
-        if uuid in held:
-            how = _ONCE_UNUSED
-        log.error("the compute mode of %s differs from the original; %s", name, how)
-    for uuid, value in slices.items():
-        policy = f"nvidia-smi compute-policy -i {uuid} --set-timeslice {TIME_SLICES.index(value)}"
-        how = _ONCE_UNUSED if uuid in held_slices else f"restore it: {policy}"
-        log.error("the time slice of %s differs from the original; %s", name_of(uuid, gpus), how)
-    if processes or modes or slices or not layouts_restored:
+    impossible = _only({GPU_GONE, GPU_OTHER_DRIVER, MIG_ENABLED}, results)
+    report_absent(impossible, gpus)
+    is_left = False
+    for setting, result in results.items():
+        for uuid, value in originals(setting, store).items():
+            if uuid in impossible[setting].not_restored:
+                continue
+            is_left = True
+            how = f"restore it: {_command(setting, uuid, value)}"
+            if uuid in result.not_restored and result.not_restored[uuid].code == GPU_LOST:
+                how = f"reset the GPU (nvidia-smi --gpu-reset -i {uuid}) or reboot the host, then {how}"
+            if uuid in held[setting]:
+                how = _ONCE_UNUSED
+            what = f"the {setting.label} of {name_of(uuid, gpus)} differs from the original"
+            log.error("%s; %s", what, how)
+    if processes or is_left or not layouts_restored:
         return 1
-    if impossible:
+    if any(result.not_restored for result in impossible.values()):
         log.info("everything else is restored, and no control daemon is running")
     else:
         means = "no control daemon is running, and the GPUs have their original settings"
@@ -131,15 +143,34 @@ def _restore(paths: Paths, store: Store) -> int:
     return 0
 
 
+def _only(codes: Collection[str], results: Mapping[Setting, SettingResult]) -> dict[Setting, SettingResult]:
+    """Return the results with only those values that could not be restored for one of these reasons."""
+    chosen = {}
+    for setting, result in results.items():
+        errors = {uuid: error for uuid, error in result.not_restored.items() if error.code in codes}
+        chosen[setting] = result._replace(not_restored=errors)
+    return chosen
+
+
+def _command(setting: Setting, uuid: str, value: str) -> str:
+    """Return the command by which the operator sets the value."""
+    if setting == TIME_SLICE:
+        return f"nvidia-smi compute-policy -i {uuid} --set-timeslice {TIME_SLICES.index(value)}"
+    return f"nvidia-smi -i {uuid} -c {value.upper()}"
+
+
 def _known_gpus(paths: Paths) -> tuple[Gpu, ...]:
-    """Return the GPUs and MIG instances that the driver reports, and those that the last daemon saved."""
-    served = load_served(paths).gpus
-    with contextlib.suppress(DriverError), Nvml() as nvml:
-        return (*Scanner(paths).scan(nvml).gpus, *served)
-    return served
+    """Return the GPUs and MIG instances of the host, and those that the last daemon saved, with reasons."""
+    scanner = Scanner(paths)
+    try:
+        with Nvml() as nvml:
+            inventory = scanner.scan(nvml)
+    except DriverError:  # which is reported where a setting is restored
+        inventory = scanner.scan_sysfs()
+    return with_served(inventory, load_served(paths).gpus).gpus
 
 
-def _held_by_jobs(paths: Paths, store: Store, gpus: Collection[Gpu]) -> tuple[set[str], set[str]]:
+def _held_by_jobs(paths: Paths, store: Store, gpus: Collection[Gpu]) -> dict[Setting, set[str]]:
     """Return the UUIDs of the GPUs whose compute modes, and of those whose time slices, jobs need.
 
     A recorded lease of a process counts while the process runs, any other until the daemon releases it.
@@ -150,8 +181,17 @@ def _held_by_jobs(paths: Paths, store: Store, gpus: Collection[Gpu]) -> tuple[se
     )
     leased = {device.gpu_uuid for lease in running for device in lease.devices if device.sharing != MPS}
     with contextlib.suppress(DriverError), Nvml() as nvml:
-        return held_by_jobs(nvml, store, leased, gpus), changed_slices_held_by_jobs(nvml, store, leased)
-    return held_by_jobs(None, store, leased, gpus), changed_slices_held_by_jobs(None, store, leased)
+        return _held(nvml, store, leased, gpus)
+    return _held(None, store, leased, gpus)
+
+
+def _held(
+    nvml: Nvml | None, store: Store, leased: Collection[str], gpus: Collection[Gpu]
+) -> dict[Setting, set[str]]:
+    return {
+        COMPUTE_MODE: held_by_jobs(nvml, store, leased, gpus),
+        TIME_SLICE: changed_slices_held_by_jobs(nvml, store, leased),
+    }
 
 
 def _restore_layouts(paths: Paths, store: Store, used: Collection[str]) -> bool:

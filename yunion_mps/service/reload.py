@@ -21,7 +21,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import GPU_NEEDS, MODE_NEEDS, NO_REASON, Reason, hint_of
 from yunion_mps.service.devices import domain_names
 from yunion_mps.supervisor import Change, Supervisor
-from yunion_mps.supervisor.changes import as_made, with_layout_effects
+from yunion_mps.supervisor.changes import as_made, with_layout_effects, without_refused
 from yunion_mps.supervisor.compute_modes import COMPUTE_MODE
 from yunion_mps.supervisor.mig import Losses
 from yunion_mps.supervisor.mig_forecast import Forecast, effects_of
@@ -114,6 +114,13 @@ class Reloader:
             done += await self.set_modes()  # of GPUs whose control daemons have ended meanwhile
             done += await self.apply_layouts()
             planned = self._supervisor.desired.target_domains()
+            changes = without_refused(
+                changes,
+                plan=self._supervisor.desired.plan,
+                domains=planned,
+                gpus=self._supervisor.snapshot().inventory.gpus,
+                slices=self._supervisor.modes.time_slices.refusals.keys(),
+            )
             laid_out = self._supervisor.layouts.in_effect()
             changes = as_made(changes, planned, self._supervisor.domains, laid_out)
             changes = with_layout_effects(changes, effects_of(self._pending_layouts()))
@@ -169,11 +176,17 @@ class Reloader:
         await self._settle()
         return done
 
-    async def reexec(self) -> answers.Reexec:
-        """Run the program again in this process; raises HostError if the new one refuses to start."""
+    async def reexec(self, *, requires_driver: bool = False) -> answers.Reexec:
+        """Run the program again in this process; raises HostError if the new one refuses to start.
+
+        The new one must be able to use the driver if this one can, or with `requires_driver`. Otherwise it
+        waits for the driver, as this one does.
+        """
         async with self.lock:
             self._supervisor.refuse_if_unsafe()
-            await self._check_new_program()
+            await self._check_new_program(
+                requires_driver=requires_driver or not self._supervisor.lacks_driver
+            )
             self._supervisor.event_log.flush()
         consequence = "control daemons and jobs keep running"
         event = Event(
@@ -335,9 +348,11 @@ class Reloader:
         ]
         return {"changes": rows, "pending": pending, "losses": [*losses]}
 
-    async def _check_new_program(self) -> None:
+    async def _check_new_program(self, *, requires_driver: bool) -> None:
         """Run the new program's --check; raises HostError with its output if it fails."""
         command = [*self._control.program, "--check"]
+        if requires_driver:
+            command.append("--require-driver")
         try:
             status, output = await on_thread(lambda: outcome_of(command, _CHECK_TIMEOUT_S, with_stderr=True))
         except OSError as error:

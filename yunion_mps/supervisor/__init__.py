@@ -57,6 +57,9 @@ __all__ = ["Change", "Supervisor"]
 
 log = logging.getLogger(__name__)
 
+#: Codes of errors of a driver that no call reaches.
+_NO_DRIVER = {reasons.DRIVER_NOT_LOADED, reasons.DRIVER_MISMATCH, reasons.DRIVER_MISSING}
+
 _RESERVE_BYTES = 2 << 20
 
 
@@ -174,12 +177,18 @@ class Supervisor:
         if self.nvml:
             with contextlib.suppress(DriverError):  # each setting that cannot be restored is reported
                 self.nvml.ensure_initialised()
+                self._gpus.find_again(self.nvml, self._gpus_to_restore(self._store))
         self.layouts.restore(self.nvml, self._store, gpus_of(left))
         if self.modes.restore(self.nvml, self._store, gpus_of(left)):
             self._changed()
         for process in left:
             log.warning("%s is still running in %s; %s", process, process.pipe_directory, RESTORED_LATER)
         self.release()
+
+    def _gpus_to_restore(self, store: Store) -> set[str]:
+        """Return the UUIDs of the GPUs of which we have changed something."""
+        modes, slices = originals(COMPUTE_MODE, store), originals(TIME_SLICE, store)
+        return {*modes, *slices, *store.gpus_with_mig()}
 
     def release(self) -> None:
         """Close files without changing the host, so that another program can continue."""
@@ -267,6 +276,18 @@ class Supervisor:
             domain.note_use(in_use=None)  # its jobs are unknown from now on
         gpus = tuple(gpu._replace(reason=error.reason) for gpu in self._gpus.inventory.gpus)
         self.update_gpus(self._gpus.inventory._replace(gpus=gpus), now_s)
+
+    @property
+    def lacks_driver(self) -> bool:
+        """Whether this program does without the driver, which is not loaded, not installed or not needed.
+
+        A driver that hangs or is broken otherwise may still be used.
+        """
+        if self.nvml is None:
+            reason = self._snapshots.driver_reason
+            return not reason or reason.code in _NO_DRIVER
+        codes = {gpu.reason.code for gpu in self._gpus.inventory.gpus}
+        return bool(codes) and codes <= _NO_DRIVER
 
     @property
     def waits_for_driver(self) -> bool:
@@ -394,7 +415,10 @@ class Supervisor:
         self._gpus.clear_faults()
         self.modes.time_slices.check_again()
         events = self._gpus.update(preflight.inventory, plan) if preflight.nvml else []
-        events += [change.event() for change in changes if differs]  # what is pending was recorded before
+        if differs:  # what is pending was recorded before
+            # Settings of GPUs are recorded once they are set, because the driver may refuse them.
+            settings = (COMPUTE_MODE.label, TIME_SLICE.label)
+            events += [change.event() for change in changes if change.kind not in settings]
         for event in events:
             self.event_log.record(event)
         self.layouts.withdraw()

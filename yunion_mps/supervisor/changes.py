@@ -192,7 +192,8 @@ def changes_to(
     """Return the changes from what is in effect (`before`, and the running `domains`) to `plan`.
 
     `after` is the plan with all layouts in effect. `leases` has the leases of each GPU (UUID), and `keeping`
-    those of them that keep the GPU as it is.
+    those of them that keep the GPU as it is. Nothing of a GPU that is not there changes, except that its
+    devices may be removed.
     """
     users, keepers = GpuUsers(leases, domains, gpus), GpuUsers(keeping, domains, gpus)
     changes = _control_daemons(plan, domains, keepers)
@@ -200,28 +201,29 @@ def changes_to(
     through_mps = {uuid for domain in plan.domains for uuid in domain.gpu_uuids}
     for gpu in gpus:
         uuid = str(gpu.uuid)
+        is_there = gpu.reason.code not in reasons.GPU_ABSENT
         kept_by, servers = keepers.leases([uuid]), keepers.servers(uuid, plan.domains)
         old = _describe_budget(before, [*serving, *before.domains, *before.parked], gpu.uuid)
         new = _describe_budget(plan, [*plan.domains, *plan.parked], gpu.uuid)
-        if old != new:
+        if old != new and (is_there or not new):
             wait = None if kept_by else lease_waits.get(uuid)
             effect = _after_leases(all_of([kept_by, servers]).effect, wait)
             changes.append(Change("budget", gpu.address, old, new, effect))
         old_mode, new_mode = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
-        if old_mode != new_mode == after.compute_modes.get(uuid):  # else it follows the layout
+        if is_there and old_mode != new_mode == after.compute_modes.get(uuid):  # else it follows the layout
             when = (kept_by if new_mode and uuid in through_mps else keepers.with_instances(uuid)).effect
             shown = (old_mode or "original", new_mode or "original")
             changes.append(Change("compute mode", gpu.address, *shown, when))
         old_layout, new_layout = (describe_layout(some, gpu) for some in (before, plan))
         if old_layout and not new_layout:
             old_layout, new_layout = _without_layout(gpu)
-        if old_layout != new_layout and gpu.reason.code not in reasons.GPU_ABSENT:
+        if old_layout != new_layout and is_there:
             now = describe(gpu.mig_instances) if gpu.mig_enabled else "MIG mode off"
             result = describe_result(after, gpu)
             when = _unused(plan, gpu, users) if result and new_layout != now else AT_ONCE
             changes.append(Change("MIG layout", gpu.address, old_layout, result or new_layout, when))
         old_slice, new_slice = (some.time_slices.get(gpu.uuid or "") for some in (before, plan))
-        if old_slice != new_slice:
+        if old_slice != new_slice and is_there:
             shown = (old_slice or "original", new_slice or "original")
             changes.append(Change("time slice", gpu.address, *shown, kept_by.effect))
         old_use, new_use = (some.reserved.get(gpu.uuid or "", "") for some in (before, plan))
@@ -256,6 +258,40 @@ def with_layout_effects(changes: Iterable[Change], effects: Mapping[str, str]) -
         one._replace(effect=effects.get(one.subject, one.effect)) if one.kind == "MIG layout" else one
         for one in changes
     ]
+
+
+def without_refused(
+    changes: Iterable[Change],
+    plan: Plan,
+    domains: Iterable[DomainPlan],
+    gpus: Iterable[Gpu],
+    slices: Collection[str],
+) -> list[Change]:
+    """Return the changes except those that were not made, because the driver refused to change a GPU.
+
+    `plan` and its `domains` are those after the refusal, and `slices` has the GPUs (UUIDs) that refused their
+    time slices.
+    """
+    refused = set()
+    for gpu in gpus:
+        if gpu.mode_is_fixed or gpu.reason.code == reasons.COMPUTE_MODE_REFUSED:
+            refused.add(("compute mode", gpu.address))
+            if gpu.pci_address in plan.unavailable:
+                refused.add(("budget", gpu.address))
+        if gpu.uuid in slices:
+            refused.add(("time slice", gpu.address))
+    if not refused:
+        return [*changes]
+    planned = _names(domains)
+    made = []
+    for change in changes:
+        name = (change.subject, change.after or change.before)
+        if change.kind == "control daemon" and (name in planned) != bool(change.after):
+            continue
+        if change.after and (change.kind, change.subject) in refused:
+            continue
+        made.append(change)
+    return made
 
 
 def as_made(

@@ -23,6 +23,7 @@ from yunion_mps.supervisor.gpu_settings import (
     carry_out,
     name_of,
     originals,
+    report_absent,
     restore_unused,
     with_parents,
 )
@@ -216,7 +217,9 @@ class ComputeModes:
                     log.warning("%s; %s", what, "once they have ended: yunion-mps-daemon --restore")
             left = {*left, *held}
             slices = restore_unused(TIME_SLICE, store, nvml, held_slices, gpus)
-            result = ModeResult(*restore_unused(COMPUTE_MODE, store, nvml, left, gpus), slices)
+            modes = restore_unused(COMPUTE_MODE, store, nvml, left, gpus)
+            report_absent({COMPUTE_MODE: modes, TIME_SLICE: slices}, gpus)
+            result = ModeResult(*modes, slices)
             return self.note(result, "the original mode was restored")
 
     def note(self, result: ModeResult, why: str) -> bool:

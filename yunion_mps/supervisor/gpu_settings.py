@@ -12,7 +12,15 @@ from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.models import Gpu
 from yunion_mps.planning.plan import ModeChange
-from yunion_mps.reasons import COMPUTE_MODE_UNSUPPORTED, GPU_ABSENT, MIG_ENABLED
+from yunion_mps.reasons import (
+    COMPUTE_MODE_UNSUPPORTED,
+    GPU_ABSENT,
+    GPU_GONE,
+    GPU_LOST,
+    GPU_OTHER_DRIVER,
+    MIG_ENABLED,
+)
+from yunion_mps.text import list_of
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +64,51 @@ def name_of(uuid: str, gpus: Iterable[Gpu]) -> str:
     return next((f"GPU {physical_gpu(gpu.address)}" for gpu in gpus if uuid in (gpu.uuid, gpu.parent)), uuid)
 
 
+def _absent(uuids: Collection[str], gpus: Iterable[Gpu]) -> dict[str, YunionError]:
+    """Return why no driver call can reach those GPUs (`uuids`) that are not there, as a scan found them."""
+    return {
+        gpu.uuid: DriverError(gpu.reason, code=gpu.reason.code)
+        for gpu in gpus
+        if gpu.uuid and gpu.uuid in uuids and gpu.reason.code in GPU_ABSENT
+    }
+
+
+#: What has to be done before the settings of a GPU that is not there can be restored, by reason code.
+_ONCE_BACK = {
+    GPU_GONE: "if it comes back, run",
+    GPU_OTHER_DRIVER: "once it is bound to the NVIDIA driver again, run",
+    GPU_LOST: "reset it (nvidia-smi --gpu-reset -i {uuid}) or reboot the host, then run",
+}
+
+
+def report_absent(results: Mapping[Setting, SettingResult], gpus: Collection[Gpu]) -> None:
+    """Log which settings were not restored because the GPU is not there, and why; one line for each GPU."""
+    labels: dict[str, list[str]] = {}
+    causes: dict[str, YunionError] = {}
+    for setting, result in results.items():
+        for uuid, error in result.not_restored.items():
+            if error.code in _ONCE_BACK:
+                labels.setdefault(uuid, []).append(setting.label)
+                causes[uuid] = error
+    for uuid, error in causes.items():
+        cause = error.message
+        if not any(gpu.uuid == uuid for gpu in gpus):
+            cause += _candidates(gpus)
+        what = f"its {list_of(labels[uuid])} cannot be restored now: {cause}"
+        log.warning("%s: %s; %s", name_of(uuid, gpus), what, once_back(error.code, uuid))
+
+
+def once_back(code: str, uuid: str) -> str:
+    """Return what restores the settings of a GPU that is not there for the reason of this code."""
+    return f"{_ONCE_BACK[code].format(uuid=uuid)}: yunion-mps-daemon --restore"
+
+
+def _candidates(gpus: Iterable[Gpu]) -> str:
+    """Return which GPUs of unknown UUID an unknown UUID may belong to: `; it may be GPU 01:00.0: …`."""
+    named = [f"GPU {gpu.address}: {gpu.reason}" for gpu in gpus if gpu.uuid is None and gpu.reason]
+    return "".join(f"; it may be {one}" for one in named)
+
+
 def with_parents(uuids: Iterable[str], gpus: Iterable[Gpu]) -> set[str]:
     """Return the UUIDs and, for those of MIG instances, the UUIDs of their GPUs."""
     some = set(uuids)
@@ -76,8 +129,10 @@ def carry_out(
             with Nvml() as own:
                 return carry_out(setting, work, own, store, gpus)
         except DriverError as error:
-            log.error("%ss cannot be restored: %s; %s", setting.label, error.message, error.hint)
-            return SettingResult({}, {})
+            absent = _absent(work.restore, gpus)
+            if work.changes or absent.keys() != work.restore.keys():
+                log.error("%ss cannot be restored: %s; %s", setting.label, error.message, error.hint)
+            return SettingResult({}, {}, absent)
     values: dict[str, str] = {}
     errors: dict[str, DriverError] = {}
     before = {change.gpu_uuid: change.before for change in work.changes}
@@ -100,20 +155,25 @@ def carry_out(
 def _restore(
     setting: Setting, values: Mapping[str, str], nvml: Nvml, store: Store, gpus: Collection[Gpu]
 ) -> tuple[dict[str, str], dict[str, YunionError]]:
-    """Restore the values and delete their records; return those that differed, and the errors."""
+    """Restore the values and delete their records; return those that differed, and the errors.
+
+    GPUs that are not there are not tried: `report_absent` reports them.
+    """
     restored: dict[str, str] = {}
-    errors: dict[str, YunionError] = {}
+    errors = _absent(values, gpus)
     for uuid, value in values.items():
+        if uuid in errors:
+            continue
         what = f"{name_of(uuid, gpus)}: {setting.label} {value}"
         try:
             if setting.restore(nvml, uuid, value):
                 log.info("%s was restored", what)
                 restored[uuid] = value
         except YunionError as error:
-            level = logging.INFO if error.code == MIG_ENABLED else logging.ERROR
-            level = logging.WARNING if error.code in GPU_ABSENT else level
-            log.log(level, "%s cannot be restored: %s; %s", what, error.message, error.hint)
             errors[uuid] = error
+            if error.code not in GPU_ABSENT:
+                level = logging.INFO if error.code == MIG_ENABLED else logging.ERROR
+                log.log(level, "%s cannot be restored: %s; %s", what, error.message, error.hint)
         else:
             _forget(setting, uuid, what, store)
     return restored, errors

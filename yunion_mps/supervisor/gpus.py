@@ -10,14 +10,22 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.inventory.events import xid_meaning
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.inventory.scan import Scanner, gone, identities, in_order, save_served
+from yunion_mps.inventory.scan import (
+    Scanner,
+    gone,
+    identities,
+    in_order,
+    not_found,
+    save_served,
+    with_served,
+)
 from yunion_mps.models import PROHIBITED, Event, Gpu, Inventory, MeantGpu, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import unusable_reason, with_memory
@@ -152,6 +160,24 @@ class Gpus:
         with contextlib.suppress(DriverError):  # which the next poll reports
             self.inventory = Scanner(self._paths).scan(nvml)._replace(meant=self.inventory.meant)
         return nvml
+
+    def find_again(self, nvml: Nvml, uuids: Collection[str]) -> None:
+        """Scan once more before a stop restores settings of GPUs (`uuids`), if one has come or gone.
+
+        NVML is initialised again if it does not report a GPU that is there. A GPU that is not there has the
+        reason, even if nothing divides it. Raises DriverError if the driver does not answer.
+        """
+        scanner = Scanner(self._paths)
+        absent = {gpu.uuid for gpu in self.inventory.gpus if gpu.reason.code in reasons.GPU_ABSENT}
+        if absent.isdisjoint(uuids) and scanner.controllers() == self.inventory.controllers:
+            return
+        inventory = scanner.scan(nvml)
+        if not_found(inventory) and nvml.initialise_again():
+            inventory = scanner.scan(nvml)
+        known = [gpu for gpu in self.inventory.gpus if gpu.uuid]
+        self.inventory = self.inventory._replace(
+            gpus=with_served(inventory, known).gpus, controllers=inventory.controllers
+        )
 
     def set_served(self, plan: Plan) -> None:
         """Record what the entries mean, and the GPUs that serve, or would if not lost.

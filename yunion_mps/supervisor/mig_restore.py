@@ -18,6 +18,7 @@ from yunion_mps.mig import MigLayout
 from yunion_mps.models import Gpu
 from yunion_mps.planning.mig import Placement
 from yunion_mps.reasons import Reason
+from yunion_mps.supervisor.gpu_settings import once_back
 from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, carry_out
 from yunion_mps.supervisor.mig_record import MigRecord
 from yunion_mps.users import NO_USERS, Users
@@ -70,6 +71,10 @@ def restore(
     for layout in layouts:
         gpu, record = by_uuid.get(layout.gpu_uuid), MigRecord.read(store, layout.gpu_uuid)
         if not layout.restore or gpu is None or record.before is None:
+            continue
+        if gpu.reason.code in (reasons.GPU_GONE, reasons.GPU_OTHER_DRIVER):
+            what = f"its MIG layout cannot be restored now: {gpu.reason}"
+            log.warning("GPU %s: %s; %s", gpu.address, what, once_back(gpu.reason.code, layout.gpu_uuid))
             continue
         if keeps_requests and _is_requested(layout, record, mig):
             what = f"MIG mode will be {'on' if layout.enabled else 'off'} after its next reset, as configured"

@@ -79,7 +79,14 @@ class TimeSlices:
         self.refusals = {uuid: why for uuid, why in self.refusals.items() if uuid in usable}
         desired = {uuid: value for uuid, value in usable.items() if self._done.get(uuid) != value}
         recorded = {} if store is None else originals(TIME_SLICE, store)
-        restore = {uuid: value for uuid, value in recorded.items() if uuid not in target.time_slices}
+        reachable = {
+            gpu.uuid for gpu in self._gpus.inventory.gpus if gpu.reason.code not in reasons.GPU_ABSENT
+        }
+        restore = {
+            uuid: value
+            for uuid, value in recorded.items()
+            if uuid not in target.time_slices and uuid in reachable
+        }
         self._requested = desired
         return SliceWork(desired, restore) if desired or restore else ()
 

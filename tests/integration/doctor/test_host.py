@@ -166,7 +166,7 @@ def test_a_user_is_found_what_only_root_sees_and_all_else(ready: Scene) -> None:
     assert {line.split(" ", 1)[0] for line in seen.bad()} == {"skipped"}
     assert "permission denied: cannot connect" in seen.one("daemon", "skipped")["what"]
     assert "no permission to inspect PID 1" in seen.one("environment", "skipped")["what"]
-    assert seen.one("compute mode", "ok")
+    assert seen.one("compute mode", "skipped")["what"] == "only root can see which GPUs the entries mean"
     assert seen.one("pipe directory", "ok")
 
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from yunion_mps.cli.config import _entry_text, config_json, gpu_records, plan_json
+from yunion_mps.cli.config import _entry_text, _plan_text, config_json, gpu_records, plan_json
 from yunion_mps.models import Gpu, Inventory
 from yunion_mps.planning.plan import make_plan
-from yunion_mps.reasons import GPU_LOST, Reason
+from yunion_mps.reasons import GPU_LOST, RECORD_HIDDEN, Reason
 from yunion_mps.settings import Config, SliceEntry
 from yunion_mps.supervisor.preflight import Preflight
 
@@ -103,3 +103,28 @@ def test_a_host_without_mps_says_so_and_shows_no_gpu() -> None:
     shown = plan_json(preflight_of(settings, Inventory(inventory().driver._replace(version=""), ())))
     assert shown["notice"] == "MPS is disabled: enable_cuda_mps is false"
     assert (shown["driver"], shown["gpus"], shown["domains"]) == (None, [], [])
+
+
+def test_a_user_who_cannot_read_the_record_is_told_of_no_division() -> None:
+    settings = config(entry("/dev/dri/renderD129", 2), entry("02:00.0", 2, 5))
+    found = inventory(gpu(1), gpu(2))._replace(meant_is_hidden=True)
+    shown = plan_json(preflight_of(settings, found))
+    assert [(one["path"], one["reason_code"]) for one in shown["missing"]] == [
+        ("/dev/dri/renderD129", RECORD_HIDDEN),
+        ("02:00.0", RECORD_HIDDEN),
+    ]
+    assert {one["reason"] for one in shown["gpus"]} == {"only root can see whether an entry means it"}
+    assert (shown["domains"], [one["devices"] for one in shown["gpus"]]) == ([], [0, 0])
+    text = _plan_text(preflight_of(settings, found))
+    assert text.startswith("The configuration is valid, as far as this user can check it:\n")
+    assert f"Path 02:00.0 ({DEVICES}:5): only root can read which GPU this entry means.\n" in text
+    assert "The daemon would divide" not in text
+
+
+def test_entries_with_uuids_need_no_record() -> None:
+    found = inventory(gpu(1), gpu(2))._replace(meant_is_hidden=True)
+    settings = config(entry(str(gpu(1).uuid), 2), entry("/dev/dri/renderD130", 2, 5))
+    shown = plan_json(preflight_of(settings, found))
+    assert [(one["addr"], one["devices"]) for one in shown["gpus"]] == [("01:00.0", 2), ("02:00.0", 0)]
+    assert [one["path"] for one in shown["missing"]] == ["/dev/dri/renderD130"]
+    assert [one["devices"] for one in gpu_records(preflight_of(config(), found))] == [10, 10]

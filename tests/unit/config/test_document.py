@@ -12,6 +12,7 @@ import yaml
 from yunion_mps.config.document import read_document
 
 from descriptors import open_descriptors
+from unit.as_user import as_user, needs_root
 from unit.config.conftest import DEVICES, HOST, Files
 from unit.short_memory import with_memory_short
 
@@ -26,28 +27,6 @@ READABLE = "make it readable: chmod 0644, and its directory 0755"
 #: Processor time, which a loaded machine does not change: enough for the slowest machine, too little for what
 #: grows with the square of the length.
 QUICK_S = 10
-
-
-def as_user(work: Callable[[], list[str]]) -> list[str]:
-    """What `work` returns as the user nobody, in a child process."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setgroups([])
-            os.setgid(65534)
-            os.setuid(65534)
-            os.write(write, "\n".join(work()).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with open(read, encoding="utf-8") as pipe:
-        lines = pipe.read().splitlines()
-    os.waitpid(child, 0)
-    return lines
-
-
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, which needs root")
 
 
 def test_every_value_is_of_the_same_kind_as_for_pyyaml(files: Files) -> None:

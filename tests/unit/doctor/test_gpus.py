@@ -11,16 +11,21 @@ from yunion_mps.doctor.checks import Host, Lazy
 from yunion_mps.models import Gpu
 from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
+    COMPUTE_MODE_FIXED,
     COMPUTE_MODE_UNSUPPORTED,
+    DRIVER_NOT_LOADED,
+    GPU_GONE,
     GPU_LOST,
+    GPU_OTHER_DRIVER,
     MIG_INSTANCE_GONE,
     PROCESS_MEMORY_UNKNOWN,
+    RELOAD_NEEDED,
     Reason,
 )
 from yunion_mps.supervisor.snapshots import warnings
 
 from unit import builders
-from unit.doctor.hosts import DRIVER, host_of, one, write
+from unit.doctor.hosts import DRIVER, found, host_of, one, write
 from unit.http import snapshots
 from unit.http.snapshots import snapshot
 
@@ -251,6 +256,81 @@ def test_a_gpu_that_serves_virtual_machines_is_found(host: Host, tmp_path: Path)
 def served(root: Path, *gpus: Gpu, **keys: str) -> Host:
     """A host whose daemon and control daemon serve these GPUs."""
     return host_of(root, *gpus, snapshot=snapshot(*gpus), **keys)
+
+
+def divide(root: Path, *paths: str) -> None:
+    entries = [f"- {{path: '{path}', type: NVIDIA_MPS, virtual_number: 4}}\n" for path in paths]
+    write(root / "etc/yunion/host_container_device.yml", "devices:\n" + "".join(entries))
+
+
+def test_what_only_root_can_read_of_the_entries_is_not_claimed(tmp_path: Path) -> None:
+    divide(tmp_path, str(FIRST.render_node), SECOND.address)
+    host = host_of(tmp_path, FIRST, SECOND)
+    host.inventory = Lazy(lambda: builders.inventory(FIRST, SECOND)._replace(meant_is_hidden=True))
+    unseen = "see which GPUs the entries mean"
+    assert one(host, "configuration", "ok").what.startswith("the files have no errors; ")
+    assert unseen in one(host, "configuration", "ok").what
+    for check in ("GPUs", "MIG", "vGPU", "budgets", "job budgets", "compute mode", "device nodes"):
+        assert unseen in one(host, check, "skipped").what, check
+    assert host.domains()[0].name == "host", "its directories are known all the same"
+
+
+def test_a_uuid_says_which_gpu_is_meant_even_to_ordinary_users(host: Host, tmp_path: Path) -> None:
+    divide(tmp_path, str(FIRST.uuid), str(SECOND.render_node))
+    host.inventory = Lazy(lambda: builders.inventory(FIRST, SECOND)._replace(meant_is_hidden=True))
+    skipped, divided = found(host, "GPUs")
+    assert (skipped.level, divided.what) == ("skipped", "1 divided, all working")
+    assert one(host, "compute mode", "ok")
+
+
+@pytest.mark.parametrize("code", [GPU_GONE, GPU_OTHER_DRIVER])
+def test_the_device_node_of_a_gpu_that_is_not_there_is_not_missed(tmp_path: Path, code: str) -> None:
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia7"):
+        write(tmp_path / "dev" / name).chmod(0o666)
+    divide(tmp_path, "06:00.0", "07:00.0")
+    absent = FIRST._replace(reason=Reason("it is not there", code))
+    assert one(served(tmp_path, absent, SECOND), "device nodes", "ok")
+    assert one(served(tmp_path, absent), "device nodes", "skipped").what == "no divided GPU answers"
+
+
+def test_an_entry_that_the_daemon_has_not_read_needs_a_reload(tmp_path: Path) -> None:
+    first = FIRST._replace(compute_mode=EXCLUSIVE)
+    taken = snapshot(first, SECOND, entries=[builders.entry("06:00.0", 4)])
+    host = host_of(tmp_path, first, SECOND, snapshot=taken)
+    divide(tmp_path, "06:00.0", "07:00.0")
+    unread = one(host, "configuration", "warning")
+    assert unread.what.startswith("07:00.0 is not divided yet, because the daemon has not read the files")
+    assert (unread.hint.endswith("yunion-mps reload"), unread.code) == (True, RELOAD_NEEDED)
+    assert one(host, "compute mode", "ok").what == EXCLUSIVE
+    assert one(host, "GPUs", "ok").what == "1 divided, all working"
+
+
+def test_a_compute_mode_that_only_the_files_require_needs_a_reload(tmp_path: Path) -> None:
+    keeps = [builders.entry("06:00.0", 4)._replace(cuda_mps_compute_mode="keep")]
+    host = host_of(tmp_path, FIRST, snapshot=snapshot(FIRST, entries=keeps))
+    divide(tmp_path, "06:00.0")
+    finding = one(host, "compute mode", "warning")
+    assert finding.what.endswith(
+        "the files require Exclusive_Process, but the daemon has not read them since they changed"
+    )
+    assert (finding.hint.endswith("yunion-mps reload"), finding.code) == (True, RELOAD_NEEDED)
+
+
+def test_a_mode_that_cannot_be_changed_has_one_hint_without_nvidia_smi(tmp_path: Path) -> None:
+    fixed = FIRST._replace(compute_mode="Prohibited", mode_is_fixed=True)
+    host = host_of(tmp_path, fixed, snapshot=snapshot(fixed))
+    host.inventory = Lazy(lambda: builders.inventory(fixed._replace(mode_is_fixed=False), driver=DRIVER))
+    finding = one(host, "GPUs", "problem")
+    assert (finding.code, "nvidia-smi" in finding.hint) == (COMPUTE_MODE_FIXED, False)
+    assert one(host, "compute mode", "skipped")
+
+
+def test_while_the_daemon_waits_for_the_driver_nothing_else_is_claimed(tmp_path: Path) -> None:
+    reason = Reason("the NVIDIA driver's kernel module is not loaded", DRIVER_NOT_LOADED)
+    lost = FIRST._replace(reason=reason)
+    host = host_of(tmp_path, snapshot=snapshot(lost))
+    for check in ("control daemon", "orphaned servers", "MPS servers", "user switching", "disk space"):
+        assert one(host, check, "skipped").what == "not checked: no NVIDIA driver", check
 
 
 @pytest.mark.parametrize(

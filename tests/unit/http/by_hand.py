@@ -149,7 +149,7 @@ class FakeReloader(_ByHand, Reloader):
         await self._pass("reload" + (" drain" if drain else "") + (" now" if now else ""))
         return self.reloaded
 
-    async def reexec(self) -> Any:
+    async def reexec(self, *, requires_driver: bool = False) -> Any:
         await self._pass("reexec")
         return {"pid": 4200}
 

@@ -13,6 +13,7 @@ from yunion_mps.reasons import GPU_OTHER_DRIVER
 
 from simhost.catalog import KINDS
 from simhost.mig import PROFILES
+from unit.as_user import as_user, needs_root
 from unit.inventory.conftest import OpenHost
 
 
@@ -216,3 +217,10 @@ def test_an_invalid_served_gpus_file_names_no_gpu(tmp_path: Path, text: str) -> 
     save_served(paths, [GPU], {})
     Path(paths.served_gpus).write_text(text)
     assert load_served(paths) == ServedGpus(is_damaged=True)
+
+
+@needs_root
+def test_a_record_that_only_root_can_read_is_known_to_be_hidden(tmp_path: Path) -> None:
+    paths = Paths(str(tmp_path))
+    assert save_served(paths, [GPU], {})
+    assert as_user(lambda: [str(load_served(paths))]) == [str(ServedGpus(is_hidden=True))]

@@ -90,7 +90,7 @@ def test_the_daemons_man_page_has_all_of_its_help(manual: Manual) -> None:
     page = squeezed(manual.text("yunion-mps-daemon.8"))
     text = run(PROGRAM + "-daemon", "--help").stdout
     options = options_of(text)
-    assert len(options) == 6
+    assert len(options) == 7
     for option in options:
         assert squeezed(option) in page, option
     prose, _, after = text.partition("\n\n")[2].partition("Options:\n")

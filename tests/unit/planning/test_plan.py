@@ -12,7 +12,7 @@ from yunion_mps.models import DomainPlan, Driver, Gpu, Plan, PlannedGpu
 from yunion_mps.planning.division import describe_division, max_clients, share_percentage
 from yunion_mps.planning.environment import client_environment, decimal
 from yunion_mps.planning.plan import make_plan, mode_changes
-from yunion_mps.reasons import COMPUTE_MODE_REFUSED, GPU_LOST, MEMORY_UNKNOWN, Reason
+from yunion_mps.reasons import COMPUTE_MODE_FIXED, GPU_LOST, MEMORY_UNKNOWN, Reason
 from yunion_mps.settings import Config, SliceEntry, Source
 
 from unit.builders import DEVICES, HOST, MACHINE_ID, P40, config, entry, gpu, inventory, messages, planned
@@ -317,13 +317,15 @@ def test_a_mode_that_cannot_change_and_keeps_jobs_out_is_a_reason() -> None:
     plan = planned(config(), inventory(fixed))
     (reason,) = plan.unavailable.values()
     what = "the GPU's compute mode is Prohibited, and the driver does not support changing it"
-    assert (reason, reason.code) == (what, COMPUTE_MODE_REFUSED)
+    assert (reason, reason.code) == (what, COMPUTE_MODE_FIXED)
+    keeps = config(entry("/dev/dri/renderD128", 4), cuda_mps_compute_mode="keep")
+    assert planned(keeps, inventory(fixed)).unavailable[fixed.pci_address].code == COMPUTE_MODE_FIXED
     sliced = entry("/dev/dri/renderD128", 4)._replace(sharing=TIME_SLICING)
     exclusive = gpu(0, compute_mode="Exclusive_Process", mode_is_fixed=True)
     settings = config(sliced, cuda_mps_pipe_directory="/run/mps/pipe")
     (reason,) = planned(settings, inventory(exclusive)).unavailable.values()
     what = "time-slicing requires compute mode Default, but it is Exclusive_Process, and the driver does not "
-    assert (reason, reason.code) == (f"{what}support changing it", COMPUTE_MODE_REFUSED)
+    assert (reason, reason.code) == (f"{what}support changing it", COMPUTE_MODE_FIXED)
 
 
 #: A GPU that shares the host's memory.

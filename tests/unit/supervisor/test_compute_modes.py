@@ -237,7 +237,7 @@ def test_a_gpu_that_is_lost_at_the_stop_is_restored_by_the_next_daemon(
     host, made = begin(TWO)
     host.gpus[1].lose()
     made.stop()
-    assert "GPU 00:07.0: compute mode Prohibited cannot be restored" in caplog.text
+    assert "GPU 00:07.0: its compute mode cannot be restored now" in caplog.text
     host.gpus[1].restore()
     assert modes(host) == ["default", "exclusive_process"]
     made.again().stop()

@@ -1,0 +1,91 @@
+"""What a reload says that it has changed, and what the driver refused."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+from yunion_mps.containers.publisher import CdiPublisher
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.reasons import COMPUTE_MODE_FIXED
+from yunion_mps.service.devices import devices_json
+from yunion_mps.service.queries import Queries
+from yunion_mps.service.reload import LoopControl
+from yunion_mps.service.services import Services
+
+from simhost.host import SHARED
+from unit.supervised import Begin, Supervised
+
+pytestmark = pytest.mark.processes  # the control daemon is real
+
+TWO = [{"kind": "v100"}, {"kind": "v100"}]
+
+
+def reload(made: Supervised) -> list[tuple[str, str]]:
+    """Reload as a client does; returns the kind and the subject of each change."""
+    supervisor = made.supervisor
+
+    async def answer() -> Any:
+        queries = Queries(supervisor.snapshot, 0.0, os.getpid())
+        loop = asyncio.get_running_loop()
+
+        def tick() -> None:
+            supervisor.tick(loop.time())
+            if not supervisor.fleet.settled:
+                loop.call_later(0.01, tick)
+
+        control = LoopControl((), asyncio.Event(), tick, lambda: None)
+        services = Services.of(made.paths, supervisor, queries, CdiPublisher(made.paths, supervisor), control)
+        return await services.reloader.reload()
+
+    changes = asyncio.run(answer())["changes"]
+    return sorted((change["kind"], change["subject"]) for change in changes)
+
+
+def test_a_compute_mode_that_the_driver_refused_is_no_change(begin: Begin) -> None:
+    host, made = begin(TWO, 4)
+    host.fail("nvmlDeviceSetComputeMode", "not_supported")
+    host.divide(4, 4)
+    assert reload(made) == [("budget", "00:07.0"), ("control daemon", "host"), ("control daemon", "host")]
+    assert host.gpus[1].compute_mode == "default"
+    assert "compute mode 00:07.0" not in {event.subject for event in made.events}
+
+
+def test_a_gpu_that_cannot_be_used_in_its_mode_changes_nothing(begin: Begin) -> None:
+    host, made = begin(TWO, 4)
+    host.fail("nvmlDeviceSetComputeMode", "not_supported")
+    host.gpus[1].compute_mode = "prohibited"
+    made.rescan()
+    host.divide(4, 4)
+    assert reload(made) == []
+    assert made.available == 4
+    (reason,) = made.snapshot.plan.unavailable.values()
+    assert reason.code == COMPUTE_MODE_FIXED
+
+
+def test_devices_have_the_reason_of_their_gpu_before_the_next_poll(begin: Begin) -> None:
+    host, made = begin(TWO, 4, 4)
+    host.fail("nvmlDeviceSetComputeMode", "not_supported")
+    host.gpus[1].compute_mode = "prohibited"
+    made.rescan()
+    reload(made)
+    devices = [one for one in devices_json(made.snapshot, Ledger()) if one["gpu_uuid"] == host.gpus[1].uuid]
+    assert {one["reason_code"] for one in devices} == {COMPUTE_MODE_FIXED}
+
+
+def test_a_time_slice_that_was_refused_is_no_change(begin: Begin) -> None:
+    host, made = begin([{"kind": "tesla-m60"}, {"kind": "v100"}], f"{SHARED[:-1]}2", 4)
+    host.divide(f"{SHARED[:-1]}2; time_slice: long", 4)
+    assert reload(made) == []
+
+
+def test_nothing_of_a_gpu_that_is_not_there_changes_but_its_removal(begin: Begin) -> None:
+    host, made = begin(TWO, 4, 4)
+    host.gpus[0].bind("vfio-pci")
+    made.rescan()
+    host.divide(f"{SHARED[:-1]}2; time_slice: long", 4)
+    assert [subject for _, subject in reload(made)] == ["host", "host"]
+    host.divide("type: OTHER", 4)
+    assert reload(made) == [("budget", "00:06.0")]
