@@ -287,7 +287,7 @@ class Bench:
         """Open NVIDIA's front-end as an operator does who types commands; returns how to leave it.
 
         It is connected once the log has its first command, which has a number of its own, and has left once
-        the log says so after that. Until then the control daemon turns others away, and it may log late.
+        the log has the end of every front-end. Until then the control daemon turns others away, and it may log late.
         """
         command = f"get_device_client_list {next(_UNUSED_PIDS)}\n"
         front_end = eventually(lambda: self._connected_front_end(command))
@@ -296,7 +296,7 @@ class Bench:
         def leave() -> None:
             front_end.kill()
             front_end.communicate()
-            eventually(lambda: b"] UI closed\n" in self._log_after(command) or not self._has_peer())
+            eventually(lambda: self._are_all_closed() or not self._has_peer())
 
         once = self.stack.enter_context(ExitStack())
         once.callback(leave)
@@ -314,6 +314,11 @@ class Bench:
             return front_end
         front_end.communicate()
         return None
+
+    def _are_all_closed(self) -> bool:
+        """Whether the log has the end of each front-end: the end of an earlier one may come late."""
+        log = Path(self.plan.log_directory, LOG_NAME).read_bytes()
+        return log.count(b"] NEW UI\n") == log.count(b"] UI closed\n")
 
     def _log_after(self, command: str) -> bytes:
         """What the control daemon's log has from this command on; empty if it does not have it yet."""
