@@ -133,12 +133,14 @@ class PoolCandidate(NamedTuple):
 class WaitingGpu(NamedTuple):
     """A GPU that may have more devices later, and why it has none yet, or not all of them.
 
-    Its MIG layout is not in effect, its entry's GPU is missing, or the driver does not work yet.
+    Its MIG layout is not in effect, its entry's GPU is missing, or the driver does not work yet. One that
+    cannot be used, and has never served, is waited for only by a request that names it.
     """
 
     gpu: str  # its address or path, empty if unknown
     reason: Reason
     reserved_for: str | None = None
+    must_be_named: bool = False
 
 
 class Unenforced(NamedTuple):
@@ -190,8 +192,11 @@ class Candidates(NamedTuple):
     def waiting_for(self, request: LeaseRequest) -> WaitingGpu | None:
         """The GPU that the request may wait for; None if there is none."""
         uses = (None, request.reserved_for)
-        fit = (one for one in self.waiting if request.gpu in ("", one.gpu) and one.reserved_for in uses)
-        return next(fit, None)
+        for one in self.waiting:
+            is_meant = request.gpu == one.gpu or not (request.gpu or one.must_be_named)
+            if is_meant and one.reserved_for in uses:
+                return one
+        return None
 
     def usable_pools(self, request: LeaseRequest) -> list[PoolCandidate]:
         return [
@@ -282,11 +287,13 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
     domains = {domain.name: domain for domain in (*plan.parked, *plan.domains, *serving)}
     planned = {domain.name: domain for domain in plan.domains}
     layouts = {layout.gpu_uuid for layout in plan.layouts}
-    waiting = [
-        WaitingGpu(gpu.address, reason, plan.reserved.get(gpu.uuid))
-        for gpu in gpus
-        if gpu.uuid in layouts and (reason := gpu.reason or plan.unavailable.get(gpu.pci_address))
-    ]
+    waiting = []
+    for gpu in gpus:
+        reason = gpu.reason or plan.unavailable.get(gpu.pci_address)
+        has_layout = gpu.uuid in layouts
+        if reason and plan.divides(gpu) and (has_layout or gpu.uuid not in plan.offered):
+            reserved_for = plan.reserved.get(gpu.uuid or "")
+            waiting.append(WaitingGpu(gpu.address, reason, reserved_for, must_be_named=not has_layout))
     waiting += [WaitingGpu(entry.path, entry.reason, entry.reserved_for or None) for entry in plan.missing]
     if snapshot.inventory.driver_reason:
         waiting.append(WaitingGpu("", snapshot.inventory.driver_reason))

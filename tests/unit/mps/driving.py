@@ -287,7 +287,8 @@ class Bench:
         """Open NVIDIA's front-end as an operator does who types commands; returns how to leave it.
 
         It is connected once the log has its first command, which has a number of its own, and has left once
-        the log has the end of every front-end. Until then the control daemon turns others away, and it may log late.
+        the log has the end of every front-end. Until then the control daemon turns others away; it may log
+        late.
         """
         command = f"get_device_client_list {next(_UNUSED_PIDS)}\n"
         front_end = eventually(lambda: self._connected_front_end(command))

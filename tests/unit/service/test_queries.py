@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 from yunion_mps.enums import READY
+from yunion_mps.errors import NothingFreeError
+from yunion_mps.leases.allocator import Allocator
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT, GPU_LOST, MIG_IN_USE, Reason
 from yunion_mps.service.queries import Queries
@@ -37,6 +41,16 @@ def test_a_gpu_of_unknown_compute_capability_is_not_called_old() -> None:
     queries = Queries(lambda: snapshot(unknown), 0.0, 1)
     (unenforced,) = queries.candidates().unenforced.values()
     assert unenforced.why == "of unknown compute capability"
+
+
+def test_a_request_for_a_gpu_that_never_served_waits_for_its_return() -> None:
+    lost = H100._replace(reason=Reason("it is lost", GPU_LOST))
+    now = snapshot(P40, lost)
+    assert lost.uuid not in now.plan.offered
+    queries = Queries(lambda: now, 0.0, 1)
+    queries.feasible(LeaseRequest(gpu=H100.address))
+    with pytest.raises(NothingFreeError, match=r"cannot be allocated now: GPU 0001:e1:00\.0: it is lost"):
+        Allocator(Ledger()).choose(LeaseRequest(gpu=H100.address), queries.candidates())
 
 
 def test_readiness_names_a_pending_layout_once() -> None:
