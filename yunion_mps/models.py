@@ -415,7 +415,7 @@ class Holder(NamedTuple):
     job_uid: int | None = None
 
     @property
-    def user(self) -> int | None:
+    def user_uid(self) -> int | None:
         """The user (uid) whose processes use the devices; None if unknown.
 
         Root takes leases by name, and for containers, whose processes run as any user.

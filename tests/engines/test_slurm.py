@@ -153,7 +153,7 @@ def test_beside_the_job_of_another_user_a_job_fails_with_the_reason(slurm: Slurm
     slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "the lease")
     done = slurm.srun(SHARE, "true", user=1)
     assert done.returncode != 0
-    assert f"and now nobody: lease slurm:{job} on 00:06.0-0, since " in done.stdout, done
+    assert f"now nobody (lease slurm:{job} on 00:06.0-0, since " in done.stdout, done
     assert "ExclusiveUser=YES" in done.stdout
     assert slurm.reason() == "none"
     own = slurm.srun(SHARE, "printenv", "YUNION_MPS_DEVICE")

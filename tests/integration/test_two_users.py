@@ -61,7 +61,7 @@ def test_another_users_request_is_refused_by_name_and_granted_afterwards(
     lease = take(daemon, f"gpu={FIRST_GPU}")
     status, problem = other_user.ask("POST", "/v1/leases", f"{JOB}&gpu={SECOND_GPU}")
     assert (status, problem["code"]) == (423, "other_user")
-    why = f"its control daemon serves one user at a time, and now {OWN_NAME}: lease {lease['id'][:8]} on "
+    why = f"its control daemon serves one user at a time, now {OWN_NAME} (lease {lease['id'][:8]} on "
     why += f"{lease['devices'][0]}, since "
     assert why in problem["detail"]
     assert {device["free_for"] for device in devices(daemon) if device["state"] == "free"} == {OWN_NAME}
@@ -93,7 +93,7 @@ def test_jobs_without_a_lease_keep_another_user_out_until_they_end(
     eventually(lambda: daemon.status()["domains"][0]["serves"], "the poll that finds the job")
     status, problem = other_user.ask("POST", "/v1/leases", f"{JOB}&gpu={SECOND_GPU}")
     assert (status, problem["code"]) == (423, "other_user")
-    assert f"and now {OWN_NAME}: jobs on the MPS server (PID {server}), since " in problem["detail"]
+    assert f"now {OWN_NAME} (jobs on the MPS server (PID {server}), since " in problem["detail"]
     take(daemon, f"gpu={SECOND_GPU}&holder.name=own&holder.ttl_s=600")
     daemon.ask("DELETE", "/v1/leases/own")
     gpu.remove_process(job.pid)

@@ -44,6 +44,12 @@ class Reservation(NamedTuple):
     thread_tenths: Counter[str]
     users: dict[str, int]
 
+    def add(self, other: Reservation) -> None:
+        self.devices.update(other.devices)
+        self.memory_mib.update(other.memory_mib)
+        self.thread_tenths.update(other.thread_tenths)
+        self.users.update(other.users)
+
 
 def no_reservation() -> Reservation:
     return Reservation(set(), Counter(), Counter(), {})
@@ -211,11 +217,13 @@ class Allocator:
         return no_reservation()._replace(devices={device.id for device in devices})
 
     def domain_to_reserve(self, request: LeaseRequest, candidates: Candidates, reserved: Reservation) -> str:
-        """The domain that is to serve the user of a request next; empty if the request needs no other user's.
+        """The domain that is to serve the user of a request next; empty if no other user delays the request.
 
         `candidates` are those for the user. Of several domains it is the one with the fewest leases and jobs
         of others: new ones begin only on the other domains, so that each user's turn comes.
         """
+        if not candidates.users:
+            return ""
         matching = [(one.device.domain, one.reason) for one in matching_devices(request, candidates)]
         matching += [(one.pool.domain, one.reason) for one in candidates.matching_pools(request)]
         domains = {domain for domain, reason in matching if reason.code == OTHER_USER}
@@ -316,10 +324,10 @@ class Allocator:
         """The message, hint and code of a NothingFreeError."""
         pools = candidates.matching_pools(request)
         if not matching and not pools and (waiting := candidates.waiting_for(request)):
-            gpu, reason, _ = waiting
-            named = f"GPU {gpu}: {reason}" if gpu else reason
+            reason = waiting.reason
+            named = f"GPU {waiting.gpu}: {reason}" if waiting.gpu else reason
             what = f"{request} cannot be allocated now: {named}"
-            return what, hint_of(reason.code, gpu=gpu), reason.code
+            return what, hint_of(reason.code, gpu=waiting.gpu), reason.code
         if not matching and not pools:
             what = f"{request} cannot be allocated: no such device exists"
             return what, "see: yunion-mps list", NOTHING_FREE
@@ -327,7 +335,7 @@ class Allocator:
         unavailable = [(reason, device.gpu_address) for device, reason, _ in matching if reason]
         unavailable += [(pool.reason, pool.gpu) for pool in pools if pool.reason]
         waits = self.ledger.lease_waits([candidate.device for candidate in candidates.devices]).values()
-        able = {device.id for device, reason, _ in matching if not reason}
+        able = {device.id for device, reason, _ in matching if not reason or reason.code == OTHER_USER}
         pending = [(wait.reason, able & wait.pending) for wait in waits if able & wait.pending]
         used = len(able.intersection(self.ledger.lease_of).difference(*(names for _, names in pending)))
         free = sum(map(len, by_gpu.values()))
@@ -339,10 +347,11 @@ class Allocator:
         if free:
             parts.append(f"{free} free, at most {max(map(len, by_gpu.values()))} on one GPU")
         for reason, number in Counter(reason for reason, _ in unavailable).most_common(_MAX_NAMED):
-            how = "for another user" if reason.code == OTHER_USER else "unavailable"
             gpus = list(dict.fromkeys(gpu for why, gpu in unavailable if why == reason))
             more = f" and {len(gpus) - _MAX_NAMED} more" if len(gpus) > _MAX_NAMED else ""
-            parts.append(f"{number} {how} (GPU {', '.join(gpus[:_MAX_NAMED])}{more}: {reason})")
+            where = f"GPU {', '.join(gpus[:_MAX_NAMED])}{more}: {reason}"
+            is_of_other_user = reason.code == OTHER_USER
+            parts.append(where if is_of_other_user else f"{number} unavailable ({where})")
         hint, code = "see who holds the devices: yunion-mps who", NOTHING_FREE
         if len(unavailable) == len(matching) + len(pools):
             hint = "see: yunion-mps status"

@@ -9,7 +9,7 @@ do not get its devices. No I/O, no waiting.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
 from yunion_mps.models import Device, Lease
 from yunion_mps.reasons import NO_REASON, Reason
 
-#: The most different requests whose reason is determined.
+#: The largest number of distinct requests whose reason is determined.
 _MAX_EXPLAINED = 20
 
 
@@ -75,7 +75,7 @@ class Queue:
     def choose(self, queued: QueuedRequest, candidates: Candidates) -> tuple[Device, ...]:
         """The devices that a request would get now, behind the queued ones; raises NothingFreeError."""
         reserved = self.reservation(candidates, excluding=queued)
-        candidates_for_user = candidates.for_user(queued.holder.user, reserved.users)
+        candidates_for_user = candidates.for_user(queued.holder.user_uid, reserved.users)
         return self._allocator.choose(queued.request, candidates_for_user, reserved)
 
     def why_not(self, queued: QueuedRequest, candidates: Candidates) -> NothingFreeError:
@@ -90,12 +90,12 @@ class Queue:
         """Why each request still waits, by position; those far behind in the queue have none."""
         first: dict[tuple[LeaseRequest, int | None], QueuedRequest] = {}
         for queued in self.requests:
-            first.setdefault((queued.request, queued.holder.user), queued)
+            first.setdefault((queued.request, queued.holder.user_uid), queued)
         why: dict[tuple[LeaseRequest, int | None], Reason] = {}
         for kind, queued in islice(first.items(), _MAX_EXPLAINED):
             why[kind] = self.why_not(queued, candidates).reason
         return {
-            queued.position: why.get((queued.request, queued.holder.user), NO_REASON)
+            queued.position: why.get((queued.request, queued.holder.user_uid), NO_REASON)
             for queued in self.requests
         }
 
@@ -110,31 +110,31 @@ class Queue:
         unsatisfiable: set[tuple[LeaseRequest, int | None]] = set()
         choices: dict[int | None, _Choices] = {}
         for queued in self.requests:
-            request, user = queued.request, queued.holder.user
-            if queued is excluding or (request, user) in unsatisfiable:
+            request, uid = queued.request, queued.holder.user_uid
+            if queued is excluding or (request, uid) in unsatisfiable:
                 continue
-            if user not in choices:
-                choices[user] = self._choices(candidates.for_user(user, reserved.users))
-            mine, free = choices[user]
-            more = no_reservation()
-            if request.memory_mib or any(
-                request.matches(device) and device.id not in reserved.devices for device in free
-            ):
-                yield queued, mine
-                more = self._allocator.reserve(request, mine, reserved)
-            if any(more):
-                reserved.devices.update(more.devices)
-                reserved.memory_mib.update(more.memory_mib)
-                reserved.thread_tenths.update(more.thread_tenths)
-                continue
-            unsatisfiable.add((request, user))
-            if user is None or mine is candidates:
-                continue
-            domain = self._allocator.domain_to_reserve(request, mine, reserved)
-            if domain:
-                reserved.users[domain] = user
-                choices.clear()
+            if uid not in choices:
+                choices[uid] = self._choices(candidates.for_user(uid, reserved.users))
+            candidates_for_user, free = choices[uid]
+            if _may_fit(request, free, reserved):
+                yield queued, candidates_for_user
+                needed = self._allocator.reserve(request, candidates_for_user, reserved)
+                if any(needed):
+                    reserved.add(needed)
+                    continue
+            unsatisfiable.add((request, uid))
+            domain = self._allocator.domain_to_reserve(request, candidates_for_user, reserved)
+            if domain and uid is not None:
+                reserved.users[domain] = uid
+                choices.clear()  # the other users no longer have this domain's devices
 
     def _choices(self, candidates: Candidates) -> _Choices:
         served = (candidate.device for candidate in candidates.devices if not candidate.reason)
         return _Choices(candidates, self._allocator.ledger.free_singly(served))
+
+
+def _may_fit(request: LeaseRequest, free: Iterable[Device], reserved: Reservation) -> bool:
+    """Whether a single device could be free for the request; memory of pools is not looked at."""
+    if request.memory_mib:
+        return True
+    return any(request.matches(device) and device.id not in reserved.devices for device in free)

@@ -29,9 +29,9 @@ def served_users(
     served: dict[str, list[ServedUser]] = {}
     for lease in leases:
         domain = lease.devices[0].domain
-        if domain and lease.holder.user is not None:
+        if domain and lease.holder.user_uid is not None:
             what = f"lease {lease.holder.name or lease.id[:_ID_LENGTH]} on {lease.addresses}"
-            served.setdefault(domain, []).append(ServedUser(lease.holder.user, what, lease.since_s))
+            served.setdefault(domain, []).append(ServedUser(lease.holder.user_uid, what, lease.since_s))
     for domain, users in jobs.items():
         served.setdefault(domain, []).extend(users)
     return {name: users for name, users in served.items() if name in domains and not domains[name].multiuser}
@@ -41,13 +41,13 @@ def why_not_served(users: Iterable[ServedUser], uid: int) -> Reason | None:
     """Return why a control daemon that serves these users does not serve this one now; None if it does."""
     for other in users:
         if other.uid != uid:
-            text = f"its control daemon serves one user at a time, and now {user_name(other.uid)}"
+            text = f"its control daemon serves one user at a time, now {user_name(other.uid)}"
             since = f"{rfc3339(other.since_s)[:19]}Z"  # to the second
-            return Reason(f"{text}: {other.because_of}, since {since}", OTHER_USER)
+            return Reason(f"{text} ({other.because_of}, since {since})", OTHER_USER)
     return None
 
 
 def next_for(uid: int) -> Reason:
     """Return the reason for users whose request is later than one of this user."""
-    text = "its control daemon serves one user at a time, and next"
-    return Reason(f"{text} {user_name(uid)}, whose request is earlier", OTHER_USER)
+    text = f"its control daemon serves one user at a time, next {user_name(uid)}, whose request is earlier"
+    return Reason(text, OTHER_USER)

@@ -194,7 +194,7 @@ class LeaseService:
         await self.follow_destroyed(self.ledger.find_repeated(queued))
         lease, is_new = self.ledger.find_repeated(queued), False
         if lease is None:
-            await self._update_users(queued.holder.user)
+            await self._update_users(queued.holder.user_uid)
             queued = self._positions.place(self._admit(queued), time.time(), time.monotonic())
             lease, is_new, _ = await self._wait_for_grant(queued, wait_s)
         elif lease.holder.binding == "name" or lease.holder.is_awaited:
@@ -206,7 +206,7 @@ class LeaseService:
 
     async def preview(self, queued: QueuedRequest) -> answers.LeaseRecord:
         """The lease that would be granted now; raises YunionError if none would."""
-        await self._update_users(queued.holder.user)
+        await self._update_users(queued.holder.user_uid)
         queued = queued._replace(sent=queued.as_text)
         if lease := self.ledger.find_repeated(queued):
             return self._json(lease)

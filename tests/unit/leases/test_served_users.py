@@ -85,8 +85,8 @@ def test_another_user_waits_for_the_control_daemon_of_all_gpus() -> None:
     error = host.why_waiting(second)
     assert error.code == OTHER_USER
     assert str(error).startswith(
-        "1 device of GPU GPU-1 cannot be allocated now: 2 for another user (GPU 01:00.0: its control daemon "
-        f"serves one user at a time, and now uid {ALICE}: lease {first} on 00:00.0-0, since "
+        "1 device of GPU GPU-1 cannot be allocated now: GPU 01:00.0: its control daemon serves one user at a "
+        f"time, now uid {ALICE} (lease {first} on 00:00.0-0, since "
     )
     host.ledger.remove(str(first))
     assert host.serve() == [second]
@@ -127,7 +127,7 @@ def test_a_stream_of_jobs_of_one_user_does_not_starve_another() -> None:
     waiting = host.request(BOB)
     later = host.request(ALICE)
     assert host.serve() == [], "one device is free, but it is bob's turn"
-    assert "and next uid 1002, whose request is earlier" in str(host.why_waiting(later))
+    assert "next uid 1002, whose request is earlier" in str(host.why_waiting(later))
     host.ledger.remove(str(first))
     assert host.serve() == [waiting]
     host.ledger.remove(str(waiting))
