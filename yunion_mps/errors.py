@@ -127,7 +127,7 @@ class NothingFreeError(YunionError):
     """No suitable device is free; the message says which ones exist.
 
     A code other than `nothing_free` is the single reason for which all suitable devices are unavailable.
-    Whether they are leased or another user's turn, they will be free again, so the exit code is the same.
+    Leased devices, and those that serve another user, become free again, so both have the same exit code.
     """
 
     exit_code = 5

@@ -246,7 +246,7 @@ SERVER_FAILED = _code("server_failed", "An MPS server failed, and its jobs with 
 SERVER_BUSY = _code("server_busy",
     "An MPS server accepts no commands, because another user's job waits for it to end, or because it was "
     "told to end after its jobs.",
-    "wait until its jobs have ended; or end the job by itself, at the risk of the other jobs of its server: "
+    "wait until its jobs have ended; or end only this job, which may end the other jobs of its server: "
     "yunion-mps terminate --force {pid}")
 SERVER_START_FAILED = _code("server_start_failed", "MPS servers fail to start.",
     "see the end of server.log, and: dmesg | grep -iE 'nvrm|xid'; yunion-mps doctor; starts are tried again "

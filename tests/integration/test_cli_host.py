@@ -53,11 +53,11 @@ PLAN = """\
 The daemon would divide the GPUs as follows:
 GPU      NAME       DEVICES    MEMORY  SM %  COMPUTE MODE                  DOMAIN
 00:06.0  Tesla P40        4  5760 MiB    25  Default -> Exclusive_Process  host
-00:06.0: budgets are not enforced: the GPU is older than Volta or of unknown compute capability
+00:06.0: budgets are not enforced: the GPU is older than Volta
 Control daemon of domain host: 1 GPU, pipe directory /tmp/nvidia-mps/pipe
 Users: only one user's jobs run at a time on GPU 00:06.0; others wait. \
 This host cannot run all users' jobs at the same time: \
-GPU 00:06.0 (Tesla P40) is older than Volta, or of unknown compute capability.
+GPU 00:06.0 (Tesla P40) is older than Volta.
 """
 
 

@@ -104,6 +104,7 @@ class GpuRecord(TypedDict):
     compute_mode: str | None
     domain: str | None
     budget_enforced: bool
+    why_unenforced: str
     sharing: str | None
     time_slice: str | None
     reason: str
@@ -341,7 +342,7 @@ def gpu_records(preflight: Preflight) -> list[GpuRecord]:
 
 def _gpu_record(gpu: Gpu, plan: Plan, after: Plan) -> GpuRecord:
     """Return the record of a GPU, with the devices of its instances; `after` has all layouts in effect."""
-    from yunion_mps.planning.division import describe_division, enforces_budgets
+    from yunion_mps.planning.division import describe_division, enforces_budgets, why_unenforced
     from yunion_mps.planning.mig import describe_layout
 
     devices = [device for device in after.devices if is_part(device.addr, gpu.address)]
@@ -353,6 +354,11 @@ def _gpu_record(gpu: Gpu, plan: Plan, after: Plan) -> GpuRecord:
     memory_mib, percentage = budgets.pop() if len(budgets) == 1 else (None, None)
     mode = plan.compute_modes.get(gpu.uuid or "")
     changes = mode and mode != gpu.compute_mode
+    is_enforced = (
+        enforces_budgets(gpu)
+        and sharing != TIME_SLICING
+        and all(device.budget_enforced for device in devices)
+    )
     return {
         "addr": gpu.address,
         "uuid": gpu.uuid,
@@ -363,9 +369,8 @@ def _gpu_record(gpu: Gpu, plan: Plan, after: Plan) -> GpuRecord:
         "thread_percentage": percentage,
         "compute_mode": f"{gpu.compute_mode or 'unknown'} -> {mode}" if changes else gpu.compute_mode,
         "domain": domain,
-        "budget_enforced": enforces_budgets(gpu)
-        and sharing != TIME_SLICING
-        and all(device.budget_enforced for device in devices),
+        "budget_enforced": is_enforced,
+        "why_unenforced": why_unenforced(gpu, sharing) if sharing in WHY_UNENFORCED and not is_enforced else "",
         "sharing": sharing,
         "time_slice": plan.time_slices.get(gpu.uuid or ""),
         "reason": gpu.reason
@@ -425,6 +430,6 @@ def _note(gpu: GpuRecord) -> str:
     if gpu["sharing"] == MIG:
         return f"MIG layout: {gpu['division']}"
     uneven = gpu["division"] if gpu["memory_limit_mib"] is None else ""
-    why = WHY_UNENFORCED.get(gpu["sharing"] or "", "")
-    unenforced = "" if gpu["budget_enforced"] else f"budgets are not enforced: the GPU is {why}"
+    why = gpu["why_unenforced"]
+    unenforced = f"budgets are not enforced: the GPU is {why}" if why else ""
     return "; ".join(filter(None, (uneven, unenforced)))

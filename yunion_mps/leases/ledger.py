@@ -77,7 +77,7 @@ class Ledger:
         self._note_change()
 
     def moved(self, devices: Iterable[Device]) -> list[Lease]:
-        """The leases whose devices have other addresses now, with these.
+        """Return the leases whose devices have moved, with the new addresses.
 
         A card is in another slot, or a MIG instance was created again, perhaps with another UUID. `devices`
         are those of the plan. A lease does not continue on one that is now shared in another way.

@@ -8,12 +8,12 @@ from functools import partial
 from typing import NamedTuple
 
 from yunion_mps.addresses import is_part, shown_address
-from yunion_mps.enums import BINPACK, MPS, NOT_SHARED, WHY_UNENFORCED
+from yunion_mps.enums import BINPACK, MPS, NOT_SHARED
 from yunion_mps.errors import InfeasibleError, NotAllowedError, NotFoundError
 from yunion_mps.host.proc import user_name
 from yunion_mps.leases.served_users import next_for, why_not_served
 from yunion_mps.models import ALL, Device, DomainPlan, Gpu, Holder, Lease, Owner, Pool, ServedUser, Snapshot
-from yunion_mps.planning.division import enforces_budgets, pool_device
+from yunion_mps.planning.division import enforces_budgets, pool_device, why_unenforced
 from yunion_mps.planning.environment import (
     client_environment,
     require_one_budget,
@@ -279,10 +279,7 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
         is_enforced = sharing == NOT_SHARED or (sharing == MPS and enforces_budgets(gpu))
         if not gpu.uuid or is_enforced:
             continue
-        how = WHY_UNENFORCED[sharing]
-        if sharing == MPS:
-            how = "older than Volta" if gpu.compute_capability else "of unknown compute capability"
-        unenforced[gpu.uuid] = Unenforced(f"{gpu.address} ({gpu.name})", how)
+        unenforced[gpu.uuid] = Unenforced(f"{gpu.address} ({gpu.name})", why_unenforced(gpu, sharing))
     serving = (status.plan for status in snapshot.domains)
     domains = {domain.name: domain for domain in (*plan.parked, *plan.domains, *serving)}
     planned = {domain.name: domain for domain in plan.domains}

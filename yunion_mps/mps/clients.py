@@ -48,7 +48,7 @@ class BusyServerError(ControlError):
     """A server does not say which clients it has, or disconnect one.
 
     So it is once a client of another user waits for it to end, and once it was told to shut down, until its
-    own clients have ended (measured with 535). Its clients are unknown then: it need not be without any.
+    own clients have ended (measured with 535). Its clients are unknown then: it may still have some.
     """
 
     code = SERVER_BUSY
@@ -63,7 +63,8 @@ class BusyServerError(ControlError):
 def clients_of(program: str, plan: DomainPlan, control_pid: int) -> list[ClientRow]:
     """List the clients; blocks.
 
-    Raises ControlError if the control daemon does not answer, and BusyServerError if it does not know them.
+    Raises ControlError if the control daemon does not answer, and BusyServerError if a server does not list
+    its clients.
     """
     servers = server_pids(control_pid)
     if not servers:

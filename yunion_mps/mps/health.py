@@ -115,17 +115,19 @@ class HealthMonitor(ControlTask):
             return self._retry_commands(now_s)
         self.delivered = self._sending
         servers = parse_servers(answer)
-        end = len(servers) + len(get_commands(self._plan))
-        is_followed = bool(self._sending or self._asking)
+        end_of_limits = len(servers) + len(get_commands(self._plan))
+        limits = answer[len(servers) : end_of_limits]
+        if not (self._sending or self._asking):
+            limits = answer[len(servers) :]  # nothing else was asked, so surplus lines must fail the check
         try:
-            check(self._plan, answer[len(servers) : end if is_followed else None])
+            check(self._plan, limits)
         except ControlError as error:
             raise LimitsChangedError(error.message, error.hint) from None
         self.servers = tuple(servers)
         if not self._asking:
             return self._verify_at_s
         self.has_asked = True
-        idle = servers_without_clients(self._asking, answer[end:])
+        idle = servers_without_clients(self._asking, answer[end_of_limits:])
         self._asking = []
         # At once, before another client can attach, and without -f, in case one has.
         commands = [f"shutdown_server {pid}" for pid in idle]

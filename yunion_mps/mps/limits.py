@@ -30,6 +30,11 @@ _HINT = (
 )
 
 
+#: What a `LimitsSetter` does: it reads the limits, lists the clients of servers whose limits are unknown, or
+#: sets the limits and reads them back.
+READ, LIST_CLIENTS, SET = "read", "list clients", "set"
+
+
 class LimitsInEffect(NamedTuple):
     """The plan that a control daemon's clients get, and the servers (PIDs) that have other limits."""
 
@@ -60,11 +65,11 @@ class LimitsSetter(ControlTask):
         """
         super().__init__(control)
         self._known = known
-        self._setting = set_first
+        self._phase = SET if set_first else READ
         self._idle = idle
         self._first: list[str] = []
-        #: The servers whose clients are being listed.
-        self._asked: tuple[int, ...] = ()
+        #: The servers whose clients are listed in the phase LIST_CLIENTS.
+        self._listed_servers: tuple[int, ...] = ()
         self._retry_at_s = 0.0
         #: Why it takes longer than usual, empty if it does not.
         self.note = NO_REASON
@@ -86,21 +91,20 @@ class LimitsSetter(ControlTask):
         self._conversation = None
         if not answer:
             return self._on_rejected(now_s)
-        if self._asked:
+        if self._phase == LIST_CLIENTS:
             self._end_idle_servers(answer)
         else:
             result = self._result(answer)
             if result:
                 return result
-        if not self._asked:
-            self._setting = True
+            self._phase = LIST_CLIENTS if self._listed_servers else SET
         return self.tick(now_s)
 
     def _start_conversation(self, now_s: float) -> Conversation | None:
         """Send the commands; None if no process can be started now and it may have jobs, to retry later."""
-        first = [*self._first, *set_commands(self._plan)] if self._setting else []
-        if self._asked:
-            return self._try_to_converse(client_commands(self._asked), now_s)
+        if self._phase == LIST_CLIENTS:
+            return self._try_to_converse(client_commands(self._listed_servers), now_s)
+        first = [*self._first, *set_commands(self._plan)] if self._phase == SET else []
         # The servers are listed after the limits are set, so one that starts in between counts as old.
         return self._try_to_converse([*first, "get_server_list", *get_commands(self._plan)], now_s)
 
@@ -125,14 +129,14 @@ class LimitsSetter(ControlTask):
     def _result(self, answer: list[str]) -> LimitsInEffect | None:
         """The limits in effect according to the answer, None if the limits have to be set first."""
         target = self._plan
-        if self._setting:
+        if self._phase == SET:
             check_percentage(target, answer[0])
             answer = answer[1:]
         servers = tuple(parse_servers(answer))
         limits = answer[len(servers) :]
         before = in_running_order(self._known.plan, target)
         old = tuple(pid for pid in self._known.old_servers if pid in servers)
-        if self._setting:
+        if self._phase == SET:
             check(target, limits)
             if before != target or not self._control.has_served or self._control.is_unrecorded:
                 old = servers  # even of a new control daemon: a job may have started before the limits
@@ -157,18 +161,19 @@ class LimitsSetter(ControlTask):
     def _refuse_unknown_limits(self, servers: tuple[int, ...]) -> None:
         """Raise ControlError if servers with unknown limits may have jobs; else list their clients next."""
         if self._idle:
-            self._asked = servers
+            self._listed_servers = servers
             return
         self._refuse(servers)
 
     def _end_idle_servers(self, answer: Sequence[str]) -> None:
-        """Shut down the servers that were asked for, unless they have clients; raise ControlError then.
+        """Shut down the servers before the limits are set, or raise ControlError if one has clients.
 
         NVML lists a job only some time after it has attached.
         """
-        servers, self._asked = self._asked, ()
+        servers, self._listed_servers = self._listed_servers, ()
         if servers_without_clients(servers, answer) != [*servers]:
             self._refuse(servers)
+        self._phase = SET
         self._first = [f"shutdown_server {pid}" for pid in servers]
 
     def _refuse(self, servers: tuple[int, ...]) -> NoReturn:
@@ -248,12 +253,12 @@ def parse_servers(answer: Sequence[str]) -> list[int]:
 
 
 def client_commands(servers: Iterable[int]) -> list[str]:
-    """The commands that list the clients of these servers; the answer is for `servers_without_clients`."""
+    """Return the commands that list the clients of these servers, for `servers_without_clients`."""
     return [command for pid in servers for command in (PING, f"get_client_list {pid}")]
 
 
 def servers_without_clients(servers: Sequence[int], answer: Sequence[str]) -> list[int]:
-    """Those of the servers without clients, according to the answer to `client_commands`.
+    """Return those of the servers that have no clients, according to the answer to `client_commands`.
 
     Before each list comes a percentage, as `25.0`; then a line for each client.
     """

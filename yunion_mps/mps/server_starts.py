@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterable
 from yunion_mps.mps.server_history import CRASHED, ENDED, NOT_STARTED, SERVED, STARTED, Outcome
 
 #: So many failures within this time mean that servers do not start.
-FAILURES = 3
+MAX_FAILURES = 3
 WITHIN_S = 60.0
 #: The pauses before the attempts; the last one is repeated.
 PAUSES_S = (5.0, 10.0, 20.0, 40.0, 60.0)
@@ -71,7 +71,7 @@ class ServerStarts:
     def _note_failure(self, outcome: Outcome, now_s: float) -> None:
         if self.failure is None:
             self._failed_s = [at_s for at_s in self._failed_s if at_s > now_s - WITHIN_S] + [now_s]
-            if len(self._failed_s) < FAILURES:
+            if len(self._failed_s) < MAX_FAILURES:
                 return
             self._attempts = 0
             self._attempt_at_s = now_s + PAUSES_S[0]

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from yunion_mps import reasons
-from yunion_mps.enums import KEEP, MPS, NORMAL, NOT_SHARED, TIME_SLICING
+from yunion_mps.enums import KEEP, MPS, NORMAL, NOT_SHARED, TIME_SLICING, WHY_UNENFORCED
 from yunion_mps.errors import NotFoundError
 from yunion_mps.identity import uuid5
 from yunion_mps.models import (
@@ -67,6 +67,13 @@ def max_clients(gpu: Gpu, driver: Driver, override: int | None) -> int:
 def enforces_budgets(gpu: Gpu) -> bool:
     """Whether memory limits and percentages are enforced; no GPU older than Volta does that."""
     return gpu.compute_capability is not None and gpu.compute_capability >= VOLTA
+
+
+def why_unenforced(gpu: Gpu, sharing: str) -> str:
+    """Return what the GPU, which is shared in this way, is, so that it enforces no budgets."""
+    if sharing != MPS:
+        return WHY_UNENFORCED[sharing]
+    return "older than Volta" if gpu.compute_capability else "of unknown compute capability"
 
 
 def with_memory(gpu: Gpu, plan: Plan) -> Gpu:

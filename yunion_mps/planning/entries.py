@@ -88,9 +88,11 @@ def confirm_replacements(meant: Mapping[str, MeantGpu], inventory: Inventory) ->
         is_gone = gpu.uuid not in uuids
         if gpu == UNKNOWN_GPU:
             continue  # the path decides, as for a new entry
-        if gpu.replaced:
-            stands_in = successor is not None and successor.uuid == gpu.uuid and gpu.replaced not in uuids
-            confirmed[key] = MeantGpu(gpu.uuid if stands_in else gpu.replaced, gpu.pci_address)
+        stands_in = successor is not None and successor.uuid == gpu.uuid and gpu.replaced not in uuids
+        if gpu.replaced and stands_in:
+            confirmed[key] = gpu._replace(replaced="")
+        elif gpu.replaced:  # the former card is back, or the other one was moved
+            confirmed[key] = MeantGpu(gpu.replaced, gpu.pci_address)
         elif is_gone and successor and successor.render_node == key and successor.uuid not in meant_uuids:
             confirmed[key] = MeantGpu(str(successor.uuid), successor.pci_address)
         else:

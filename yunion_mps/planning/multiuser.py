@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from yunion_mps.enums import MPS
 from yunion_mps.models import Gpu, Inventory, Plan
-from yunion_mps.planning.division import enforces_budgets
+from yunion_mps.planning.division import enforces_budgets, why_unenforced
 from yunion_mps.reasons import MULTIUSER_UNSUPPORTED, Reason
 from yunion_mps.settings import Config
 from yunion_mps.text import count, list_of
@@ -17,22 +18,21 @@ from yunion_mps.text import count, list_of
 
 def is_multiuser(config: Config, gpus: Sequence[Gpu]) -> bool:
     """Whether the control daemon of these GPUs serves all users at once."""
-    return config.cuda_mps_multiuser and not gpus_without(gpus)
+    return config.cuda_mps_multiuser and not gpus_without_multiuser(gpus)
 
 
-def gpus_without(gpus: Sequence[Gpu]) -> list[Gpu]:
+def gpus_without_multiuser(gpus: Sequence[Gpu]) -> list[Gpu]:
     """Return the GPUs that are not known to be Volta or newer, so that multiuser mode does not work."""
     return [gpu for gpu in gpus if not enforces_budgets(gpu)]
 
 
 def multiuser_warnings(config: Config, served: Sequence[Gpu]) -> Iterator[Reason]:
     """Warn of GPUs, among those that are shared through MPS, that are served without multiuser mode."""
-    without = gpus_without(served)
+    without = gpus_without_multiuser(served)
     if not config.cuda_mps_multiuser or not without:
         return
-    which = f"{'GPU' if len(without) == 1 else 'GPUs'} {list_of(_name(gpu) for gpu in without)}"
-    verb = "is" if len(without) == 1 else "are"
-    what = f"cuda_mps_multiuser is true, but {which} {verb} older than Volta or of unknown compute capability"
+    which = list_of(f"GPU {_name(gpu)} is {why_unenforced(gpu, MPS)}" for gpu in without)
+    what = f"cuda_mps_multiuser is true, but {which}"
     where = "there" if config.cuda_mps_scope == "gpu" else "on this host"
     yield Reason(f"{what}: {where}, only one user's jobs run at a time", MULTIUSER_UNSUPPORTED)
 
@@ -52,8 +52,8 @@ def describe_users(plan: Plan, inventory: Inventory, *, knows_multiuser: bool | 
     gpus = [gpu for gpu in inventory.gpus if gpu.uuid in uuids]
     is_shared = any(len(domain.gpu_uuids) > 1 for domain in alone)
     text = f"only one user's jobs run at a time on {_places(gpus, is_shared=is_shared)}; others wait"
-    if without := gpus_without(gpus):
-        why_not = f"GPU {_name(without[0])} is older than Volta, or of unknown compute capability"
+    if without := gpus_without_multiuser(gpus):
+        why_not = f"GPU {_name(without[0])} is {why_unenforced(without[0], MPS)}"
     elif knows_multiuser is False:
         why_not = "its NVIDIA control program does not support that (570 and later do)"
     else:

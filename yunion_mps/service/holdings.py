@@ -219,7 +219,7 @@ def holdings(
     found: dict[_Key, Holding] = {}
     keys_by_device: dict[str, _Key] = {}
     by_pid: dict[int, list[_Key]] = {}
-    for address, device, lease, budget_mib in _rows(devices, leases):
+    for address, device, lease, budget_mib in _device_uses(devices, leases):
         key = (lease["id"] if lease else address, gpu_of(address))
         if device and budget_mib is None:
             budget_mib = device["memory_mib"]
@@ -241,13 +241,20 @@ def holdings(
     return list(found.values())
 
 
-def _rows(
-    devices: Sequence[Device], leases: Iterable[LeaseRecord]
-) -> Iterator[tuple[str, Device | None, LeaseRecord | None, int | None]]:
-    """Yield the address of each device, the device, its lease and its budget as leased, in MiB.
+class _DeviceUse(NamedTuple):
+    """A device that is listed, leased or both; its budget in MiB is that of the lease."""
 
-    After the listed devices come leased ones that are not listed. Two devices can have the same address: that
-    of a card which was replaced, if it is still leased, and that of the new one.
+    address: str
+    device: Device | None
+    lease: LeaseRecord | None = None
+    budget_mib: int | None = None
+
+
+def _device_uses(devices: Sequence[Device], leases: Iterable[LeaseRecord]) -> Iterator[_DeviceUse]:
+    """Yield the listed devices with their leases, then the leased devices that are not listed.
+
+    Two devices can have the same address: one of a card that was replaced, if it is still leased, and one of
+    the new card. So a lease is found by its id first.
     """
     leased = {
         (lease["id"], budget["addr"]): (lease, budget["memory_mib"])
@@ -258,11 +265,12 @@ def _rows(
     others = {key[1]: leased[key] for key in leased if key not in listed}
     for device in devices:
         address = device["addr"]
-        known = leased.get((device["lease"] or "", address)) or others.pop(address, None)
-        lease, budget_mib = known or (None, None)
-        yield address, device, lease, budget_mib
+        known = leased.get((device["lease"] or "", address))
+        if known is None:  # perhaps it was leased after the devices were listed
+            known = others.pop(address, None)
+        yield _DeviceUse(address, device, *(known or ()))
     for address, (lease, budget_mib) in others.items():
-        yield address, None, lease, budget_mib
+        yield _DeviceUse(address, None, lease, budget_mib)
 
 
 def _merge(first: Holding, second: Holding) -> Holding:

@@ -286,7 +286,7 @@ class LeaseService:
     # -- internals
 
     async def _update_users(self, user: int | None) -> None:
-        """Find out which users' jobs run now, if those of others would keep this user from devices.
+        """Ask the driver whose jobs run now, if another user's jobs would keep this user from devices.
 
         The last poll was up to 10 s ago. If the driver is slow, its answer is the best that is known.
         """
