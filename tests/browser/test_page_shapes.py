@@ -220,9 +220,9 @@ def test_visual_states_have_text_for_screen_readers(busy: Scene, browser: Chromi
         "Last hour",
     ]  # fmt: skip
     assert named["searchbox"] == ["Filter"]
-    assert "1 in use, 1 idle, 10 free" in named["image"]
+    assert "1 in use, 1 idle, 10 free for root" in named["image"]
     assert any(
-        name.startswith("1 over budget, 1 free; 00:07.0-0: free, 8192 MiB; 00:07.0-1: root, over budget")
+        name.startswith("1 over budget, 1 free for root; 00:07.0-0: free, 8192 MiB; 00:07.0-1: root, over")
         for name in named["image"]
     )
     assert all(named["image"]), "no drawing is without words"

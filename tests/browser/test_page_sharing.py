@@ -56,7 +56,7 @@ def test_each_gpu_and_instance_names_its_way_of_sharing(browser: Chromium, scene
     page = seen(browser, scene)
     shown = counts(page)
     assert {address: text for address, text in shown.items() if "-g" not in address} == {
-        "00:06.0": "1 in use, 3 free",
+        "00:06.0": "1 in use, 3 free for root",
         "00:07.0": "1 in use, 2 free, time-slicing (short), not enforced",
         "00:08.0": "MIG mode",
         "00:09.0": "MIG mode",

@@ -9,7 +9,7 @@ import click
 from yunion_mps.addresses import is_part
 from yunion_mps.cli.output import Column, cell, mib, notes, output_option, show, show_pairs, table, wrapped
 from yunion_mps.cli.root import SuggestingGroup
-from yunion_mps.enums import ENTRY_TYPES, MIG, MPS, TIME_SLICING, WHY_UNENFORCED
+from yunion_mps.enums import ENTRY_TYPES, MIG, MPS, TIME_SLICING
 from yunion_mps.errors import ConfigError
 from yunion_mps.mig import DISABLED
 from yunion_mps.overview import way_of
@@ -370,7 +370,7 @@ def _gpu_record(gpu: Gpu, plan: Plan, after: Plan) -> GpuRecord:
         "compute_mode": f"{gpu.compute_mode or 'unknown'} -> {mode}" if changes else gpu.compute_mode,
         "domain": domain,
         "budget_enforced": is_enforced,
-        "why_unenforced": why_unenforced(gpu, sharing) if sharing in WHY_UNENFORCED and not is_enforced else "",
+        "why_unenforced": why_unenforced(gpu, sharing or "") if not is_enforced else "",
         "sharing": sharing,
         "time_slice": plan.time_slices.get(gpu.uuid or ""),
         "reason": gpu.reason

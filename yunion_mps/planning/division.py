@@ -70,9 +70,9 @@ def enforces_budgets(gpu: Gpu) -> bool:
 
 
 def why_unenforced(gpu: Gpu, sharing: str) -> str:
-    """Return what the GPU, which is shared in this way, is, so that it enforces no budgets."""
+    """Return what the GPU is, so that it enforces no budgets; empty if it is shared in another way."""
     if sharing != MPS:
-        return WHY_UNENFORCED[sharing]
+        return WHY_UNENFORCED.get(sharing, "")
     return "older than Volta" if gpu.compute_capability else "of unknown compute capability"
 
 

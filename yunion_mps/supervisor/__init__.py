@@ -177,6 +177,8 @@ class Supervisor:
         if self.nvml:
             with contextlib.suppress(DriverError):  # each setting that cannot be restored is reported
                 self.nvml.ensure_initialised()
+            # What is known suffices to restore the GPUs that have neither come nor gone.
+            with contextlib.suppress(DriverError, ShortageError, MemoryError):
                 self._gpus.find_again(self.nvml, self._gpus_to_restore(self._store))
         self.layouts.restore(self.nvml, self._store, gpus_of(left))
         if self.modes.restore(self.nvml, self._store, gpus_of(left)):
