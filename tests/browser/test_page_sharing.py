@@ -65,7 +65,7 @@ def test_each_gpu_and_instance_names_its_way_of_sharing(browser: Chromium, scene
     parts = {address.partition("-")[0]: text for address, text in shown.items() if "-g" in address}
     assert parts == {
         "00:08.0": "1 in use",
-        "00:09.0": "1 idle, 1 free, MPS",
+        "00:09.0": "1 idle, 1 free for root, MPS",
         "00:0a.0": "1 idle, 1 free, time-slicing, not enforced",
     }
     assert page.errors() == []
