@@ -463,12 +463,27 @@ class Lease(NamedTuple):
         return (self.holder.binding == "container" and self.holder.name) or self.id
 
 
+#: How much of a lease's id identifies it.
+_LEASE_ID_LENGTH = 8
+
+
 class ServedUser(NamedTuple):
-    """A user (uid) whom a control daemon serves, because of what, and since when (s since 1970)."""
+    """A user (uid) whom a control daemon serves, since when (s since 1970), and because of what.
+
+    That is a lease, or jobs without one on the MPS server with the PID `server`.
+    """
 
     uid: int
-    because_of: str
     since_s: float
+    lease: Lease | None = None
+    server: int = 0
+
+    @property
+    def because_of(self) -> str:
+        if self.lease is None:
+            return f"jobs on the MPS server (PID {self.server})"
+        name = self.lease.holder.name or self.lease.id[:_LEASE_ID_LENGTH]
+        return f"lease {name} on {self.lease.addresses}"
 
 
 class Condition(NamedTuple):

@@ -216,21 +216,10 @@ class Allocator:
             devices = most_first[0][: request.number] if most_first else []
         return no_reservation()._replace(devices={device.id for device in devices})
 
-    def domain_to_reserve(self, request: LeaseRequest, candidates: Candidates, reserved: Reservation) -> str:
-        """The domain that is to serve the user of a request next; empty if no other user delays the request.
-
-        `candidates` are those for the user. Of several domains it is the one with the fewest leases and jobs
-        of others: new ones begin only on the other domains, so that each user's turn comes.
-        """
-        if not candidates.users:
-            return ""
-        matching = [(one.device.domain, one.reason) for one in matching_devices(request, candidates)]
-        matching += [(one.pool.domain, one.reason) for one in candidates.matching_pools(request)]
-        domains = {domain for domain, reason in matching if reason.code == OTHER_USER}
-        domains -= reserved.users.keys()
-        if not domains:
-            return ""
-        return min(domains, key=lambda name: (len(candidates.users.get(name, ())), name))
+    def domains_of(self, request: LeaseRequest, candidates: Candidates) -> set[str]:
+        """Return the names of the serving domains whose devices or pools could satisfy the request."""
+        domains = {one.device.domain for one in matching_devices(request, candidates) if not one.reason}
+        return domains | {one.pool.domain for one in candidates.matching_pools(request) if not one.reason}
 
     def _reserve_memory(
         self, request: LeaseRequest, candidates: Candidates, reserved: Reservation

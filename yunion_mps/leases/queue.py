@@ -9,7 +9,7 @@ do not get its devices. No I/O, no waiting.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -31,11 +31,11 @@ class Grant(NamedTuple):
     is_shared: bool
 
 
-class _Choices(NamedTuple):
-    """The candidates for one user, and their devices that are free."""
+class _Turn(NamedTuple):
+    """A queued request, and the candidates for its user; these are None if it certainly does not fit now."""
 
-    candidates: Candidates
-    free: list[Device]
+    queued: QueuedRequest
+    candidates: Candidates | None
 
 
 class Queue:
@@ -61,6 +61,8 @@ class Queue:
         """
         reserved = no_reservation()
         for queued, candidates_for_user in self._in_turn(candidates, reserved):
+            if candidates_for_user is None:
+                continue
             with contextlib.suppress(NothingFreeError):
                 return queued, self._allocator.choose(queued.request, candidates_for_user, reserved)
         return None
@@ -87,13 +89,18 @@ class Queue:
         return NothingFreeError(f"{queued.request} cannot be allocated now", "try again")
 
     def reasons(self, candidates: Candidates) -> dict[int, Reason]:
-        """Why each request still waits, by position; those far behind in the queue have none."""
-        first: dict[tuple[LeaseRequest, int | None], QueuedRequest] = {}
-        for queued in self.requests:
-            first.setdefault((queued.request, queued.holder.user_uid), queued)
+        """Return why each request waits, by position; empty for those that come after many different ones."""
+        reserved = no_reservation()
         why: dict[tuple[LeaseRequest, int | None], Reason] = {}
-        for kind, queued in islice(first.items(), _MAX_EXPLAINED):
-            why[kind] = self.why_not(queued, candidates).reason
+        turns = self._in_turn(candidates, reserved)
+        for queued, candidates_for_user in islice(turns, _MAX_EXPLAINED):
+            uid = queued.holder.user_uid
+            if candidates_for_user is None:
+                candidates_for_user = candidates.for_user(uid, reserved.users)
+            try:
+                self._allocator.choose(queued.request, candidates_for_user, reserved)
+            except NothingFreeError as error:
+                why[queued.request, uid] = error.reason
         return {
             queued.position: why.get((queued.request, queued.holder.user_uid), NO_REASON)
             for queued in self.requests
@@ -101,40 +108,54 @@ class Queue:
 
     def _in_turn(
         self, candidates: Candidates, reserved: Reservation, excluding: QueuedRequest | None = None
-    ) -> Iterator[tuple[QueuedRequest, Candidates]]:
-        """Yield each request that may fit, with the candidates for its user; then reserve what it needs.
+    ) -> Iterator[_Turn]:
+        """Yield each request in turn, and then reserve what it needs.
 
-        This runs whenever a lease ends, and hundreds of requests may be queued. So a cheap check skips those
-        without a free device, and of equal requests that cannot be satisfied only one is tried.
+        This runs whenever a lease ends, and hundreds of requests may be queued. So a cheap check finds those
+        without a free device, and of equal requests that cannot be satisfied only one is yielded.
         """
         unsatisfiable: set[tuple[LeaseRequest, int | None]] = set()
-        choices: dict[int | None, _Choices] = {}
+        served = (candidate.device for candidate in candidates.devices if not candidate.reason)
+        free = self._allocator.ledger.free_singly(served)
+        domains_of: dict[LeaseRequest, set[str]] = {}
+        withheld: dict[int | None, set[str]] = {}
         for queued in self.requests:
             request, uid = queued.request, queued.holder.user_uid
             if queued is excluding or (request, uid) in unsatisfiable:
                 continue
-            if uid not in choices:
-                choices[uid] = self._choices(candidates.for_user(uid, reserved.users))
-            candidates_for_user, free = choices[uid]
-            if _may_fit(request, free, reserved):
-                yield queued, candidates_for_user
+            if uid not in withheld:
+                withheld[uid] = candidates.domains_withheld(uid, reserved.users)
+            if _may_fit(request, free, reserved, withheld[uid]):
+                candidates_for_user = candidates.for_user(uid, reserved.users)
+                yield _Turn(queued, candidates_for_user)
                 needed = self._allocator.reserve(request, candidates_for_user, reserved)
                 if any(needed):
                     reserved.add(needed)
                     continue
+            else:
+                yield _Turn(queued, None)
             unsatisfiable.add((request, uid))
-            domain = self._allocator.domain_to_reserve(request, candidates_for_user, reserved)
-            if domain and uid is not None:
-                reserved.users[domain] = uid
-                choices.clear()  # the other users no longer have this domain's devices
+            if uid is None or not withheld[uid]:
+                continue
+            if request not in domains_of:
+                domains_of[request] = self._allocator.domains_of(request, candidates)
+            # Those that are promised to another user already have their turn after that.
+            wanted = domains_of[request].intersection(withheld[uid]).difference(reserved.users)
+            if wanted:
+                reserved.users[candidates.least_used(wanted)] = uid
+                withheld.clear()  # the other users no longer have this domain's devices
 
-    def _choices(self, candidates: Candidates) -> _Choices:
-        served = (candidate.device for candidate in candidates.devices if not candidate.reason)
-        return _Choices(candidates, self._allocator.ledger.free_singly(served))
 
+def _may_fit(
+    request: LeaseRequest, free: Iterable[Device], reserved: Reservation, withheld: Collection[str]
+) -> bool:
+    """Whether a device could be free for the request, outside the domains that are `withheld`.
 
-def _may_fit(request: LeaseRequest, free: Iterable[Device], reserved: Reservation) -> bool:
-    """Whether a single device could be free for the request; memory of pools is not looked at."""
+    The memory of pools is not checked.
+    """
     if request.memory_mib:
         return True
-    return any(request.matches(device) and device.id not in reserved.devices for device in free)
+    return any(
+        request.matches(device) and device.id not in reserved.devices and device.domain not in withheld
+        for device in free
+    )

@@ -167,22 +167,33 @@ class Candidates(NamedTuple):
     waiting: Sequence[WaitingGpu] = ()
     users: Mapping[str, Sequence[ServedUser]] = {}
 
+    def domains_withheld(self, uid: int | None, promised: Mapping[str, int] = {}) -> set[str]:
+        """Return the names of the domains whose devices this user cannot have now; `promised` as below."""
+        if uid is None:
+            return set()
+        serving_others = {name for name, users in self.users.items() if any(one.uid != uid for one in users)}
+        return serving_others | {name for name, other in promised.items() if other != uid}
+
+    def least_used(self, domains: Iterable[str]) -> str:
+        """Return the domain with the fewest leases and jobs, so that it is the first to serve another user.
+
+        New leases begin only on the other domains, so its number does not rise again.
+        """
+        return min(domains, key=lambda name: (len(self.users.get(name, ())), name))
+
     def for_user(self, uid: int | None, promised: Mapping[str, int] = {}) -> Candidates:
         """The candidates as this user can have them: not those whose control daemon serves another user.
 
         `promised` has the users (uids) of earlier requests whom control daemons serve next, by domain. A
         user that is not known can have all.
         """
-        if uid is None:
+        withheld = self.domains_withheld(uid, promised)
+        if uid is None or not withheld:
             return self
         why: dict[str, Reason] = {}
-        for name in {**self.users, **promised}:
-            if reason := why_not_served(self.users.get(name, ()), uid):
-                why[name] = reason
-            elif promised.get(name, uid) != uid:
-                why[name] = next_for(promised[name])
-        if not why:
-            return self
+        for name in withheld:
+            reason = why_not_served(self.users.get(name, ()), uid)
+            why[name] = reason or next_for(promised[name])
         devices = [
             one._replace(reason=one.reason or why.get(one.device.domain, NO_REASON)) for one in self.devices
         ]

@@ -14,9 +14,6 @@ from yunion_mps.models import DomainPlan, Lease, ServedUser
 from yunion_mps.reasons import OTHER_USER, Reason
 from yunion_mps.units import rfc3339
 
-#: How much of a lease's id identifies it.
-_ID_LENGTH = 8
-
 
 def served_users(
     leases: Iterable[Lease], jobs: Mapping[str, Sequence[ServedUser]], domains: Mapping[str, DomainPlan]
@@ -30,8 +27,7 @@ def served_users(
     for lease in leases:
         domain = lease.devices[0].domain
         if domain and lease.holder.user_uid is not None:
-            what = f"lease {lease.holder.name or lease.id[:_ID_LENGTH]} on {lease.addresses}"
-            served.setdefault(domain, []).append(ServedUser(lease.holder.user_uid, what, lease.since_s))
+            served.setdefault(domain, []).append(ServedUser(lease.holder.user_uid, lease.since_s, lease))
     for domain, users in jobs.items():
         served.setdefault(domain, []).extend(users)
     return {name: users for name, users in served.items() if name in domains and not domains[name].multiuser}

@@ -376,7 +376,7 @@ def _served_users(servers: Iterable[int], jobs: Iterable[int]) -> Iterator[Serve
     for pid in sorted(servers):
         uid, since_s = uid_of(pid), started_s(pid)
         if uid is not None and since_s is not None and uid in uids:
-            yield ServedUser(uid, f"jobs on the MPS server (PID {pid})", since_s)
+            yield ServedUser(uid, since_s, server=pid)
 
 
 def _started(pids: Iterable[int]) -> dict[int, int]:

@@ -107,7 +107,7 @@ def test_in_multiuser_mode_users_share_a_control_daemon() -> None:
 
 def test_jobs_without_a_lease_keep_other_users_out() -> None:
     host = Host(1)
-    host.jobs = {"gpu-0": [ServedUser(ALICE, "jobs on the MPS server (PID 77)", 0.0)]}
+    host.jobs = {"gpu-0": [ServedUser(ALICE, 0.0, server=77)]}
     waiting = host.request(BOB)
     assert host.serve() == []
     assert "jobs on the MPS server (PID 77), since 1970-01-01" in str(host.why_waiting(waiting))
