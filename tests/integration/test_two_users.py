@@ -82,23 +82,49 @@ def test_another_users_request_is_refused_by_name_and_granted_afterwards(
 def test_jobs_without_a_lease_keep_another_user_out_until_they_end(
     idle: AtWork, other_user: Connection
 ) -> None:
-    """What the daemon knew from its last poll is not what counts: it asks the driver again."""
+    """Even a job that neither NVML lists nor the daemon has polled: the control daemon is asked."""
     daemon, jobs = idle.daemon, idle.jobs
-    gpu = daemon.host.gpus[0]
     job = jobs.attached(daemon.pipe_directory)
     (server,) = jobs.servers()
-    for pid in (job.pid, server):
-        gpu.add_process(pid, 100)
-    daemon.ask("POST", "/v1/reload")  # which polls at once
-    eventually(lambda: daemon.status()["domains"][0]["serves"], "the poll that finds the job")
     status, problem = other_user.ask("POST", "/v1/leases", f"{JOB}&gpu={SECOND_GPU}")
     assert (status, problem["code"]) == (423, "other_user")
     assert f"now {OWN_NAME} (jobs on the MPS server (PID {server}), since " in problem["detail"]
+    assert daemon.status()["domains"][0]["serves"]["user"] == OWN_NAME
     take(daemon, f"gpu={SECOND_GPU}&holder.name=own&holder.ttl_s=600")
     daemon.ask("DELETE", "/v1/leases/own")
-    gpu.remove_process(job.pid)
     job.end()
     assert take(other_user, f"{JOB}&gpu={SECOND_GPU}")["uid"] == STRANGER
+
+
+def test_jobs_that_nvml_lists_keep_another_user_out(idle: AtWork, other_user: Connection) -> None:
+    """It goes on to list the server, and for a while a process that has ended."""
+    daemon, jobs = idle.daemon, idle.jobs
+    gpu, job = daemon.host.gpus[0], jobs.attached(daemon.pipe_directory)
+    for pid in (job.pid, *jobs.servers()):
+        gpu.add_process(pid, 100)
+    words = f"{JOB}&gpu={SECOND_GPU}"
+    assert other_user.ask("POST", "/v1/leases", words)[1]["code"] == "other_user"
+    job.end()
+    assert other_user.ask("POST", "/v1/leases", words)[0] == 201, "what NVML lists has ended"
+
+
+def test_a_client_that_outlives_its_lease_keeps_another_user_out(
+    idle: AtWork, other_user: Connection
+) -> None:
+    daemon, jobs = idle.daemon, idle.jobs
+    take(daemon, f"gpu={FIRST_GPU}&holder.name=own&holder.ttl_s=600&holder.uid=0")
+    job = jobs.attached(daemon.pipe_directory)
+    with contextlib.closing(ask_and_wait(daemon, f"{JOB}&gpu={SECOND_GPU}")) as waiting:
+        daemon.ask("DELETE", "/v1/leases/own")
+        eventually(lambda: "jobs on the MPS server" in reason(daemon), "the reason after the lease")
+        job.end()
+        assert waiting.answer()[0] == 201
+
+
+def reason(daemon: Daemon) -> str:
+    """Why the first queued request waits."""
+    waiting = daemon.get("/v1/leases")[1]["waiting"]
+    return str(waiting[0]["reason"]) if waiting else ""
 
 
 def test_with_scope_gpu_users_exclude_each_other_on_single_gpus_only(

@@ -27,10 +27,10 @@ _XID_SETTLE_S = 0.5
 
 
 class ClientService:
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, conversation: asyncio.Lock) -> None:
+        """`conversation` is held while control daemons are queried: each serves one front-end at a time."""
         self._observer = observer
-        #: Held while control daemons are queried, because each serves only one front-end at a time.
-        self.conversation = asyncio.Lock()
+        self.conversation = conversation
 
     async def clients(self, *, seen: bool = False) -> answers.ClientList:
         """The servers and clients of all domains, and processes that wait for another user's server.

@@ -246,7 +246,7 @@ def devices_json(
 
 def only_users(users: Mapping[str, Sequence[ServedUser]]) -> dict[str, str]:
     """The names of the users to whom devices can be leased now, by domain; the others serve everybody."""
-    return {domain: user_name(served[0].uid) for domain, served in users.items()}
+    return {domain: user_name(served[0].uid) for domain, served in users.items() if served}
 
 
 def _plain(percentage: float) -> float | int:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
@@ -43,8 +43,8 @@ from yunion_mps.service.devices import refuse_unserved
 from yunion_mps.service.instances import InstanceCheck
 from yunion_mps.service.permissions import find_own_lease
 from yunion_mps.service.queries import Queries
+from yunion_mps.service.server_users import ServerUsers
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.tasks import within
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -53,20 +53,22 @@ log = logging.getLogger(__name__)
 
 #: Registers a function to call when the connection of the request ends.
 OnDisconnect = Callable[[Callable[[], None]], None]
-#: How long a request waits for the driver's list of processes.
-_DRIVER_TIMEOUT_S = 2.0
 #: How many leases of a request may be revoked before it fails.
 _MAX_REVOKED = 3
 
 
-async def _no_poll() -> None:
-    """Do nothing, because there is no monitor yet."""
-
-
 class LeaseService:
-    def __init__(self, paths: Paths, supervisor: Supervisor, queries: Queries, cdi: CdiPublisher) -> None:
+    def __init__(
+        self,
+        paths: Paths,
+        supervisor: Supervisor,
+        queries: Queries,
+        cdi: CdiPublisher,
+        users: ServerUsers,
+    ) -> None:
         """Raises HostError if the state file cannot be used."""
         self._supervisor, self._queries, self._publisher = supervisor, queries, cdi
+        self._users = users
         self.containers = Containers(paths)
         self._storage = LeaseStorage(supervisor.store(), paths.lease_copies)
         self._positions = QueuePositions(supervisor.store())
@@ -82,8 +84,7 @@ class LeaseService:
         #: The grants to queued requests, by position.
         self._grants: dict[int, asyncio.Future[Grant]] = {}
         self.instances = InstanceCheck(supervisor, queries)
-        #: Polls at once which processes use the GPUs.
-        self.poll_processes: Callable[[], Awaitable[None]] = _no_poll
+        self._asking: asyncio.Task[None] | None = None
         #: The devices of the plan whose addresses the leases have.
         self._followed: tuple[Device, ...] | None = None
         self._divided: tuple[Plan, tuple[DomainPlan, ...]] | None = None
@@ -194,7 +195,7 @@ class LeaseService:
         await self.follow_destroyed(self.ledger.find_repeated(queued))
         lease, is_new = self.ledger.find_repeated(queued), False
         if lease is None:
-            await self._update_users(queued.holder.user_uid)
+            await self._ask_users(queued.holder.user_uid)
             queued = self._positions.place(self._admit(queued), time.time(), time.monotonic())
             lease, is_new, _ = await self._wait_for_grant(queued, wait_s)
         elif lease.holder.binding == "name" or lease.holder.is_awaited:
@@ -206,7 +207,7 @@ class LeaseService:
 
     async def preview(self, queued: QueuedRequest) -> answers.LeaseRecord:
         """The lease that would be granted now; raises YunionError if none would."""
-        await self._update_users(queued.holder.user_uid)
+        await self._ask_users(queued.holder.user_uid)
         queued = queued._replace(sent=queued.as_text)
         if lease := self.ledger.find_repeated(queued):
             return self._json(lease)
@@ -285,16 +286,14 @@ class LeaseService:
 
     # -- internals
 
-    async def _update_users(self, user: int | None) -> None:
-        """Ask the driver whose jobs run now, if another user's jobs would keep this user from devices.
+    async def _ask_users(self, uid: int | None) -> None:
+        """Find out whose jobs run now: another user's would keep this one from devices."""
+        if uid is not None:
+            await self._users.ask(uid)
 
-        The last poll was up to 10 s ago. If the driver is slow, its answer is the best that is known.
-        """
-        served = (one for users in self._queries.users_with_jobs.values() for one in users)
-        if user is not None and any(one.uid != user for one in served):
-            with contextlib.suppress(HostError):
-                slow = HostError("the driver is slow to answer")
-                await within(_DRIVER_TIMEOUT_S, self.poll_processes(), slow)
+    async def _serve_after_asking(self) -> None:
+        await self._users.ask()
+        self.serve()
 
     async def _wait_for_grant(self, queued: QueuedRequest, wait_s: float) -> Grant:
         """Queue the request and wait; returns its grant, or raises YunionError.
@@ -420,7 +419,10 @@ class LeaseService:
         except HostError as error:  # the next daemon will notice that its holder has ended
             log.warning("cannot record the end of the lease of %s: %s", lease.addresses, error.message)
         self._record(lease, "ended, held by" if cause else "released by", cause)
+        self._users.lease_ended(lease)
         self.serve()
+        if self.queue.requests and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.ensure_future(self._serve_after_asking())
 
     def _end_connected(self, lease_id: str) -> None:
         """End a lease because its connection was closed, unless the daemon has closed all connections."""

@@ -65,7 +65,7 @@ class Monitor:
         self._instances = services.leases.instances
         self._instances.poll = self.poll
         self._leases = services.leases
-        self._leases.poll_processes = self.poll_processes
+        self._users = services.users
         self._queries = services.queries
         self._events: EventWatch | None = None
         #: Shared by all attempts to open NVML, so that none begins while an earlier one hangs.
@@ -117,18 +117,12 @@ class Monitor:
         """Poll the GPUs once no reload is in progress, and apply what has changed."""
         async with self._reloader.lock:
             await self._poll()
+        await self._users.ask()
         self._tick()
 
     async def poll_processes(self) -> None:
-        """Poll only which processes use the GPUs, and whose they are."""
-        nvml, began_s = self._supervisor.nvml, asyncio.get_running_loop().time()
-        if nvml:
-            with contextlib.suppress(DriverError, ShortageError):
-                self._update_jobs(await on_thread(nvml.processes), began_s)
-
-    def _update_jobs(self, processes: Processes, polled_s: float) -> None:
-        self._supervisor.jobs.update(processes, polled_s)
-        self._queries.set_users(self._supervisor.jobs.users)
+        """Poll only which processes use the GPUs, so that a stop can name new ones."""
+        await self._users.poll()
 
     async def _poll(self) -> None:
         supervisor, loop = self._supervisor, asyncio.get_running_loop()
@@ -159,7 +153,7 @@ class Monitor:
             self._failures.clear()
             supervisor.set_warning("polling", NO_REASON)
             supervisor.pipe_access.check()
-            self._update_jobs(processes, began_s)
+            supervisor.jobs.update(processes, began_s)
             supervisor.update_gpus(inventory, loop.time())
             self._usage.record(processes, load, began_s)
             self._instances.note(processes)

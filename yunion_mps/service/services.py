@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import NamedTuple
 
 from yunion_mps.containers.publisher import CdiPublisher
@@ -14,6 +15,7 @@ from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.observer import Observer
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl, Reloader
+from yunion_mps.service.server_users import ServerUsers
 from yunion_mps.service.status import StatusService
 from yunion_mps.service.terminate import Terminator
 from yunion_mps.service.usage import ProcessDevices, UsageSampler
@@ -23,6 +25,7 @@ from yunion_mps.supervisor import Supervisor
 class Services(NamedTuple):
     supervisor: Supervisor
     queries: Queries
+    users: ServerUsers
     leases: LeaseService
     observer: Observer
     clients: ClientService
@@ -44,14 +47,17 @@ class Services(NamedTuple):
         control: LoopControl,
     ) -> Services:
         """All services; raises HostError if the state file cannot be used."""
-        leases = LeaseService(paths, supervisor, queries, publisher)
+        conversation = asyncio.Lock()
+        users = ServerUsers(supervisor, queries, conversation)
+        leases = LeaseService(paths, supervisor, queries, publisher, users)
         devices = ProcessDevices(supervisor, leases.ledger)
         observer = Observer(paths, supervisor, devices, queries.usage)
-        clients = ClientService(observer)
+        clients = ClientService(observer, conversation)
         terminator = Terminator(supervisor, clients)
         return cls(
             supervisor,
             queries,
+            users,
             leases,
             observer,
             clients,

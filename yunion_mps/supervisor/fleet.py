@@ -14,10 +14,10 @@ from typing import Optional
 from yunion_mps import reasons
 from yunion_mps.enums import ANSWERING, BACKOFF, FAILED, STOPPED, WEDGED
 from yunion_mps.errors import HostError, YunionError
-from yunion_mps.host.proc import command_of, started_s, started_ticks, uid_of, user_name
+from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
 from yunion_mps.host.processes import Watchable, earliest, refuse_if_no_process_can_start
 from yunion_mps.host.store import Store
-from yunion_mps.models import DirectGpu, DomainPlan, Event, ServedUser
+from yunion_mps.models import DirectGpu, DomainPlan, Event
 from yunion_mps.mps.control_daemon import start_error
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.limits import LimitsInEffect
@@ -312,8 +312,8 @@ class Jobs:
         self._direct = direct
         #: Start times in clock ticks since boot, by PID.
         self.started: Mapping[int, int] = {}
-        #: The users with jobs on the MPS servers, by domain name.
-        self.users: Mapping[str, tuple[ServedUser, ...]] = {}
+        #: The MPS servers (PIDs) whose owners have jobs on their GPUs.
+        self.servers_with_jobs: frozenset[int] = frozenset()
         self._in_domains: Mapping[int, int] = {}
         self._check_s: float | None = None
         #: Descriptions of the jobs that were still running at the deadline.
@@ -322,7 +322,7 @@ class Jobs:
     def update(self, processes: Processes, polled_s: float) -> None:
         """Apply the result of a poll that began at `polled_s`: tell each domain whether it has jobs."""
         job_pids: set[int] = set()
-        users: dict[str, tuple[ServedUser, ...]] = {}
+        servers_with_jobs: set[int] = set()
         gpus = self._gpus.inventory.gpus
         reliable = {gpu.uuid for gpu in gpus if enforces_budgets(gpu) and gpu.uuid in processes}
         for domain in self._fleet.domains:
@@ -331,14 +331,13 @@ class Jobs:
             servers = set() if is_quiet else set(domain.server_pids())
             jobs = listed - servers
             job_pids |= jobs
-            if jobs and servers:
-                users[domain.in_effect.name] = tuple(_served_users(servers, jobs))
+            servers_with_jobs |= _with_jobs_of_their_owner(servers, jobs)
             # "No jobs" is trusted only if NVML lists the servers themselves: before Volta it lists no MPS
             # clients, and in a container without the host's PIDs no processes.
             is_certain = servers <= listed and reliable >= set(domain.in_effect.gpu_uuids)
             in_use = True if jobs else (False if is_certain else None)
             domain.note_use(in_use=in_use, polled_s=polled_s)
-        self.users = users
+        self.servers_with_jobs = frozenset(servers_with_jobs)
         self._in_domains = _started(job_pids)
         others = {pid for gpu in self._direct() for pid in processes.get(gpu.uuid, {}) if not is_server(pid)}
         self.started = {**_started(others - job_pids), **self._in_domains}
@@ -370,13 +369,12 @@ class Jobs:
         return [_describe_job(pid) for pid, ticks in self._in_domains.items() if started_ticks(pid) == ticks]
 
 
-def _served_users(servers: Iterable[int], jobs: Iterable[int]) -> Iterator[ServedUser]:
-    """Yield the owners of the servers that have jobs, which are those of the jobs (PIDs), too."""
-    uids = {uid_of(pid) for pid in jobs}
-    for pid in sorted(servers):
-        uid, since_s = uid_of(pid), started_s(pid)
-        if uid is not None and since_s is not None and uid in uids:
-            yield ServedUser(uid, since_s, server=pid)
+def _with_jobs_of_their_owner(servers: Collection[int], jobs: Collection[int]) -> set[int]:
+    """Return the servers whose owner has one of the jobs; all are PIDs."""
+    if not (servers and jobs):
+        return set()
+    uids = {uid_of(pid) for pid in jobs} - {None}
+    return {pid for pid in servers if uid_of(pid) in uids}
 
 
 def _started(pids: Iterable[int]) -> dict[int, int]:

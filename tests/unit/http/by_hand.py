@@ -275,7 +275,9 @@ def services(
     status = StatusService(queries, leases, clients)
     lease_terminator: Any = FakeLeaseTerminator(leases, clients)
     terminators = (clients, lease_terminator, absent)
-    return Services(absent, queries, leases, absent, clients, *terminators, status, events, absent, reloader)
+    return Services(
+        absent, queries, absent, leases, absent, clients, *terminators, status, events, absent, reloader
+    )
 
 
 def router(service: Queries) -> Router:

@@ -23,6 +23,7 @@ from yunion_mps.models import Event, Holder, Owner
 from yunion_mps.paths import Paths
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
+from yunion_mps.service.server_users import ServerUsers
 from yunion_mps.supervisor.event_log import EventLog
 from yunion_mps.units import seconds
 
@@ -49,12 +50,16 @@ class LeaseHost:
             config=builders.config(),
             event_log=event_log,
             refuse_if_unsafe=lambda: None,
+            domains=(),
+            jobs=SimpleNamespace(servers_with_jobs=frozenset()),
         )
         self.leases = self._daemon()
 
     def _daemon(self) -> LeaseService:
         queries = Queries(lambda: self.snapshot, 0.0, 1)
-        return LeaseService(self.paths, self.supervisor, queries, CdiPublisher(self.paths, self.supervisor))
+        publisher = CdiPublisher(self.paths, self.supervisor)
+        users = ServerUsers(self.supervisor, queries, asyncio.Lock())
+        return LeaseService(self.paths, self.supervisor, queries, publisher, users)
 
     @property
     def events(self) -> list[tuple[str, str]]:

@@ -1,0 +1,130 @@
+"""Whose jobs the MPS servers have, which is asked before another user gets a device.
+
+A server stays when its last client has ended, and NVML lists a job only some time after it has attached. So a
+server counts as one with jobs of its owner until its control daemon has said that it has none. The control
+daemon is asked only if that matters, because a server that hangs would block it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from yunion_mps.errors import DriverError, HostError, ShortageError, YunionError
+from yunion_mps.host.proc import started_s, uid_of
+from yunion_mps.host.threads import on_thread
+from yunion_mps.models import Lease, ServedUser
+from yunion_mps.mps.clients import clients_of
+from yunion_mps.mps.domain import Domain
+from yunion_mps.mps.processes import find_control_program
+from yunion_mps.service.queries import Queries
+from yunion_mps.supervisor import Supervisor
+from yunion_mps.tasks import within
+
+log = logging.getLogger(__name__)
+
+#: How long to wait for the driver's list of processes.
+_DRIVER_TIMEOUT_S = 2.0
+
+
+class ServerUsers:
+    def __init__(self, supervisor: Supervisor, queries: Queries, conversation: asyncio.Lock) -> None:
+        """`conversation` is held while a control daemon is queried."""
+        self._supervisor = supervisor
+        self._queries = queries
+        self._conversation = conversation
+        #: The servers (PIDs) that had no clients when they were asked, and that have had no job since.
+        self._idle: set[int] = set()
+
+    def note(self) -> None:
+        """Tell `Queries` which users' jobs the servers have, or may have."""
+        users: dict[str, tuple[ServedUser, ...]] = {}
+        running: set[int] = set()
+        self._idle -= self._supervisor.jobs.servers_with_jobs
+        for domain in self._supervisor.domains:
+            if domain.in_effect.multiuser:
+                continue
+            servers = domain.server_pids()
+            running.update(servers)
+            found = [user for pid in servers if pid not in self._idle and (user := _owner(pid))]
+            if found:
+                users[domain.in_effect.name] = tuple(found)
+        self._idle &= running
+        self._queries.set_users(users)
+
+    def lease_ended(self, lease: Lease) -> None:
+        """Note that the lease's processes may still be clients, although they were idle before it began."""
+        name = lease.devices[0].domain
+        for domain in self._supervisor.domains:
+            if domain.in_effect.name == name:
+                self._idle.difference_update(domain.server_pids())
+        self.note()
+
+    async def poll(self) -> None:
+        """Poll which processes use the GPUs."""
+        nvml, began_s = self._supervisor.nvml, asyncio.get_running_loop().time()
+        if nvml:
+            with contextlib.suppress(DriverError, ShortageError):
+                self._supervisor.jobs.update(await on_thread(nvml.processes), began_s)
+
+    async def ask(self, uid: int | None = None) -> None:
+        """Find out which servers have clients: for a request of the user `uid`, those of all other users.
+
+        Otherwise only those are asked of which that is not known. Servers whose owner has a lease in the
+        domain are never asked, because that keeps others out anyway. What the driver and the control daemons
+        do not answer in time stays unknown.
+        """
+        to_ask = self._to_ask(uid)
+        if to_ask:
+            slow = HostError("the driver is slow to answer")
+            with contextlib.suppress(HostError):
+                await within(_DRIVER_TIMEOUT_S, self.poll(), slow)
+        with_jobs = self._supervisor.jobs.servers_with_jobs
+        for domain, servers in to_ask:
+            if not with_jobs.issuperset(servers):
+                await self._ask_control_daemon(domain, servers)
+        self.note()
+
+    def _to_ask(self, uid: int | None) -> list[tuple[Domain, list[int]]]:
+        """Return the domains to ask, each with the servers whose clients matter."""
+        owners = {
+            (lease.devices[0].domain, lease.holder.user_uid) for lease in self._queries.ledger.leases.values()
+        }
+        known_idle = self._idle if uid is None else set()
+        found = []
+        for domain in self._supervisor.domains:
+            name = domain.in_effect.name
+            if domain.in_effect.multiuser:
+                continue
+            servers = []
+            for pid in domain.server_pids():
+                owner = uid_of(pid)
+                if pid not in known_idle and owner not in (None, uid) and (name, owner) not in owners:
+                    servers.append(pid)
+            if servers:
+                found.append((domain, servers))
+        return found
+
+    async def _ask_control_daemon(self, domain: Domain, servers: list[int]) -> None:
+        plan, pid = domain.in_effect, domain.control.pid
+        if not pid:
+            return
+        try:
+            async with self._conversation:
+                rows = await on_thread(lambda: clients_of(find_control_program(), plan, pid))
+        except YunionError as error:
+            log.debug("domain %s: its clients are unknown: %s", plan.name, error.message)
+            self._idle.difference_update(servers)
+            return
+        with_clients = {row.server for row in rows}
+        self._idle.difference_update(with_clients)
+        self._idle.update(server for server in servers if server not in with_clients)
+
+
+def _owner(server: int) -> ServedUser | None:
+    """Return the user whose server this is; None if it has just ended."""
+    uid, since_s = uid_of(server), started_s(server)
+    if uid is None or since_s is None:
+        return None
+    return ServedUser(uid, since_s, server=server)
