@@ -172,6 +172,23 @@ def _refuse_uncombinable(request: LeaseRequest, candidates: Candidates) -> None:
         raise refusal
 
 
+def satisfying_domains(request: LeaseRequest, candidates: Candidates) -> set[str]:
+    """Return the names of the domains that could satisfy the request now if nothing of them were leased."""
+    devices: dict[str, list[Candidate]] = {}
+    pools: dict[str, list[PoolCandidate]] = {}
+    for one in candidates.devices:
+        devices.setdefault(one.device.domain, []).append(one)
+    for pool in candidates.pools:
+        pools.setdefault(pool.pool.domain, []).append(pool)
+    unleased, satisfying = Allocator(Ledger()), set()
+    for name in {*devices, *pools}:
+        of_domain = candidates._replace(devices=devices.get(name, []), pools=pools.get(name, []))
+        with contextlib.suppress(NothingFreeError):
+            unleased.choose(request, of_domain)
+            satisfying.add(name)
+    return satisfying
+
+
 class Allocator:
     """Chooses devices for requests, given the leases of a ledger."""
 
@@ -215,11 +232,6 @@ class Allocator:
         else:
             devices = most_first[0][: request.number] if most_first else []
         return no_reservation()._replace(devices={device.id for device in devices})
-
-    def domains_of(self, request: LeaseRequest, candidates: Candidates) -> set[str]:
-        """Return the names of the serving domains whose devices or pools could satisfy the request."""
-        domains = {one.device.domain for one in matching_devices(request, candidates) if not one.reason}
-        return domains | {one.pool.domain for one in candidates.matching_pools(request) if not one.reason}
 
     def _reserve_memory(
         self, request: LeaseRequest, candidates: Candidates, reserved: Reservation

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from yunion_mps.errors import NothingFreeError
-from yunion_mps.leases.allocator import Allocator, Reservation, no_reservation
+from yunion_mps.leases.allocator import Allocator, Reservation, no_reservation, satisfying_domains
 from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
 from yunion_mps.models import Device, Lease
 from yunion_mps.reasons import NO_REASON, Reason
@@ -138,12 +138,13 @@ class Queue:
             if uid is None or not withheld[uid]:
                 continue
             if request not in domains_of:
-                domains_of[request] = self._allocator.domains_of(request, candidates)
-            # Those that are promised to another user already have their turn after that.
-            wanted = domains_of[request].intersection(withheld[uid]).difference(reserved.users)
-            if wanted:
-                reserved.users[candidates.least_used(wanted)] = uid
-                withheld.clear()  # the other users no longer have this domain's devices
+                domains_of[request] = satisfying_domains(request, candidates)
+            # All of them: which one is the first to have no other user is not known. Those that are promised
+            # to another user already come after that user's turn.
+            promised = domains_of[request].intersection(withheld[uid]).difference(reserved.users)
+            if promised:
+                reserved.users.update(dict.fromkeys(promised, uid))
+                withheld.clear()  # the other users no longer have the devices of these domains
 
 
 def _may_fit(

@@ -174,13 +174,6 @@ class Candidates(NamedTuple):
         serving_others = {name for name, users in self.users.items() if any(one.uid != uid for one in users)}
         return serving_others | {name for name, other in promised.items() if other != uid}
 
-    def least_used(self, domains: Iterable[str]) -> str:
-        """Return the domain with the fewest leases and jobs, so that it is the first to serve another user.
-
-        New leases begin only on the other domains, so its number does not rise again.
-        """
-        return min(domains, key=lambda name: (len(self.users.get(name, ())), name))
-
     def for_user(self, uid: int | None, promised: Mapping[str, int] = {}) -> Candidates:
         """The candidates as this user can have them: not those whose control daemon serves another user.
 

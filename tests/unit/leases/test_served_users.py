@@ -16,7 +16,7 @@ from yunion_mps.leases.queue import Queue
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, QueuedRequest
 from yunion_mps.leases.served_users import served_users
 from yunion_mps.models import DomainPlan, Holder, Lease, ServedUser
-from yunion_mps.reasons import OTHER_USER
+from yunion_mps.reasons import GPU_LOST, OTHER_USER, Reason
 
 from unit.leases.shares import device, lease
 
@@ -42,6 +42,14 @@ class Host:
             for slot in range(SLOTS)
         ]
         self._positions = count(1)
+
+    def break_gpu(self, number: int) -> None:
+        """Let a GPU be lost."""
+        lost = Reason("it is lost", GPU_LOST)
+        self._devices = [
+            one._replace(reason=lost) if one.device.gpu_uuid == f"GPU-{number}" else one
+            for one in self._devices
+        ]
 
     @property
     def candidates(self) -> Candidates:
@@ -134,16 +142,29 @@ def test_a_stream_of_jobs_of_one_user_does_not_starve_another() -> None:
     assert host.serve() == [later]
 
 
-def test_a_user_waits_for_one_control_daemon_and_leaves_the_others_alone() -> None:
-    host = Host(3)
-    streams = [host.request(ALICE) for _ in range(5)]
-    assert host.serve() == streams
-    host.request(BOB)
+def test_a_long_job_on_one_gpu_keeps_nobody_from_the_next_one() -> None:
+    """Which GPU is the first to be free is not known, so no later job of the other user gets any."""
+    host = Host(2)
+    long, short = (host.request(ALICE, LeaseRequest(gpu=f"GPU-{gpu}")) for gpu in (0, 1))
+    assert host.serve() == [long, short]
+    waiting = host.request(BOB)
+    host.request(ALICE, LeaseRequest(gpu="GPU-1"))
     assert host.serve() == []
-    later = host.request(ALICE)
-    assert host.serve() == [], "the only free device is on the control daemon that is to serve bob"
-    host.ledger.remove(str(streams[0]))
-    assert host.serve() == [later]
+    host.ledger.remove(str(short))
+    assert host.serve() == [waiting]
+
+
+def test_what_cannot_be_satisfied_now_reserves_no_control_daemon() -> None:
+    """As if a GPU were lost: the ends of other users' jobs would not help."""
+    host = Host(2, each=False)
+    host.break_gpu(1)
+    first = host.request(ALICE)
+    assert host.serve() == [first]
+    waiting = host.request(BOB, LeaseRequest(2, across=True))
+    assert host.serve() == []
+    own = host.request(ALICE)
+    assert host.serve() == [own]
+    assert [one.position for one in host.queue.requests] == [waiting]
 
 
 def test_a_request_of_an_unknown_user_neither_waits_nor_keeps_others_out() -> None:
