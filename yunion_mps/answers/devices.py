@@ -329,6 +329,9 @@ class HolderFields(ContainerFields):
     pid: Annotated[Pid | None, Field("Its process; null if it is bound to a name.")]
     uid: Count
     user: Annotated[str, Field("Its user's name, or the id if it has none.")]
+    for_user: Annotated[
+        str | None, Field("The user whose processes use the devices, if root has named one (`holder.uid`).")
+    ]
     command: Annotated[str | None, Field("The process's command line, truncated to 100 characters.")]
     name: Annotated[str | None, Field("Its name; null unless it is bound to a name.")]
     since: Time

@@ -307,11 +307,15 @@ class Event(AnswerValue["answers.Event"]):
 
 @dataclass(frozen=True)
 class HolderFields(AnswerValue["answers.HolderFields"]):
-    """The holder of a lease, or of a queued request."""
+    """The holder of a lease, or of a queued request; `for_user` is the user whose processes use the devices.
+
+    It is None unless root has named that user.
+    """
 
     pid: Optional[int]
     uid: int
     user: str
+    for_user: Optional[str]
     command: Optional[str]
     name: Optional[str]
     since: datetime

@@ -174,6 +174,7 @@ def _holder_json(holder: Holder, since_s: float, containers: Containers | None) 
         "pid": pid if runs or holder.binding != "name" else None,
         "uid": holder.uid,
         "user": user_name(holder.uid),
+        "for_user": None if holder.job_uid is None else user_name(holder.job_uid),
         "command": (holder.command or command_of(pid)) if pid is not None and runs else None,
         "container": inside.name if inside else None,
         "container_id": inside.id if inside else None,
@@ -193,8 +194,13 @@ def hint_for_another(holder: Holder) -> str:
     return "take another lease: yunion-mps run --podman"
 
 
+def _user_of(holder: Holder) -> str:
+    """The user whose processes use the devices, as far as that is known, or else the lease's owner."""
+    return user_name(holder.uid if holder.job_uid is None else holder.job_uid)
+
+
 def describe_holder(holder: Holder, containers: Containers) -> str:
-    who = user_name(holder.uid)
+    who = _user_of(holder)
     if holder.pid is None or holder.binding == "name":
         return f"{holder.name} of {who}"
     inside = containers.of(holder.pid or 0) if holder.binding == "container" else None
@@ -237,4 +243,4 @@ def holder_label(holder: Holder, containers: Containers) -> str:
     pid, inside = holder.pid, None
     if pid is not None and (holder.binding != "name" or started_ticks(pid) == holder.started):
         inside = containers.of(pid)
-    return f"{user_name(holder.uid)} ({(inside and inside.name) or holder.name or f'PID {pid}'})"
+    return f"{_user_of(holder)} ({(inside and inside.name) or holder.name or f'PID {pid}'})"

@@ -91,7 +91,10 @@ class QueuedRequest(NamedTuple):
     def as_text(self) -> str:
         *request, reserved_for, percentage = self.request
         # Stored requests of earlier versions have neither.
-        added = [reserved_for, percentage] if percentage else [reserved_for] if reserved_for else []
+        added: list[object] = [reserved_for, percentage] if percentage else []
+        added = added or ([reserved_for] if reserved_for else [])
+        if self.holder.job_uid is not None:
+            added.append({"uid": self.holder.job_uid})
         return json.dumps([*request, self.cdi, self.holder.ttl_s, *added], separators=(",", ":"))
 
     @property

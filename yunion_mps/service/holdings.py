@@ -85,7 +85,8 @@ class Holding(NamedTuple):
         command = self.lease["command"] or self.lease["name"]
         since, container = self.lease["since"], self.lease["container"]
         unused_mib = 0 if self.available else None  # a lost GPU reports no processes
-        return (ProcessUse(self.lease["pid"], self.lease["user"], command, since, unused_mib, container),)
+        user = user_of(self.lease)
+        return (ProcessUse(self.lease["pid"], user, command, since, unused_mib, container),)
 
     @property
     def used_mib(self) -> int:
@@ -142,7 +143,7 @@ class Holding(NamedTuple):
     @property
     def user(self) -> str:
         if self.lease:
-            return str(self.lease["user"])
+            return user_of(self.lease)
         users = {process.user for process in self.processes if process.user}
         return users.pop() if len(users) == 1 else f"{len(users)} users" if users else ""
 
@@ -182,10 +183,15 @@ def in_container(container: str | None, command: str) -> str:
     return f"{container}: {command}" if container and command else container or command
 
 
+def user_of(lease: LeaseRecord) -> str:
+    """Return the user whose processes use the devices, as far as that is known, or else the lease's owner."""
+    return lease["for_user"] or lease["user"]
+
+
 def holder_label(lease: LeaseRecord) -> str:
     """Return the user and the process, container or name: `alice (PID 4260)`, `bob (job-17)`."""
     process = f"PID {lease['pid']}" if lease["pid"] else ""
-    return f"{lease['user']} ({lease['container'] or lease['name'] or process})"
+    return f"{user_of(lease)} ({lease['container'] or lease['name'] or process})"
 
 
 def abbreviate_addresses(addresses: Sequence[str]) -> str:
