@@ -100,7 +100,7 @@ def page(host: HostOverview) -> dict[str, object]:
     A part of a GPU has no fields for unknown values.
     """
     answers, status = host.answers, host.answers.status
-    free_for = {holding.gpu: holding.free_for for holding in host.holdings if holding.free_for}
+    free_for = {holding.gpu: holding.free_for for holding in host.holdings if holding.free_for is not None}
     return {
         "state": status["state"],
         "version": status["version"],

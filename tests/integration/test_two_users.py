@@ -71,6 +71,7 @@ def test_another_users_request_is_refused_by_name_and_granted_afterwards(
     with contextlib.closing(ask_and_wait(daemon, f"{JOB}&gpu={SECOND_GPU}")) as waiting:
         (request,) = daemon.get("/v1/leases")[1]["waiting"]
         assert (request["reason_code"], why in request["reason"]) == ("other_user", True)
+        assert {device["free_for"] for device in devices(daemon) if device["state"] == "free"} == {""}
         (warning,) = daemon.status()["problems"]
         assert (warning["level"], warning["code"]) == ("warning", "other_user")
         daemon.ask("DELETE", f"/v1/leases/{lease['id']}")

@@ -88,7 +88,10 @@ class Device(TypedDict):
     reserved_for: Annotated[str | None, Field("What its GPU is reserved for, as configured.")]
     free_for: Annotated[
         str | None,
-        Field("If it is free: the only user who can lease it now, because its control daemon serves them."),
+        Field(
+            "If it is free: the only user who can lease it now, because its control daemon serves them. "
+            "Null: everybody; empty: no user, until others' jobs have ended."
+        ),
     ]
     lease: Annotated[str | None, Field("The id of its lease.")]
     holder: Annotated[str | None, Field("Who has its lease: `alice (PID 4260)`, `bob (job-17)`.")]
@@ -125,6 +128,13 @@ class Gpu(TypedDict):
         Mib | None, Field("As configured, or else as the driver reports it; null if it is unknown.")
     ]
     memory_free_mib: Annotated[Mib | None, Field("Free to lease; null unless its memory is leased in units.")]
+    free_for: Annotated[
+        str | None,
+        Field(
+            "The only user who can lease its devices or memory now. Null: everybody; empty: no user, until "
+            "others' jobs have ended."
+        ),
+    ]
     memory_used_mib: Annotated[Mib | None, Field("In use, as nvidia-smi shows it.")]
     utilization: Utilization | None
     temperature_c: Annotated[int | None, Field("In degrees Celsius.")]
@@ -227,7 +237,10 @@ class Pool(TypedDict):
     reserved_for: Annotated[str | None, Field("What it is reserved for, as configured.")]
     free_for: Annotated[
         str | None,
-        Field("The only user who can lease its memory now, because its control daemon serves them."),
+        Field(
+            "The only user who can lease its memory now, because its control daemon serves them. Null: "
+            "everybody; empty: no user, until others' jobs have ended."
+        ),
     ]
 
 

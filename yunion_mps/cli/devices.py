@@ -154,7 +154,9 @@ def is_free(record: Device) -> bool:
 
 
 def _state(record: Device) -> str:
-    return f"free for {record['free_for']}" if record["free_for"] else record["state"]
+    if record["free_for"] is None:
+        return record["state"]
+    return f"free for {record['free_for']}" if record["free_for"] else "free for no user now"
 
 
 def _devices_text(devices: list[Device], none: str, *, wide: bool) -> str:
@@ -352,4 +354,7 @@ def _pool(gpu: Gpu) -> str:
     of_all = f"{gpu['memory_free_mib']} of {gpu['memory_mib']} MiB"
     if gpu["reserved_for"]:
         return f"reserved for {gpu['reserved_for']}; {of_all} are free"
-    return f"{of_all} can be leased; to lease some: yunion-mps run --gpu-mem SIZE COMMAND"
+    whose = ""
+    if gpu["free_for"] is not None:
+        whose = f" by {gpu['free_for']} only" if gpu["free_for"] else " by no user now"
+    return f"{of_all} can be leased{whose}; to lease some: yunion-mps run --gpu-mem SIZE COMMAND"

@@ -127,8 +127,9 @@ def _status_text(status: Status, host: HostOverview) -> str:
 
 def _only_users(held: Iterable[Holding]) -> str:
     """Return how many free devices only one user can lease now: ` (6 for alice only)`."""
-    numbers = Counter(holding.free_for for holding in held if holding.is_spare and holding.free_for)
-    words = ", ".join(f"{number} for {user} only" for user, number in sorted(numbers.items()))
+    users = (holding.free_for for holding in held if holding.is_spare)
+    numbers = Counter(f"{user} only" if user else "no user now" for user in users if user is not None)
+    words = ", ".join(f"{number} for {user}" for user, number in sorted(numbers.items()))
     return f" ({words})" if words else ""
 
 

@@ -135,6 +135,7 @@ class Gpu(AnswerValue["answers.Gpu"]):
     pci_address: str
     memory_mib: Optional[int]
     memory_free_mib: Optional[int]
+    free_for: Optional[str]
     memory_used_mib: Optional[int]
     utilization: Optional[int]
     temperature_c: Optional[int]

@@ -9,7 +9,7 @@ do not get its devices. No I/O, no waiting.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
@@ -42,6 +42,8 @@ class Queue:
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
         self.requests: list[QueuedRequest] = []
+        #: The users (uids) whom control daemons are to serve next, by domain, as of the last `next`.
+        self.promised: Mapping[str, int] = {}
 
     def add(self, queued: QueuedRequest) -> None:
         self.requests.append(queued)
@@ -65,6 +67,7 @@ class Queue:
                 continue
             with contextlib.suppress(NothingFreeError):
                 return queued, self._allocator.choose(queued.request, candidates_for_user, reserved)
+        self.promised = reserved.users
         return None
 
     def reservation(self, candidates: Candidates, excluding: QueuedRequest | None = None) -> Reservation:

@@ -172,12 +172,13 @@ def devices_json(
     ledger: Ledger,
     name_holder: Callable[[Holder], str] = str,
     used_by_others: Mapping[str, Reason] = {},
-    users: Mapping[str, Sequence[ServedUser]] = {},
+    free_for: Mapping[str, str] = {},
 ) -> list[answers.Device]:
     """All devices, including devices created for a lease, with Cloudpods' field names and ours.
 
     A device that was leased before a reload is shown as it was leased. `used_by_others` says
-    why GPUs (UUIDs) cannot be leased now, and `users`, by domain name, whom the control daemons serve.
+    why GPUs (UUIDs) cannot be leased now, and `free_for`, by domain name, the only user who can
+    lease free devices; empty for no user.
     """
     waits = ledger.lease_waits(snapshot.plan.devices).values()
     pending = {name: wait.reason for wait in waits for name in wait.pending}
@@ -196,7 +197,6 @@ def devices_json(
     why |= {uuid: used_by_others[uuid] for uuid in used if not why.get(uuid, NO_DOMAIN)}
     served = [device for device in snapshot.plan.devices if not why.get(device.gpu_uuid, NO_DOMAIN)]
     free = ledger.free_devices(served)
-    free_for = only_users(users)
     rows: list[answers.Device] = []
     for device in (*snapshot.plan.devices, *made):
         gpu, held = gpus.get(device.gpu_uuid), leased.get(device.id, device)
@@ -244,11 +244,6 @@ def devices_json(
     return rows
 
 
-def only_users(users: Mapping[str, Sequence[ServedUser]]) -> dict[str, str]:
-    """The names of the users to whom devices can be leased now, by domain; the others serve everybody."""
-    return {domain: user_name(served[0].uid) for domain, served in users.items() if served}
-
-
 def _plain(percentage: float) -> float | int:
     return int(percentage) if percentage == int(percentage) else percentage
 
@@ -268,6 +263,7 @@ def gpu_json(
     snapshot: Snapshot,
     devices: int,
     memory_free_mib: int | None,
+    free_for: str | None,
     load: GpuLoad,
     sharing: str | None,
     why_unusable: Reason,
@@ -313,6 +309,7 @@ def gpu_json(
         "mig_profile": gpu.mig_profile or None,
         "reserved_for": plan.reserved.get(uuid),
         "memory_free_mib": memory_free_mib,
+        "free_for": free_for,
         "memory_used_mib": load.memory_used_mib,
         "utilization": load.utilization,
         "temperature_c": load.temperature_c,

@@ -146,7 +146,10 @@ class LeaseService:
 
     def serve(self) -> None:
         """Grant queued requests that fit now, and refuse those that have become infeasible."""
-        if self._is_closed or not self.queue.requests:
+        if self._is_closed:
+            return
+        if not self.queue.requests:
+            self._queries.set_promised({})
             return
         self._refuse_infeasible()
         while fitting := self.queue.next(self._queries.candidates()):
@@ -160,6 +163,7 @@ class LeaseService:
             equal = self.queue.remove_answered(lease)
             for request in (queued, *equal):
                 self._grants[request.position].set_result(Grant(lease, request is queued, bool(equal)))
+        self._queries.set_promised(self.queue.promised)
 
     # -- use cases
 

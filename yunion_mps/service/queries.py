@@ -10,6 +10,7 @@ from yunion_mps import __version__
 from yunion_mps.addresses import is_part, shown_address
 from yunion_mps.enums import FREE, PENDING, READY, RESERVED, TERMINATE, TIME_SLICING, UNAVAILABLE
 from yunion_mps.errors import HostError, NotFoundError
+from yunion_mps.host.proc import user_name
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.inventory.scan import in_order, unusable_instances
 from yunion_mps.leases.allocator import refuse_infeasible
@@ -30,10 +31,10 @@ from yunion_mps.reasons import (
 from yunion_mps.service.devices import (
     devices_json,
     domain_json,
+    domain_names,
     gpu_json,
     gpu_reason,
     is_layout_pending,
-    only_users,
     pool_json,
     unusable_reasons,
     ways_in_effect,
@@ -90,6 +91,7 @@ class Queries:
         self._candidates, self._candidates_version, self._users_version = Candidates(), -1, -1
         #: The users with jobs on the MPS servers, by domain name.
         self.users_with_jobs: Mapping[str, Sequence[ServedUser]] = {}
+        self._promised: Mapping[str, int] = {}
         self._name_holder: Callable[[Holder], str] = str
         self.usage = UsageHistory()
         self._use_version = 0
@@ -117,6 +119,14 @@ class Queries:
             self._use_version += 1
             self.changes.notify()
 
+    def set_promised(self, promised: Mapping[str, int]) -> None:
+        """Set the users (uids) whom control daemons are to serve next, by domain name."""
+        if promised != self._promised:
+            self._promised = dict(promised)
+            self._cached_version = -1
+            self._use_version += 1
+            self.changes.notify()
+
     @property
     def version(self) -> int:
         """Changes when an answer may change."""
@@ -129,11 +139,25 @@ class Queries:
                 self.ledger,
                 self._name_holder,
                 self.used_by_others,
-                self.candidates().users,
+                self._free_for(),
             )
             self._device_counts = self._count_devices()
             self._cached_version = self.version
         return self._devices
+
+    def _free_for(self) -> dict[str, str]:
+        """The only user who can lease devices of each domain now, by domain name; empty if no user can.
+
+        Domains whose devices everybody can lease are left out.
+        """
+        users = self.candidates().users
+        free_for = {}
+        for name in {*users, *self._promised}:
+            uids = {one.uid for one in users.get(name, ())}
+            if name in self._promised:
+                uids.add(self._promised[name])
+            free_for[name] = user_name(uids.pop()) if len(uids) == 1 else ""
+        return free_for
 
     def _count_devices(self) -> Counter[str]:
         counts = Counter(device["gpu_uuid"] for device in self._devices)
@@ -174,6 +198,7 @@ class Queries:
         ways = {one["gpu_uuid"]: one["sharing"] for one in leased if one["state"] != UNAVAILABLE}
         ways |= ways_in_effect(snapshot.plan)
         why, serving = unusable_reasons(snapshot), self._serving()
+        domains, free_for = domain_names(snapshot.plan), self._free_for()
         listed = snapshot.inventory.gpus
         if divided := unusable_instances(listed):
             listed = in_order([*listed, *divided])
@@ -183,6 +208,7 @@ class Queries:
                 snapshot,
                 self._device_counts[gpu.uuid or ""],
                 self._memory_free_mib(gpu, snapshot),
+                free_for.get(domains.get(gpu.uuid or "", "")),
                 self.usage.latest.load.gpus.get(gpu.uuid or "", GpuLoad()),
                 ways.get(gpu.uuid or ""),
                 why.get(gpu.uuid or "", NO_REASON),
@@ -204,7 +230,7 @@ class Queries:
         """The GPUs whose memory is leased in units."""
         snapshot = self._snapshot()
         gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
-        why, free_for = unusable_reasons(snapshot), only_users(self.candidates().users)
+        why, free_for = unusable_reasons(snapshot), self._free_for()
         pools = [
             pool_json(
                 pool,

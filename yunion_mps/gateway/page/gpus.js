@@ -151,7 +151,7 @@ function about({ devices, user, state, used, budget }) {
 function counts(gpu, parts) {
   const by = {};
   for (const part of parts) by[part.state] = (by[part.state] ?? 0) + (part.devices.length || 1);
-  const words = ["outside MPS", "no device", ...Object.keys(LOOKS)].filter((state) => by[state]).map((state) => `${by[state]} ${state === "free" && gpu.free_for ? `free for ${gpu.free_for}` : state}`);
+  const words = ["outside MPS", "no device", ...Object.keys(LOOKS)].filter((state) => by[state]).map((state) => `${by[state]} ${state === "free" && gpu.free_for !== null ? `free for ${gpu.free_for || "no user now"}` : state}`);
   if (gpu.memory_free_mib !== null) words.push(`${memory(gpu.memory_free_mib)} ${poolState(gpu)}`);
   if (gpu.state === "not used") words.push("not used");
   if (gpu.way) words.push(WAYS[gpu.way] ?? gpu.way);
