@@ -251,6 +251,10 @@ SERVER_BUSY = _code("server_busy",
 SERVER_START_FAILED = _code("server_start_failed", "MPS servers fail to start.",
     "see the end of server.log, and: dmesg | grep -iE 'nvrm|xid'; yunion-mps doctor; starts are tried again "
     "automatically")
+PROCESSES_UNKNOWN = _code("processes_unknown",
+    "The processes of a lease or device are not all known, so none was terminated and nothing released.",
+    "try again once the MPS server answers; or release the lease, and leave its processes alone: "
+    "yunion-mps lease release {lease}")
 LIMITS_NOT_IN_EFFECT = _code("limits_not_in_effect", "A limit was set, but a different value was read back.",
     _RETRIED)
 LIMITS_OVERWRITTEN = _code("limits_overwritten",

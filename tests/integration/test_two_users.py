@@ -122,6 +122,29 @@ def test_a_client_that_outlives_its_lease_keeps_another_user_out(
         assert waiting.answer()[0] == 201
 
 
+def test_nothing_is_terminated_or_released_while_clients_are_unknown(idle: AtWork) -> None:
+    """Once a job of another user waits, 535 says nothing about the clients of the running server."""
+    daemon, jobs = idle.daemon, idle.jobs
+    if jobs.asked:
+        pytest.skip("550 goes on to list the clients")
+    lease = take(daemon, f"gpu={FIRST_GPU}&holder.name=own&holder.ttl_s=600&holder.uid=0")
+    job = jobs.attached(daemon.pipe_directory)
+    waiting = jobs.client(daemon.pipe_directory, STRANGER)
+    assert waiting.says() == "asking"
+    eventually(lambda: daemon.get("/v1/clients")[1]["errors"], "the server that says nothing")
+    device = lease["devices"][0]
+    for method, target in (
+        ("POST", f"/v1/devices/{device}/terminate"),
+        ("POST", f"/v1/leases/{lease['id']}/terminate"),
+        ("DELETE", f"/v1/leases/{lease['id']}?terminate=true"),
+        ("POST", f"/v1/clients/{job.pid}/terminate"),
+    ):
+        status, problem = daemon.ask(method, target)
+        assert (status, problem.get("code")) == (409, "processes_unknown"), (target, problem)
+    assert [one["id"] for one in daemon.get("/v1/leases")[1]["leases"]] == [lease["id"]]
+    os.kill(job.pid, 0)  # it runs
+
+
 def reason(daemon: Daemon) -> str:
     """Why the first queued request waits."""
     waiting = daemon.get("/v1/leases")[1]["waiting"]

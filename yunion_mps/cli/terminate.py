@@ -100,7 +100,7 @@ def _terminate_all(target: str, *, force: bool, yes: bool) -> TerminationList:
     for error in answer["errors"]:
         print_notice(f"not all processes are known: {error}")
     clients = choose(answer)
-    if not clients:
+    if not clients and not answer["errors"]:
         print_notice(f"{' '.join(name)} has no processes")
         return {"terminations": [], "total": 0}
     for client in clients:

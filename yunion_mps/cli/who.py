@@ -257,6 +257,8 @@ def _clients_text(answer: ClientList, *, wide: bool) -> str:
     waiting = notes(("Waiting", _describe_waiting(client)) for client in answer["waiting"])
     hint = hint_text(hint_of(CLIENT_WAITING)) if waiting else ""
     none = "No jobs use the GPUs." if servers else "No processes use the GPUs."  # servers are processes, too
+    if answer["errors"]:
+        none = "No jobs are known."
     clients = clients_table(answer["clients"], wide=wide, none=none)
     return failed + clients + outside_mps + others + waiting + hint + unknown
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
+from yunion_mps.addresses import gpu_of
 from yunion_mps.http.messages import CreatedResource, Request, Response
 from yunion_mps.http.openapi import document
 from yunion_mps.http.operations import COMMAND_LENGTH, CONTAINER_NAME
@@ -147,9 +149,14 @@ class Handlers:
         id: str,  # noqa: A002 - it is the parameter's name
         signals: str,
     ) -> answers.TerminationList:
-        choose = partial(clients_of_device, self._services.queries.device(id)["addr"])
+        address = self._services.queries.device(id)["addr"]
+        choose = partial(clients_of_device, address)
+        sent = SIGNALS[signals]
+        is_careful = bool(sent) and signal.SIGKILL not in sent
         return _list(
-            await self._services.terminator.terminate_all(choose, request.uid, signals=SIGNALS[signals])
+            await self._services.terminator.terminate_all(
+                choose, request.uid, signals=sent, all_known_on=(gpu_of(address),) if is_careful else ()
+            )
         )
 
     async def get_leases(self, _: Request) -> answers.LeaseList:

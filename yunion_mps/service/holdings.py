@@ -18,6 +18,7 @@ from yunion_mps.enums import (
     UNAVAILABLE,
 )
 from yunion_mps.errors import HostError
+from yunion_mps.reasons import PROCESSES_UNKNOWN
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, MpsClient, WaitingClient
@@ -361,7 +362,7 @@ def refuse_if_unknown(pid: int, listed: ClientList) -> None:
     """
     if listed["errors"] and all(client["pid"] != pid for client in _all_clients(listed)):
         what = f"it is not known whether PID {pid} is an MPS client: {'; '.join(listed['errors'])}"
-        raise HostError(what, "try again; list the clients: yunion-mps who --clients")
+        raise HostError(what, "try again; list the clients: yunion-mps who --clients", PROCESSES_UNKNOWN)
 
 
 def _all_clients(listed: ClientList) -> list[AnyClient]:

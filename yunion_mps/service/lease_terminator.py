@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 from typing import TYPE_CHECKING
 
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.models import Owner
+from yunion_mps.reasons import PROCESSES_UNKNOWN
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.permissions import find_own_lease
 from yunion_mps.service.terminate import KILL, SignalSequence, Terminator
@@ -33,10 +35,19 @@ class LeaseTerminator:
 
     async def terminate(self, name: str, caller: Owner, signals: SignalSequence) -> list[answers.Termination]:
         """Terminate the processes of a lease without releasing it; raises NotFoundError, NotAllowedError."""
-        return await self._terminator.terminate_lease(self._own(name, caller), caller.uid, signals=signals)
+        return await self._terminator.terminate_lease(
+            self._own(name, caller),
+            caller.uid,
+            signals=signals,
+            even_if_unknown=signal.SIGKILL in signals or not signals,
+        )
 
     async def release(self, name: str, caller: Owner) -> answers.LeaseRecord:
-        """Kill the lease's processes safely, then release it; raises what `LeaseService.release` raises."""
+        """Kill the lease's processes safely, then release it.
+
+        Raises what `LeaseService.release` raises, and HostError with the code PROCESSES_UNKNOWN, with nothing
+        released, if processes of the lease may be unknown.
+        """
         lease = self._own(name, caller)
         await self._kill(lease, caller.uid, f"its lease {lease['name'] or lease['id']} was released")
         with contextlib.suppress(NotFoundError):  # it ended with its process
@@ -53,4 +64,6 @@ class LeaseTerminator:
             work = self._terminator.terminate_lease(lease, uid, cause, signals=KILL)
             await within(_DEADLINE_S, work, late)
         except YunionError as error:
+            if error.code == PROCESSES_UNKNOWN:
+                raise
             log.warning("processes of lease %s may still be running: %s", lease["id"], error.message)

@@ -11,7 +11,7 @@ from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import command_of, name_of, started_s, uid_of, user_name, variable_of
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.models import LEASE_VARIABLE, DomainPlan, Gpu, PlannedGpu
-from yunion_mps.mps.clients import clients_of, server_state, waiting_clients
+from yunion_mps.mps.clients import BusyServerError, clients_of, server_state, waiting_clients
 from yunion_mps.mps.processes import find_control_program, is_server, server_pids
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.text import printable
@@ -63,6 +63,8 @@ def query_control_daemon(domain: ObservedDomain) -> DomainProcesses:
         program = find_control_program()
         clients = {row.pid: row.server for row in clients_of(program, plan, domain.pid)}
         states = {pid: server_state(program, plan, pid) for pid in server_pids(domain.pid)}
+    except BusyServerError as error:  # nothing but its end helps
+        failure = f"domain {plan.name}: {error.message}"
     except YunionError as error:
         failure = f"domain {plan.name}: {error.message}; {error.hint}"
     return DomainProcesses(plan, domain.servers, states, clients, failure)

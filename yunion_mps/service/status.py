@@ -200,7 +200,7 @@ def _idle_hint(domain: answers.Domain, clients: answers.ClientList) -> str:
     if not awaited <= {server["pid"] for server in clients["servers"]}:
         return ""  # a server without its control daemon is not listed
     servers = describe_servers(sorted(awaited))
-    return f"wait a moment, or run: yunion-mps reload --drain; no job uses {servers}"
+    return f"wait a moment, or run: yunion-mps reload --drain; the driver lists no job of {servers}"
 
 
 def _device_problems(devices: Iterable[answers.Device]) -> Iterator[answers.StatusProblem]:

@@ -11,13 +11,13 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from yunion_mps import reasons
 from yunion_mps.enums import NO_SIGNAL, SIGNAL_KILL, SIGNAL_TERM
-from yunion_mps.errors import BusyError, NotAllowedError, NotFoundError, YunionError
+from yunion_mps.errors import BusyError, HostError, NotAllowedError, NotFoundError, YunionError
 from yunion_mps.host.proc import is_kernel_thread, started_s, user_name
 from yunion_mps.host.processes import Process
 from yunion_mps.host.threads import on_thread
@@ -76,14 +76,23 @@ class Terminator:
         cause: str = "",
         *,
         signals: SignalSequence = TERM,
+        even_if_unknown: bool = False,
     ) -> list[answers.Termination]:
         """Terminate all clients of a lease, as `terminate_all` does.
 
-        The lease's owner may also terminate other users' processes in its container.
+        The lease's owner may also terminate other users' processes in its container. Raises HostError with
+        the code PROCESSES_UNKNOWN if clients may be unknown, unless `even_if_unknown`.
         """
         choose = partial(clients_of_lease, lease)
         container = (lease["container_id"] or "") if lease["binding"] == "container" else ""
-        return await self.terminate_all(choose, uid, cause, signals=signals, container_id=container)
+        return await self.terminate_all(
+            choose,
+            uid,
+            cause,
+            signals=signals,
+            container_id=container,
+            all_known_on=() if even_if_unknown else lease["gpus"],
+        )
 
     async def terminate_all(
         self,
@@ -93,15 +102,19 @@ class Terminator:
         *,
         signals: SignalSequence = TERM,
         container_id: str = "",
+        all_known_on: Collection[str] = (),
         code: str = reasons.CLIENT_TERMINATED,
     ) -> list[answers.Termination]:
         """Terminate the chosen clients at the same time, each as `terminate_client` does.
 
         A client's error is in its termination. The user may terminate all clients in the container with this
-        id. `code` is that of the events. Raises only BusyError, while the daemon stops.
+        id. `code` is that of the events. Raises BusyError while the daemon stops, and HostError with the code
+        PROCESSES_UNKNOWN if clients on the GPUs (addresses) of `all_known_on` may be unknown.
         """
         self._refuse_while_stopping()
-        chosen = choose(await self._list())
+        listed = await self._list()
+        self._refuse_unknown(listed, all_known_on)
+        chosen = choose(listed)
         inside = {one["pid"] for one in chosen if container_id and one.get("container_id") == container_id}
         users = {client["pid"]: 0 if client["pid"] in inside else uid for client in chosen}
         cause = cause or _requested_by(uid)
@@ -117,6 +130,23 @@ class Terminator:
             if not listed["errors"] or loop.time() > end_s:
                 return listed
             await asyncio.sleep(_RETRY_S)
+
+    def _refuse_unknown(self, listed: answers.ClientList, gpus: Collection[str]) -> None:
+        """Raise HostError if clients on one of the GPUs (addresses) may be unknown."""
+        if not gpus or not listed["errors"]:
+            return
+        snapshot = self._supervisor.snapshot()
+        uuids = {gpu.uuid for gpu in snapshot.inventory.gpus if gpu.address in gpus}
+        others = [one.plan.name for one in snapshot.domains if uuids.isdisjoint(one.plan.gpu_uuids)]
+        errors = [
+            error
+            for error in listed["errors"]
+            if not error.startswith(tuple(f"domain {name}: " for name in others))
+        ]
+        if errors:
+            code = reasons.PROCESSES_UNKNOWN
+            what = f"not all processes are known, so none is terminated: {'; '.join(errors)}"
+            raise HostError(what, reasons.hint_of(code), code)
 
     def _refuse_while_stopping(self) -> None:
         if self._supervisor.stopping:

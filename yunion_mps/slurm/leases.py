@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from yunion_mps.addresses import gpu_of
 from yunion_mps.enums import IN_USE, NO_SIGNAL, OVER_BUDGET, SLURM
-from yunion_mps.errors import NotFoundError, NothingFreeError
+from yunion_mps.errors import NotFoundError, NothingFreeError, YunionError
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import (
     END_LEASE,
@@ -28,7 +28,15 @@ from yunion_mps.http.operations import (
 from yunion_mps.http.parameters import Value
 from yunion_mps.http.transport import BlockingTransport, OnMessage, Retrier, run_blocking
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import NOTHING_FREE, OTHER_USER, SLURM_DEVICE_HELD, TEMPORARY, Reason, hint_of
+from yunion_mps.reasons import (
+    NOTHING_FREE,
+    OTHER_USER,
+    PROCESSES_UNKNOWN,
+    SLURM_DEVICE_HELD,
+    TEMPORARY,
+    Reason,
+    hint_of,
+)
 from yunion_mps.slurm.job import Job, job_of, stale_leases
 
 if TYPE_CHECKING:
@@ -166,10 +174,20 @@ class JobLeases:
     def end(self, lease: LeaseRecord) -> None:
         """Terminate the job's leftover processes safely, then end the lease."""
         try:
-            self._call(END_LEASE, lease=lease["id"], terminate=True)
+            self._end(lease)
         except NotFoundError:  # another hook released it
             return
         self._on_message(f"{lease['name']}: {', '.join(lease['devices'])} released")
+
+    def _end(self, lease: LeaseRecord) -> None:
+        try:
+            self._call(END_LEASE, lease=lease["id"], terminate=True)
+        except YunionError as error:
+            if error.code != PROCESSES_UNKNOWN:
+                raise
+            # Slurm has ended the job's processes itself, as far as they are in the job's containers.
+            self._on_message(f"{lease['name']}: {error.message}")
+            self._call(END_LEASE, lease=lease["id"])
 
     def _call(self, operation: Operation[T], **arguments: Value) -> T:
         return run_blocking(self._retrier.call(operation, None, **arguments))

@@ -138,7 +138,8 @@ def test_a_reload_shows_what_it_changed_and_what_is_pending(own: Cli) -> None:
 def test_a_reload_that_waits_for_an_idle_server_says_what_ends_it(own: Cli) -> None:
     own.host.reloader.reloaded = RELOADED
     own.host.snapshot, own.host.clients.found = pending(), by_hand.clients()
-    hint = "Wait a moment, or run: yunion-mps reload --drain; no job uses the MPS server (PID 4250)\n"
+    hint = "Wait a moment, or run: yunion-mps reload --drain; "
+    hint += "the driver lists no job of the MPS server (PID 4250)\n"
     assert own.good("reload").endswith(PENDING + hint)
 
 

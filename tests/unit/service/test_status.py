@@ -92,7 +92,8 @@ def test_a_change_that_waits_for_an_idle_server_says_what_ends_it(found: Any, is
     hints = {
         one["hint"] for one in status_of(waiting, clients=found)["problems"] if one["level"] == "pending"
     }
-    idle = "wait a moment, or run: yunion-mps reload --drain; no job uses the MPS server (PID 4250)"
+    idle = "wait a moment, or run: yunion-mps reload --drain; "
+    idle += "the driver lists no job of the MPS server (PID 4250)"
     assert hints == {idle if is_idle else hint_of(LIMITS_PENDING)}
 
 
