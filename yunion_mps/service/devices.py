@@ -201,7 +201,7 @@ def devices_json(
     for device in (*snapshot.plan.devices, *made):
         gpu, held = gpus.get(device.gpu_uuid), leased.get(device.id, device)
         is_same_gpu = held.gpu_uuid == device.gpu_uuid
-        reason = _why_device(device if is_same_gpu else held, why, snapshot)
+        reason = _why_device(device if is_same_gpu else held, why, snapshot, _OUTDATED)
         lease = ledger.leases.get(ledger.lease_of.get(device.id, ""))
         use = snapshot.plan.reserved.get(device.gpu_uuid)
         state = (RESERVED if use else FREE) if device.id in free else LEASED if lease else NO_MEMORY

@@ -10,8 +10,9 @@ from yunion_mps.errors import NothingFreeError
 from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest
+from yunion_mps.models import Holder, Lease
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.reasons import CONTROL_DAEMON_SILENT, GPU_LOST, MIG_IN_USE, Reason
+from yunion_mps.reasons import CONTROL_DAEMON_SILENT, GPU_LOST, LEASE_OUTDATED, MIG_IN_USE, Reason
 from yunion_mps.service.queries import Queries
 
 from unit import builders
@@ -51,6 +52,17 @@ def test_a_request_for_a_gpu_that_never_served_waits_for_its_return() -> None:
     queries.feasible(LeaseRequest(gpu=H100.address))
     with pytest.raises(NothingFreeError, match=r"cannot be allocated now: GPU 0001:e1:00\.0: it is lost"):
         Allocator(Ledger()).choose(LeaseRequest(gpu=H100.address), queries.candidates())
+
+
+def test_a_lease_of_a_gpu_that_no_entry_divides_any_more_is_outdated() -> None:
+    """As when the entry was removed while vfio-pci had the GPU, and the GPU is back."""
+    before = snapshot(P40, H100)
+    device = next(one for one in before.plan.devices if one.gpu_uuid == H100.uuid)
+    now = snapshot(P40)._replace(inventory=before.inventory)
+    queries = Queries(lambda: now, 0.0, 1)
+    queries.set_leases(Ledger([Lease("a", (device,), Holder("name", 0, name="job"), 0.0)]), str)
+    (row,) = (one for one in queries.all_devices() if one["lease"])
+    assert (row["addr"], row["state"], row["reason_code"]) == (device.addr, "unavailable", LEASE_OUTDATED)
 
 
 def test_readiness_names_a_pending_layout_once() -> None:
