@@ -358,7 +358,8 @@ class DomainStatus(NamedTuple):
     """The state of a domain, its reason, and the control daemon's PID.
 
     `plan` is in effect: what its clients get. `pending` says what will change, if anything, and what it waits
-    for; `waits_for` has the PIDs of the MPS servers that have to end first.
+    for; `waits_for` has the PIDs of the MPS servers that have to end first. `failing_users` has the users
+    (uids) for whom MPS servers do not start, and why, while they start for others.
     """
 
     plan: DomainPlan
@@ -369,6 +370,7 @@ class DomainStatus(NamedTuple):
     restarts: int
     pending: str = ""
     waits_for: tuple[int, ...] = ()
+    failing_users: Mapping[int, Reason] = {}
 
 
 class Event(NamedTuple):

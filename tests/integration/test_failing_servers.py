@@ -7,8 +7,10 @@ from pathlib import Path
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import queued, run
+from integration.lease_host import STRANGER, needs_root, queued, run, stranger
 from simhost.mps import StandIns
+
+JOB = "holder.name=job&holder.ttl_s=600"
 
 
 def domain_states(daemon: Daemon) -> list[str]:
@@ -46,3 +48,29 @@ def test_a_gpu_whose_servers_fail_gets_no_jobs_until_one_starts(
             assert waiting.answer()[0] == 201
         assert domain_states(daemon) == ["ready", "ready"]
         eventually(lambda: not jobs.servers(), "the end of the server that was tried")
+
+
+@needs_root
+def test_servers_that_fail_for_one_user_keep_only_him_out(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    host = make_host([{"kind": "v100", "count": 2}])
+    with StandIns(host) as jobs:
+        daemon = make_daemon(host)
+        daemon.start().wait_ready()
+        jobs.behave(f"refusing:{STRANGER}")
+        directory = Path(daemon.status()["domains"][0]["pipe_directory"])
+        assert jobs.client(directory, STRANGER).says() == "asking"
+        with stranger(daemon) as other:
+            eventually(lambda: other.ask("GET", "/v1/status")[1]["problems"], "the failing user")
+            (found,) = daemon.status()["problems"]
+            assert (daemon.status()["state"], found["level"]) == ("ready", "warning")
+            assert found["code"] == "server_start_failed"
+            assert "MPS servers of nobody fail to start: the server exited with status 1" in found["text"]
+            assert host.run(["yunion-mps", "list"]).stdout.count("free, not for nobody") == 8, "for both GPUs"
+            assert run(host, "true").returncode == 0
+            status, problem = other.ask("POST", "/v1/leases", JOB)
+            assert (status, problem["code"]) == (423, "server_start_failed")
+            jobs.behave()
+            eventually(lambda: other.ask("POST", "/v1/leases", JOB)[0] == 201, "a server of this user")
+            assert daemon.status()["problems"] == []

@@ -55,6 +55,7 @@ def test_every_field_of_the_devices_is_as_designed(ready_daemon: Daemon) -> None
                 "mig_profile": None,
                 "reserved_for": None,
                 "free_for": None,
+                "not_free_for": [],
                 "lease": None,
                 "holder": None,
             }

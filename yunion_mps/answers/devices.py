@@ -93,6 +93,10 @@ class Device(TypedDict):
             "Null: everybody; empty: no user, until others' jobs have ended."
         ),
     ]
+    not_free_for: Annotated[
+        list[str],
+        Field("If it is free: users who cannot lease it, because their MPS servers do not start."),
+    ]
     lease: Annotated[str | None, Field("The id of its lease.")]
     holder: Annotated[str | None, Field("Who has its lease: `alice (PID 4260)`, `bob (job-17)`.")]
 

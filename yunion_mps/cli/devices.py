@@ -150,13 +150,19 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
 
 def is_free(record: Device) -> bool:
     """Whether the user of this command can lease the device now."""
-    return record["state"] == FREE and record["free_for"] in (None, user_name(os.geteuid()))
+    user = user_name(os.geteuid())
+    is_for_user = record["free_for"] in (None, user) and user not in record["not_free_for"]
+    return record["state"] == FREE and is_for_user
 
 
 def _state(record: Device) -> str:
-    if record["free_for"] is None:
-        return record["state"]
-    return f"free for {record['free_for']}" if record["free_for"] else "free for no user now"
+    if record["free_for"]:
+        return f"free for {record['free_for']}"
+    if record["free_for"] is not None:
+        return "free for no user now"
+    if record["not_free_for"]:
+        return f"free, not for {', '.join(record['not_free_for'])}"
+    return record["state"]
 
 
 def _devices_text(devices: list[Device], none: str, *, wide: bool) -> str:

@@ -102,13 +102,15 @@ class Device(AnswerValue["answers.Device"]):
     sharing: str
     reserved_for: Optional[str]
     free_for: Optional[str]
+    not_free_for: tuple[str, ...]
     lease: Optional[str]
     holder: Optional[str]
 
     @property
     def free(self) -> bool:
         """Whether this process's user can lease it now: `free_for` names the only one who can."""
-        return self.state == FREE and self.free_for in (None, user_name(os.geteuid()))
+        user = user_name(os.geteuid())
+        return self.state == FREE and self.free_for in (None, user) and user not in self.not_free_for
 
 
 @dataclass(frozen=True)

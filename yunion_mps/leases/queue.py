@@ -143,8 +143,10 @@ class Queue:
             if request not in domains_of:
                 domains_of[request] = satisfying_domains(request, candidates)
             # All of them: which one is the first to have no other user is not known. Those that are promised
-            # to another user already come after that user's turn.
+            # to another user already come after that user's turn. One that cannot start a server of this user
+            # is not kept from others.
             promised = domains_of[request].intersection(withheld[uid]).difference(reserved.users)
+            promised -= candidates.domains_failing(uid)
             if promised:
                 reserved.users.update(dict.fromkeys(promised, uid))
                 withheld.clear()  # the other users no longer have the devices of these domains

@@ -159,6 +159,7 @@ class Candidates(NamedTuple):
     `domains` are the domains of all devices, by name: as they serve, or as planned if they do not serve.
     `planned` are those that are configured, whose limits may wait for MPS servers to end. `reserved` says, by
     GPU UUID, what devices are reserved for, and `users`, by domain, whom each control daemon serves.
+    `failing_users` says, by domain and uid, why MPS servers of a user do not start there.
     """
 
     devices: Sequence[Candidate] = ()
@@ -169,16 +170,24 @@ class Candidates(NamedTuple):
     reserved: Mapping[str, str] = {}
     waiting: Sequence[WaitingGpu] = ()
     users: Mapping[str, Sequence[ServedUser]] = {}
+    failing_users: Mapping[str, Mapping[int, Reason]] = {}
+
+    def domains_failing(self, uid: int | None) -> set[str]:
+        """Return the names of the domains where the MPS servers of this user do not start."""
+        return {name for name, users in self.failing_users.items() if uid in users}
 
     def domains_withheld(self, uid: int | None, promised: Mapping[str, int] = {}) -> set[str]:
         """Return the names of the domains whose devices this user cannot have now; `promised` as below."""
         if uid is None:
             return set()
         serving_others = {name for name, users in self.users.items() if any(one.uid != uid for one in users)}
-        return serving_others | {name for name, other in promised.items() if other != uid}
+        promised_to_others = {name for name, other in promised.items() if other != uid}
+        return serving_others | promised_to_others | self.domains_failing(uid)
 
     def for_user(self, uid: int | None, promised: Mapping[str, int] = {}) -> Candidates:
-        """The candidates as this user can have them: not those whose control daemon serves another user.
+        """The candidates as this user can have them.
+
+        That is, without those whose control daemon serves another user, or cannot start a server of this one.
 
         `promised` has the users (uids) of earlier requests whom control daemons serve next, by domain. A
         user that is not known can have all.
@@ -188,7 +197,8 @@ class Candidates(NamedTuple):
             return self
         why: dict[str, Reason] = {}
         for name in withheld:
-            reason = why_not_served(self.users.get(name, ()), uid)
+            reason = self.failing_users.get(name, {}).get(uid)
+            reason = reason or why_not_served(self.users.get(name, ()), uid)
             why[name] = reason or next_for(promised[name])
         devices = [
             one._replace(reason=one.reason or why.get(one.device.domain, NO_REASON)) for one in self.devices
@@ -301,7 +311,17 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
     waiting += [WaitingGpu(entry.path, entry.reason, entry.reserved_for or None) for entry in plan.missing]
     if snapshot.inventory.driver_reason:
         waiting.append(WaitingGpu("", snapshot.inventory.driver_reason))
-    return Candidates(devices, pools, unenforced, domains, planned, plan.reserved, waiting)
+    failing_users = {one.plan.name: one.failing_users for one in snapshot.domains if one.failing_users}
+    return Candidates(
+        devices=devices,
+        pools=pools,
+        unenforced=unenforced,
+        domains=domains,
+        planned=planned,
+        reserved=plan.reserved,
+        waiting=waiting,
+        failing_users=failing_users,
+    )
 
 
 # -- names

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Collection, Sequence
 
 from yunion_mps import reasons
@@ -28,6 +29,7 @@ from yunion_mps.enums import (
     WEDGED,
 )
 from yunion_mps.errors import ControlError, HostError, YunionError
+from yunion_mps.host.proc import user_name
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.models import DomainPlan, DomainStatus, Event
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask
@@ -35,7 +37,7 @@ from yunion_mps.mps.conversation import UnresponsiveError
 from yunion_mps.mps.health import HealthMonitor, LimitsChangedError
 from yunion_mps.mps.lifecycle import Recovery, Shutdown, Startup
 from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
-from yunion_mps.mps.log_file import failure_cause, log_hint
+from yunion_mps.mps.log_file import failing_user_events, failure_cause, log_hint
 from yunion_mps.mps.processes import FindProcesses, MpsProcess, our_processes
 from yunion_mps.mps.rollover import POLL_S, Rollover
 from yunion_mps.mps.server_history import Outcome
@@ -81,9 +83,12 @@ class Domain(StateMachine):
         self._holds_modes = False
         self.control = ControlDaemon(plan, program, emit, is_recorded=recorded is not None)
         self._rollover = Rollover(recorded or LimitsInEffect(plan), self.control.servers, emit, self._changed)
-        self._starts = ServerStarts()
+        self._starts = ServerStarts(os.geteuid())
         #: The failure of a server that the reason of the state describes.
         self._reported_failure: Outcome | None = None
+        #: For whom (uids) servers do not start, although they do for others, and why; and the last failures.
+        self._failing_users: dict[int, Reason] = {}
+        self._failures_of_users: dict[int, Outcome] = {}
         self._task: ControlTask | None = None
         self._deadline_s = 0.0
         #: The number of failures since it last served for a long time.
@@ -105,7 +110,7 @@ class Domain(StateMachine):
             pending = self._rollover.pending(retiring=self.retiring, holds_modes=self._holds_modes)
         waits_for = self._rollover.blocking_servers(every=self._ends_all_servers) if pending else ()
         now = (self.state, self.reason, self.control.pid, self.since_s, self.restarts)
-        return DomainStatus(self.in_effect, *now, pending, waits_for)
+        return DomainStatus(self.in_effect, *now, pending, waits_for, self._failing_users)
 
     def can_serve(self, plan: DomainPlan) -> bool:
         """Whether it can continue with this plan, whose GPUs its control daemon has or should have."""
@@ -355,9 +360,10 @@ class Domain(StateMachine):
         self._starts.note(self.control.log.take_outcomes(), now_s)
 
     def _change_by_starts(self, now_s: float) -> None:
-        """Be ready or degraded, depending on whether servers start."""
+        """Be ready or degraded, depending on whether servers start, and tell for whom they do not."""
         failure = self._starts.failure
-        self.control.log.reports_starts = failure is None
+        self.control.log.quiet_users = self._starts.tried_users
+        self._change_failing_users()
         if failure is None:
             if self.state != READY:
                 self._change(READY, now_s, "")
@@ -371,6 +377,26 @@ class Domain(StateMachine):
             self._change(DEGRADED, now_s, reason)
         else:
             self._change_reason(reason)
+
+    def _change_failing_users(self) -> None:
+        """Tell for which users servers do not start, unless they start for none."""
+        is_degraded = self._starts.failure is not None
+        failures = {} if is_degraded else self._starts.failing_users
+        if failures == self._failures_of_users:
+            return
+        before, self._failing_users = self._failing_users, {}
+        self._failures_of_users = failures
+        for uid, failure in failures.items():
+            cause = failure_cause(failure, self.control.target.log_directory)
+            text = f"MPS servers of {user_name(uid)} fail to start: {cause}"
+            self._failing_users[uid] = Reason(text, reasons.SERVER_START_FAILED)
+        if before == self._failing_users:
+            return
+        if not is_degraded:
+            for event in failing_user_events(before, self._failing_users, self.in_effect.name):
+                log.warning("domain %s: %s", event.subject, event.cause or event.what)
+                self._emit(event)
+        self._changed()
 
     def _tick_wedged(self, now_s: float) -> float | None:
         task = self._task

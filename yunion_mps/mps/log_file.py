@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
@@ -34,6 +34,7 @@ from yunion_mps.mps.server_history import (
     Outcome,
     ServerHistory,
 )
+from yunion_mps.reasons import Reason
 from yunion_mps.text import decode_line
 
 LOG_NAME = "control.log"
@@ -155,8 +156,8 @@ class LogReader:
         self._rest = b""
         self._history = ServerHistory()
         self._outcomes: list[Outcome] = []
-        #: Whether servers that do not start are events: not while the state of the domain says so.
-        self.reports_starts = True
+        #: The users (uids) whose servers' failed starts are no events, because they are known to fail.
+        self.quiet_users: Collection[int] = ()
         if is_new:
             with contextlib.suppress(OSError):  # there is none yet
                 self.size = os.stat(self._path).st_size
@@ -167,8 +168,10 @@ class LogReader:
         """Read what is new, and emit its events."""
         news = self.read()
         self._outcomes += news.outcomes
-        if not self.reports_starts:
-            news = news._replace(outcomes=[one for one in news.outcomes if one.kind != NOT_STARTED])
+        outcomes = [
+            one for one in news.outcomes if one.kind != NOT_STARTED or one.uid not in self.quiet_users
+        ]
+        news = news._replace(outcomes=outcomes)
         for event in events_of(news, self._plan, self._servers()) if any(news) else ():
             self._emit(event)
 
@@ -197,20 +200,20 @@ class LogReader:
 
 
 def _recent_failures(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the failed starts at the end of an older part of the log, if the last one was moments ago."""
-    failed: list[Outcome] = []
+    """Return the failed starts of each user since his last server, if the last one was moments ago."""
+    failed: dict[int | None, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.kind == NOT_STARTED:
-            failed.append(outcome)
+            failed.setdefault(outcome.uid, []).append(outcome)
         elif outcome.kind == STARTED:
-            failed = []
-    if not failed:
-        return []
+            failed.pop(outcome.uid, None)
+    recent = []
     now_s = time.time()
-    with contextlib.suppress(ValueError):  # not a valid time
-        if timestamp_parser(now_s)(failed[-1].time) >= now_s - _RECENT_S:
-            return failed
-    return []
+    for outcomes_of_user in failed.values():
+        with contextlib.suppress(ValueError):  # not a valid time
+            if timestamp_parser(now_s)(outcomes_of_user[-1].time) >= now_s - _RECENT_S:
+                recent += outcomes_of_user
+    return recent
 
 
 def describe_failure(outcome: Outcome, plan: DomainPlan) -> str:
@@ -311,6 +314,21 @@ def _failed_starts(failed: Sequence[Outcome], plan: DomainPlan) -> Event:
         what += f", and {len(failed) - 1} more"
     consequence = "jobs that wait for a server are refused" if any(one.has_client for one in failed) else ""
     return _failure_event(plan, what, failed[-1], consequence, reasons.SERVER_START_FAILED)
+
+
+def failing_user_events(
+    before: Mapping[int, Reason], after: Mapping[int, Reason], domain: str
+) -> Iterator[Event]:
+    """Yield the events if servers begin to fail for users (uids), with the reason, or start again."""
+    for uid, reason in after.items():
+        if uid not in before:
+            name = user_name(uid)
+            consequence = f"its devices are unavailable for {name} until a server starts; a start is retried"
+            what = f"unavailable for {name}"
+            yield Event("error", "client", domain, what, reason, consequence, reason.code)
+    for uid in before:
+        if uid not in after:
+            yield Event("info", "client", domain, f"MPS servers of {user_name(uid)} start again")
 
 
 def _failure_event(

@@ -1,10 +1,15 @@
-"""Whether the MPS servers of a domain start; if they do not, when to try again.
+"""For whom the MPS servers of a domain start; for whom they do not, when to try again.
 
 The control daemon itself stays healthy while its servers fail: it tries six times for each client, refuses
-it, and tries again for the next one. So after three failures within a minute, no more jobs should be sent
-there, and the daemon orders a server itself until one is ready: `start_server -uid UID`, for the user whose
-servers failed, because servers can fail for one user only. A client's own server that is ready shows as well
-that they start.
+it, and tries again for the next one. So after three failures within a minute, no more jobs of that user
+should be sent there, and the daemon orders a server itself until one is ready: `start_server -uid UID`. A
+client's own server that is ready shows as well that they start.
+
+A server runs as the user of its first client. So it can fail for one user only, perhaps because of what this
+user does, and that says nothing about the others. Whether servers start for others, the daemon finds out at
+once by a server of its own user, who is that of the control daemon. The domain as a whole fails only if that
+one fails as well, or has not started in time while servers of two different users fail. In multiuser mode,
+the log says this user (0) for all.
 
 What was measured with the control daemons of 535 and 550 and stand-ins for servers, and what follows:
 
@@ -43,20 +48,58 @@ _READ_SOON_S = 0.05
 _START = "start_server "
 
 
+class _Servers:
+    """The servers of one user: how often they failed lately, and when one is ordered next."""
+
+    def __init__(self) -> None:
+        #: When they failed, until that means that they do not start; then the last failure.
+        self.failed_s: list[float] = []
+        self.failure: Outcome | None = None
+        self.attempts = 0
+        #: When one is ordered; None if none is.
+        self.attempt_at_s: float | None = None
+        #: Whether one was ordered, and its outcome is overdue.
+        self.is_overdue = False
+
+
 class ServerStarts:
     """Decides from what became of the servers; it neither reads the log nor sends the commands."""
 
-    def __init__(self) -> None:
-        #: The last failure if servers do not start, None if they do as far as it is known.
-        self.failure: Outcome | None = None
-        self._failed_s: list[float] = []
-        self._attempts = 0
-        self._attempt_at_s = 0.0
-        #: Whether a server is being ordered, and until when its outcome is awaited once that is delivered.
-        self._is_ordering = False
+    def __init__(self, own_uid: int = 0) -> None:
+        """`own_uid` is the user of the control daemon."""
+        self._own_uid = own_uid
+        #: By user (uid); those that start are not here.
+        self._servers: dict[int, _Servers] = {}
+        #: Whether a server has started since servers began to fail for another user.
+        self._has_started = False
+        #: The user whose server is being ordered, and until when its outcome is awaited after the delivery.
+        self._ordered_uid: int | None = None
         self._awaited_until_s: float | None = None
         #: An ordered server that is ready and has no client.
         self._surplus: int | None = None
+
+    @property
+    def failing_users(self) -> dict[int, Outcome]:
+        """The users (uids) for whom servers do not start, with the last failure of each."""
+        return {uid: servers.failure for uid, servers in self._servers.items() if servers.failure}
+
+    @property
+    def failure(self) -> Outcome | None:
+        """The last failure if servers start for no user, None if they do as far as it is known."""
+        if self._has_started:
+            return None
+        failing = self.failing_users
+        own = self._servers.get(self._own_uid)
+        if own and own.failure:
+            return own.failure
+        if own and own.is_overdue and len(failing) > 1:
+            return list(failing.values())[-1]
+        return None
+
+    @property
+    def tried_users(self) -> set[int]:
+        """The users (uids) for whom servers are ordered: that one fails is no news."""
+        return {uid for uid, servers in self._servers.items() if servers.attempt_at_s is not None}
 
     def note(self, outcomes: Iterable[Outcome], now_s: float) -> None:
         """Take into account what became of servers, in this order, at about this time."""
@@ -64,53 +107,91 @@ class ServerStarts:
             if outcome.kind == NOT_STARTED:
                 self._note_failure(outcome, now_s)
             elif outcome.kind == STARTED:
-                self._note_start(outcome)
+                self._note_start(outcome, now_s)
             elif outcome.kind in (SERVED, ENDED, CRASHED) and outcome.pid == self._surplus:
                 self._surplus = None
 
     def _note_failure(self, outcome: Outcome, now_s: float) -> None:
-        if self.failure is None:
-            self._failed_s = [at_s for at_s in self._failed_s if at_s > now_s - WITHIN_S] + [now_s]
-            if len(self._failed_s) < MAX_FAILURES:
-                return
-            self._attempts = 0
-            self._attempt_at_s = now_s + PAUSES_S[0]
-        elif self._is_ours(outcome):
+        uid = self._uid_of(outcome)
+        servers = self._servers.setdefault(uid, _Servers())
+        if self._is_ours(outcome):
             self._end_attempt()
-            self._attempt_at_s = now_s + PAUSES_S[min(self._attempts, len(PAUSES_S) - 1)]
-        self.failure = outcome
+            pause_s = PAUSES_S[min(servers.attempts, len(PAUSES_S) - 1)]
+            servers.attempt_at_s = now_s + pause_s
+        elif servers.failure is None:
+            recent_s = [at_s for at_s in servers.failed_s if at_s > now_s - WITHIN_S]
+            servers.failed_s = [*recent_s, now_s]
+            if len(servers.failed_s) < MAX_FAILURES:
+                return
+            servers.attempts = 0
+            servers.attempt_at_s = now_s + PAUSES_S[0]
+            self._doubt_others(now_s, uid)
+        servers.failure = outcome
 
-    def _note_start(self, outcome: Outcome) -> None:
+    def _doubt_others(self, now_s: float, uid: int) -> None:
+        """Find out whether servers start for others than this user."""
+        self._has_started = False
+        if uid != self._own_uid:
+            own = self._servers.setdefault(self._own_uid, _Servers())
+            own.attempt_at_s = now_s
+
+    def _note_start(self, outcome: Outcome, now_s: float) -> None:
         is_surplus = self._is_ours(outcome) and not outcome.has_client
         self._surplus = outcome.pid if is_surplus else None
-        self.failure = None
-        self._failed_s = []
-        self._end_attempt()
+        is_recovery = self.failure is not None
+        self._has_started = True
+        self._servers.pop(self._uid_of(outcome), None)
+        own = self._servers.get(self._own_uid)
+        if own and not own.failure:
+            own.attempt_at_s = None  # a server of any user answers what it was to find out
+        if outcome.uid == self._ordered_uid or not self.tried_users:
+            self._end_attempt()
+        if is_recovery:
+            for uid in self.tried_users:
+                self._servers[uid].attempt_at_s = now_s
+
+    def _uid_of(self, outcome: Outcome) -> int:
+        return self._own_uid if outcome.uid is None else outcome.uid
 
     def _is_ours(self, outcome: Outcome) -> bool:
         """Whether it is that of the ordered server; the log may show it before the delivery is known."""
-        return outcome.is_ordered and (self._is_ordering or self._awaited_until_s is not None)
+        return outcome.is_ordered and outcome.uid is not None and outcome.uid == self._ordered_uid
 
     def _end_attempt(self) -> None:
-        self._is_ordering, self._awaited_until_s = False, None
+        self._ordered_uid = self._awaited_until_s = None
 
     def commands(self, now_s: float, *, is_idle: bool) -> list[str]:
         """Return what to send to the control daemon until it is delivered; `is_idle`: no server runs."""
-        if self.failure is None or self.failure.uid is None or not is_idle:
-            return []
         if self._awaited_until_s is not None and now_s >= self._awaited_until_s:
-            self._end_attempt()
-        if self._awaited_until_s is not None or now_s < self._attempt_at_s:
+            self._note_overdue(is_idle=is_idle)
+        if not is_idle or self._awaited_until_s is not None:
             return []
-        if not self._is_ordering:
-            self._is_ordering = True
-            self._attempts += 1
-        return [_start_command(self.failure.uid)]
+        if self._ordered_uid is None:
+            self._ordered_uid = self._next_uid(now_s)
+            if self._ordered_uid is None:
+                return []
+            self._servers[self._ordered_uid].attempts += 1
+        return [_start_command(self._ordered_uid)]
+
+    def _note_overdue(self, *, is_idle: bool) -> None:
+        if self._ordered_uid in self._servers:
+            self._servers[self._ordered_uid].is_overdue = True
+        if is_idle:
+            self._end_attempt()
+
+    def _next_uid(self, now_s: float) -> int | None:
+        """Return the user for whom a server has been due for the longest; None if none is."""
+        due = []
+        for uid, servers in self._servers.items():
+            if servers.attempt_at_s is not None and servers.attempt_at_s <= now_s:
+                due.append((servers.attempt_at_s, uid))
+        return min(due)[1] if due else None
 
     def commands_delivered(self, commands: Collection[str], now_s: float) -> None:
         """Note that the control daemon has received these commands, which may be others' too."""
-        if self._is_ordering and any(command.startswith(_START) for command in commands):
-            self._is_ordering, self._awaited_until_s = False, now_s + ATTEMPT_S
+        is_ordering = self._ordered_uid is not None and self._awaited_until_s is None
+        if is_ordering and any(command.startswith(_START) for command in commands):
+            self._awaited_until_s = now_s + ATTEMPT_S
 
     @property
     def surplus(self) -> tuple[int, ...]:
@@ -124,16 +205,19 @@ class ServerStarts:
     @property
     def is_awaiting(self) -> bool:
         """Whether the log is to be read soon, because an ordered server starts or is to be shut down."""
-        return self._surplus is not None or self._is_ordering or self._awaited_until_s is not None
+        return self._surplus is not None or self._ordered_uid is not None
 
     def due_s(self, now_s: float) -> float | None:
         """When the log is to be read again at the latest; None if that is not urgent."""
         if self.is_awaiting:
             return now_s + _READ_SOON_S
-        if self.failure is None:
+        if not self.tried_users:
             return None
-        later_s = self._attempt_at_s if self._attempt_at_s > now_s else now_s + READ_S
-        return min(now_s + READ_S, later_s)
+        due_s = now_s + READ_S
+        for servers in self._servers.values():
+            if servers.attempt_at_s is not None and servers.attempt_at_s > now_s:
+                due_s = min(due_s, servers.attempt_at_s)
+        return due_s
 
 
 def _start_command(uid: int) -> str:

@@ -197,6 +197,9 @@ def devices_json(
     why |= {uuid: used_by_others[uuid] for uuid in used if not why.get(uuid, NO_DOMAIN)}
     served = [device for device in snapshot.plan.devices if not why.get(device.gpu_uuid, NO_DOMAIN)]
     free = ledger.free_devices(served)
+    not_free_for = {}
+    for domain in snapshot.domains:
+        not_free_for[domain.plan.name] = [user_name(uid) for uid in domain.failing_users]
     rows: list[answers.Device] = []
     for device in (*snapshot.plan.devices, *made):
         gpu, held = gpus.get(device.gpu_uuid), leased.get(device.id, device)
@@ -237,6 +240,7 @@ def devices_json(
                 "sharing": now.sharing,
                 "reserved_for": use,
                 "free_for": free_for.get(now.domain) if state == FREE else None,
+                "not_free_for": not_free_for.get(now.domain, []) if state == FREE else [],
                 "lease": lease.id if lease else None,
                 "holder": name_holder(lease.holder) if lease else None,
             }

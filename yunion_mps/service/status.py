@@ -64,6 +64,7 @@ class StatusService:
             *_service_problems(service, gpus, self._queries.warnings(), clients),
             *_missing_gpus(self._queries.missing()),
             *_host_problems(self._queries.conditions()),
+            *_failing_users(self._queries.candidates().failing_users),
             *_device_problems(devices),
             *_whole_gpu_problems(gpus, devices, self._queries.waits_for_leases()),
             *_use_problems(held, clients, self._queries.terminating_gpus()),
@@ -185,6 +186,14 @@ def _missing_gpus(missing: Iterable[MissingGpu]) -> Iterator[answers.StatusProbl
 def _host_problems(conditions: Iterable[Condition]) -> Iterator[answers.StatusProblem]:
     for condition in conditions:
         yield _problem(PROBLEM, condition.reason.code, condition.reason, condition.hint)
+
+
+def _failing_users(failing_users: Mapping[str, Mapping[int, Reason]]) -> Iterator[answers.StatusProblem]:
+    """Users whose MPS servers do not start, by domain: their problem alone, as long as others' do."""
+    for domain, users in failing_users.items():
+        for reason in users.values():
+            text = f"domain {domain}: {reason}; its devices are unavailable for this user"
+            yield _problem(WARNING, reason.code, text)
 
 
 def _idle_hint(domain: answers.Domain, clients: answers.ClientList) -> str:

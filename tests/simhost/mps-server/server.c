@@ -5,7 +5,7 @@
  *
  * The file `behaviour` beside it says in words what it does:
  * `asked`: the control daemon is one that asks for its status, and whether it can end (550);
- * `failing`: it exits with 1, as without a GPU;
+ * `failing`: it exits with 1, as without a GPU; `refusing:UID`: so does one of this user only;
  * `dying`: it connects to the control daemon, and exits with 1 before it is ready. */
 #define _GNU_SOURCE
 #include <libgen.h>
@@ -266,7 +266,9 @@ static void serve(void)
 int main(void)
 {
     signal(SIGINT, SIG_DFL); /* which ends it by force; a shell may have it ignored */
-    if (behaves("failing"))
+    char refusing[32];
+    snprintf(refusing, sizeof refusing, "refusing:%u", getuid());
+    if (behaves("failing") || behaves(refusing))
         return 1;
     connect_to_control();
     if (behaves("dying"))

@@ -16,7 +16,7 @@ from yunion_mps.leases.queue import Queue
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, QueuedRequest
 from yunion_mps.leases.served_users import served_users
 from yunion_mps.models import DomainPlan, Holder, Lease, ServedUser
-from yunion_mps.reasons import GPU_LOST, OTHER_USER, Reason
+from yunion_mps.reasons import GPU_LOST, OTHER_USER, SERVER_START_FAILED, Reason
 
 from unit.leases.shares import device, lease
 
@@ -41,6 +41,8 @@ class Host:
             for gpu, name in enumerate(names)
             for slot in range(SLOTS)
         ]
+        #: The users whose MPS servers do not start, by domain.
+        self.failing_users: dict[str, dict[int, Reason]] = {}
         self._positions = count(1)
 
     def break_gpu(self, number: int) -> None:
@@ -54,7 +56,7 @@ class Host:
     @property
     def candidates(self) -> Candidates:
         users = served_users(self.ledger.leases.values(), self.jobs, self._domains)
-        return Candidates(self._devices, domains=self._domains, users=users)
+        return Candidates(self._devices, domains=self._domains, users=users, failing_users=self.failing_users)
 
     def request(self, user: int, request: LeaseRequest = ONE_DEVICE, binding: str = "process") -> int:
         """Queue a request of the user; return its position."""
@@ -111,6 +113,19 @@ def test_in_multiuser_mode_users_share_a_control_daemon() -> None:
     host = Host(1, multiuser=True)
     both = [host.request(ALICE), host.request(BOB)]
     assert host.serve() == both
+
+
+def test_a_user_whose_servers_fail_waits_alone_until_one_starts() -> None:
+    host = Host(1)
+    host.failing_users = {"gpu-0": {BOB: Reason("MPS servers of bob fail to start: no", SERVER_START_FAILED)}}
+    waiting, other = host.request(BOB), host.request(ALICE)
+    assert host.serve() == [other], "the domain is not kept for a user who cannot use it"
+    host.ledger.remove(str(other))
+    error = host.why_waiting(waiting)
+    assert error.code == SERVER_START_FAILED
+    assert "(GPU 00:00.0: MPS servers of bob fail to start: no)" in str(error)
+    host.failing_users = {}
+    assert host.serve() == [waiting]
 
 
 def test_jobs_without_a_lease_keep_other_users_out() -> None:

@@ -33,9 +33,16 @@ def fail_to_start(run: DomainRun, jobs: Jobs, uid: int | None = None) -> None:
     jobs.stand_ins.behave("failing")
     before = log_of(run).count("exited with status 1")
     assert jobs.wait(uid).says() == "refused"
-    eventually(lambda: log_of(run).count("exited with status 1") == before + 6)
-    run.turn(PROBE_S).until_said()
-    assert run.state == DEGRADED
+    eventually(lambda: log_of(run).count("exited with status 1") >= before + 6)
+    run.turn(PROBE_S).until_it(lambda: run.turn(0.01).state == DEGRADED).until_said()
+
+
+def fail_for(uid: int, run: DomainRun, jobs: Jobs) -> None:
+    """Have a job of this user find that none of his servers starts, and the domain notice it."""
+    jobs.stand_ins.behave(f"refusing:{uid}")
+    assert jobs.wait(uid).says() == "refused"
+    eventually(lambda: log_of(run).count("exited with status 1") >= 6)
+    run.turn(PROBE_S).until_it(lambda: uid in run.turn(0.01).domain.status().failing_users).until_said()
 
 
 def attempts(run: DomainRun) -> int:
@@ -110,32 +117,50 @@ def test_a_job_that_gets_the_ordered_server_keeps_it(run: DomainRun, jobs: Jobs,
 
 
 @as_root
-def test_the_server_is_ordered_for_the_user_whose_servers_failed(run: DomainRun, jobs: Jobs) -> None:
-    fail_to_start(run, jobs, uid=1234)
+def test_servers_that_fail_for_one_user_leave_the_domain_ready(run: DomainRun, jobs: Jobs) -> None:
+    fail_for(1234, run, jobs)
+    run.until_it(lambda: "Cmd:shutdown_server" in log_of(run.turn(0.01)))
+    assert "Cmd:start_server -uid 0" in log_of(run)
+    assert DEGRADED not in run.states
+    (reason,) = run.domain.status().failing_users.values()
+    assert reason.code == SERVER_START_FAILED
+    assert reason.startswith("MPS servers of uid 1234 fail to start: the server exited with status 1")
+    (event,) = [event for event in run.events if event.what == "unavailable for uid 1234"]
+    assert (event.severity, event.cause, event.code) == ("error", reason, SERVER_START_FAILED)
+
+
+@as_root
+def test_a_user_s_servers_are_ordered_until_one_starts(run: DomainRun, jobs: Jobs) -> None:
+    fail_for(1234, run, jobs)
+    run.until_it(lambda: log_of(run.turn(0.01)).count("Cmd:start_server -uid 1234") == 2)
     jobs.stand_ins.behave()
-    run.turn(FIRST_PAUSE_S).until_it(lambda: run.turn(0.01).state == READY)
-    assert "Cmd:start_server -uid 1234" in log_of(run)
+    run.until_it(lambda: not run.turn(0.01).domain.status().failing_users)
+    assert run.told[-1] == "MPS servers of uid 1234 start again"
+    assert DEGRADED not in run.states
+
+
+@as_root
+def test_servers_that_fail_for_another_user_and_root_fail_for_all(run: DomainRun, jobs: Jobs) -> None:
+    fail_to_start(run, jobs, uid=1234)
+    assert "Cmd:start_server -uid 0" in log_of(run)
+    assert not run.domain.status().failing_users
 
 
 @as_root
 def test_a_job_of_another_user_does_not_wait_for_the_ordered_server(run: DomainRun, jobs: Jobs) -> None:
-    fail_to_start(run, jobs, uid=1234)
-    jobs.stand_ins.behave()
-    run.turn(FIRST_PAUSE_S)
-    wait_for_log(run, "Ready")
+    fail_for(1234, run, jobs)
     jobs.begin(uid=4321)
-    run.until_it(lambda: run.turn(0.01).state == READY)
 
 
 @as_root
 def test_no_server_is_ordered_while_a_job_of_another_user_runs(run: DomainRun, jobs: Jobs) -> None:
     """It would count as a waiting client, so the other user's next jobs would hang."""
-    fail_to_start(run, jobs, uid=1234)
-    jobs.stand_ins.behave()
+    fail_for(1234, run, jobs)
     jobs.begin()
-    wait_for_log(run, "Ready")
+    before = attempts(run)
     run.turn(FIRST_PAUSE_S)
-    assert attempts(run) == 0
+    run.turns(5, 5.0)
+    assert attempts(run) == before
     jobs.begin()
 
 

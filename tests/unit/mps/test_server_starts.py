@@ -9,12 +9,32 @@ FAILED = Outcome(NOT_STARTED, 7, 1000, 1, has_client=True)
 OURS_FAILED = Outcome(NOT_STARTED, 8, 1000, 1, is_ordered=True)
 OURS_STARTED = Outcome(STARTED, 9, 1000, is_ordered=True)
 START = ["start_server -uid 1000"]
+#: Those of another user, 1001, and of the daemon's own attempts for its user.
+OTHER_FAILED = FAILED._replace(uid=1001)
+ROOT_FAILED = OURS_FAILED._replace(uid=0)
+ROOT_STARTED = OURS_STARTED._replace(uid=0)
+START_AS_ROOT = ["start_server -uid 0"]
 
 
 def failing(now_s: float = 0.0) -> ServerStarts:
-    starts = ServerStarts()
+    """Servers fail for 1000, who is the user of the control daemon, too."""
+    starts = ServerStarts(1000)
     starts.note([FAILED] * 3, now_s)
     return starts
+
+
+def failing_for_one() -> ServerStarts:
+    """Servers fail for 1000, but the control daemon's user is root."""
+    starts = ServerStarts(0)
+    starts.note([FAILED] * 3, 0.0)
+    return starts
+
+
+def order(starts: ServerStarts, now_s: float) -> list[str]:
+    """Have what is due at this time delivered."""
+    commands = starts.commands(now_s, is_idle=True)
+    starts.commands_delivered(commands, now_s)
+    return commands
 
 
 def attempting() -> ServerStarts:
@@ -26,7 +46,7 @@ def attempting() -> ServerStarts:
 
 
 def test_three_failures_within_a_minute_mean_that_servers_do_not_start() -> None:
-    starts = ServerStarts()
+    starts = ServerStarts(1000)
     for now_s in (0.0, 30.0, 61.0):
         starts.note([FAILED], now_s)
         assert starts.failure is None
@@ -35,9 +55,9 @@ def test_three_failures_within_a_minute_mean_that_servers_do_not_start() -> None
 
 
 def test_a_server_that_starts_between_failures_ends_the_count() -> None:
-    starts = ServerStarts()
+    starts = ServerStarts(1000)
     starts.note([FAILED, FAILED, Outcome(STARTED, 7, 1000), FAILED, FAILED], 0.0)
-    assert starts.failure is None
+    assert starts.failing_users == {}
     assert starts.due_s(0.0) is None
 
 
@@ -120,7 +140,7 @@ def test_an_ordered_server_that_has_ended_is_not_shut_down() -> None:
 
 def test_a_client_s_own_server_that_starts_ends_the_attempts() -> None:
     starts = failing()
-    starts.note([Outcome(STARTED, 9, 0, has_client=True)], 3.0)
+    starts.note([Outcome(STARTED, 9, 1000, has_client=True)], 3.0)
     assert starts.failure is None
     assert starts.commands(100.0, is_idle=True) == []
 
@@ -129,3 +149,78 @@ def test_an_operators_server_is_not_shut_down() -> None:
     starts = failing()
     starts.note([OURS_STARTED], 3.0)
     assert starts.surplus == ()
+
+
+# -- servers that fail for some users
+
+
+def test_servers_that_fail_for_one_user_leave_the_others_served() -> None:
+    starts = failing_for_one()
+    assert (starts.failing_users, starts.failure) == ({1000: FAILED}, None)
+
+
+def test_whether_others_have_servers_is_tried_at_once_as_root() -> None:
+    starts = failing_for_one()
+    assert order(starts, 0.0) == START_AS_ROOT
+    starts.note([ROOT_STARTED], 0.1)
+    assert list(starts.surplus) == [9]
+    assert (starts.failing_users, starts.failure) == ({1000: FAILED}, None)
+    starts.surplus_asked()
+    assert order(starts, 4.9) == []
+    assert order(starts, 5.0) == START, "the user's are tried until one lives"
+    starts.note([OURS_STARTED], 5.1)
+    assert starts.failing_users == {}
+
+
+def test_servers_that_fail_for_root_as_well_fail_for_all() -> None:
+    starts = failing_for_one()
+    assert order(starts, 0.0) == START_AS_ROOT
+    starts.note([ROOT_FAILED], 0.1)
+    assert starts.failure == ROOT_FAILED
+    assert order(starts, 5.0) == START
+    starts.note([OURS_FAILED], 5.1)
+    assert order(starts, 10.2) == START_AS_ROOT
+
+
+def test_any_user_s_server_that_starts_ends_a_failure_for_all() -> None:
+    starts = failing_for_one()
+    order(starts, 0.0)
+    starts.note([ROOT_FAILED], 0.1)
+    starts.note([Outcome(STARTED, 9, 1002, has_client=True)], 1.0)
+    assert starts.failure is None
+    assert set(starts.failing_users) == {0, 1000}
+    assert order(starts, 1.0) == START_AS_ROOT, "the others are tried at once"
+
+
+def test_two_users_whose_servers_fail_are_not_all_if_root_s_start() -> None:
+    starts = failing_for_one()
+    starts.note([OTHER_FAILED] * 3, 0.0)
+    assert starts.failure is None
+    assert order(starts, 0.0) == START_AS_ROOT
+    starts.note([ROOT_STARTED], 0.1)
+    assert starts.failure is None
+    assert set(starts.failing_users) == {1000, 1001}
+
+
+def test_two_users_failing_are_all_if_root_s_server_never_starts() -> None:
+    starts = failing_for_one()
+    starts.note([OTHER_FAILED] * 3, 0.0)
+    assert order(starts, 0.0) == START_AS_ROOT
+    starts.commands(ATTEMPT_S, is_idle=False)
+    assert starts.failure == OTHER_FAILED
+
+
+def test_a_new_failure_for_a_user_is_doubted_for_all_again() -> None:
+    starts = failing_for_one()
+    order(starts, 0.0)
+    starts.note([ROOT_STARTED], 0.1)
+    starts.note([OTHER_FAILED] * 3, 1.0)
+    assert order(starts, 1.0) == START_AS_ROOT
+    starts.note([ROOT_FAILED], 1.1)
+    assert starts.failure == ROOT_FAILED
+
+
+def test_failed_starts_are_quiet_only_for_users_who_are_tried() -> None:
+    starts = failing_for_one()
+    starts.note([OTHER_FAILED], 0.0)
+    assert starts.tried_users == {0, 1000}
