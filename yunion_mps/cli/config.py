@@ -283,9 +283,12 @@ def check_config(output: str) -> None:
       yunion-mps config check --output json
     """
     from yunion_mps.supervisor.preflight import run_preflight
-    from yunion_mps.supervisor.unit_access import unit_problems
+    from yunion_mps.supervisor.unit_access import unit_problems, unit_warnings
 
-    preflight = run_preflight(Paths.from_environment(), find_unit_problems=unit_problems)
+    paths = Paths.from_environment()
+    preflight = run_preflight(paths, find_unit_problems=unit_problems)
+    warnings = (*preflight.plan.warnings, *unit_warnings(paths, preflight.config))
+    preflight = preflight._replace(plan=preflight.plan._replace(warnings=warnings))
     try:
         preflight.check(even_without_driver=True)
         show_pairs(plan_json(preflight), output, lambda: _plan_text(preflight))

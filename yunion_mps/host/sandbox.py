@@ -51,6 +51,8 @@ _CREATED = {
     "CacheDirectory": "/var/cache",
 }
 _TIMEOUT_S = 10.0
+#: As many symlinks are followed in a path, as the kernel does (path_resolution(7)).
+_MAX_LINKS = 40
 
 Settings = Mapping[str, tuple[str, ...]]
 
@@ -91,8 +93,25 @@ class Sandbox:
         return found if found and found.mode in (READ_ONLY, PRIVATE) else None
 
     def resolve(self, path: str) -> str:
-        """Return the path without symlinks, below the root."""
-        return os.path.realpath(self._paths.under(path))
+        """Return the path without symlinks, below the root; an absolute symlink is the host's own, too."""
+        root = self._paths.root
+        resolved, rest, links = root, path.split("/"), 0
+        while rest:
+            name = rest.pop(0)
+            if name == "..":
+                resolved = os.path.dirname(resolved) if resolved != root else root
+            if name in ("", ".", ".."):
+                continue
+            place = os.path.join(resolved, name)
+            links += os.path.islink(place)
+            if not os.path.islink(place) or links > _MAX_LINKS:
+                resolved = place
+                continue
+            target = os.readlink(place)
+            if target.startswith("/"):
+                target, resolved = self.shown(target), root
+            rest = [*target.split("/"), *rest]
+        return resolved
 
     def shown(self, path: str) -> str:
         """Return an absolute path as the host itself names it, without our root."""

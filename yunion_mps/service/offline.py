@@ -51,7 +51,7 @@ from yunion_mps.supervisor.mig_restore import how_to_restore, withdrawn
 from yunion_mps.supervisor.mig_restore import restore as restore_layouts
 from yunion_mps.supervisor.preflight import Preflight, gpus_of, left_running, run_preflight
 from yunion_mps.supervisor.time_slices import TIME_SLICE
-from yunion_mps.supervisor.unit_access import unit_problems
+from yunion_mps.supervisor.unit_access import unit_problems, unit_warnings
 
 log = logging.getLogger("yunion_mps.daemon")
 
@@ -73,6 +73,8 @@ def check(paths: Paths, *, requires_driver: bool = False) -> int:
         preflight.for_start().check(even_without_driver=not requires_driver)
     finally:
         preflight.close()
+    for warning in unit_warnings(paths, preflight.config):
+        log.warning("%s", warning)
     error = preflight.driver_error
     if error:
         log.warning("the NVIDIA driver does not work now, so a start waits for it: %s", error.message)

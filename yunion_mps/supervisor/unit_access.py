@@ -13,6 +13,7 @@ from yunion_mps.errors import Problem
 from yunion_mps.host.lock import holder_of_lock
 from yunion_mps.host.sandbox import INACCESSIBLE, PRIVATE, UNIT, Rule, Sandbox, is_in_unit, read_sandbox
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import METRICS_FILE_FAILED, Reason
 from yunion_mps.settings import Config
 
 #: The keys of our directories, and what to write instead.
@@ -60,6 +61,21 @@ def own_unit_problems(paths: Paths, config: Config) -> list[Problem]:
     return unit_problems(paths, config) if any(map(_is_read_only, directories)) else []
 
 
+def unit_warnings(paths: Paths, config: Config) -> list[Reason]:
+    """Return the files that the service could not write, but without which it continues."""
+    running = holder_of_lock(paths)
+    file = config.metrics_textfile
+    if not (config.enable_cuda_mps and file) or (running is not None and not is_in_unit(running)):
+        return []
+    sandbox = read_sandbox(paths)
+    rule = sandbox.rule_for(os.path.dirname(file))
+    if rule is None:
+        return []
+    shown = sandbox.shown(sandbox.resolve(os.path.dirname(file)))
+    forbids = f"in {shown}, {_forbids(rule)}"
+    return [Reason(f"metrics_textfile is {file}, {forbids}: {_permit(rule, shown)}", METRICS_FILE_FAILED)]
+
+
 def _directories(config: Config) -> list[_Directory]:
     directories = [_Directory(path) for path in _FIXED]
     if not config.devices or any(entry.uses_mps for entry in config.devices):
@@ -93,15 +109,19 @@ def _problem(directory: _Directory, sandbox: Sandbox, paths: Paths, config: Conf
     real = sandbox.resolve(directory.path)
     shown = sandbox.shown(real)
     leads = f" (a symlink to {shown})" if real != path else ""
-    forbids = f"which {UNIT} may not write to ({rule.setting})"
-    if rule.mode == PRIVATE:
-        forbids = f"where clients do not see what {UNIT} writes ({rule.setting})"
+    forbids = _forbids(rule)
     if not directory.key:
         return Problem(path, None, f"leads to {shown}, {forbids}", _permit(rule, shown))
     at = config.sources[directory.key]
     file = paths.host_conf if at.line is None else at.file
     hint = f"write another directory, for example {_KEYS[directory.key]}; or {_permit(rule, shown)}"
     return Problem(file, at.line, f"{directory.key} is {directory.path}{leads}, {forbids}", hint)
+
+
+def _forbids(rule: Rule) -> str:
+    if rule.mode == PRIVATE:
+        return f"where other programs do not see what {UNIT} writes ({rule.setting})"
+    return f"which {UNIT} may not write to ({rule.setting})"
 
 
 def _permit(rule: Rule, directory: str) -> str:

@@ -37,6 +37,22 @@ def mode(root: Path, path: str, *lines: str) -> int | None:
 
 
 @pytest.mark.parametrize(
+    ("target", "path", "expected"),
+    [
+        ("/home", "/srv/to/mps", "/home/mps"),
+        ("../home", "/srv/to/new", "/home/new"),
+        ("../../../../home", "/srv/to", "/home"),
+        ("linked/..", "/srv/to", "/srv"),
+        ("to", "/srv/to", "/srv/to"),  # a loop
+    ],
+)
+def test_symlinks_are_resolved_below_the_root(root: Path, target: str, path: str, expected: str) -> None:
+    (root / "srv/to").symlink_to(target)
+    sandbox = Sandbox({}, str(root))
+    assert sandbox.shown(sandbox.resolve(path)) == expected
+
+
+@pytest.mark.parametrize(
     ("path", "lines", "expected"),
     [
         ("/home/mps", [FULL, HOME], READ_ONLY),

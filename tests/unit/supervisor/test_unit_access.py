@@ -11,7 +11,8 @@ from yunion_mps.config import load
 from yunion_mps.host.lock import holder_of_lock, take_lock
 from yunion_mps.host.sandbox import UNIT
 from yunion_mps.paths import Paths
-from yunion_mps.supervisor.unit_access import own_unit_problems, unit_problems
+from yunion_mps.reasons import METRICS_FILE_FAILED
+from yunion_mps.supervisor.unit_access import own_unit_problems, unit_problems, unit_warnings
 
 from unit.http.server_host import short_root
 
@@ -65,6 +66,25 @@ def test_a_symlink_is_followed_to_what_the_unit_forbids(paths: Paths) -> None:
     )
 
 
+def test_an_absolute_symlink_of_another_root_stays_below_it(paths: Paths) -> None:
+    configure(paths, "cuda_mps_pipe_directory: /srv/link/mps")
+    Path(paths.under("/srv")).mkdir()
+    os.symlink("/home", paths.under("/srv/link"))
+    (line,) = problems(paths)
+    assert "cuda_mps_pipe_directory is /srv/link/mps (a symlink to /home/mps), which" in line
+
+
+def test_a_metrics_file_that_the_unit_may_not_write_is_a_warning(paths: Paths) -> None:
+    configure(paths, "metrics_textfile: /home/x/y.prom")
+    assert problems(paths) == [], "the daemon runs without it"
+    (warning,) = unit_warnings(paths, load(paths)[0])
+    assert warning.code == METRICS_FILE_FAILED
+    forbids = f"which {UNIT} may not write to (ProtectHome=read-only)"
+    assert warning.startswith(f"metrics_textfile is /home/x/y.prom, in /home/x, {forbids}: permit it: ")
+    configure(paths, "metrics_textfile: /srv/x/y.prom")
+    assert unit_warnings(paths, load(paths)[0]) == []
+
+
 def test_a_state_directory_that_is_a_symlink_is_an_error(paths: Paths) -> None:
     configure(paths)
     state = Path(paths.state_directory)
@@ -83,7 +103,7 @@ def test_a_private_tmp_hides_the_default_pipe_directory(paths: Paths) -> None:
     drop_in.parent.mkdir(parents=True)
     drop_in.write_text("[Service]\nPrivateTmp=yes\n")
     (line,) = problems(paths)
-    hidden = f"where clients do not see what {UNIT} writes (PrivateTmp=yes)"
+    hidden = f"where other programs do not see what {UNIT} writes (PrivateTmp=yes)"
     assert line.startswith(f"{file}: cuda_mps_pipe_directory is /tmp/nvidia-mps/pipe, {hidden}")
 
 
