@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
@@ -20,6 +20,7 @@ from yunion_mps.mps import directories
 from yunion_mps.mps.log_lines import (
     CLIENT_WAITS,
     FAILURE,
+    SERVER_BEGINS,
     LogLine,
     parse_lines,
     parse_server_lines,
@@ -196,7 +197,21 @@ class LogReader:
         self.size = size
         complete, _, self._rest = text.rpartition(b"\n")
         lines = list(parse_lines(complete))
-        return LogNews(self._history.follow(lines), [line for line in lines if line.kind == CLIENT_WAITS])
+        return LogNews(self._history.follow(lines), _waiting_lines(lines))
+
+
+def _waiting_lines(lines: Iterable[LogLine]) -> list[LogLine]:
+    """Return the lines about clients that wait, without those for whose user a server was begun later.
+
+    Lines may be read seconds after they were written.
+    """
+    waiting: list[LogLine] = []
+    for line in lines:
+        if line.kind == CLIENT_WAITS:
+            waiting.append(line)
+        elif line.kind == SERVER_BEGINS:
+            waiting = [entry for entry in waiting if entry.uid != line.uid]
+    return waiting
 
 
 def _recent_failures(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -341,12 +356,18 @@ def _failure_event(
 def _waiting_event(
     waiting: Sequence[LogLine], uid: int, domain: str, servers: Collection[int]
 ) -> Event | None:
-    """The event for waiting clients; None if they wait for their own user's server, which is starting."""
+    """The event for waiting clients; None if they have ended, or wait for their own user's server."""
     other_uids = {other for pid in servers if (other := uid_of(pid)) is not None and other != uid}
     if not other_uids:
         return None
     names = ", ".join(sorted(user_name(other) for other in other_uids))
-    pids = [str(entry.pid) for entry in waiting if entry.uid == uid]
+    pids = []
+    for entry in waiting:
+        has_ended = entry.pid != 0 and uid_of(entry.pid) is None
+        if entry.uid == uid and not has_ended:
+            pids.append(str(entry.pid))
+    if not pids:
+        return None
     plural, verb = ("s", "wait") if len(pids) > 1 else ("", "waits")
     first = ", ".join(pids[:_MAX_NAMED]) + (", ..." if len(pids) > _MAX_NAMED else "")
     what = f"{len(pids)} job{plural} of {user_name(uid)} (PID{plural} {first}) {verb}"

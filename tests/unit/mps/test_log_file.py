@@ -228,7 +228,13 @@ AT, REASON = "[2026-11-20 12:40:50.0", "Failed to start : invalid argument"
 CONTROL = "[2026-11-20 12:40:49.964 Control 1] "
 BEGINS = f"{CONTROL}Starting new server 7 for user 1234\n"
 IS_READY = f"{CONTROL}NEW SERVER 7: Ready\n"
-JOB_WAITS = f"{CONTROL}NEW CLIENT 9 from user 1234: Server is not ready, push client to pending list\n"
+
+
+def waits(pid: int) -> str:
+    return f"{CONTROL}NEW CLIENT {pid} from user 1234: Server is not ready, push client to pending list\n"
+
+
+JOB_WAITS = waits(9)
 EXCEPTION = f"{CONTROL}Server encountered a fatal exception. Shutting down\n"
 
 
@@ -335,10 +341,34 @@ def test_why_a_server_started_is_said_only_if_the_log_shows_it(
 def test_with_one_server_for_all_users_no_job_waits_for_another_user(plan: DomainPlan, log: Path) -> None:
     log.touch()
     reader = reader_of(plan)
-    log.write_text(JOB_WAITS)
+    log.write_text(waits(os.getpid()))
     news = reader.read()
     assert len(events_of(news, plan, [os.getpid()])) == 1
     assert events_of(news, plan._replace(multiuser=True), [os.getpid()]) == []
+
+
+def test_a_job_that_has_ended_does_not_wait(plan: DomainPlan, log: Path) -> None:
+    log.touch()
+    reader = reader_of(plan)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    log.write_text(waits(ended.pid))
+    assert events_of(reader.read(), plan, [os.getpid()]) == []
+    with log.open("a") as file:
+        file.write(waits(ended.pid) + waits(0))
+    (event,) = events_of(reader.read(), plan, [os.getpid()])
+    assert event.what == "1 job of uid 1234 (PID 0) waits", "one in a container, whose PID is not known"
+
+
+def test_a_job_whose_server_was_begun_later_does_not_wait(plan: DomainPlan, log: Path) -> None:
+    log.touch()
+    reader = reader_of(plan)
+    log.write_text(waits(os.getpid()) + BEGINS)
+    assert reader.read().waiting == []
+    with log.open("a") as file:
+        file.write(BEGINS + waits(os.getpid()) + BEGINS.replace("1234", "1235"))
+    (line,) = reader.read().waiting
+    assert line.uid == 1234
 
 
 def test_failed_starts_of_long_ago_are_not_counted(plan: DomainPlan, log: Path) -> None:
