@@ -60,6 +60,16 @@ def test_each_operation_has_its_row_in_the_documentation() -> None:
     assert rows == [(one.name, one.method, one.path, one.access) for one in OPERATIONS]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
+def test_each_row_of_a_table_is_on_one_line(page: Path) -> None:
+    broken = [
+        f"{number}: {line[:60]}"
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if line.strip().startswith("| ") and not line.rstrip().endswith("|")
+    ]
+    assert broken == []
+
+
 def test_events_have_only_listed_kinds_and_severities() -> None:
     said: dict[int, set[str]] = {0: set(), 1: set()}
     for path in PACKAGE.rglob("*.py"):

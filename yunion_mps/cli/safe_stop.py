@@ -49,6 +49,8 @@ _ENGINE_S = 10.0
 #: are polled.
 _UNIT_GRACE_S, _POLL_S = 30, 0.1
 
+#: What messages call the command.
+_COMMAND = "COMMAND"
 #: The exit status of a shell for a command that was killed.
 _KILLED = 128 + signal.SIGKILL
 
@@ -117,6 +119,7 @@ class _Parent:
         self._has_handled_exit = False  # of COMMAND
         self._is_alone = False  # without the daemon
         self._is_unread = False  # standard error
+        self._undisconnected: set[str] = set()  # those of which this was told
 
     def wait(self) -> int:
         """Wait for the end of COMMAND and, during a stop, of its descendants; return the exit status."""
@@ -191,7 +194,7 @@ class _Parent:
             self._killed_s = time.monotonic()
             self._is_alone = False  # the daemon may be back
             if self._engine and (lease_id := self._lease_id()):
-                self._try("COMMAND", partial(_disconnect_container, lease_id))
+                self._try(_COMMAND, partial(_disconnect_container, lease_id))
                 if self._kill_container(lease_id):
                     self._due_s = time.monotonic() + _ENGINE_S
                     return
@@ -201,7 +204,7 @@ class _Parent:
         """Send a signal; the MPS clients that would die of it are disconnected from their server first."""
         dying = [] if number in _HARMLESS else [pid for pid in pids if dies_of(pid, number)]
         if dying and not self._engine:
-            self._try("COMMAND", partial(self._disconnect, set(dying)))
+            self._try(_COMMAND, partial(self._disconnect, set(dying)))
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # ended, or another user's
                 os.kill(pid, number)
@@ -219,8 +222,17 @@ class _Parent:
                     time.sleep(_RETRY_S)
                     continue
                 self._is_alone = is_silent
-                self._notify(f"{what} was not disconnected from MPS before its signal: {error.message}")
+                self._tell_undisconnected(what, error)
             return
+
+    def _tell_undisconnected(self, what: str, error: YunionError) -> None:
+        """Tell it once of each process, or once of COMMAND as a whole: each signal asks the daemon again."""
+        if what in self._undisconnected or _COMMAND in self._undisconnected:
+            return
+        if what == _COMMAND and self._undisconnected:
+            return
+        self._undisconnected.add(what)
+        self._notify(f"{what} was not disconnected from MPS before its signal: {error.message}")
 
     def _disconnect(self, pids: set[int], timeout_s: float) -> None:
         """Disconnect the clients among the processes, each of which is then removed from `pids`."""

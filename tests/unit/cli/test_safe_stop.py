@@ -34,6 +34,27 @@ def test_a_client_that_cannot_be_disconnected_does_not_affect_the_others(own: Cl
     assert sorted(err.splitlines()) == sorted(f"yunion-mps: {end}" for end in ends)
 
 
+@pytest.mark.parametrize("is_listed", [False, True], ids=["unknown", "refused"])
+def test_what_cannot_be_disconnected_is_told_once_in_a_stop(
+    own: Cli, tmp_path: Path, *, is_listed: bool
+) -> None:
+    """A busy server is asked again when COMMAND has ended, and when the time is over."""
+    own.env |= {"YUNION_MPS_DEVICE": "00:06.0-1", "CUDA_VISIBLE_DEVICES": "GPU-1"}
+    own.env |= {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=5760M"}
+    own.env |= {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    (tmp_path / "control").touch()
+    script = "sh -c 'trap \"\" TERM; echo $$; exec sleep 600' & wait"
+    with own.start("run", "--inherit", "--safe-stop=1s", "--", "sh", "-c", script) as job:
+        assert job.stdout
+        pid = int(job.stdout.readline())
+        found = [{**CLIENT, "pid": pid}] if is_listed else []
+        own.host.clients.found = clients(*found, errors=("domain host: busy",))
+        own.host.clients.refusal = ControlError("its MPS server is busy")
+        job.terminate()
+        _, err = job.communicate(timeout=PATIENCE_S)
+    assert err.count("was not disconnected from MPS before its signal") == 1, err
+
+
 @pytest.mark.parametrize(
     ("ended", "code", "said"),
     [
