@@ -240,13 +240,7 @@ def default_timeout_s(operation: Operation[T], arguments: Mapping[str, Value]) -
 
 def unreachable_error(path: str, error: OSError) -> YunionError:
     if error.errno in (errno.EACCES, errno.EPERM):
-        from yunion_mps.host.proc import user_name
-
-        join = f"usermod -aG yunion-mps {user_name(os.geteuid())}"
-        return NotAllowedError(
-            f"permission denied: cannot connect to {path}",
-            f"run as root, or join the group: {join}, then log in again",
-        )
+        return NotAllowedError(f"permission denied: cannot connect to {path}", _join_hint(os.geteuid()))
     if error.errno == errno.ENOENT:
         what = f"the daemon is not running: {path} does not exist"
     elif error.errno == errno.ECONNREFUSED:
@@ -256,6 +250,17 @@ def unreachable_error(path: str, error: OSError) -> YunionError:
     return UnreachableError(
         what, f"start it: systemctl start {_UNIT}; if that fails, see: systemctl status {_UNIT}"
     )
+
+
+def _join_hint(uid: int) -> str:
+    """Return how this user joins the group of the socket; usermod knows only users with a name."""
+    from yunion_mps.host.proc import user_name
+
+    name = user_name(uid)
+    if name == f"uid {uid}":
+        start = f"setpriv --reuid {uid} --regid {uid} --groups yunion-mps COMMAND"
+        return f"run as root, or have root start COMMAND in the group, because {name} has no name: {start}"
+    return f"run as root, or join the group: usermod -aG yunion-mps {name}, then log in again"
 
 
 def timeout_error(path: str, timeout_s: float) -> NoAnswerError:

@@ -103,6 +103,17 @@ def test_a_user_outside_the_group_gets_a_hint_to_join(host: ServerHost) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
+def test_a_user_without_a_name_gets_a_hint_that_can_be_typed(host: ServerHost) -> None:
+    os.chown(host.paths.socket, 0, 12345)
+    with as_user(54321):
+        _, _, hint = failure(DaemonClient(host.paths))
+    assert hint == (
+        "run as root, or have root start COMMAND in the group, because uid 54321 has no name: "
+        "setpriv --reuid 54321 --regid 54321 --groups yunion-mps COMMAND"
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
 def test_a_member_of_the_group_may_ask(host: ServerHost) -> None:
     with as_user(NOBODY):
         assert DaemonClient(host.paths).call(GET_STATUS)["state"] == "ready"
