@@ -127,7 +127,8 @@ class NothingFreeError(YunionError):
     """No suitable device is free; the message says which ones exist.
 
     A code other than `nothing_free` is the single reason for which all suitable devices are unavailable.
-    Leased devices, and those that serve another user, become free again, so both have the same exit code.
+    Devices that are leased, serve another user, or whose servers do not start now, become free again, so all
+    have the same exit code.
     """
 
     exit_code = 5
@@ -135,7 +136,7 @@ class NothingFreeError(YunionError):
 
     def __init__(self, message: str, hint: str = "", code: str = "") -> None:
         super().__init__(message, hint, code)
-        if self.code not in (reasons.NOTHING_FREE, reasons.OTHER_USER):
+        if self.code not in reasons.NOT_FREE:
             self.exit_code = 1
 
 

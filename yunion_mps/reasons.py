@@ -46,11 +46,14 @@ def _code(name: str, meaning: str, hint: str) -> str:
     return name
 
 
-def hint_of(code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str = "") -> str:
+def hint_of(
+    code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str = "", log_directory: str = ""
+) -> str:
     """What the operator should do; a general hint for an unknown code, such as one from a newer daemon.
 
     `gpu` is an address or a UUID. For a MIG instance, the hint names its GPU, because nvidia-smi needs that.
-    Without a `lease`, advice to release it is left out if there is other advice.
+    Without a `lease`, advice to release it is left out if there is other advice. `log_directory` is that of
+    the domain.
     """
     if code not in CODES:
         return _DOCTOR
@@ -58,6 +61,8 @@ def hint_of(code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str =
     if not lease:
         hint = "; ".join(part for part in hint.split("; ") if "{lease}" not in part) or hint
     gpu = gpu.partition("-g")[0]
+    server_log = f"{log_directory}/server.log" if log_directory else "server.log in cuda_mps_log_directory"
+    hint = hint.replace("{server_log}", server_log)
     hint = hint.replace("{gpu}", full_address(gpu)).replace("{lease}", lease or "LEASE")
     return hint.replace("{pid}", str(pid or "PID"))
 
@@ -249,8 +254,10 @@ SERVER_BUSY = _code("server_busy",
     "wait until its jobs have ended; or end only this job, which may end the other jobs of its server: "
     "yunion-mps terminate --force {pid}")
 SERVER_START_FAILED = _code("server_start_failed", "MPS servers fail to start.",
-    "see the end of server.log, and: dmesg | grep -iE 'nvrm|xid'; yunion-mps doctor; starts are tried again "
-    "automatically")
+    "see the end of {server_log}, and: dmesg | grep -iE 'nvrm|xid'; yunion-mps doctor; starts are tried "
+    "again automatically")
+#: Codes of devices whose reason is that of their domain, which is told for the domain once.
+OF_DOMAINS = frozenset({DOMAIN_NOT_READY, SERVER_START_FAILED})
 PROCESSES_UNKNOWN = _code("processes_unknown",
     "The processes of a lease or device are not all known, so none was terminated and nothing released.",
     "try again once the MPS server answers; or release the lease, and leave its processes alone: "
@@ -313,6 +320,8 @@ SELFTEST_FAILED = _code("selftest_failed", "A small CUDA program did not run wit
     _DOCTOR)
 NOTHING_FREE = _code("nothing_free", "No suitable device is free now.",
     "see who holds the devices: yunion-mps who; or wait for one")
+#: Why a request is refused or queued although it is feasible: it is granted once the cause has passed.
+NOT_FREE = frozenset({NOTHING_FREE, OTHER_USER, SERVER_START_FAILED})
 RESERVED = _code("reserved", "The devices are reserved by `reserved_for` in host_container_device.yml.",
     "use other devices, or remove reserved_for from the entry of their GPU")
 SLURM_DEVICES_CHANGED = _code("slurm_devices_changed",

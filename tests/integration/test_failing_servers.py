@@ -35,7 +35,7 @@ def test_a_gpu_whose_servers_fail_gets_no_jobs_until_one_starts(
         (found,) = [entry for entry in status["problems"] if entry["code"] == "server_start_failed"]
         assert found["level"] == "problem"
         assert found["text"].startswith(f"domain {first['name']} is degraded: MPS servers fail to start: ")
-        assert "server.log" in found["hint"]
+        assert f"{first['log_directory']}/server.log" in found["hint"]
         devices = daemon.get("/v1/devices")[1]["isolated_devices"]
         assert [device["state"] for device in devices] == ["unavailable"] * 4 + ["free"] * 4
         assert devices[0]["reason"].startswith("its domain is degraded: MPS servers fail to start: ")
@@ -43,6 +43,8 @@ def test_a_gpu_whose_servers_fail_gets_no_jobs_until_one_starts(
         refused = run(host, "--gpu", "00:06.0", "true")
         assert refused.returncode == 5, "as whenever no device is free"
         assert "MPS servers fail to start" in refused.stderr
+        assert "[server_start_failed]" in refused.stderr
+        assert f"see the end of {first['log_directory']}/server.log" in refused.stderr
         with contextlib.closing(queued(daemon, "gpu=00:06.0")) as waiting:
             jobs.behave()
             assert waiting.answer()[0] == 201
@@ -71,6 +73,7 @@ def test_servers_that_fail_for_one_user_keep_only_him_out(
             assert run(host, "true").returncode == 0
             status, problem = other.ask("POST", "/v1/leases", JOB)
             assert (status, problem["code"]) == (423, "server_start_failed")
+            assert f"{directory.parent}/log/server.log" in problem["hint"]
             jobs.behave()
             eventually(lambda: other.ask("POST", "/v1/leases", JOB)[0] == 201, "a server of this user")
             assert daemon.status()["problems"] == []

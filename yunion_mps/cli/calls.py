@@ -13,7 +13,7 @@ from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import GET_DEVICES, Operation
 from yunion_mps.http.parameters import Value
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, NOTHING_FREE, OTHER_USER
+from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, NOT_FREE
 from yunion_mps.text import gpus_that_are
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def add_option_hints(request: RequestMembers, wait_s: int = 0) -> Iterator[None]
     except YunionError as error:
         if error.code == BUDGET_NOT_ENFORCED:
             error.hint = "use it anyway: --allow-unlimited"
-        elif error.code in (NOTHING_FREE, OTHER_USER):
+        elif error.code in NOT_FREE:
             hints = [] if wait_s else ["wait for it: --wait"]
             hints.append(error.hint)
             if not request.get("allow_unlimited") and _is_free({**request, "allow_unlimited": True}):

@@ -23,7 +23,9 @@ from yunion_mps.reasons import (
     NO_REASON,
     NOTHING_FREE,
     OTHER_USER,
+    SERVER_START_FAILED,
     TEMPORARY,
+    Reason,
     hint_of,
 )
 from yunion_mps.text import count, gpus_that_are
@@ -49,6 +51,14 @@ class Reservation(NamedTuple):
         self.memory_mib.update(other.memory_mib)
         self.thread_tenths.update(other.thread_tenths)
         self.users.update(other.users)
+
+
+class _Unavailable(NamedTuple):
+    """Why a device or a pool is unavailable, the address of its GPU, and the name of its domain."""
+
+    reason: Reason
+    gpu: str
+    domain: str
 
 
 def no_reservation() -> Reservation:
@@ -333,8 +343,12 @@ class Allocator:
             what = f"{request} cannot be allocated: no such device exists"
             return what, "see: yunion-mps list", NOTHING_FREE
         ids = {candidate.device.id for candidate in matching}
-        unavailable = [(reason, device.gpu_address) for device, reason, _ in matching if reason]
-        unavailable += [(pool.reason, pool.gpu) for pool in pools if pool.reason]
+        unavailable = [
+            _Unavailable(reason, device.gpu_address, device.domain)
+            for device, reason, _ in matching
+            if reason
+        ]
+        unavailable += [_Unavailable(one.reason, one.gpu, one.pool.domain) for one in pools if one.reason]
         waits = self.ledger.lease_waits([candidate.device for candidate in candidates.devices]).values()
         able = {device.id for device, reason, _ in matching if not reason or reason.code == OTHER_USER}
         pending = [(wait.reason, able & wait.pending) for wait in waits if able & wait.pending]
@@ -347,8 +361,8 @@ class Allocator:
             parts.append(f"{len(reserved.devices & ids)} reserved for earlier requests")
         if free:
             parts.append(f"{free} free, at most {max(map(len, by_gpu.values()))} on one GPU")
-        for reason, number in Counter(reason for reason, _ in unavailable).most_common(_MAX_NAMED):
-            gpus = list(dict.fromkeys(gpu for why, gpu in unavailable if why == reason))
+        for reason, number in Counter(one.reason for one in unavailable).most_common(_MAX_NAMED):
+            gpus = list(dict.fromkeys(one.gpu for one in unavailable if one.reason == reason))
             more = f" and {len(gpus) - _MAX_NAMED} more" if len(gpus) > _MAX_NAMED else ""
             where = f"GPU {', '.join(gpus[:_MAX_NAMED])}{more}: {reason}"
             is_of_other_user = reason.code == OTHER_USER
@@ -356,11 +370,25 @@ class Allocator:
         hint, code = "see who holds the devices: yunion-mps who", NOTHING_FREE
         if len(unavailable) == len(matching) + len(pools):
             hint = "see: yunion-mps status"
-            codes = {reason.code for reason, _ in unavailable}
-            if len(codes) == 1 and not codes & TEMPORARY:
-                (code,) = codes
-                hint = hint_of(code, gpu=unavailable[0][1])
+            code = _common_code({one.reason.code for one in unavailable})
+            if code != NOTHING_FREE:
+                first = next(one for one in unavailable if one.reason.code == code)
+                domain = candidates.domains.get(first.domain)
+                hint = hint_of(code, gpu=first.gpu, log_directory=domain.log_directory if domain else "")
         return f"{request} cannot be allocated now: {'; '.join(parts)}", hint, code
+
+
+def _common_code(codes: set[str]) -> str:
+    """Return the code of a refusal if all devices are unavailable for reasons with these codes.
+
+    If some serve another user and servers of the others do not start, the request most likely waits for the
+    user.
+    """
+    if len(codes) == 1 and not codes & TEMPORARY:
+        return next(iter(codes))
+    if codes == {OTHER_USER, SERVER_START_FAILED}:
+        return OTHER_USER
+    return NOTHING_FREE
 
 
 def _needs_tenths(request: LeaseRequest, candidate: PoolCandidate) -> int:

@@ -18,6 +18,7 @@ from yunion_mps.mps.limits import (
     servers_without_clients,
 )
 from yunion_mps.mps.log_file import MAX_BYTES, bound_logs
+from yunion_mps.mps.server_starts import START
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,10 @@ class HealthMonitor(ControlTask):
             return conversation.deadline_s
         self._conversation = None
         if not answer:
-            log.info("domain %s: %s", self._plan.name, OccupiedError(self._plan.pipe_directory))
+            # A server that exits may break off the conversation in which it was ordered.
+            has_ordered_start = any(command.startswith(START) for command in self._sending)
+            if not has_ordered_start:
+                log.info("domain %s: %s", self._plan.name, OccupiedError(self._plan.pipe_directory))
             return self._retry_commands(now_s)
         self.delivered = self._sending
         servers = parse_servers(answer)

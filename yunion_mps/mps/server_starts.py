@@ -45,7 +45,8 @@ ATTEMPT_S = 30.0
 READ_S = 1.0
 _READ_SOON_S = 0.05
 
-_START = "start_server "
+#: How a command that orders a server begins.
+START = "start_server "
 
 
 class _Servers:
@@ -190,7 +191,7 @@ class ServerStarts:
     def commands_delivered(self, commands: Collection[str], now_s: float) -> None:
         """Note that the control daemon has received these commands, which may be others' too."""
         is_ordering = self._ordered_uid is not None and self._awaited_until_s is None
-        if is_ordering and any(command.startswith(_START) for command in commands):
+        if is_ordering and any(command.startswith(START) for command in commands):
             self._awaited_until_s = now_s + ATTEMPT_S
 
     @property
@@ -221,4 +222,4 @@ class ServerStarts:
 
 
 def _start_command(uid: int) -> str:
-    return f"{_START}-uid {uid}"
+    return f"{START}-uid {uid}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from yunion_mps import reasons as codes
 from yunion_mps.enums import (
     AVAILABLE,
+    DEGRADED,
     FREE,
     LEASED,
     MIG,
@@ -89,7 +90,8 @@ def why_unusable(gpu: Gpu | None, name: str, domain: DomainStatus | None, plan: 
         awaited = Users(servers=(Servers(domain.waits_for),))
         return wait_reason(_NEXT_ONE, awaited, codes.GPU_NOT_SERVED) if domain.waits_for else _NOT_SERVED
     if domain.state != READY:
-        return Reason(f"its domain is {domain.state}: {domain.reason}", codes.DOMAIN_NOT_READY)
+        code = codes.SERVER_START_FAILED if domain.state == DEGRADED else codes.DOMAIN_NOT_READY
+        return Reason(f"its domain is {domain.state}: {domain.reason}", code)
     return NO_REASON
 
 

@@ -21,10 +21,10 @@ from yunion_mps.models import ALL, Condition, Gpu, Holder, MissingGpu, Pool, Ser
 from yunion_mps.planning.environment import client_environment
 from yunion_mps.reasons import (
     DISABLED,
-    DOMAIN_NOT_READY,
     LAYOUT_WAITS,
     LEASES_PENDING,
     NO_REASON,
+    OF_DOMAINS,
     Reason,
     hint_of,
 )
@@ -368,7 +368,7 @@ class Queries:
         lines += [
             f"devices of GPU {uuid}: {reason}"
             for uuid, reason in unusable.items()
-            if reason.code != DOMAIN_NOT_READY and uuid not in explained
+            if reason.code not in OF_DOMAINS and uuid not in explained
         ]
         return [line.replace("\n", "; ") for line in lines if line] or ["no GPU is divided into devices"]
 

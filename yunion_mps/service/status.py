@@ -23,6 +23,7 @@ from yunion_mps.enums import (
     UNAVAILABLE,
     WARNING,
 )
+from yunion_mps.leases.request import Candidates
 from yunion_mps.models import Condition, Gpu, MissingGpu, Owner
 from yunion_mps.reasons import Reason, hint_of
 from yunion_mps.service.clients import ClientService
@@ -64,7 +65,7 @@ class StatusService:
             *_service_problems(service, gpus, self._queries.warnings(), clients),
             *_missing_gpus(self._queries.missing()),
             *_host_problems(self._queries.conditions()),
-            *_failing_users(self._queries.candidates().failing_users),
+            *_failing_users(self._queries.candidates()),
             *_device_problems(devices),
             *_whole_gpu_problems(gpus, devices, self._queries.waits_for_leases()),
             *_use_problems(held, clients, self._queries.terminating_gpus()),
@@ -160,11 +161,12 @@ def _service_problems(
     for domain in service["domains"]:
         if domain["state"] != READY and domain["reason_code"] != reasons.LIMITS_PENDING:
             text = f"domain {domain['name']} is {domain['state']}: {domain['reason']}"
-            yield _problem(PROBLEM, domain["reason_code"], text)
+            hint = hint_of(domain["reason_code"], log_directory=domain["log_directory"])
+            yield _problem(PROBLEM, domain["reason_code"], text, hint)
     for gpu in gpus:
         code = gpu["reason_code"]
         hint = hint_of(code, gpu=gpu["parent"] or gpu["uuid"] or gpu["pci_address"])
-        if gpu["state"] == UNAVAILABLE and code != reasons.DOMAIN_NOT_READY:
+        if gpu["state"] == UNAVAILABLE and code not in reasons.OF_DOMAINS:
             name = f" ({gpu['name']})" if gpu["name"] else ""
             yield _problem(PROBLEM, code, f"GPU {gpu['addr']}{name}: {gpu['reason']}", hint, gpu=gpu["addr"])
         elif gpu["state"] == PENDING:
@@ -188,12 +190,13 @@ def _host_problems(conditions: Iterable[Condition]) -> Iterator[answers.StatusPr
         yield _problem(PROBLEM, condition.reason.code, condition.reason, condition.hint)
 
 
-def _failing_users(failing_users: Mapping[str, Mapping[int, Reason]]) -> Iterator[answers.StatusProblem]:
+def _failing_users(candidates: Candidates) -> Iterator[answers.StatusProblem]:
     """Users whose MPS servers do not start, by domain: their problem alone, as long as others' do."""
-    for domain, users in failing_users.items():
+    for domain, users in candidates.failing_users.items():
         for reason in users.values():
             text = f"domain {domain}: {reason}; its devices are unavailable for this user"
-            yield _problem(WARNING, reason.code, text)
+            hint = hint_of(reason.code, log_directory=candidates.domains[domain].log_directory)
+            yield _problem(WARNING, reason.code, text, hint)
 
 
 def _idle_hint(domain: answers.Domain, clients: answers.ClientList) -> str:

@@ -22,7 +22,7 @@ from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
 from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import INFEASIBLE, OTHER_USER, Reason, hint_of
+from yunion_mps.reasons import INFEASIBLE, OTHER_USER, SERVER_START_FAILED, Reason, hint_of
 from yunion_mps.slurm.devices import Record, pending_change, read_record
 from yunion_mps.slurm.instances import current_environment
 from yunion_mps.slurm.job import JOB_ID, Job, is_about_to_be_killed, job_of
@@ -133,6 +133,9 @@ class Hooks:
             if error.code == OTHER_USER:
                 hint = "ask the administrator for ExclusiveUser=YES on the partition, or cuda_mps_multiuser"
                 error = NothingFreeError(error.message, f"submit it again later; {hint}", error.code)
+            elif error.code == SERVER_START_FAILED and not _is_any_unavailable(everything, leases):
+                hint = f"submit it again later; the servers of other users start; {error.hint}"
+                error = NothingFreeError(error.message, hint, error.code)
             elif error.code != INFEASIBLE:  # for example, if the devices are now reserved for something else
                 raise
             return {"environment": {}, "devices": {}, "error": error.lines}
@@ -284,6 +287,11 @@ def _addresses(
 def _is_refused(device: Device) -> bool:
     """Whether no job can have the device: its GPU is unavailable, or changes its type after its leases."""
     return device["state"] == UNAVAILABLE or (device["state"] == PENDING and not device["lease"])
+
+
+def _is_any_unavailable(addresses: Collection[str], leases: JobLeases) -> bool:
+    """Whether one of these devices is unavailable to all users."""
+    return any(one["addr"] in addresses and one["state"] == UNAVAILABLE for one in leases.devices())
 
 
 def _require_numbers(record: Record, node: SlurmNode) -> None:

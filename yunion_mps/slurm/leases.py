@@ -32,6 +32,7 @@ from yunion_mps.reasons import (
     NOTHING_FREE,
     OTHER_USER,
     PROCESSES_UNKNOWN,
+    SERVER_START_FAILED,
     SLURM_DEVICE_HELD,
     TEMPORARY,
     Reason,
@@ -125,7 +126,7 @@ class JobLeases:
 
         Raises NothingFreeError if waiting for the devices is useless.
         """
-        if error.code in TEMPORARY or error.code == OTHER_USER:
+        if error.code in TEMPORARY or error.code in (OTHER_USER, SERVER_START_FAILED):
             return None
         if error.code != NOTHING_FREE:
             raise error

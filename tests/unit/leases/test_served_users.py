@@ -45,9 +45,9 @@ class Host:
         self.failing_users: dict[str, dict[int, Reason]] = {}
         self._positions = count(1)
 
-    def break_gpu(self, number: int) -> None:
-        """Let a GPU be lost."""
-        lost = Reason("it is lost", GPU_LOST)
+    def break_gpu(self, number: int, code: str = GPU_LOST) -> None:
+        """Let a GPU be lost, or unavailable for another reason."""
+        lost = Reason("it is lost", code)
         self._devices = [
             one._replace(reason=lost) if one.device.gpu_uuid == f"GPU-{number}" else one
             for one in self._devices
@@ -126,6 +126,22 @@ def test_a_user_whose_servers_fail_waits_alone_until_one_starts() -> None:
     assert "(GPU 00:00.0: MPS servers of bob fail to start: no)" in str(error)
     host.failing_users = {}
     assert host.serve() == [waiting]
+
+
+def test_a_request_for_a_degraded_domain_has_its_code_and_log() -> None:
+    host = Host(1)
+    host.break_gpu(0, SERVER_START_FAILED)
+    error = host.why_waiting(host.request(ALICE))
+    assert (error.code, error.exit_code) == (SERVER_START_FAILED, 5)
+    assert "see the end of /log/server.log" in error.hint
+
+
+def test_a_request_waits_for_the_user_if_the_other_domain_is_degraded() -> None:
+    host = Host(2)
+    host.break_gpu(1, SERVER_START_FAILED)
+    host.request(ALICE)
+    assert host.serve()
+    assert host.why_waiting(host.request(BOB)).code == OTHER_USER
 
 
 def test_jobs_without_a_lease_keep_other_users_out() -> None:
