@@ -90,6 +90,26 @@ def test_an_ordered_server_that_fails_is_no_event_and_ordered_again(run: DomainR
     assert run.events[before:] == []
 
 
+def test_an_order_that_breaks_off_blames_no_other_front_end(
+    run: DomainRun, jobs: Jobs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that exits may break the connection of the front-end; this one's answers are lost then."""
+    fail_to_start(run, jobs)
+    breaking = tmp_path / "front-end"
+    breaking.write_text(
+        f"""#!/bin/sh
+commands=$(cat)
+case $commands in *start_server*) echo "$commands" | {jobs.program} >/dev/null; exit 1 ;; esac
+echo "$commands" | {jobs.program}
+"""
+    )
+    breaking.chmod(0o755)
+    run.domain.configure(str(breaking), 10)
+    caplog.set_level("INFO")
+    run.until_it(lambda: attempts(run.turn(0.01)) == 2)
+    assert "is connected to it" not in caplog.text
+
+
 def test_a_job_whose_server_starts_recovers_the_domain(run: DomainRun, jobs: Jobs) -> None:
     fail_to_start(run, jobs)
     jobs.stand_ins.behave()
