@@ -324,9 +324,13 @@ def _why_started(outcome: Outcome, plan: DomainPlan) -> str:
 
 
 def _failed_starts(failed: Sequence[Outcome], plan: DomainPlan) -> Event:
-    what = f"MPS server (PID {failed[0].pid}) failed to start"
-    if len(failed) > 1:
-        what += f", and {len(failed) - 1} more"
+    # Without a number: more of them may be in the part that is read next, and then are no news.
+    which = (
+        f"MPS servers (PID {failed[0].pid} and later)"
+        if len(failed) > 1
+        else f"MPS server (PID {failed[0].pid})"
+    )
+    what = f"{which} failed to start"
     consequence = "jobs that wait for a server are refused" if any(one.has_client for one in failed) else ""
     return _failure_event(plan, what, failed[-1], consequence, reasons.SERVER_START_FAILED)
 
