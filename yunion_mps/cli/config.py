@@ -325,7 +325,7 @@ def plan_json(preflight: Preflight) -> PlanRecord:
             }
             for domain in plan.domains
         ],
-        "configuration": config_json(preflight.config),
+        "configuration": config_json(preflight.configured),
     }
 
 
@@ -393,7 +393,7 @@ def _plan_text(preflight: Preflight) -> str:
     text = "The configuration is valid, as far as this user can check it:\n"
     if not hidden:
         text = "The configuration is valid:\n"
-    text += _config_text(preflight.config)
+    text += _config_text(preflight.configured)
     notice, gpus = _notice(preflight), gpu_records(preflight)
     if notice:
         text += f"{notice}.\n"

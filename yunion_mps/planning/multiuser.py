@@ -51,22 +51,31 @@ def describe_users(plan: Plan, inventory: Inventory, *, knows_multiuser: bool | 
     uuids = {uuid for domain in alone for uuid in domain.gpu_uuids}
     gpus = [gpu for gpu in inventory.gpus if gpu.uuid in uuids]
     is_shared = any(len(domain.gpu_uuids) > 1 for domain in alone)
-    text = f"only one user's jobs run at a time on {_places(gpus, is_shared=is_shared)}; others wait"
+    together = {uuid for domain in plan.domains if domain.multiuser for uuid in domain.gpu_uuids}
+    places = _places(gpus, is_shared=is_shared, has_others=bool(together))
+    text = f"only one user's jobs run at a time on {places}; others wait"
+    if together:
+        addresses = [gpu.address for gpu in inventory.gpus if gpu.uuid in together]
+        text += f"; on GPU {', '.join(addresses)}, jobs of all users run at the same time"
     if without := gpus_without_multiuser(gpus):
         why_not = f"GPU {_name(without[0])} is {why_unenforced(without[0], MPS)}"
     elif knows_multiuser is False:
         why_not = "its NVIDIA control program does not support that (570 and later do)"
     else:
         return f"{text}. To run all users' jobs at the same time, set cuda_mps_multiuser: true in host.conf"
+    if together:
+        return f"{text}. The others wait because {why_not}"
     text += f". This host cannot run all users' jobs at the same time: {why_not}"
     if is_shared:
         text += ". To have one user at a time on each GPU instead, set cuda_mps_scope: gpu in host.conf"
     return text
 
 
-def _places(gpus: Sequence[Gpu], *, is_shared: bool) -> str:
+def _places(gpus: Sequence[Gpu], *, is_shared: bool, has_others: bool) -> str:
     if len(gpus) == 1:
         return f"GPU {gpus[0].address}"
+    if not is_shared and has_others:
+        return f"each of GPU {', '.join(gpu.address for gpu in gpus)}"
     return f"these {count(len(gpus), 'GPU')} together" if is_shared else "each GPU"
 
 

@@ -75,6 +75,12 @@ class Preflight(NamedTuple):
     driver_error: DriverError | None
     warnings: tuple[Reason, ...] = ()
 
+    @property
+    def configured(self) -> Config:
+        """The configuration as it is written, with settings that are ignored."""
+        is_ignored = any(warning.code == reasons.MULTIUSER_UNSUPPORTED for warning in self.warnings)
+        return self.config._replace(cuda_mps_multiuser=True) if is_ignored else self.config
+
     def check(self, *, even_without_driver: bool = False) -> None:
         """Raise ConfigError with all problems, or DriverError if the driver does not work."""
         if self.problems:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from yunion_mps.cli.config import _entry_text, _plan_text, config_json, gpu_records, plan_json
 from yunion_mps.models import Gpu, Inventory
 from yunion_mps.planning.plan import make_plan
-from yunion_mps.reasons import GPU_LOST, RECORD_HIDDEN, Reason
+from yunion_mps.reasons import GPU_LOST, MULTIUSER_UNSUPPORTED, RECORD_HIDDEN, Reason
 from yunion_mps.settings import Config, SliceEntry
 from yunion_mps.supervisor.preflight import Preflight
 
@@ -51,6 +52,16 @@ def test_an_entry_shows_what_the_file_has_of_how_it_divides_its_gpu() -> None:
         [2, "1 x 8192 MiB, 50 % + 1 x 4096 MiB, 10 %, below normal", None, None, "host", ""],
         [0, "127 units of 128 MiB, 64 MiB reserved for each client", None, None, "host", ""],
     ]
+
+
+def test_a_setting_that_is_ignored_is_shown_as_it_is_written() -> None:
+    """Beside it, a line says that it is ignored, and why."""
+    warning = Reason("cuda_mps_multiuser is true, but it does not support it", MULTIUSER_UNSUPPORTED)
+    preflight = preflight_of(config(), inventory(gpu(1)))._replace(warnings=(warning,))
+    assert plan_json(preflight)["configuration"]["keys"]["cuda_mps_multiuser"]["value"] is True
+    text = _plan_text(preflight)
+    assert re.search(r"^cuda_mps_multiuser +true ", text, re.MULTILINE)
+    assert f"{warning}.\n" in text
 
 
 def test_a_gpu_without_devices_says_why() -> None:

@@ -52,6 +52,17 @@ def test_in_multiuser_mode_all_users_jobs_run_at_once() -> None:
     assert users(gpu(1), gpu(2), cuda_mps_multiuser=True) == "jobs of all users run at the same time"
 
 
+def test_beside_a_gpu_without_multiuser_mode_those_with_it_are_named() -> None:
+    text = users(gpu(1, (6, 1)), gpu(2), cuda_mps_multiuser=True, cuda_mps_scope="gpu")
+    assert text == (
+        "only one user's jobs run at a time on GPU 01:00.0; others wait; on GPU 02:00.0, jobs of all users "
+        "run at the same time. The others wait because GPU 01:00.0 (Tesla P40) is older than Volta"
+    )
+    gpus = (gpu(1, (6, 1)), gpu(2), gpu(3, (6, 1)))
+    text = users(*gpus, cuda_mps_multiuser=True, cuda_mps_scope="gpu")
+    assert text.startswith("only one user's jobs run at a time on each of GPU 01:00.0, 03:00.0; others wait;")
+
+
 def test_without_a_gpu_that_is_shared_through_mps_nothing_is_said() -> None:
     assert users() == ""
 
