@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from yunion_mps.doctor.checks import (
@@ -267,19 +268,34 @@ def server_failures(host: Host) -> Findings:
         failures = [outcome for outcome in outcomes if outcome.kind in FAILURES]
         if not failures:
             continue
-        starts = [outcome for outcome in outcomes if outcome.kind in (STARTED, NOT_STARTED)]
-        fails_to_start = bool(starts) and starts[-1].kind == NOT_STARTED
+        failing = _failing_users(outcomes)
+        fails_for_all = not all(failing.values())
         server_log = os.path.join(domain.log_directory, SERVER_LOG)
         what = (
             f"MPS servers of domain {domain.name} failed {count(len(failures), 'time')} within the last hour"
         )
-        level = problem if fails_to_start else warning
-        code = SERVER_START_FAILED if fails_to_start else SERVER_FAILED
+        level = problem if fails_for_all else warning
+        code = SERVER_START_FAILED if failing else SERVER_FAILED
+        if failing and not fails_for_all:
+            names = ", ".join(sorted("an unknown user" if uid is None else user_name(uid) for uid in failing))
+            what += f", and do not start for {names} only"
         hint = f"see {server_log}, {path} and dmesg"
         findings.append(level(f"{what}; the last one {describe_failure(failures[-1], domain)}", hint, code))
     if not is_logged:
         raise SkipError("there are no logs yet")
     return findings
+
+
+def _failing_users(outcomes: Iterable[Outcome]) -> dict[int | None, bool]:
+    """Return the users whose last server did not start, and whether one of another user has started since."""
+    failing: dict[int | None, bool] = {}
+    for outcome in outcomes:
+        if outcome.kind == NOT_STARTED:
+            failing.setdefault(outcome.uid, False)
+        elif outcome.kind == STARTED:
+            failing.pop(outcome.uid, None)
+            failing = dict.fromkeys(failing, True)
+    return failing
 
 
 def _recent_outcomes(path: str) -> list[Outcome]:

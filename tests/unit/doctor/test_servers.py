@@ -64,6 +64,14 @@ def test_servers_that_start_again_leave_a_warning(tmp_path: Path) -> None:
     check(tmp_path, "warning", BEGINS, FAILED, BEGINS, READY)
 
 
+def test_servers_that_fail_for_one_user_only_are_a_warning(tmp_path: Path) -> None:
+    other = ("Starting new server 8 for user 54321", "NEW SERVER 8: Ready")
+    finding = check(tmp_path, "warning", BEGINS, FAILED, *other, BEGINS, FAILED)
+    assert "failed 2 times within the last hour, and do not start for uid 1234 only; " in finding.what
+    assert finding.code == SERVER_START_FAILED
+    check(tmp_path, "problem", *other, BEGINS, FAILED)
+
+
 def test_servers_that_ended_as_ordered_or_long_ago_are_no_finding(tmp_path: Path) -> None:
     assert check(tmp_path, "ok", BEGINS, READY, ORDER, KILLED).what == "none failed within the last hour"
     assert check(tmp_path, "ok", BEGINS, FAILED, ago_s=4000).what == "none failed within the last hour"
