@@ -336,6 +336,9 @@ class Domain(StateMachine):
             *self._rollover.idle_servers(now_s, every=every, in_use=self.in_use),
             *self._starts.surplus,
         ]
+        if self.in_use is False and not every:
+            idle += self._starts.blocking_servers(self.control.servers(), now_s)
+        idle = list(dict.fromkeys(idle))
         try:
             due_s = monitor.tick(now_s, commands, idle)
         except LimitsChangedError as error:
@@ -348,6 +351,7 @@ class Domain(StateMachine):
             if monitor.has_asked:
                 self._rollover.idle_servers_asked(now_s)
                 self._starts.surplus_asked()
+                self._starts.blocking_servers_asked(now_s)
         self.probe_s = monitor.probe_s
         self._starts.note(self.control.log.take_outcomes(), now_s)
         self._change_by_starts(now_s)

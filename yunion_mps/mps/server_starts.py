@@ -20,7 +20,8 @@ What was measured with the control daemons of 535 and 550 and stand-ins for serv
   if no server runs).
 - If a server of another user has clients, `start_server` counts as a waiting client of its user: 535 admits
   no more clients until they have ended, 550 repeatedly asks the server to end. So nothing is ordered while
-  any server runs.
+  any server runs. A server remains after its last client, so when an order is due, the running ones that have
+  no clients are shut down first.
 - `shutdown_server` ends a server without clients at once. If it has clients, 535 admits no more until they
   have ended. So an ordered server is shut down only if neither the log nor the control daemon, asked
   immediately before, shows a client; and as soon as it is ready, because it occupies its GPUs.
@@ -44,6 +45,8 @@ ATTEMPT_S = 30.0
 #: How often the log is read while servers fail, and while an ordered server is awaited.
 READ_S = 1.0
 _READ_SOON_S = 0.05
+#: How often running servers are asked for their clients, while an order waits for them.
+ASK_S = 5.0
 
 #: How a command that orders a server begins.
 START = "start_server "
@@ -78,6 +81,8 @@ class ServerStarts:
         self._awaited_until_s: float | None = None
         #: An ordered server that is ready and has no client.
         self._surplus: int | None = None
+        #: When the running servers may be asked again for their clients.
+        self._ask_at_s = 0.0
 
     @property
     def failing_users(self) -> dict[int, Outcome]:
@@ -202,6 +207,15 @@ class ServerStarts:
     def surplus_asked(self) -> None:
         """Note that it was asked for its clients, and shut down if it has none."""
         self._surplus = None
+
+    def blocking_servers(self, running: Collection[int], now_s: float) -> tuple[int, ...]:
+        """Return the `running` servers if an order waits for them; those without clients are to end."""
+        is_waiting = self._ordered_uid is None and self._surplus is None and self._next_uid(now_s) is not None
+        return tuple(running) if is_waiting and now_s >= self._ask_at_s else ()
+
+    def blocking_servers_asked(self, now_s: float) -> None:
+        """Note that they were asked, and shut down if they have none; the others are asked again later."""
+        self._ask_at_s = now_s + ASK_S
 
     @property
     def is_awaiting(self) -> bool:

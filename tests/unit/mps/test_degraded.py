@@ -184,6 +184,23 @@ def test_no_server_is_ordered_while_a_job_of_another_user_runs(run: DomainRun, j
     jobs.begin()
 
 
+@as_root
+def test_an_idle_server_of_another_user_does_not_delay_the_order(run: DomainRun, jobs: Jobs) -> None:
+    """A server remains after its last client; while it has one, it is left alone."""
+    fail_for(1234, run, jobs)
+    run.until_it(lambda: "Cmd:shutdown_server" in log_of(run.turn(0.01))).until_said()
+    job = jobs.begin()
+    before = attempts(run)
+    run.domain.note_use(in_use=True)
+    run.turns(5, 5.0)
+    run.domain.note_use(in_use=False)  # NVML does not list it yet
+    run.turns(5, 5.0)
+    assert attempts(run) == before
+    jobs.end(job)
+    run.until_it(lambda: attempts(run.turn(0.01)) > before)
+    assert log_of(run).count("Cmd:start_server -uid 1234") >= 1
+
+
 def test_the_cause_is_told_again_if_it_changes(run: DomainRun, jobs: Jobs) -> None:
     fail_to_start(run, jobs)
     server_log = Path(run.domain.in_effect.log_directory, SERVER_LOG)

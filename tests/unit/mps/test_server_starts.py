@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from yunion_mps.mps.server_history import ENDED, NOT_STARTED, SERVED, STARTED, Outcome
-from yunion_mps.mps.server_starts import ATTEMPT_S, PAUSES_S, ServerStarts
+from yunion_mps.mps.server_starts import ASK_S, ATTEMPT_S, PAUSES_S, ServerStarts
 
 FAILED = Outcome(NOT_STARTED, 7, 1000, 1, has_client=True)
 OURS_FAILED = Outcome(NOT_STARTED, 8, 1000, 1, is_ordered=True)
@@ -218,6 +218,19 @@ def test_a_new_failure_for_a_user_is_doubted_for_all_again() -> None:
     assert order(starts, 1.0) == START_AS_ROOT
     starts.note([ROOT_FAILED], 1.1)
     assert starts.failure == ROOT_FAILED
+
+
+def test_servers_that_an_order_waits_for_are_asked_at_intervals() -> None:
+    starts = failing_for_one()
+    assert order(starts, 0.0) == START_AS_ROOT
+    assert starts.blocking_servers([4], 0.1) == (), "the ordered server itself"
+    starts.note([ROOT_STARTED], 0.1)
+    starts.surplus_asked()
+    assert starts.blocking_servers([5], 4.9) == ()
+    assert starts.blocking_servers([5], 5.0) == (5,)
+    starts.blocking_servers_asked(5.0)
+    assert starts.blocking_servers([5], 5.0 + ASK_S - 0.1) == ()
+    assert starts.blocking_servers([5], 5.0 + ASK_S) == (5,)
 
 
 def test_failed_starts_are_quiet_only_for_users_who_are_tried() -> None:
