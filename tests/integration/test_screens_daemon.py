@@ -74,7 +74,7 @@ def test_every_screen_shows_the_free_memory_of_pools(daemon: Daemon) -> None:
             screen.wait(rf"^00:06\.0-m0 .* 6\.0 +root +{command.pid} ")
             for name in ("gpus", "status"):
                 assert (
-                    "00:06.0: 10240 of 16384 MiB can be leased; "
+                    "00:06.0: 10240 of 16384 MiB can be leased by root only; "
                     "to lease some: yunion-mps run --gpu-mem SIZE COMMAND\n" in printed(host, name)
                 )
             host.gpus[0].lose()
