@@ -101,7 +101,7 @@ def _status_text(status: Status, host: HostOverview) -> str:
     unenforced_gpus = {gpu["addr"] for gpu in gpus if not gpu["budget_enforced"]}
     unenforced = sum(holding.is_spare and holding.gpu in unenforced_gpus for holding in host.holdings)
     free += f" ({unenforced} without enforced budgets)" if unenforced else ""
-    free += _only_users(host.holdings)
+    free += _restrictions(host.holdings)
     pending = "".join(f", {devices[name]} {name}" for name in ("pending", "reserved") if devices[name])
     broken = status["gpus"]["unavailable"]
     text = wrapped(f"State:    {status['state']}")
@@ -125,11 +125,10 @@ def _status_text(status: Status, host: HostOverview) -> str:
     return text + domains + end
 
 
-def _only_users(held: Iterable[Holding]) -> str:
-    """Return how many free devices only one user can lease now: ` (6 for alice only)`."""
-    users = (holding.free_for for holding in held if holding.is_spare)
-    numbers = Counter(f"{user} only" if user else "no user now" for user in users if user is not None)
-    words = ", ".join(f"{number} for {user}" for user, number in sorted(numbers.items()))
+def _restrictions(held: Iterable[Holding]) -> str:
+    """Return how many free devices not all users can lease now: ` (6 for alice only)`."""
+    numbers = Counter(holding.restriction for holding in held if holding.is_spare and holding.restriction)
+    words = ", ".join(f"{number} {restriction}" for restriction, number in sorted(numbers.items()))
     return f" ({words})" if words else ""
 
 

@@ -62,7 +62,8 @@ class Holding(NamedTuple):
     Without devices, it is the use outside MPS, or by MPS clients without a device. `free`: the daemon would
     lease it, although processes without a lease may use it. `pending`: it waits for leases of a former
     division, or belongs to one. `reserved`: the daemon would lease it for what it is reserved for.
-    `free_for`: the only user to whom the daemon would lease it, None for everybody.
+    `free_for`: the only user to whom the daemon would lease it, None for everybody. `not_free_for`: users to
+    whom it would not.
     """
 
     gpu: str
@@ -77,6 +78,14 @@ class Holding(NamedTuple):
     outside_mps: bool = False
     processes: tuple[ProcessUse, ...] = ()
     free_for: str | None = None
+    not_free_for: tuple[str, ...] = ()
+
+    @property
+    def restriction(self) -> str:
+        """The users to whom the daemon would lease it: `for alice only`, `not for bob`; empty for all."""
+        if self.free_for is not None:
+            return f"for {self.free_for} only" if self.free_for else "for no user now"
+        return f"not for {', '.join(self.not_free_for)}" if self.not_free_for else ""
 
     @property
     def holders(self) -> tuple[ProcessUse, ...]:
@@ -237,6 +246,7 @@ def holdings(
         holding = Holding(
             key[1], (address,), budget_mib, percentage, lease, state != UNAVAILABLE, state == FREE,
             state == PENDING, state == RESERVED, free_for=device["free_for"] if device else None,
+            not_free_for=tuple(device["not_free_for"]) if device else (),
         )  # fmt: skip
         found[key] = _merge(found[key], holding) if key in found else holding
         keys_by_device.setdefault(address, key)

@@ -20,7 +20,7 @@ from unit.http.by_hand import CLIENT, GONE, LEASE, clients, lease_of
 
 def device(address: str, memory_mib: int = 5760, state: str = "free") -> Any:
     shown = {"addr": address, "memory_mib": memory_mib, "thread_percentage": 25, "state": state}
-    return {**shown, "lease": None, "free_for": None}
+    return {**shown, "lease": None, "free_for": None, "not_free_for": []}
 
 
 DEVICES = [device(f"00:06.0-{slot}") for slot in range(4)]
@@ -149,3 +149,17 @@ def test_only_processes_that_belong_to_a_lease_are_its_clients(fields: Any, is_o
     lease = changed(LEASE, container_id="c" * 64)
     client = changed(CLIENT, **{"pid": 4261, "device": "00:06.0-1", **fields})
     assert clients_of_lease(lease, clients(client)) == ([client] if is_ours else [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "restriction"),
+    [
+        ({}, ""),
+        ({"free_for": "alice"}, "for alice only"),
+        ({"free_for": ""}, "for no user now"),
+        ({"not_free_for": ["bob", "eve"]}, "not for bob, eve"),
+    ],
+)
+def test_a_holding_says_which_users_can_lease_it(fields: dict[str, Any], restriction: str) -> None:
+    (holding,) = holdings([changed(DEVICES[0], **fields)], [], [])
+    assert holding.restriction == restriction

@@ -176,11 +176,7 @@ def _device_rows(holding: Holding, budgets: dict[str, int | None]) -> list[Row]:
 
 
 def _command(holding: Holding, first: ProcessUse | None) -> str:
-    if first:
-        return first.shown
-    if holding.free_for is None:
-        return ""
-    return f"for {holding.free_for} only" if holding.free_for else "for no user now"
+    return first.shown if first else holding.restriction
 
 
 def _model(gpu: Gpu) -> str:
