@@ -162,9 +162,13 @@ def test_with_scope_gpu_users_exclude_each_other_on_single_gpus_only(
         assert take(other_user, JOB)["gpus"] == [SECOND_GPU]
 
 
-def test_root_names_the_user_of_a_lease_that_it_takes(idle: AtWork, other_user: Connection) -> None:
+@pytest.mark.parametrize("user", [str(STRANGER), "nobody"])
+def test_root_names_the_user_of_a_lease_that_it_takes(
+    idle: AtWork, other_user: Connection, user: str
+) -> None:
     daemon = idle.daemon
-    take(daemon, f"holder.name=job-17&holder.ttl_s=600&holder.uid={STRANGER}&gpu={FIRST_GPU}")
+    command = ("yunion-mps", "lease", "take", "job-17", "--ttl", "600", "--gpu", FIRST_GPU, "--user", user)
+    daemon.host.run(command, check=True)
     take(other_user, f"{JOB}&gpu={FIRST_GPU}")
     assert daemon.ask("POST", "/v1/leases", f"gpu={SECOND_GPU}")[1]["code"] == "other_user"
     words = "holder.name=mine&holder.ttl_s=600&holder.uid=0"

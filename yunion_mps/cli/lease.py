@@ -13,6 +13,7 @@ from yunion_mps.cli.devices import environment_text, format_fields
 from yunion_mps.cli.options import (
     RequestCommand,
     TimeToLive,
+    User,
     complete_lease,
     for_option,
     request_options,
@@ -45,7 +46,7 @@ from yunion_mps.http.operations import (
     NAME_LENGTH,
     RENEW_LEASE,
 )
-from yunion_mps.http.transport import RequestMembers
+from yunion_mps.http.transport import HolderMembers, RequestMembers
 from yunion_mps.service.holdings import ID_LENGTH, abbreviate_addresses, holder_label, in_container
 from yunion_mps.text import gpus_that_are
 from yunion_mps.units import seconds, total_mib
@@ -108,9 +109,20 @@ def lease_group() -> None:
     "For root: infinity, to keep it until it is released.",
 )  # fmt: skip
 @for_option("Also use devices that are reserved for ENGINE")
+@click.option(
+    "--user", type=User(), metavar="USER",
+    help="Use devices that serve USER (name or numeric id), as whom the job will run. Without "
+    "cuda_mps_multiuser, MPS serves one user at a time. Only for root.",
+)  # fmt: skip
 @output_option
 def take_lease(
-    name: str, request: RequestMembers, wait_s: int, ttl: int, engine: str | None, output: str
+    name: str,
+    request: RequestMembers,
+    wait_s: int,
+    ttl: int,
+    engine: str | None,
+    user: int | None,
+    output: str,
 ) -> None:
     """Lease devices under NAME, and print the lease with its id and the environment for its job.
 
@@ -121,14 +133,17 @@ def take_lease(
       yunion-mps lease take job-17 --ttl 1h
       yunion-mps lease take job-18 --ttl 1h --count 2 --across
       yunion-mps lease take a --ttl 1h --device 00:06.0-0 --device 00:06.0-1
-      yunion-mps lease take slurm:20 --ttl infinity --for slurm
+      yunion-mps lease take slurm:20 --ttl infinity --for slurm --user alice
     """
     if not re.fullmatch(NAME.strip("^$"), name):
         raise click.UsageError(
             "NAME may contain letters, digits and ._:/@-, must begin with a letter or digit, and may be at "
             f"most {NAME_LENGTH} characters long."
         )
-    lease = take({**request, "reserved_for": engine, "holder": {"name": name, "ttl_s": ttl}}, wait_s)
+    holder: HolderMembers = {"name": name, "ttl_s": ttl}
+    if user is not None:
+        holder["uid"] = user
+    lease = take({**request, "reserved_for": engine, "holder": holder}, wait_s)
     show_pairs(lease, output, lambda: _lease_text(lease))
     print_warnings(lease)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -88,6 +89,20 @@ class Number(click.ParamType):
 
 
 PID = Number(1, MAX_PID)
+
+
+class User(click.ParamType):
+    """A user's name or numeric id; its value is the id."""
+
+    name = "user"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return pwd.getpwnam(str(value)).pw_uid
+        except KeyError:
+            if re.fullmatch("[0-9]{1,9}", str(value)):
+                return int(str(value))
+            self.fail(f"there is no user {value!r}.", param, ctx)
 
 
 def _completing(words: Callable[[], Iterable[str]]) -> Callable[..., list[CompletionItem]]:

@@ -102,6 +102,7 @@ class HolderMembers(TypedDict, total=False):
     ttl_s: int
     pid: int
     command: str
+    uid: int
 
 
 class RequestMembers(TypedDict, total=False):

@@ -240,6 +240,10 @@ def test_the_revision_is_that_of_the_checkout_or_worktree(tmp_path: Path, packed
         (["lease", "renew", ""], "LEASE must not be empty"),
         (["lease", "take", "a", "--wait=", "--ttl", "1h"], f"{WAIT} '' {NO_DURATION}"),
         (["lease", "take", "a", "--ttl", "1y"], f"{TTL} '1y' {NO_DURATION}"),
+        (
+            ["lease", "take", "a", "--user", "no.body"],
+            "invalid value for '--user': there is no user 'no.body'",
+        ),
         (["reload", "--yes"], "--yes requires --now"),
         (
             ["reload", "--drain", "--now"],
