@@ -302,7 +302,10 @@ class TestLife:
         pid, control = operator.begin_job("steady"), operator.control_daemon()
         daemon = operator.daemon()
         machine.run(
-            "systemd-run", "--unit=holder", "yunion-mps", "run", "--allow-unlimited", "sleep", "infinity"
+            "systemd-run",
+            "--unit=holder",
+            f"--uid={USER}",  # the control daemon serves that user now
+            *("yunion-mps", "run", "--allow-unlimited", "sleep", "infinity"),
         )
         machine.wait_until(  # whose command is ours until it has become the other
             "a lease",

@@ -70,16 +70,19 @@ class Queue:
         self.promised = reserved.users
         return None
 
-    def reservation(self, candidates: Candidates, excluding: QueuedRequest | None = None) -> Reservation:
-        """What is free, but reserved for the queued requests, not counting `excluding`."""
+    def reservation(self, candidates: Candidates, before: QueuedRequest | None = None) -> Reservation:
+        """What is free, but reserved for the queued requests, of which only those before `before` count."""
         reserved = no_reservation()
-        for _ in self._in_turn(candidates, reserved, excluding):
+        for _ in self._in_turn(candidates, reserved, before):
             pass
         return reserved
 
     def choose(self, queued: QueuedRequest, candidates: Candidates) -> tuple[Device, ...]:
-        """The devices that a request would get now, behind the queued ones; raises NothingFreeError."""
-        reserved = self.reservation(candidates, excluding=queued)
+        """The devices that a request would get in its turn; raises NothingFreeError.
+
+        One that is not queued comes last.
+        """
+        reserved = self.reservation(candidates, before=queued)
         candidates_for_user = candidates.for_user(queued.holder.user_uid, reserved.users)
         return self._allocator.choose(queued.request, candidates_for_user, reserved)
 
@@ -110,9 +113,9 @@ class Queue:
         }
 
     def _in_turn(
-        self, candidates: Candidates, reserved: Reservation, excluding: QueuedRequest | None = None
+        self, candidates: Candidates, reserved: Reservation, before: QueuedRequest | None = None
     ) -> Iterator[_Turn]:
-        """Yield each request in turn, and then reserve what it needs.
+        """Yield each request in turn, up to `before`, and then reserve what it needs.
 
         This runs whenever a lease ends, and hundreds of requests may be queued. So a cheap check finds those
         without a free device, and of equal requests that cannot be satisfied only one is yielded.
@@ -124,7 +127,9 @@ class Queue:
         withheld: dict[int | None, set[str]] = {}
         for queued in self.requests:
             request, uid = queued.request, queued.holder.user_uid
-            if queued is excluding or (request, uid) in unsatisfiable:
+            if queued is before:
+                return
+            if (request, uid) in unsatisfiable:
                 continue
             if uid not in withheld:
                 withheld[uid] = candidates.domains_withheld(uid, reserved.users)

@@ -102,6 +102,16 @@ def test_another_user_waits_for_the_control_daemon_of_all_gpus() -> None:
     assert host.serve() == [second]
 
 
+def test_a_request_is_told_only_of_those_before_it() -> None:
+    host = Host(2, each=False)
+    host.request(ALICE)
+    host.serve()
+    first, later = host.request(BOB, LeaseRequest(gpu="GPU-1")), host.request(ALICE)
+    assert host.serve() == []
+    assert "earlier" not in str(host.why_waiting(first))
+    assert f"next uid {BOB}, whose request is earlier" in str(host.why_waiting(later))
+
+
 def test_another_user_gets_a_gpu_with_a_control_daemon_of_its_own() -> None:
     host = Host(2)
     both = [host.request(ALICE), host.request(BOB)]
