@@ -472,13 +472,15 @@ _LEASE_ID_LENGTH = 8
 class ServedUser(NamedTuple):
     """A user (uid) whom a control daemon serves, since when (s since 1970), and because of what.
 
-    That is a lease, or jobs without one on the MPS server with the PID `server`.
+    That is a lease, or jobs without one on the MPS server with the PID `server`. `is_next`: a client of this
+    user waits, or has waited, for that server to end, which therefore accepts no clients of anybody.
     """
 
     uid: int
     since_s: float
     lease: Lease | None = None
     server: int = 0
+    is_next: bool = False
 
     @property
     def because_of(self) -> str:

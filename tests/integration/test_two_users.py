@@ -145,6 +145,24 @@ def test_nothing_is_terminated_or_released_while_clients_are_unknown(idle: AtWor
     os.kill(job.pid, 0)  # it runs
 
 
+def test_a_server_that_ends_for_another_user_gets_no_more_jobs(idle: AtWork) -> None:
+    """A job without a lease waits, so 535 lets the first user's next jobs wait as well, without a word."""
+    daemon, jobs = idle.daemon, idle.jobs
+    if jobs.asked:
+        pytest.skip("550 goes on to serve the first user")
+    job = jobs.attached(daemon.pipe_directory)
+    waiting = jobs.client(daemon.pipe_directory, STRANGER)
+    assert waiting.says() == "asking"
+    eventually(lambda: daemon.get("/v1/clients")[1]["errors"], "the server that says nothing")
+    status, problem = daemon.ask("POST", "/v1/leases", f"gpu={SECOND_GPU}")
+    assert (status, problem["code"]) == (423, "other_user")
+    assert f"next {user_name(STRANGER)}, for whose client the MPS server" in problem["detail"]
+    waiting.end()
+    assert daemon.ask("POST", "/v1/leases", f"gpu={SECOND_GPU}")[0] == 423, "it still ends"
+    job.end()
+    eventually(lambda: daemon.ask("POST", "/v1/leases", f"gpu={SECOND_GPU}")[0] == 201, "the server's end")
+
+
 def reason(daemon: Daemon) -> str:
     """Why the first queued request waits."""
     waiting = daemon.get("/v1/leases")[1]["waiting"]

@@ -36,6 +36,12 @@ def served_users(
 def why_not_served(users: Iterable[ServedUser], uid: int) -> Reason | None:
     """Return why a control daemon that serves these users does not serve this one now; None if it does."""
     for other in users:
+        if other.uid != uid and other.is_next:
+            text = (
+                f"its control daemon serves one user at a time, next {user_name(other.uid)}, for whose client"
+            )
+            text += f" the MPS server (PID {other.server}) ends once its own have ended"
+            return Reason(text, OTHER_USER)
         if other.uid != uid:
             text = f"its control daemon serves one user at a time, now {user_name(other.uid)}"
             since = f"{rfc3339(other.since_s)[:19]}Z"  # to the second

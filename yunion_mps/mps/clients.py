@@ -58,6 +58,7 @@ class BusyServerError(ControlError):
             f"the MPS server (PID {server}) accepts no commands, because it ends once its clients have ended"
         )
         super().__init__(what, hint_of(SERVER_BUSY))
+        self.server = server
 
 
 def clients_of(program: str, plan: DomainPlan, control_pid: int) -> list[ClientRow]:

@@ -181,6 +181,13 @@ class LogReader:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
+    def displaced_by(self, server: int) -> int | None:
+        """Return the user (uid) who waits or has waited for the server's end, by what was read so far.
+
+        Before 550, the server accepts no new clients from then on, even if the user no longer waits.
+        """
+        return self._history.displaced_by(server)
+
     def read(self) -> LogNews:
         try:
             log = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)

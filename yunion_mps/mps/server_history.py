@@ -62,6 +62,8 @@ class _Server:
         self.begin_time = begin_time
         self.is_ordered = self.has_client = self.is_ready = False
         self.has_exception = self.is_end_expected = False
+        #: The user for whom it is to end, if a client or a start of another user waits for that.
+        self.displaced_by: int | None = None
 
 
 def _server_from_before() -> _Server:
@@ -94,6 +96,11 @@ class ServerHistory:
                 outcomes.append(outcome)
         return outcomes
 
+    def displaced_by(self, pid: int) -> int | None:
+        """Return the user (uid) who waits or has waited for this server's end; None if nobody has."""
+        server = self._servers.get(pid)
+        return server.displaced_by if server else None
+
     def _follow(self, line: LogLine) -> Outcome | None:
         if line.kind == CONTROL_STARTED:
             self._forget_all()
@@ -124,6 +131,8 @@ class ServerHistory:
         for server in (self._from_before, *self._servers.values()):
             if server.uid != uid:
                 server.is_end_expected = True
+                if server.displaced_by is None:
+                    server.displaced_by = uid
 
     def _order_end(self, pid: int) -> None:
         if pid == 0:

@@ -15,7 +15,7 @@ from yunion_mps.errors import DriverError, HostError, ShortageError, YunionError
 from yunion_mps.host.proc import started_s, uid_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.models import Lease, ServedUser
-from yunion_mps.mps.clients import clients_of
+from yunion_mps.mps.clients import BusyServerError, clients_of
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.service.queries import Queries
@@ -36,6 +36,8 @@ class ServerUsers:
         self._conversation = conversation
         #: The servers (PIDs) that had no clients when they were asked, and that have had no job since.
         self._idle: set[int] = set()
+        #: The servers (PIDs) that accept no new clients, because one of another user waits, or has waited.
+        self._ending: set[int] = set()
 
     def note(self) -> None:
         """Tell `Queries` which users' jobs the servers have, or may have."""
@@ -48,9 +50,14 @@ class ServerUsers:
             servers = domain.server_pids()
             running.update(servers)
             found = [user for pid in servers if pid not in self._idle and (user := _owner(pid))]
+            for pid in self._ending.intersection(servers):
+                next_uid = domain.control.log.displaced_by(pid)
+                if next_uid is not None:
+                    found.append(ServedUser(next_uid, 0.0, server=pid, is_next=True))
             if found:
                 users[domain.in_effect.name] = tuple(found)
         self._idle &= running
+        self._ending &= running
         self._queries.set_users(users)
 
     def lease_ended(self, lease: Lease) -> None:
@@ -72,8 +79,9 @@ class ServerUsers:
         """Find out which servers have clients: for a request of the user `uid`, those of all other users.
 
         Otherwise only those are asked of which that is not known. Servers whose owner has a lease in the
-        domain are never asked, because that keeps others out anyway. What the driver and the control daemons
-        do not answer in time stays unknown.
+        domain are not asked, because that keeps others out anyway. But each one for whose end a client of
+        another user waits is asked, because it may keep its owner out as well. What the driver and the
+        control daemons do not answer in time stays unknown.
         """
         to_ask = self._to_ask(uid)
         if to_ask:
@@ -82,7 +90,8 @@ class ServerUsers:
                 await within(_DRIVER_TIMEOUT_S, self.poll(), slow)
         with_jobs = self._supervisor.jobs.servers_with_jobs
         for domain, servers in to_ask:
-            if not with_jobs.issuperset(servers):
+            displaced = self._displaced(domain).intersection(servers)
+            if displaced or not with_jobs.issuperset(servers):
                 await self._ask_control_daemon(domain, servers)
         self.note()
 
@@ -97,14 +106,25 @@ class ServerUsers:
             name = domain.in_effect.name
             if domain.in_effect.multiuser:
                 continue
+            displaced = self._displaced(domain)
             servers = []
             for pid in domain.server_pids():
                 owner = uid_of(pid)
-                if pid not in known_idle and owner not in (None, uid) and (name, owner) not in owners:
+                matters = owner not in (None, uid) and (name, owner) not in owners
+                if pid in displaced or (matters and pid not in known_idle):
                     servers.append(pid)
             if servers:
                 found.append((domain, servers))
         return found
+
+    def _displaced(self, domain: Domain) -> set[int]:
+        """Return the servers for whose end another user waits, unless they are known to serve nobody new."""
+        domain.control.log.report()
+        return {
+            pid
+            for pid in domain.server_pids()
+            if pid not in self._ending and domain.control.log.displaced_by(pid) is not None
+        }
 
     async def _ask_control_daemon(self, domain: Domain, servers: list[int]) -> None:
         plan, pid = domain.in_effect, domain.control.pid
@@ -114,6 +134,8 @@ class ServerUsers:
             async with self._conversation:
                 rows = await on_thread(lambda: clients_of(find_control_program(), plan, pid))
         except YunionError as error:
+            if isinstance(error, BusyServerError):
+                self._ending.add(error.server)
             log.debug("domain %s: its clients are unknown: %s", plan.name, error.message)
             self._idle.difference_update(servers)
             return

@@ -265,3 +265,15 @@ def test_the_reason_names_the_user_who_keeps_a_free_device() -> None:
     with pytest.raises(NothingFreeError) as refusal:
         host.queue.choose(QueuedRequest(ONE_DEVICE, Holder("process", BOB, 1)), host.candidates)
     assert refusal.value.code == OTHER_USER
+
+
+def test_a_server_that_ends_for_another_user_serves_nobody_new() -> None:
+    host = Host(1)
+    next_user = ServedUser(BOB, 0.0, server=77, is_next=True)
+    host.jobs = {"gpu-0": [ServedUser(ALICE, 0.0, server=77), next_user]}
+    own, of_next = host.request(ALICE), host.request(BOB)
+    assert host.serve() == []
+    assert f"next uid {BOB}, for whose client the MPS server (PID 77) ends" in str(host.why_waiting(own))
+    assert f"now uid {ALICE} (jobs on the MPS server (PID 77)" in str(host.why_waiting(of_next))
+    host.jobs = {}
+    assert host.serve() == [own]

@@ -129,3 +129,22 @@ def test_a_failed_start_has_its_status_and_both_times() -> None:
         "2026-11-20 12:40:49",
         "2026-11-20 12:40:51",
     )
+
+
+@pytest.mark.parametrize(
+    ("messages", "uid"),
+    [
+        (JOB, None),
+        ((*JOB, waits()), None),
+        ((*JOB, waits(1001)), 1001),
+        ((*JOB, waits(1001), waits(1002)), 1001),
+        ((*JOB, waits(1001), ends(), begins(8, 1001), ready(8)), None),
+    ],
+)
+def test_a_server_is_displaced_by_the_first_other_user_who_waits(
+    messages: tuple[str, ...], uid: int | None
+) -> None:
+    history = ServerHistory()
+    history.follow(parse_lines(log_of(*messages)))
+    assert history.displaced_by(7) == uid
+    assert history.displaced_by(8) is None
