@@ -305,6 +305,7 @@ class TestLife:
             "systemd-run",
             "--unit=holder",
             f"--uid={USER}",  # the control daemon serves that user now
+            "--property=SupplementaryGroups=yunion-mps",
             *("yunion-mps", "run", "--allow-unlimited", "sleep", "infinity"),
         )
         machine.wait_until(  # whose command is ours until it has become the other
