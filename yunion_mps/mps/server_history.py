@@ -97,7 +97,7 @@ class ServerHistory:
         return outcomes
 
     def displaced_by(self, pid: int) -> int | None:
-        """Return the user (uid) who waits or has waited for this server's end; None if nobody has."""
+        """Return the user (uid) who waits or has waited for this server's end; None if no user does."""
         server = self._servers.get(pid)
         return server.displaced_by if server else None
 
