@@ -106,6 +106,7 @@ class ServerUsers:
             name = domain.in_effect.name
             if domain.in_effect.multiuser:
                 continue
+            domain.control.log.report()
             displaced = self._displaced(domain)
             servers = []
             for pid in domain.server_pids():
@@ -119,7 +120,6 @@ class ServerUsers:
 
     def _displaced(self, domain: Domain) -> set[int]:
         """Return the servers for whose end another user waits, unless they are known to serve nobody new."""
-        domain.control.log.report()
         return {
             pid
             for pid in domain.server_pids()
