@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,6 +68,9 @@ def test_another_users_request_is_refused_by_name_and_granted_afterwards(
     assert {device["free_for"] for device in devices(daemon) if device["state"] == "free"} == {OWN_NAME}
     (domain,) = daemon.status()["domains"]
     assert (domain["serves"]["user"], domain["multiuser"]) == (OWN_NAME, False)
+    status_text = daemon.host.run(["yunion-mps", "status"], check=True).stdout
+    assert re.search(rf"^{SECOND_GPU} .* 4  {OWN_NAME} only  ", status_text, re.MULTILINE), status_text
+    assert re.search(rf"^host +ready +{OWN_NAME} ", status_text, re.MULTILINE), status_text
 
     with contextlib.closing(ask_and_wait(daemon, f"{JOB}&gpu={SECOND_GPU}")) as waiting:
         (request,) = daemon.get("/v1/leases")[1]["waiting"]

@@ -51,7 +51,9 @@ class Domain(TypedDict):
         Field("A client's default share of the SM threads, on all its GPUs: that of the largest device."),
     ]
     multiuser: Annotated[bool, Field("Whether it serves all users at once.")]
-    serves: Annotated[ServedUser | None, Field("The user whom it serves now; null if nobody, or all.")]
+    serves: Annotated[
+        ServedUser | None, Field("The user whom it serves now; null if it serves no user yet, or all users.")
+    ]
 
 
 class Driver(TypedDict):

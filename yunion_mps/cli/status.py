@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -32,26 +32,32 @@ from yunion_mps.text import count
 if TYPE_CHECKING:
     from yunion_mps.answers import Domain, Gpu, Status
 
+_SERVES = Column("SERVES", lambda domain: domain["serves"] and domain["serves"]["user"], drop=6)
 _DOMAIN_COLUMNS = (
     Column("DOMAIN", "name"),
     Column("STATE", "state"),
+    _SERVES,
     Column("PID", "pid", numeric=True, drop=2),
     Column("RESTARTS", "restarts", numeric=True, drop=5),
     Column("GPUS", lambda domain: len(domain["gpus"]), numeric=True, drop=1),
     Column("DEFAULT LIMIT", lambda domain: _default_limit(domain), drop=4),
     Column("PIPE DIRECTORY", "pipe_directory", least=20, drop=3),
 )
-_SHARING = Column("SHARING", 2, least=12, drop=2)
+_SHARING = Column("SHARING", "sharing", least=12, drop=2)
+_FREE_FOR = Column("FREE FOR", "free_for", least=8)
 _GPU_COLUMNS = (
-    Column("GPU", 0),
-    Column("NAME", 1, least=9, drop=3),
+    Column("GPU", "gpu"),
+    Column("NAME", "name", least=9, drop=3),
     _SHARING,
-    Column("STATE", 3),
-    Column("DEVICES", 4, numeric=True, drop=1),
-    Column("IN USE", 5, numeric=True),
-    Column("FREE", 6, numeric=True),
-    Column("MEMORY USED", lambda row: _memory_used(row[7], row[8]), numeric=True),
+    Column("STATE", "state"),
+    Column("DEVICES", "devices", numeric=True, drop=1),
+    Column("IN USE", "in_use", numeric=True),
+    Column("FREE", "free", numeric=True),
+    _FREE_FOR,
+    Column("MEMORY USED", lambda row: _memory_used(row["used_mib"], row["memory_mib"]), numeric=True),
 )
+#: The fields of a GPU's row that are added up.
+_SUMMED = ("devices", "in_use", "free", "used_mib", "memory_mib")
 _INDENT = 10
 #: More rows are summarised, to fit on one screen.
 _MAX_ROWS = 12
@@ -135,28 +141,79 @@ def _restrictions(held: Iterable[Holding]) -> str:
 def _gpu_table(host: HostOverview) -> str:
     """Format a row for each GPU and MIG instance; if there are too many, for each GPU or similar GPUs."""
     gpus = host.answers.gpus
-    whole = [gpu for gpu in gpus if not gpu["parent"]]
-    shown = gpus if len(gpus) <= _MAX_ROWS else whole
-    ways = {gpu["addr"]: _way(gpu, gpus) if shown is whole else way_of(gpu) for gpu in shown}
-    devices: dict[str, Counter[str]] = defaultdict(Counter)
-    for holding in host.holdings:
-        for address in {holding.gpu, physical_gpu(holding.gpu)}:
-            devices[address]["all"] += len(holding.devices)
-            devices[address]["used"] += len(holding.devices) * holding.in_use
-            devices[address]["free"] += holding.is_spare
-    rows: dict[tuple[str | None, ...], list[int]] = {}
+    shown = gpus
+    if len(gpus) > _MAX_ROWS:
+        shown = [gpu for gpu in gpus if not gpu["parent"]]
+    counts = _device_counts(host.holdings)
+    rows = []
     for gpu in shown:
-        address = gpu["addr"]
-        own = devices[address]
-        used_mib, memory_mib = host.memory_by_gpu.get(address, 0), gpu["memory_mib"] or 0
-        if is_memory_unknown(gpu):
-            used_mib = memory_mib = 0
-        numbers = 1, own["all"], own["used"], own["free"], used_mib, memory_mib
-        key = (address if len(shown) <= _MAX_ROWS else None, gpu["name"], ways[address], gpu["state"])
-        rows[key] = [before + more for before, more in zip(rows.get(key, [0] * len(numbers)), numbers)]
-    shown_rows = [(key[0] or count(row[0], "GPU"), *key[1:], *row[1:]) for key, row in rows.items()]
-    columns = [column for column in _GPU_COLUMNS if column is not _SHARING or _ways(gpus)]
-    return table(columns, shown_rows)
+        way = way_of(gpu) if shown is gpus else _way(gpu, gpus)
+        rows.append(_gpu_row(gpu, way, counts[gpu["addr"]], host))
+    if len(shown) > _MAX_ROWS:
+        rows = _fold_alike(rows)
+    columns = list(_GPU_COLUMNS)
+    if not _ways(gpus):
+        columns.remove(_SHARING)
+    if not any(row["free_for"] for row in rows):
+        columns.remove(_FREE_FOR)
+    return table(columns, rows)
+
+
+class _DeviceCounts(NamedTuple):
+    """The devices of a GPU, and the users to whom the free ones would be leased; empty for all users."""
+
+    total: int
+    in_use: int
+    free: int
+    restrictions: frozenset[str]
+
+
+def _device_counts(held: Iterable[Holding]) -> dict[str, _DeviceCounts]:
+    """Count the devices by GPU address; those of a MIG instance count for its GPU, too."""
+    counts: dict[str, _DeviceCounts] = defaultdict(lambda: _DeviceCounts(0, 0, 0, frozenset()))
+    for holding in held:
+        size = len(holding.devices)
+        restrictions = set()
+        if holding.is_spare and holding.restriction:
+            restrictions.add(holding.restriction.removeprefix("for "))
+        for address in {holding.gpu, physical_gpu(holding.gpu)}:
+            before = counts[address]
+            counts[address] = _DeviceCounts(
+                before.total + size,
+                before.in_use + size * holding.in_use,
+                before.free + holding.is_spare,
+                before.restrictions | restrictions,
+            )
+    return counts
+
+
+def _gpu_row(gpu: Gpu, way: str | None, devices: _DeviceCounts, host: HostOverview) -> dict[str, Any]:
+    """Return the row of a GPU; unknown memory is 0."""
+    is_unknown = is_memory_unknown(gpu)
+    return {
+        "gpu": gpu["addr"],
+        "name": gpu["name"],
+        "sharing": way,
+        "state": gpu["state"],
+        "devices": devices.total,
+        "in_use": devices.in_use,
+        "free": devices.free,
+        "free_for": "; ".join(sorted(devices.restrictions)),
+        "used_mib": 0 if is_unknown else host.memory_by_gpu.get(gpu["addr"], 0),
+        "memory_mib": 0 if is_unknown else gpu["memory_mib"] or 0,
+    }
+
+
+def _fold_alike(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row for all rows that differ only in their numbers; it names their number, not the GPUs."""
+    alike: dict[tuple[str | None, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        alike[row["name"], row["sharing"], row["state"], row["free_for"]].append(row)
+    folded = []
+    for group in alike.values():
+        sums = {name: sum(row[name] for row in group) for name in _SUMMED}
+        folded.append({**group[0], **sums, "gpu": count(len(group), "GPU")})
+    return folded
 
 
 def _memory_used(used_mib: int, total_mib: int) -> str | None:
@@ -197,7 +254,10 @@ def _default_limit(domain: Domain) -> str | None:
 def _domain_table(domains: Sequence[Domain], limit: int) -> str:
     """Format the control daemons; if there are more than `limit`, only those that are not ready."""
     shown = [domain for domain in domains if len(domains) <= limit or domain["state"] != "ready"][:_MAX_ROWS]
-    text = table(_DOMAIN_COLUMNS, shown) if shown else ""
+    columns = list(_DOMAIN_COLUMNS)
+    if not any(domain["serves"] for domain in shown):
+        columns.remove(_SERVES)
+    text = table(columns, shown) if shown else ""
     left = len(domains) - len(shown)
     ready = sum(domain["state"] == "ready" for domain in domains)
     return text + (f"Domains:  {ready} of {len(domains)} ready (list all: -o json)\n" if left else "")

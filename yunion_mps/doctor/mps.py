@@ -319,15 +319,20 @@ def user_switching(host: Host) -> Findings:
     if domains and all(domain.multiuser for domain in domains):
         yield ok("every control daemon serves all users at once")
         return
+    status = host.known_status()
     if os.geteuid() != 0:
-        raise invisible("which clients are waiting")
+        if status is None:
+            raise invisible("which clients are waiting")
+        for reported in status["problems"]:
+            if reported["code"] == CLIENT_WAITING:
+                yield warning(reported["text"], reported["hint"])
+        return
     servers = {
         domain: (pid, *pids)
         for domain in domains
         if not domain.multiuser and (pid := host.control_pid(domain)) and (pids := server_pids(pid))
     }
     ours = {os.getpid(), *(pid for pids in servers.values() for pid in pids)}
-    status = host.known_status()
     if status:
         ours.add(status["pid"])
     # Owners are looked up for all domains together, because that searches all processes.

@@ -320,6 +320,10 @@ def test_a_client_that_waits_for_another_users_jobs_is_named(ready: Scene) -> No
     assert found["what"].startswith(f"PID {waiting.pid} (python")
     assert "nobody) is waiting for the jobs of root to end" in found["what"]
 
+    ready.daemon.socket_path.chmod(0o666)  # the user is in the group yunion-mps
+    told = ready.look(user=STRANGER).one("user switching", "warning")
+    assert told["what"].startswith(f"PID {waiting.pid} of nobody (")
+
 
 def test_a_control_daemon_from_before_the_drivers_update_is_found(scene: Scene) -> None:
     program = scene.own_programs() / CONTROL
