@@ -48,10 +48,15 @@ def describe_users(plan: Plan, inventory: Inventory, *, knows_multiuser: bool | 
         return ""
     if not alone:
         return "jobs of all users run at the same time"
-    uuids = {uuid for domain in alone for uuid in domain.gpu_uuids}
-    gpus = [gpu for gpu in inventory.gpus if gpu.uuid in uuids]
+    one_user_gpus: set[str] = set()
+    for domain in alone:
+        one_user_gpus.update(domain.gpu_uuids)
+    together: set[str] = set()
+    for domain in plan.domains:
+        if domain.multiuser:
+            together.update(domain.gpu_uuids)
+    gpus = [gpu for gpu in inventory.gpus if gpu.uuid in one_user_gpus]
     is_shared = any(len(domain.gpu_uuids) > 1 for domain in alone)
-    together = {uuid for domain in plan.domains if domain.multiuser for uuid in domain.gpu_uuids}
     places = _places(gpus, is_shared=is_shared, has_others=bool(together))
     text = f"only one user's jobs run at a time on {places}; others wait"
     if together:

@@ -244,10 +244,20 @@ def holdings(
             percentage = lease["thread_percentage"]  # as leased, which may have been before a reload
         state = device["state"] if device else ""
         holding = Holding(
-            key[1], (address,), budget_mib, percentage, lease, state != UNAVAILABLE, state == FREE,
-            state == PENDING, state == RESERVED, free_for=device["free_for"] if device else None,
-            not_free_for=tuple(device["not_free_for"]) if device else (),
-        )  # fmt: skip
+            gpu=key[1],
+            devices=(address,),
+            budget_mib=budget_mib,
+            threads=percentage,
+            lease=lease,
+            available=state != UNAVAILABLE,
+            free=state == FREE,
+            pending=state == PENDING,
+            reserved=state == RESERVED,
+        )
+        if device:
+            holding = holding._replace(
+                free_for=device["free_for"], not_free_for=tuple(device["not_free_for"])
+            )
         found[key] = _merge(found[key], holding) if key in found else holding
         keys_by_device.setdefault(address, key)
         if lease and lease["pid"] is not None and key not in by_pid.setdefault(lease["pid"], []):
