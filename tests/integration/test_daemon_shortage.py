@@ -84,20 +84,29 @@ def warned(daemon: Daemon) -> bool:
     return any("cannot poll the GPUs" in words for words in daemon.warnings())
 
 
-def test_polling_without_a_thread_is_reported_and_ends_nothing(ready_daemon: Daemon) -> None:
-    (control,) = control_daemons(ready_daemon.host.root)  # a request would leave a thread for the next time
-    with no_more_processes(ready_daemon.pid):
-        eventually(lambda: ready_daemon.polls() and warned(ready_daemon), "the warning")
-        status, answer = ready_daemon.get("/v1/plan")
+@pytest.fixture
+def without_idle_threads(daemon: Daemon, tmp_path: Path) -> Daemon:
+    """A daemon that keeps no thread for later work; otherwise it depends on the load how many are idle."""
+    hook = tmp_path / "sitecustomize.py"  # which Python imports first
+    hook.write_text("from yunion_mps.host import threads\nthreads._KEPT = 0\n")
+    return daemon.start(PYTHONPATH=str(tmp_path)).wait_ready()
+
+
+def test_polling_without_a_thread_is_reported_and_ends_nothing(without_idle_threads: Daemon) -> None:
+    daemon = without_idle_threads
+    control = daemon.control_pid()
+    with no_more_processes(daemon.pid):
+        eventually(lambda: daemon.polls() and warned(daemon), "the warning")
+        status, answer = daemon.get("/v1/plan")
         assert (status, answer["hint"]) == (503, hint_of(SHORTAGE))
         assert answer["detail"].startswith("cannot start a thread: ")
-        ready_daemon.signal(signal.SIGHUP)
-        ready_daemon.wait_log("not reloaded: cannot start a thread")
-        assert available(ready_daemon) == 4
-    eventually(lambda: ready_daemon.polls() and not warned(ready_daemon), "a look")
-    assert "Traceback" not in ready_daemon.log
-    assert ready_daemon.control_pid() == control
-    assert ready_daemon.stop() == 0
+        daemon.signal(signal.SIGHUP)
+        daemon.wait_log("not reloaded: cannot start a thread")
+        assert available(daemon) == 4
+    eventually(lambda: daemon.polls() and not warned(daemon), "a look")
+    assert "Traceback" not in daemon.log
+    assert daemon.control_pid() == control
+    assert daemon.stop() == 0
 
 
 def test_a_reload_at_the_process_limit_is_refused_and_polls_continue(ready_daemon: Daemon) -> None:
