@@ -147,6 +147,15 @@ class InfeasibleError(NothingFreeError):
     code = reasons.INFEASIBLE
 
 
+class NotConfirmedError(YunionError):
+    """What was confirmed is not all that would be lost."""
+
+    code = reasons.NOT_CONFIRMED
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, hint_of(self.code))
+
+
 class NotFoundError(YunionError):
     code = reasons.NOT_FOUND
 

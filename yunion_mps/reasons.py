@@ -322,6 +322,9 @@ NOTHING_FREE = _code("nothing_free", "No suitable device is free now.",
     "see who holds the devices: yunion-mps who; or wait for one")
 #: Why a request is refused or queued although it is feasible: it is granted once the cause has passed.
 NOT_FREE = frozenset({NOTHING_FREE, OTHER_USER, SERVER_START_FAILED})
+NOT_CONFIRMED = _code("not_confirmed",
+    "Jobs, leases or MIG instances would be lost that were not listed when the loss was confirmed.",
+    "list what would be lost now, and confirm that: yunion-mps reload --now")
 RESERVED = _code("reserved", "The devices are reserved by `reserved_for` in host_container_device.yml.",
     "use other devices, or remove reserved_for from the entry of their GPU")
 SLURM_DEVICES_CHANGED = _code("slurm_devices_changed",

@@ -231,6 +231,11 @@ class Daemon(Closes):
             is_plain = response.headers["Content-Type"].startswith("text/plain")
             return response.status, text if is_plain else json.loads(text)
 
+    def reload_now(self) -> tuple[int, Any]:
+        """Reload with the mode `now`, and accept what the plan says that would be lost."""
+        plan = self.get("/v1/plan")[1]
+        return self.ask("POST", "/v1/reload", f"mode=now&confirmation={plan['confirmation']}")
+
     def status(self) -> dict[str, Any]:
         code, answer = self.get("/v1/status")
         assert code == 200, answer

@@ -105,11 +105,32 @@ def test_jobs_live_through_a_reexec_and_a_pending_budget_stays_pending(at_work: 
     assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["memory_mib"] == 4096
     clients = daemon.get("/v1/clients")[1]["clients"]
     assert [(one["pid"], one["server"]) for one in clients] == [(client.pid, jobs.servers()[0])]
-    assert daemon.ask("POST", "/v1/reload", "mode=now")[0] == 200
+    assert daemon.reload_now()[0] == 200
     assert client.says() == "server gone"
     eventually(lambda: not daemon.status()["domains"][0]["pending"], "the new limits in effect")
     assert daemon.get("/v1/devices")[1]["isolated_devices"][0]["memory_mib"] == 8192
     assert daemon.stop() == 0
+
+
+def test_now_ends_no_job_that_began_after_the_list(at_work: AtWork) -> None:
+    daemon, jobs, client = at_work
+    daemon.host.divide(2)
+    plan = daemon.get("/v1/plan")[1]
+    assert [one["pid"] for one in plan["clients"]] == [client.pid]
+    later = jobs.attached(daemon.pipe_directory)
+    words = f"mode=now&confirmation={plan['confirmation']}"
+    status, answer = daemon.ask("POST", "/v1/reload", words)
+    assert (status, answer["code"]) == (409, "not_confirmed")
+    assert (
+        f"nothing was changed: it would also end or remove what was not confirmed: PID {later.pid} of "
+        in answer["detail"]
+    )
+    assert str(client.pid) not in answer["detail"]
+    assert (is_running(later.pid), is_running(client.pid), total(daemon)) == (True, True, 4)
+    client.end()
+    later.end()
+    assert daemon.ask("POST", "/v1/reload", words)[0] == 200, "less is lost than was confirmed"
+    eventually(lambda: total(daemon) == 2, "the new division")
 
 
 def test_now_ends_the_job_of_an_orphaned_server_and_no_other(at_work: AtWork) -> None:
@@ -132,7 +153,7 @@ def test_now_ends_the_job_of_an_orphaned_server_and_no_other(at_work: AtWork) ->
     assert [
         pid for pid in (late.pid, current.pid) if re.search(rf"^ *{pid} ", done.stderr, re.MULTILINE)
     ] == [late.pid]
-    assert not is_running(late.pid)
+    assert (is_running(late.pid), is_running(current.pid)) == (False, True)
     assert jobs.servers() == [server]
     current.end()
     assert daemon.stop() == 0

@@ -147,7 +147,7 @@ def test_a_client_on_an_instance_that_has_to_go_is_named(daemon: Daemon) -> None
     (big,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
     daemon.host.gpus[0].add_process(os.getpid(), 100, on=(big.gpu_instance, 0))
     daemon.host.divide("mig: all-1g.10gb")
-    assert daemon.ask("POST", "/v1/reload", "mode=now")[0] == 200
+    assert daemon.reload_now()[0] == 200
     found = gpu(daemon)
     assert found["reason_code"] == reasons.MIG_IN_USE
     assert f"PID {os.getpid()}" in found["reason"]

@@ -32,7 +32,7 @@ def device_of(daemon: Daemon, profile: str = "3g.40gb") -> dict[str, Any]:
 
 def reload_now(daemon: Daemon, entry: str) -> None:
     daemon.host.divide(entry)
-    assert daemon.ask("POST", "/v1/reload", "mode=now")[0] == 200
+    assert daemon.reload_now()[0] == 200
 
 
 def destroy(daemon: Daemon) -> None:
@@ -47,7 +47,7 @@ def change_and_change_back(daemon: Daemon) -> None:
     reload_now(daemon, OTHER)
     eventually(lambda: len(daemon.host.gpus[0].mig_devices()) == 7, "the other layout")
     file.write_text(before)
-    assert daemon.ask("POST", "/v1/reload", "mode=now")[0] == 200
+    assert daemon.reload_now()[0] == 200
 
 
 def reboot(daemon: Daemon) -> None:
@@ -98,6 +98,21 @@ def test_a_lease_by_name_continues_on_an_instance_created_again(
     daemon.kill()
     daemon.start().wait_ready()
     assert environment(daemon)["CUDA_VISIBLE_DEVICES"] == uuid
+
+
+def test_now_takes_no_lease_away_that_was_taken_after_the_list(daemon: Daemon) -> None:
+    device = device_of(daemon)
+    daemon.host.divide(OTHER)
+    listed = daemon.get("/v1/plan")[1]
+    job = take(daemon, f"devices={device['addr']}&holder.name=job-17&holder.ttl_s=600")
+    status, answer = daemon.ask("POST", "/v1/reload", f"mode=now&confirmation={listed['confirmation']}")
+    assert (status, answer["code"]) == (409, "not_confirmed")
+    assert f"lease {job['id'][:8]} on {device['addr']} of job-17 of root" in answer["detail"]
+    assert device_of(daemon)["lease"] == job["id"]
+    assert daemon.reload_now()[0] == 200
+    eventually(lambda: len(daemon.host.gpus[0].mig_devices()) == 7, "the other layout")
+    told = [event["what"] for event in daemon.get("/v1/events?kind=configuration")[1]["events"]]
+    assert f"ends or removes lease {job['id'][:8]} on {device['addr']} of job-17 of root" in told
 
 
 def test_while_its_instance_is_missing_a_lease_is_a_problem(daemon: Daemon) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, TypedDict
 
 from yunion_mps import enums
+from yunion_mps.answers.devices import MpsClient
 from yunion_mps.answers.fields import (
     Count,
     Field,
@@ -208,6 +209,11 @@ class ChangeList(TypedDict):
     changes: list[Change]
     pending: Annotated[list[Pending], Field("What has not taken effect yet.")]
     losses: Annotated[list[Loss], Field("What a reload with the mode `now` would also remove.")]
+    clients: Annotated[list[MpsClient], Field("The clients that it would end.")]
+    errors: Annotated[list[str], Field("Why these might not be all clients.")]
+    confirmation: Annotated[
+        str, Field("Confirms all of that in a reload with the mode `now`; empty if nothing would be lost.")
+    ]
 
 
 class Reexec(TypedDict):

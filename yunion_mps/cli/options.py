@@ -178,10 +178,10 @@ def refuse_unattended(yes: bool) -> None:
         raise click.UsageError("This ends jobs, and there is no terminal to ask for confirmation: add --yes.")
 
 
-def confirm(question: str, yes: bool) -> None:
-    """Ask for confirmation unless `yes`; raises YunionError if it is denied."""
+def confirm(question: str, yes: bool, done: str = "nothing was changed, and no job was ended") -> None:
+    """Ask for confirmation unless `yes`; raises YunionError, with what was `done`, if it is denied."""
     if not yes and not click.confirm(question, err=True):
-        raise YunionError("cancelled: nothing was changed, and no job was ended")
+        raise YunionError(f"cancelled: {done}")
 
 
 #: Formats of an environment.

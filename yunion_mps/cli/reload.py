@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import click
@@ -37,6 +37,7 @@ from yunion_mps.reasons import (
     LEASES_PENDING,
     LIMITS_PENDING,
     MODE_NEEDS,
+    NOT_CONFIRMED,
     SETTLING,
     hint_of,
 )
@@ -45,7 +46,7 @@ from yunion_mps.units import duration_text
 from yunion_mps.users import AT_ONCE
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Change, ChangeList, ClientList, MpsClient, Pending, Status, StatusProblem
+    from yunion_mps.answers import Change, ChangeList, MpsClient, Pending, Status, StatusProblem
 
 
 #: What MIG layouts would remove.
@@ -67,6 +68,10 @@ _POLL_S = 0.5
 _UNREACHABLE_TIMEOUT_S, _REEXEC_TIMEOUT_S = 60.0, 120.0
 #: The default timeout of `--now`: servers end within moments.
 _NOW_S = 60
+_NOTHING_DONE = "nothing was changed, and no job was ended"
+_RELOADED = "the configuration was reloaded, and the jobs that were listed before were ended, but no others"
+#: How often `--now` lists what would be lost because there is more than before.
+_MOST_LISTINGS = 5
 #: What ends by itself, as leases and jobs do, is awaited, unlike what lasts until the operator acts.
 _AWAITED = {LIMITS_PENDING, LEASES_PENDING, *LAYOUT_WAITS}
 _NEEDS = {*LAYOUT_NEEDS, DRIVER_HUNG}
@@ -183,17 +188,14 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
         raise click.UsageError("--timeout requires --drain or --now.")
     if yes and not now:
         raise click.UsageError("--yes requires --now.")
-    jobs: list[MpsClient] = []
     if now:
         refuse_unattended(yes)
-        jobs = _confirm(yes)
-    # The reload must be accepted before any job is ended.
-    answer = call(RELOAD, mode=None if jobs else "now" if now else "drain" if drain else None)
-    status, waits = call(GET_STATUS), drain or now
+        answer, status = _reload_now(yes)
+    else:
+        answer = call(RELOAD, mode="drain" if drain else None)
+        status = call(GET_STATUS)
+    waits = drain or now
     try:
-        if jobs:
-            _end(jobs)
-            answer = _with(answer, call(RELOAD, mode="now"))
         if waits:
             status = _wait(timeout or (None if drain else _NOW_S))
             answer = _in_effect(answer, status)
@@ -207,8 +209,10 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     _refuse_if_not_serving(status)
 
 
-def _with(answer: ChangeList, later: ChangeList) -> ChangeList:
+def _with(answer: ChangeList | None, later: ChangeList) -> ChangeList:
     """Return a reload's answer with the further changes of a later reload, and what is pending after that."""
+    if answer is None:
+        return later
     listed = {(change["kind"], change["subject"]) for change in answer["changes"]}
     others = [one for one in later["changes"] if (one["kind"], one["subject"]) not in listed]
     return {**later, "changes": [*answer["changes"], *others]}
@@ -240,23 +244,45 @@ def _describe_reload(answer: ChangeList, status: Status, *, waits: bool) -> str:
     return text + ("See who holds the leases: yunion-mps who\n" if has_leases else "")
 
 
-def _confirm(yes: bool) -> list[MpsClient]:
-    """Print what `--now` ends or removes, and return the jobs; raises YunionError unless confirmed."""
-    plan, verb = call(GET_PLAN), "will" if yes else "would"
-    would_end = _would_end(plan, call(GET_STATUS))
-    answer: ClientList | None = call(GET_CLIENTS) if would_end else None
-    clients = [client for client in answer["clients"] if would_end(client)] if answer and would_end else []
-    errors = answer["errors"] if answer else []
-    if clients:
-        click.echo(f"These jobs {verb} be ended:\n{clients_table(clients)}", nl=False, err=True)
-    for error in errors:
+def _reload_now(yes: bool) -> tuple[ChangeList, Status]:
+    """List what `--now` ends or removes, ask for confirmation, and do it; return the answer and the status.
+
+    If more would be lost than was listed, it is listed and has to be confirmed again.
+    """
+    accepted: ChangeList | None = None
+    for _ in range(_MOST_LISTINGS):
+        plan = call(GET_PLAN)
+        done = _RELOADED if accepted else _NOTHING_DONE
+        _confirm(plan, yes, done)
+        try:
+            # The reload must be accepted before any job is ended.
+            if plan["clients"]:
+                accepted = _with(accepted, call(RELOAD))
+                _end(plan["clients"])
+            answer = call(RELOAD, mode="now", confirmation=plan["confirmation"])
+        except YunionError as error:
+            if error.code != NOT_CONFIRMED:
+                raise
+            print_notice(error.message)
+        else:
+            return _with(accepted, answer), call(GET_STATUS)
+    what = f"more jobs began each of the {_MOST_LISTINGS} times that the jobs were listed and ended"
+    raise YunionError(what, "admit no new jobs, and wait for the running ones: yunion-mps reload --drain")
+
+
+def _confirm(plan: ChangeList, yes: bool, done: str) -> None:
+    """Print what `--now` ends or removes; raises YunionError, with what was `done`, unless confirmed."""
+    verb = "will" if yes else "would"
+    if plan["clients"]:
+        table_of_jobs = clients_table(plan["clients"])
+        click.echo(f"These jobs {verb} be ended:\n{table_of_jobs}", nl=False, err=True)
+    for error in plan["errors"]:
         print_notice(f"not all clients are known: {error}")
     if plan["losses"]:
         losses = table(_LOSSES, plan["losses"])
         click.echo(f"The MIG layouts {verb} remove these:\n{losses}", nl=False, err=True)
-    if clients or errors or plan["losses"]:
-        confirm("Continue?", yes)
-    return clients
+    if plan["confirmation"]:
+        confirm("Continue?", yes, done)
 
 
 def _end(jobs: Iterable[MpsClient]) -> None:
@@ -273,28 +299,6 @@ def _end(jobs: Iterable[MpsClient]) -> None:
             print_notice(
                 f"PID {job['pid']} is still running; end it: yunion-mps terminate {job['pid']} --force"
             )
-
-
-def _would_end(plan: ChangeList, status: Status) -> Callable[[MpsClient], bool] | None:
-    """Return a predicate for clients whose servers delay a change; None if nothing is delayed.
-
-    A new change waits for all servers of its domain or its GPUs, a pending one for those that it names.
-    """
-    late = {change["subject"] for change in plan["changes"] if not change["at_once"]}
-    uuids = {gpu["uuid"] for gpu in call(GET_GPUS)["gpus"] if gpu["addr"] in late}
-    domains: set[str] = set()
-    servers: set[int | None] = {None}  # a client whose server is unknown could use any of them
-    for domain in status["domains"]:
-        if domain["name"] in late or uuids.intersection(domain["gpus"]):
-            domains.add(domain["name"])
-        servers.update(domain["waits_for"])
-    waiting = {domain["name"] for domain in status["domains"] if domain["pending"]}
-    if not domains and not waiting:
-        return None
-    return lambda client: (
-        client["mps"] is not False
-        and (client["domain"] in domains or (client["domain"] in waiting and client["server"] in servers))
-    )
 
 
 def _wait(timeout_s: int | None) -> Status:

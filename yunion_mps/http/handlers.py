@@ -125,8 +125,10 @@ class Handlers:
     async def get_plan(self, _: Request) -> answers.ChangeList:
         return await self._services.reloader.plan()
 
-    async def reload(self, _: Request, *, mode: str | None) -> answers.ChangeList:
-        return await self._services.reloader.reload(drain=mode == "drain", now=mode == "now")
+    async def reload(self, _: Request, *, mode: str | None, confirmation: str | None) -> answers.ChangeList:
+        return await self._services.reloader.reload(
+            drain=mode == "drain", now=mode == "now", confirmation=confirmation or ""
+        )
 
     async def reexec(self, _: Request) -> answers.Reexec:
         return await self._services.reloader.reexec()

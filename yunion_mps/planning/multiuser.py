@@ -6,10 +6,10 @@ except root (CUDA_ERROR_NOT_PERMITTED). So GPUs that are not known to be Volta o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from yunion_mps.enums import MPS
-from yunion_mps.models import Gpu, Inventory, Plan
+from yunion_mps.models import DomainPlan, Gpu, Inventory, Plan
 from yunion_mps.planning.division import enforces_budgets, why_unenforced
 from yunion_mps.reasons import MULTIUSER_UNSUPPORTED, Reason
 from yunion_mps.settings import Config
@@ -48,13 +48,8 @@ def describe_users(plan: Plan, inventory: Inventory, *, knows_multiuser: bool | 
         return ""
     if not alone:
         return "jobs of all users run at the same time"
-    one_user_gpus: set[str] = set()
-    for domain in alone:
-        one_user_gpus.update(domain.gpu_uuids)
-    together: set[str] = set()
-    for domain in plan.domains:
-        if domain.multiuser:
-            together.update(domain.gpu_uuids)
+    together = _gpu_uuids(domain for domain in plan.domains if domain.multiuser)
+    one_user_gpus = _gpu_uuids(alone)
     gpus = [gpu for gpu in inventory.gpus if gpu.uuid in one_user_gpus]
     is_shared = any(len(domain.gpu_uuids) > 1 for domain in alone)
     places = _places(gpus, is_shared=is_shared, has_others=bool(together))
@@ -86,3 +81,10 @@ def _places(gpus: Sequence[Gpu], *, is_shared: bool, has_others: bool) -> str:
 
 def _name(gpu: Gpu) -> str:
     return f"{gpu.address} ({gpu.name})" if gpu.name else gpu.address
+
+
+def _gpu_uuids(domains: Iterable[DomainPlan]) -> set[str]:
+    uuids: set[str] = set()
+    for domain in domains:
+        uuids.update(domain.gpu_uuids)
+    return uuids

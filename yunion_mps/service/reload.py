@@ -6,12 +6,12 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.enums import APPLYING, STARTING
-from yunion_mps.errors import ConfigError, HostError, ShortageError, YunionError
+from yunion_mps.errors import ConfigError, HostError, NotConfirmedError, ShortageError, YunionError
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.leases.holders import describe_holder
@@ -19,7 +19,15 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import GPU_NEEDS, MODE_NEEDS, NO_REASON, Reason, hint_of
+from yunion_mps.service.clients import ClientService
 from yunion_mps.service.devices import domain_names
+from yunion_mps.service.reload_losses import (
+    NO_LOSSES,
+    Listings,
+    ReloadLosses,
+    clients_in_the_way,
+    refuse_unconfirmed,
+)
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import as_made, with_layout_effects, without_refused
 from yunion_mps.supervisor.compute_modes import COMPUTE_MODE
@@ -39,6 +47,7 @@ log = logging.getLogger(__name__)
 _SETTLE_TIMEOUT_S = 15.0
 #: How long the new program may take to check the configuration.
 _CHECK_TIMEOUT_S = 90.0
+_NO_SERVER_ENDED = "the configuration was reloaded, but no MPS server was ended"
 
 
 class LoopControl(NamedTuple):
@@ -54,6 +63,15 @@ class LoopControl(NamedTuple):
     reexec: Callable[[], None]
 
 
+class _Foreseen(NamedTuple):
+    """What a reload would do: `removed` has what MIG layouts remove, by GPU UUID."""
+
+    plan: Plan
+    changes: list[Change]
+    removed: Mapping[str, Losses]
+    losses: ReloadLosses
+
+
 class Reloader:
     """Carries out reloads and re-execs, one at a time."""
 
@@ -63,13 +81,16 @@ class Reloader:
         supervisor: Supervisor,
         ledger: Ledger,
         containers: Containers,
+        clients: ClientService,
         control: LoopControl,
     ) -> None:
         self._paths = paths
         self._supervisor = supervisor
         self._ledger = ledger
         self._containers = containers
+        self._clients = clients
         self._control = control
+        self._listings = Listings()
         #: Held while the plan or a compute mode changes.
         self.lock = asyncio.Lock()
 
@@ -78,37 +99,47 @@ class Reloader:
         async with self.lock:
             preflight = await self._run_preflight()
             try:
-                plan, changes = self._supervisor.plan_for(preflight, self._ledger.lease_waits)
-                changes = _with(changes, await self._corrections(preflight))
-                forecast = await self._forecast(plan, preflight)
-                changes = with_layout_effects(changes, forecast.effects)
-                losses = self._rows_of(forecast.losses, preflight)
+                foreseen = await self._foresee(preflight)
+                corrections = await self._corrections(preflight)
             finally:
                 self._close(preflight)
-        return self._answer(changes, plan, losses)
+        changes = _with(foreseen.changes, corrections)
+        return self._answer(changes, foreseen.plan, foreseen.losses)
 
     async def reload(
-        self, requester: str = "a client", *, drain: bool = False, now: bool = False
+        self,
+        requester: str = "a client",
+        *,
+        drain: bool = False,
+        now: bool = False,
+        confirmation: str = "",
     ) -> answers.ChangeList:
         """Read the files again and bring them into effect; raises YunionError, with nothing changed.
 
-        With `drain` the servers that keep old limits get no new clients, and with `now` they are ended.
+        With `drain` the servers that keep old limits get no new clients. With `now` they are ended, and MIG
+        layouts do not wait for leases. What is lost by this must have been listed by the plan with this
+        `confirmation`; if more would be lost, this raises NotConfirmedError. It does so, too, if a job has
+        begun before the servers could be ended: then all else is in effect, and the servers are not ended.
         """
         async with self.lock:
             try:
                 self._supervisor.refuse_if_unsafe()
                 preflight = await self._run_preflight()
-                confirmed = await self._confirmed(preflight) if now else {}
+                confirmed = self._listings.confirmed_by(confirmation)
+                foreseen = await self._confirmed(preflight, confirmed) if now else None
                 changes = self._accept(preflight)
             except YunionError as error:
                 self._record_refusal(requester, error)
                 raise
-            self._supervisor.layouts.confirm(confirmed)
+            self._supervisor.layouts.confirm(foreseen.removed if foreseen else {})
+            if foreseen:
+                self._record_losses(requester, foreseen.losses)
             done = await self.set_modes()
             self._supervisor.apply(asyncio.get_running_loop().time())
             self._control.tick()
             await self._settle()
-            if drain or now:
+            refusal = await self._why_no_server_is_ended(confirmed) if now else None
+            if (drain or now) and not refusal:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time(), force=now)
                 self._control.tick()
             done += await self.set_modes()  # of GPUs whose control daemons have ended meanwhile
@@ -129,6 +160,9 @@ class Reloader:
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"
         )
         self._control.poll_now.set()
+        if refusal:
+            log.warning("%s", refusal.message)
+            raise refusal
         return self._answer(changes, self._supervisor.desired.plan)
 
     async def set_modes(self) -> list[Change]:
@@ -243,14 +277,49 @@ class Reloader:
             for setting, (uuid, before, after) in supervisor.modes.find_corrections(target, gpus, slices)
         ]
 
-    async def _confirmed(self, preflight: Preflight) -> Mapping[str, Losses]:
-        """What this reload may remove, now or later: only what the operator has confirmed."""
+    async def _foresee(self, preflight: Preflight) -> _Foreseen:
+        """What a reload would change and, with `now`, what would be lost."""
+        plan, changes = self._supervisor.plan_for(preflight, self._ledger.lease_waits)
+        forecast = await self._forecast(plan, preflight)
+        changes = with_layout_effects(changes, forecast.effects)
+        losses = await self._clients_in_the_way(changes)
+        losses = losses._replace(devices=self._rows_of(forecast.losses, preflight))
+        return _Foreseen(plan, changes, forecast.losses, losses)
+
+    async def _confirmed(self, preflight: Preflight, confirmed: Collection[str]) -> _Foreseen:
+        """What a reload will change, and may remove later; raises NotConfirmedError if more would be lost."""
         try:
-            plan, _ = self._supervisor.plan_for(preflight, self._ledger.lease_waits)
-            return (await self._forecast(plan, preflight)).losses
+            foreseen = await self._foresee(preflight)
+            refuse_unconfirmed(foreseen.losses, confirmed, "nothing was changed")
         except YunionError:
             self._close(preflight)
             raise
+        return foreseen
+
+    async def _why_no_server_is_ended(self, confirmed: Collection[str]) -> NotConfirmedError | None:
+        """Look for jobs that have begun since the reload was accepted."""
+        try:
+            refuse_unconfirmed(await self._clients_in_the_way(()), confirmed, _NO_SERVER_ENDED)
+        except NotConfirmedError as error:
+            return error
+        return None
+
+    def _record_losses(self, requester: str, losses: ReloadLosses) -> None:
+        """Record what the operator has agreed to lose, because its holders will ask."""
+        for what in losses.described().values():
+            cause = f"confirmed with reload --now (requested by {requester})"
+            event = Event("info", "configuration", "reload", f"ends or removes {what}", cause)
+            self._supervisor.event_log.record(event)
+
+    async def _clients_in_the_way(self, changes: Sequence[Change]) -> ReloadLosses:
+        """The clients whose servers delay these changes, or those that are pending already."""
+        snapshot = self._supervisor.snapshot()
+        if all(change.at_once for change in changes) and not any(one.pending for one in snapshot.domains):
+            return NO_LOSSES
+        found = await self._clients.clients()
+        snapshot = self._supervisor.snapshot()
+        addresses = {str(gpu.uuid): gpu.address for gpu in snapshot.inventory.gpus}
+        return clients_in_the_way(found, changes, snapshot.domains, addresses)
 
     async def _forecast(self, plan: Plan, preflight: Preflight) -> Forecast:
         """What the MIG layouts of a plan would remove, and when they take effect."""
@@ -292,7 +361,7 @@ class Reloader:
         return [(gpus.get(uuid, uuid), why) for uuid, why in self._supervisor.layouts.pending.items()]
 
     def _answer(
-        self, changes: Sequence[Change], plan: Plan, losses: Sequence[answers.Loss] = ()
+        self, changes: Sequence[Change], plan: Plan, losses: ReloadLosses = NO_LOSSES
     ) -> answers.ChangeList:
         snapshot = self._supervisor.snapshot()
         pending: list[answers.Pending] = [
@@ -346,7 +415,14 @@ class Reloader:
             }
             for change in changes
         ]
-        return {"changes": rows, "pending": pending, "losses": [*losses]}
+        return {
+            "changes": rows,
+            "pending": pending,
+            "losses": [*losses.devices],
+            "clients": [*losses.clients],
+            "errors": [*losses.errors],
+            "confirmation": self._listings.token_of(losses),
+        }
 
     async def _check_new_program(self, *, requires_driver: bool) -> None:
         """Run the new program's --check; raises HostError with its output if it fails."""

@@ -67,5 +67,5 @@ class Services(NamedTuple):
             StatusService(queries, leases, clients),
             EventService(supervisor.event_log),
             UsageSampler(supervisor, devices, queries.usage, leases.peaks),
-            Reloader(paths, supervisor, leases.ledger, leases.containers, control),
+            Reloader(paths, supervisor, leases.ledger, leases.containers, clients, control),
         )

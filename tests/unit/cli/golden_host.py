@@ -321,9 +321,13 @@ def golden_host() -> Iterator[Cli]:
         host.metrics = lambda _: _metrics(host)
         server = {**by_hand.SERVER, "pid": 40110, "user": "root", "uid": 0, "started": _ago(_DAY)}
         host.clients.found = by_hand.clients(*CLIENTS, servers=(server,), waiting=(WAITING_CLIENT,))
-        host.reloader.planned = host.reloader.reloaded = json.loads(
-            json.dumps(by_hand.PLANNED).replace("00:06.0", "17:00.0")
-        )
+        host.reloader.reloaded = json.loads(json.dumps(by_hand.PLANNED).replace("00:06.0", "17:00.0"))
+        ended = [client for client in CLIENTS if client["mps"]]
+        host.reloader.planned = {
+            **host.reloader.reloaded,
+            "clients": ended,
+            "confirmation": "7d41f02c9be83a65",
+        }
         for ago_s, event in _EVENTS:
             host.record(event, NOW_S - ago_s)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

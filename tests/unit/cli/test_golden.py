@@ -97,7 +97,6 @@ SAME_JSON = {
     "isolated-device-list": "list",
     "lease renew job-17": "lease take job-17 --ttl 1h",
     "lease release job-17": "lease take job-17 --ttl 1h",
-    "reload": "plan",
 }
 #: What is started on a device, and the place of its lease.
 STARTED = {

@@ -23,12 +23,14 @@ from yunion_mps.reasons import (
 )
 
 from integration.daemon_host import eventually
-from unit.cli.conftest import Cli, Done, Serve
+from unit.cli.conftest import Cli, Done
 from unit.http import by_hand, snapshots
 from unit.http.by_hand import AT_ONCE, LATE, PLANNED, RELOADED, WAITS
 from unit.http.server_host import PATIENCE_S
 from unit.http.test_hand_over import go_on, hand_over
 
+#: A change that waits for the server of a job.
+ENDING: by_hand.Json = {**PLANNED, "clients": [by_hand.CLIENT], "confirmation": "70be"}
 TABLE = """\
 KIND     SUBJECT                  BEFORE              AFTER                EFFECT
 setting  cuda_mps_stop_timeout_s  10                  20                   at once
@@ -75,7 +77,7 @@ def pending(text: str = WAITS, state: str = "ready", reason: str = "") -> Snapsh
 
 def test_a_plan_that_changes_nothing_says_so_and_what_is_pending_already(own: Cli) -> None:
     assert own.good("plan") == "A reload would change nothing.\n"
-    own.host.reloader.planned = {"changes": [], "pending": RELOADED["pending"], "losses": []}
+    own.host.reloader.planned = {**by_hand.NOTHING, "pending": RELOADED["pending"]}
     title = "A reload would change nothing else; these changes are pending:\n"
     assert own.good("plan") == title + PENDING
     own.host.reloader.planned = RELOADED
@@ -87,7 +89,7 @@ def test_a_plan_that_changes_nothing_says_so_and_what_is_pending_already(own: Cl
 def test_a_plan_names_every_gpu_that_a_drain_would_close(own: Cli, scope: str, servers: int) -> None:
     own.host.snapshot = snapshots.snapshot(snapshots.P40, snapshots.H100, replicas=4, scope=scope)
     own.host.clients.found = by_hand.clients(servers=(by_hand.SERVER,) * servers)
-    own.host.reloader.planned = {"changes": [LATE], "pending": [], "losses": []}
+    own.host.reloader.planned = {**by_hand.NOTHING, "changes": [LATE]}
     gpus = "00:06.0, 0001:e1:00.0"
     told = f"With reload --drain, no GPU of domain host ({gpus}) would get new jobs until the changes take"
     assert (told in own.good("plan")) is (scope == "host" and servers == 1)
@@ -95,7 +97,7 @@ def test_a_plan_names_every_gpu_that_a_drain_would_close(own: Cli, scope: str, s
 
 def test_a_missing_value_before_or_after_is_a_dash(own: Cli) -> None:
     change = {**AT_ONCE, "kind": "control daemon", "subject": "host", "before": "", "after": "1 GPU in /p"}
-    own.host.reloader.planned = {"changes": [change], "pending": [], "losses": []}
+    own.host.reloader.planned = {**by_hand.NOTHING, "changes": [change]}
     assert "control daemon  host     -       1 GPU in /p  at once\n" in own.good("plan")
 
 
@@ -194,7 +196,7 @@ def test_a_drain_that_takes_too_long_fails_and_says_what_it_waited_for(own: Cli)
 
 
 def test_now_says_whom_it_ends_and_with_yes_does_not_ask(own: Cli) -> None:
-    own.host.reloader.planned, own.host.reloader.reloaded = PLANNED, by_hand.NOTHING
+    own.host.reloader.planned, own.host.reloader.reloaded = ENDING, by_hand.NOTHING
     done = own("reload", "--now", "--yes")
     assert (done.code, done.out) == (0, SAME)
     assert re.fullmatch(CLIENTS, done.err)
@@ -208,15 +210,9 @@ def test_now_shows_what_is_in_effect_when_it_ends(own: Cli) -> None:
 
 
 def test_now_says_which_job_it_could_not_end(own: Cli) -> None:
-    own.host.reloader.planned, own.host.clients.ended = PLANNED, False
+    own.host.reloader.planned, own.host.clients.ended = ENDING, False
     done = own("reload", "--now", "--yes")
     assert done.err.endswith("PID 4260 is still running; end it: yunion-mps terminate 4260 --force\n")
-
-
-def test_now_leaves_processes_outside_mps_alone(own: Cli) -> None:
-    own.host.reloader.planned = PLANNED
-    own.host.clients.found = by_hand.clients({**by_hand.CLIENT, "mps": False, "server": None})
-    assert own("reload", "--now", "--yes") == (0, SAME, "")
 
 
 def test_reload_now_waits_for_the_jobs_up_to_its_timeout(own: Cli) -> None:
@@ -228,58 +224,9 @@ def test_reload_now_waits_for_the_jobs_up_to_its_timeout(own: Cli) -> None:
     assert f"still pending after 1s: host: {WAITS}; {REST} [limits_pending]\n" in done.err
 
 
-TWO = snapshots.snapshot(snapshots.P40, snapshots.H100, scope="gpu")
-
-
-def named_by_now(serve: Serve, waits: str, changes: list[Any], *found: Any) -> list[int]:
-    """The clients that `--now` would end, with these changes and a domain that waits for the server 4250."""
-    domains = [
-        domain._replace(pending="x", waits_for=(4250,)) if domain.plan.name == waits else domain
-        for domain in TWO.domains
-    ]
-    cli = serve(TWO._replace(domains=tuple(domains)))
-    cli.host.clients.found = by_hand.clients(*found)
-    cli.host.reloader.planned = {"changes": changes, "pending": [], "losses": []}
-    process = cli.start("reload", "--now", "--yes")
-    eventually(lambda: "reload now" in cli.host.reloader.done, "the reload")
-    cli.host.snapshot = TWO._replace(version=TWO.version + 1)
-    _, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0
-    return [client["pid"] for client in found if f"\n{client['pid']}  " in err]
-
-
-@pytest.mark.parametrize(
-    ("subject", "waits", "ended"),
-    [
-        ("00:06.0", "", [4260]),
-        ("0001:e1:00.0", "", [4270]),
-        ("0001:e1:00.0", "00:06.0", [4260, 4270]),
-        ("", "00:06.0", [4260]),
-        ("", "", []),
-    ],
-)
-def test_reload_now_lists_exactly_the_jobs_that_delay_the_change(
-    serve: Serve, subject: str, waits: str, ended: list[int]
-) -> None:
-    """By a change of their GPU or domain that has to wait, or one that is pending already."""
-    first = {**by_hand.CLIENT, "domain": "00:06.0"}
-    second = {**by_hand.CLIENT, "pid": 4270, "domain": "0001:e1:00.0"}
-    changes = [AT_ONCE, *([{**LATE, "subject": subject}] if subject else [])]
-    assert named_by_now(serve, waits, changes, first, second) == ended
-
-
-def test_now_names_the_clients_that_a_pending_domain_waits_for(serve: Serve) -> None:
-    """One on the server that a new control daemon has started meanwhile has the desired limits already."""
-    old, new, unknown = (
-        {**by_hand.CLIENT, "pid": pid, "server": server, "domain": "00:06.0"}
-        for pid, server in ((4260, 4250), (4270, 4251), (4280, None))
-    )
-    assert named_by_now(serve, "00:06.0", [], old, new, unknown) == [4260, 4280]
-
-
 def test_now_asks_also_if_not_all_clients_are_known(own: Cli) -> None:
-    own.host.reloader.planned = PLANNED
-    own.host.clients.found = by_hand.clients(errors=("domain host: it does not answer",))
+    unknown = {"errors": ["domain host: it does not answer"], "confirmation": "4b1d"}
+    own.host.reloader.planned = {**PLANNED, **unknown}
     code, text = own.answered(b"n\n", "reload", "--now")
     assert (code, own.host.reloader.done) == (1, ["plan"])
     assert "yunion-mps: not all clients are known: domain host: it does not answer" in text
@@ -298,7 +245,7 @@ NOT_DONE = "yunion-mps: cancelled: nothing was changed, and no job was ended\n"
     ],
 )
 def test_reload_now_asks_for_confirmation(own: Cli, answer: bytes, code: int, end: str) -> None:
-    own.host.reloader.planned = PLANNED
+    own.host.reloader.planned = ENDING
     status, text = own.answered(answer, "reload", "--now")
     assert status == code
     assert text.startswith("These jobs would be ended:\n")
@@ -317,7 +264,11 @@ def test_nothing_is_asked_if_no_job_would_be_ended(own: Cli) -> None:
 
 
 FOREIGN = {"subject": "00:06.0-g5", "lease": None, "holder": "another program (3g.40gb)"}
-LOSING: by_hand.Json = {**by_hand.NOTHING, "losses": [by_hand.EXAMPLES["Loss"], FOREIGN]}
+LOSING: by_hand.Json = {
+    **by_hand.NOTHING,
+    "losses": [by_hand.EXAMPLES["Loss"], FOREIGN],
+    "confirmation": "10ss",
+}
 
 
 def test_a_plan_names_the_leases_and_instances_that_now_would_take_away(own: Cli) -> None:
@@ -334,6 +285,29 @@ def test_reload_now_asks_before_it_takes_leased_instances_away(own: Cli) -> None
     done = own("reload", "--now", "--yes")
     assert (done.code, own.host.reloader.done) == (0, ["plan", "plan", "reload now"])
     assert done.err == f"The MIG layouts will remove these:\n{LOSSES}"
+
+
+def test_now_lists_again_what_began_after_the_list(own: Cli) -> None:
+    """The daemon refuses the first confirmation, because it would lose more than was listed."""
+    later = {**ENDING, "confirmation": "70be2", "clients": [{**by_hand.CLIENT, "pid": 4270}]}
+    own.host.reloader.plans = [ENDING, later]
+    code, text = own.answered(b"y\nn\n", "reload", "--now")
+    assert (code, own.host.reloader.done) == (1, ["plan", "reload", "reload now", "plan"])
+    first, told, second = text.partition(f"yunion-mps: {by_hand.MORE}")
+    assert (told, "\n4260  " in first, "\n4270  " in second) == (f"yunion-mps: {by_hand.MORE}", True, True)
+    assert "the jobs that were listed before were ended, but no others" in second
+    assert [one for one in own.host.clients.done if "terminate" in one] == [
+        f"terminate 4260 for {os.geteuid()}"
+    ]
+
+
+def test_now_gives_up_if_new_jobs_begin_each_time(own: Cli) -> None:
+    own.host.reloader.plans = [{**ENDING, "confirmation": f"old{number}"} for number in range(5)]
+    own.host.reloader.planned = {**ENDING, "confirmation": "new"}
+    done = own("reload", "--now", "--yes")
+    assert (done.code, own.host.reloader.done.count("reload now")) == (1, 5)
+    assert "more jobs began each of the 5 times" in done.err
+    assert "yunion-mps reload --drain" in done.err
 
 
 def without_its_layout(reason: Reason) -> Snapshot:

@@ -12,7 +12,7 @@ from typing import Any
 
 from yunion_mps.answers import ClientList
 from yunion_mps.enums import OPENMETRICS
-from yunion_mps.errors import YunionError
+from yunion_mps.errors import NotConfirmedError, YunionError
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.router import Router
 from yunion_mps.leases.ledger import Ledger
@@ -37,7 +37,14 @@ EXAMPLES: Json = {
     for name, schema in json.loads(files("yunion_mps.http").joinpath("schemas.json").read_text()).items()
 }
 
-NOTHING: Json = {"changes": [], "pending": [], "losses": []}
+NOTHING: Json = {
+    "changes": [],
+    "pending": [],
+    "losses": [],
+    "clients": [],
+    "errors": [],
+    "confirmation": "",
+}
 AT_ONCE: Json = {
     "kind": "setting",
     "subject": "cuda_mps_stop_timeout_s",
@@ -48,7 +55,7 @@ AT_ONCE: Json = {
 }
 LATE: Json = EXAMPLES["Change"]
 WAITS = EXAMPLES["Pending"]["pending"]
-PLANNED: Json = {"changes": [AT_ONCE, LATE], "pending": [], "losses": []}
+PLANNED: Json = {**NOTHING, "changes": [AT_ONCE, LATE]}
 RELOADED: Json = {**PLANNED, "pending": [EXAMPLES["Pending"]]}
 
 SERVER: Json = EXAMPLES["MpsServer"]
@@ -136,17 +143,29 @@ class _ByHand:
         self.done.append(what)
 
 
+MORE = "nothing was changed: it would also end or remove what was not confirmed: PID 4270"
+
+
 class FakeReloader(_ByHand, Reloader):
     """A configuration whose change is given by hand."""
 
     planned = reloaded = NOTHING
+    #: The next plans, before `planned`; each is out of date as soon as it is answered.
+    plans: Sequence[Any] = ()
 
     async def plan(self) -> Any:
         await self._pass("plan")
-        return self.planned
+        if not self.plans:
+            return self.planned
+        first, *self.plans = self.plans
+        return first
 
-    async def reload(self, requester: str = "", *, drain: bool = False, now: bool = False) -> Any:
+    async def reload(
+        self, requester: str = "", *, drain: bool = False, now: bool = False, confirmation: str = ""
+    ) -> Any:
         await self._pass("reload" + (" drain" if drain else "") + (" now" if now else ""))
+        if now and confirmation != self.planned["confirmation"]:
+            raise NotConfirmedError(MORE)
         return self.reloaded
 
     async def reexec(self, *, requires_driver: bool = False) -> Any:

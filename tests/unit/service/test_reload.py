@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from yunion_mps.containers.publisher import CdiPublisher
+from yunion_mps.errors import NotConfirmedError
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.reasons import COMPUTE_MODE_FIXED
 from yunion_mps.service.devices import devices_json
 from yunion_mps.service.queries import Queries
-from yunion_mps.service.reload import LoopControl
+from yunion_mps.service.reload import LoopControl, Reloader
+from yunion_mps.service.reload_losses import NO_LOSSES, ReloadLosses
 from yunion_mps.service.services import Services
 
 from simhost.host import SHARED
+from unit.http import by_hand
 from unit.supervised import Begin, Supervised
 
 pytestmark = pytest.mark.processes  # the control daemon is real
 
+#: Changes something about a Reloader before it reloads.
+Prepare = Callable[[Reloader], None]
+
 TWO = [{"kind": "v100"}, {"kind": "v100"}]
 
 
-def reload(made: Supervised) -> list[tuple[str, str]]:
+def reload(
+    made: Supervised, prepare: Prepare = lambda _: None, *, now: bool = False
+) -> list[tuple[str, str]]:
     """Reload as a client does; returns the kind and the subject of each change."""
     supervisor = made.supervisor
 
@@ -38,7 +47,8 @@ def reload(made: Supervised) -> list[tuple[str, str]]:
 
         control = LoopControl((), asyncio.Event(), tick, lambda: None)
         services = Services.of(made.paths, supervisor, queries, CdiPublisher(made.paths, supervisor), control)
-        return await services.reloader.reload()
+        prepare(services.reloader)
+        return await services.reloader.reload(now=now)
 
     changes = asyncio.run(answer())["changes"]
     return sorted((change["kind"], change["subject"]) for change in changes)
@@ -89,3 +99,25 @@ def test_nothing_of_a_gpu_that_is_not_there_changes_but_its_removal(begin: Begin
     assert [subject for _, subject in reload(made)] == ["host", "host"]
     host.divide("type: OTHER", 4)
     assert reload(made) == [("budget", "00:06.0")]
+
+
+def test_now_ends_no_server_if_a_job_began_after_the_reload_was_accepted(begin: Begin) -> None:
+    """All else is in effect; the operator is told, and can list the jobs again."""
+    host, made = begin(TWO, 4)
+    drained = []
+    made.supervisor.fleet.drain = lambda *_, **how: drained.append(how)  # type: ignore[method-assign]
+
+    def let_a_job_begin(reloader: Reloader) -> None:
+        job: Any = by_hand.CLIENT
+        looks = iter([NO_LOSSES, ReloadLosses([job])])
+
+        async def clients_in_the_way(_: object) -> ReloadLosses:
+            return next(looks)
+
+        reloader._clients_in_the_way = clients_in_the_way  # type: ignore[assignment, method-assign]
+
+    host.divide(2)
+    what = "the configuration was reloaded, but no MPS server was ended: .*PID 4260 of alice"
+    with pytest.raises(NotConfirmedError, match=what):
+        reload(made, let_a_job_begin, now=True)
+    assert (drained, made.available) == ([], 2)

@@ -1,0 +1,126 @@
+"""What `reload --now` ends or removes, and whether the operator has confirmed all of it. No I/O."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from yunion_mps.errors import NotConfirmedError
+from yunion_mps.models import DomainStatus
+from yunion_mps.service.holdings import ID_LENGTH
+from yunion_mps.supervisor import Change
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import ClientList, Loss, MpsClient
+
+#: The name of the loss if the control daemons do not list all clients.
+_UNKNOWN_CLIENTS = "unknown clients"
+_TOKEN_BYTES = 8
+#: How many different listings are remembered.
+_REMEMBERED = 64
+#: How many losses an error names.
+_NAMED = 5
+
+
+class ReloadLosses(NamedTuple):
+    """What is lost: clients whose MPS servers are ended, leased devices, and others' MIG instances.
+
+    `errors` says why not all clients are known.
+    """
+
+    clients: Sequence[MpsClient] = ()
+    devices: Sequence[Loss] = ()
+    errors: Sequence[str] = ()
+
+    def described(self) -> dict[str, str]:
+        """Describe each loss by its name: a PID, the id of a lease, or the address of an instance."""
+        found = {}
+        for client in self.clients:
+            found[str(client["pid"])] = f"PID {client['pid']} of {client['user']} ({client['command']})"
+        for loss in self.devices:
+            if loss["lease"]:
+                short = loss["lease"][:ID_LENGTH]
+                found[loss["lease"]] = f"lease {short} on {loss['subject']} of {loss['holder']}"
+            else:
+                found[loss["subject"]] = f"instance {loss['subject']} of {loss['holder']}"
+        for error in self.errors:
+            found[_UNKNOWN_CLIENTS] = f"clients that are not known ({error})"
+        return found
+
+
+NO_LOSSES = ReloadLosses()
+
+
+class Listings:
+    """What was listed for an operator, who confirms it by its token. The last ones are remembered."""
+
+    def __init__(self) -> None:
+        #: The names of the losses that each token confirms, in the order in which they were listed.
+        self._listed: dict[str, frozenset[str]] = {}
+
+    def token_of(self, losses: ReloadLosses) -> str:
+        """Return the token that confirms these losses; empty if there are none."""
+        names = frozenset(losses.described())
+        if not names:
+            return ""
+        token = os.urandom(_TOKEN_BYTES).hex()
+        for known, listed in self._listed.items():
+            if listed == names:
+                token = known
+        self._listed.pop(token, None)
+        self._listed[token] = names
+        if len(self._listed) > _REMEMBERED:
+            oldest = next(iter(self._listed))
+            del self._listed[oldest]
+        return token
+
+    def confirmed_by(self, token: str) -> frozenset[str]:
+        """Return the names of the losses that this token confirms; empty if it is no longer known."""
+        return self._listed.get(token, frozenset())
+
+
+def refuse_unconfirmed(losses: ReloadLosses, confirmed: Collection[str], done: str) -> None:
+    """Raise NotConfirmedError if something would be lost whose name is not confirmed.
+
+    `done` says what was done before.
+    """
+    others = [what for name, what in losses.described().items() if name not in confirmed]
+    if others:
+        named = "; ".join(others[:_NAMED])
+        if len(others) > _NAMED:
+            named += f"; and {len(others) - _NAMED} more"
+        raise NotConfirmedError(f"{done}: it would also end or remove what was not confirmed: {named}")
+
+
+def clients_in_the_way(
+    clients: ClientList,
+    changes: Iterable[Change],
+    domains: Sequence[DomainStatus],
+    addresses: Mapping[str, str],
+) -> ReloadLosses:
+    """Return the clients whose MPS servers delay a change; `addresses` are those of GPUs (UUIDs).
+
+    A change that is yet to be made waits for all servers of its domain or its GPUs, and a pending one for
+    those that its domain names.
+    """
+    late = {change.subject for change in changes if not change.at_once}
+    changed: set[str] = set()
+    waiting: set[str] = set()
+    servers: set[int | None] = {None}  # a client whose server is unknown could use any of them
+    for domain in domains:
+        name = domain.plan.name
+        subjects = {name, *(addresses.get(uuid, uuid) for uuid in domain.plan.gpu_uuids)}
+        if not late.isdisjoint(subjects):
+            changed.add(name)
+        if domain.pending:
+            waiting.add(name)
+        servers.update(domain.waits_for)
+    if not changed and not waiting:
+        return NO_LOSSES
+    found = []
+    for client in clients["clients"]:
+        waited_for = client["domain"] in waiting and client["server"] in servers
+        if client["mps"] is not False and (client["domain"] in changed or waited_for):
+            found.append(client)
+    return ReloadLosses(clients=found, errors=clients["errors"])
