@@ -13,7 +13,16 @@ from yunion_mps.host.proc import user_name
 
 from integration.conftest import AtWork, MakeAtWork, MakeDivided
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import STRANGER, Asker, Connection, needs_root, stranger, take, wait_until_wait
+from integration.lease_host import (
+    STRANGER,
+    Asker,
+    Connection,
+    leases_of,
+    needs_root,
+    stranger,
+    take,
+    wait_until_wait,
+)
 from unit.http.server_host import as_user
 
 FIRST_GPU, SECOND_GPU = "00:06.0", "00:07.0"
@@ -201,3 +210,25 @@ def test_root_names_the_user_of_a_lease_that_it_takes(
 def test_a_lease_by_name_of_an_unknown_user_keeps_nobody_out(idle: AtWork, other_user: Connection) -> None:
     take(idle.daemon, f"holder.name=pod&holder.ttl_s=600&gpu={FIRST_GPU}")
     assert take(other_user, f"{JOB}&gpu={SECOND_GPU}")["gpus"] == [SECOND_GPU]
+
+
+def test_no_later_request_overtakes_another_user_s_after_a_restart(idle: AtWork) -> None:
+    """The job ends while the daemon is away, and its user asks again before the other one does."""
+    daemon = idle.daemon
+    with contextlib.ExitStack() as jobs:
+        own = jobs.enter_context(daemon.host.popen(["yunion-mps", "run", "--gpu", FIRST_GPU, "sleep", "600"]))
+        jobs.callback(own.kill)
+        eventually(lambda: len(leases_of(daemon)) == 1, "the job's lease")
+        member = {"user": STRANGER, "extra_groups": [daemon.socket_path.stat().st_gid]}
+        command = ["yunion-mps", "run", "--wait=600", "--gpu", SECOND_GPU, "sleep", "600"]
+        other = jobs.enter_context(daemon.host.popen(command, **member))
+        jobs.callback(other.kill)
+        wait_until_wait(daemon, 1)
+        daemon.kill()
+        own.kill()
+        own.wait()
+        daemon.start().wait_ready()
+        status, problem = daemon.ask("POST", "/v1/leases", f"gpu={FIRST_GPU}")
+        assert (status, problem["code"]) == (423, "other_user")
+        (lease,) = leases_of(daemon)
+        assert (lease["uid"], lease["pid"]) == (STRANGER, other.pid)

@@ -23,6 +23,8 @@ from yunion_mps.models import Device, Holder, Lease
 
 #: How long after the daemon's start a repeated request still gets its earlier position, in s.
 REPEAT_TIMEOUT_S = 60.0
+#: How long later requests wait for that: clients repeat a request every 0.2 s while the daemon is away.
+PROMPT_REPEAT_TIMEOUT_S = 10.0
 #: The types of a device's first fields; its memory follows, which may be unknown.
 _DEVICE = (str, str, str, int)
 
@@ -136,11 +138,12 @@ class QueuePositions:
         self._last = 0
         #: Position and start time of requests that an earlier daemon had queued, until they are repeated.
         self._restored: dict[tuple[int, str], tuple[int, float]] = {}
-        self._repeat_deadline_s = 0.0
+        self._repeat_deadline_s = self._prompt_repeat_deadline_s = 0.0
 
     def restore(self, now_s: float) -> None:
         """Read the positions that an earlier daemon stored since the boot; `now_s` is monotonic."""
         self._repeat_deadline_s = now_s + REPEAT_TIMEOUT_S
+        self._prompt_repeat_deadline_s = now_s + PROMPT_REPEAT_TIMEOUT_S
         boot_id = self._store.boot_id
         with contextlib.suppress(HostError):
             rows = self._store.read(
@@ -160,6 +163,15 @@ class QueuePositions:
             self._last += 1
             place = self._last, wall_s
         return queued._replace(position=place[0], since_s=place[1])
+
+    def has_to_wait(self, queued: QueuedRequest, now_s: float) -> bool:
+        """Whether an earlier request is still to be repeated after a restart, before this one's turn.
+
+        Clients repeat theirs within a moment; those that have ended meanwhile do not.
+        """
+        if now_s >= self._prompt_repeat_deadline_s:
+            return False
+        return any(position < queued.position for position, _ in self._restored.values())
 
     def store(self, queued: QueuedRequest) -> None:
         if queued.key:

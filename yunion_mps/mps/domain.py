@@ -238,6 +238,12 @@ class Domain(StateMachine):
         if polled_s is not None:
             self._polled_s = polled_s
 
+    def read_log(self) -> bool:
+        """Read what is new in the log; return whether a tick is due because something became of a server."""
+        if self.control.log.report():
+            self._is_due = True
+        return self._is_due
+
     def take_poll_request(self) -> bool:
         """Whether NVML is to be polled at once; true only once for each cause."""
         requested, self._wants_poll = self._wants_poll, False
@@ -312,7 +318,7 @@ class Domain(StateMachine):
         self._rollover.limits_found(result)
         self.control.note_served()
         self._task = HealthMonitor(self._idle_control(), now_s)
-        self._starts.note(self.control.log.take_outcomes(), now_s)
+        self._note_outcomes(now_s)
         self._change_by_starts(now_s)
         return self._step(now_s)
 
@@ -353,15 +359,20 @@ class Domain(StateMachine):
                 self._starts.surplus_asked()
                 self._starts.blocking_servers_asked(now_s)
         self.probe_s = monitor.probe_s
-        self._starts.note(self.control.log.take_outcomes(), now_s)
+        self._note_outcomes(now_s)
         self._change_by_starts(now_s)
         if every or self.limits_in_effect.old_servers:
             due_s = min(due_s, now_s + POLL_S)
         return earliest((due_s, self._starts.due_s(now_s)))
 
+    def _note_outcomes(self, now_s: float) -> None:
+        outcomes = self.control.log.take_outcomes()
+        if outcomes:
+            self._starts.note(outcomes, now_s, is_idle=not self.server_pids())
+
     def _read_log(self, now_s: float) -> None:
         self.control.log.report()
-        self._starts.note(self.control.log.take_outcomes(), now_s)
+        self._note_outcomes(now_s)
 
     def _change_by_starts(self, now_s: float) -> None:
         """Be ready or degraded, depending on whether servers start, and tell for whom they do not."""

@@ -165,8 +165,8 @@ class LogReader:
         else:
             self._outcomes += _recent_failures(self.read().outcomes)
 
-    def report(self) -> None:
-        """Read what is new, and emit its events."""
+    def report(self) -> bool:
+        """Read what is new, and emit its events; return whether something has become of a server."""
         news = self.read()
         self._outcomes += news.outcomes
         outcomes = [
@@ -175,6 +175,7 @@ class LogReader:
         news = news._replace(outcomes=outcomes)
         for event in events_of(news, self._plan, self._servers()) if any(news) else ():
             self._emit(event)
+        return bool(self._outcomes)
 
     def take_outcomes(self) -> list[Outcome]:
         """Return what became of servers since the last call; at first, recent failures from before."""

@@ -1,9 +1,14 @@
 """For whom the MPS servers of a domain start; for whom they do not, when to try again.
 
 The control daemon itself stays healthy while its servers fail: it tries six times for each client, refuses
-it, and tries again for the next one. So after three failures within a minute, no more jobs of that user
-should be sent there, and the daemon orders a server itself until one is ready: `start_server -uid UID`. A
-client's own server that is ready shows as well that they start.
+it, and tries again for the next one. So after three failures within a minute, the daemon orders a server
+itself, `start_server -uid UID`. If that one fails as well, no more jobs of that user should be sent there,
+and more servers are ordered until one is ready. A client's own server that is ready shows as well that they
+start.
+
+The log alone proves no failure, because every local user can write lines into it: the control daemon repeats
+the newlines of a command (measured with 535). While a server runs, as an ordered one does that has started,
+the failure of an ordered one is such a line.
 
 A server runs as the user of its first client. So it can fail for one user only, perhaps because of what this
 user does, and that says nothing about the others. Whether servers start for others, the daemon finds out at
@@ -56,8 +61,9 @@ class _Servers:
     """The servers of one user: how often they failed lately, and when one is ordered next."""
 
     def __init__(self) -> None:
-        #: When they failed, until that means that they do not start; then the last failure.
+        #: When they failed, until one is ordered for that.
         self.failed_s: list[float] = []
+        #: The last failure, once an ordered one has failed, too.
         self.failure: Outcome | None = None
         self.attempts = 0
         #: When one is ordered; None if none is.
@@ -107,32 +113,40 @@ class ServerStarts:
         """The users (uids) for whom servers are ordered: that one fails is no news."""
         return {uid for uid, servers in self._servers.items() if servers.attempt_at_s is not None}
 
-    def note(self, outcomes: Iterable[Outcome], now_s: float) -> None:
-        """Take into account what became of servers, in this order, at about this time."""
+    def note(self, outcomes: Iterable[Outcome], now_s: float, *, is_idle: bool = True) -> None:
+        """Take into account what became of servers, in this order; `is_idle`: no server runs now."""
         for outcome in outcomes:
-            if outcome.kind == NOT_STARTED:
+            if outcome.kind == NOT_STARTED and self._is_ours(outcome):
+                if is_idle:
+                    self._note_failed_attempt(outcome, now_s)
+            elif outcome.kind == NOT_STARTED:
                 self._note_failure(outcome, now_s)
             elif outcome.kind == STARTED:
                 self._note_start(outcome, now_s)
             elif outcome.kind in (SERVED, ENDED, CRASHED) and outcome.pid == self._surplus:
                 self._surplus = None
 
-    def _note_failure(self, outcome: Outcome, now_s: float) -> None:
+    def _note_failed_attempt(self, outcome: Outcome, now_s: float) -> None:
+        self._end_attempt()
         uid = self._uid_of(outcome)
         servers = self._servers.setdefault(uid, _Servers())
-        if self._is_ours(outcome):
-            self._end_attempt()
-            pause_s = PAUSES_S[min(servers.attempts, len(PAUSES_S) - 1)]
-            servers.attempt_at_s = now_s + pause_s
-        elif servers.failure is None:
-            recent_s = [at_s for at_s in servers.failed_s if at_s > now_s - WITHIN_S]
-            servers.failed_s = [*recent_s, now_s]
-            if len(servers.failed_s) < MAX_FAILURES:
-                return
-            servers.attempts = 0
-            servers.attempt_at_s = now_s + PAUSES_S[0]
+        # The first attempt was to find out whether they start.
+        pause = min(max(servers.attempts - 1, 0), len(PAUSES_S) - 1)
+        servers.attempt_at_s = now_s + PAUSES_S[pause]
+        if servers.failure is None:
             self._doubt_others(now_s, uid)
         servers.failure = outcome
+
+    def _note_failure(self, outcome: Outcome, now_s: float) -> None:
+        servers = self._servers.setdefault(self._uid_of(outcome), _Servers())
+        if servers.failure:
+            servers.failure = outcome
+            return
+        recent_s = [at_s for at_s in servers.failed_s if at_s > now_s - WITHIN_S]
+        servers.failed_s = [*recent_s, now_s]
+        if len(servers.failed_s) >= MAX_FAILURES and servers.attempt_at_s is None:
+            servers.attempts = 0
+            servers.attempt_at_s = now_s
 
     def _doubt_others(self, now_s: float, uid: int) -> None:
         """Find out whether servers start for others than this user."""
@@ -169,7 +183,7 @@ class ServerStarts:
     def commands(self, now_s: float, *, is_idle: bool) -> list[str]:
         """Return what to send to the control daemon until it is delivered; `is_idle`: no server runs."""
         if self._awaited_until_s is not None and now_s >= self._awaited_until_s:
-            self._note_overdue(is_idle=is_idle)
+            self._note_overdue()
         if not is_idle or self._awaited_until_s is not None:
             return []
         if self._ordered_uid is None:
@@ -179,11 +193,11 @@ class ServerStarts:
             self._servers[self._ordered_uid].attempts += 1
         return [_start_command(self._ordered_uid)]
 
-    def _note_overdue(self, *, is_idle: bool) -> None:
+    def _note_overdue(self) -> None:
+        """Give the attempt up: its server hangs, or waits for one of another user, which is to end then."""
         if self._ordered_uid in self._servers:
             self._servers[self._ordered_uid].is_overdue = True
-        if is_idle:
-            self._end_attempt()
+        self._end_attempt()
 
     def _next_uid(self, now_s: float) -> int | None:
         """Return the user for whom a server has been due for the longest; None if none is."""

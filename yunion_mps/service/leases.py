@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 OnDisconnect = Callable[[Callable[[], None]], None]
 #: How many leases of a request may be revoked before it fails.
 _MAX_REVOKED = 3
+#: How often a request looks whether an earlier one was repeated after a restart.
+_REPEAT_CHECK_S = 0.05
 
 
 class LeaseService:
@@ -201,6 +203,8 @@ class LeaseService:
         if lease is None:
             await self._ask_users(queued.holder.user_uid)
             queued = self._positions.place(self._admit(queued), time.time(), time.monotonic())
+            while self._positions.has_to_wait(queued, time.monotonic()):  # noqa: ASYNC110 - for 10 s at most
+                await asyncio.sleep(_REPEAT_CHECK_S)
             lease, is_new, _ = await self._wait_for_grant(queued, wait_s)
         elif lease.holder.binding == "name" or lease.holder.is_awaited:
             lease = lease if lease.holder.is_awaited else self._renew(lease)

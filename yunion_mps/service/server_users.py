@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 
 from yunion_mps.errors import DriverError, HostError, ShortageError, YunionError
 from yunion_mps.host.proc import started_s, uid_of
@@ -29,8 +30,15 @@ _DRIVER_TIMEOUT_S = 2.0
 
 
 class ServerUsers:
-    def __init__(self, supervisor: Supervisor, queries: Queries, conversation: asyncio.Lock) -> None:
-        """`conversation` is held while a control daemon is queried."""
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        queries: Queries,
+        conversation: asyncio.Lock,
+        tick: Callable[[], None],
+    ) -> None:
+        """`conversation` is held while a control daemon is queried; `tick` requests a tick soon."""
+        self._tick = tick
         self._supervisor = supervisor
         self._queries = queries
         self._conversation = conversation
@@ -83,6 +91,12 @@ class ServerUsers:
         another user waits is asked, because it may keep its owner out as well. What the driver and the
         control daemons do not answer in time stays unknown.
         """
+        # Servers that fail for the last job are known before the next one is sent there.
+        is_tick_due = False
+        for domain in self._supervisor.domains:
+            is_tick_due |= domain.read_log()
+        if is_tick_due:
+            self._tick()
         to_ask = self._to_ask(uid)
         if to_ask:
             slow = HostError("the driver is slow to answer")
@@ -106,7 +120,6 @@ class ServerUsers:
             name = domain.in_effect.name
             if domain.in_effect.multiuser:
                 continue
-            domain.control.log.report()
             displaced = self._displaced(domain)
             servers = []
             for pid in domain.server_pids():

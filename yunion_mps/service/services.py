@@ -48,7 +48,7 @@ class Services(NamedTuple):
     ) -> Services:
         """All services; raises HostError if the state file cannot be used."""
         conversation = asyncio.Lock()
-        users = ServerUsers(supervisor, queries, conversation)
+        users = ServerUsers(supervisor, queries, conversation, control.tick)
         leases = LeaseService(paths, supervisor, queries, publisher, users)
         devices = ProcessDevices(supervisor, leases.ledger)
         observer = Observer(paths, supervisor, devices, queries.usage)

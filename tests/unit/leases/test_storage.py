@@ -13,6 +13,7 @@ from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.leases.storage import (
+    PROMPT_REPEAT_TIMEOUT_S,
     REPEAT_TIMEOUT_S,
     LeaseStorage,
     MemoryPeaks,
@@ -209,6 +210,25 @@ def test_the_row_of_a_request_that_waits_twice_is_the_first_one(store: Store) ->
 def test_a_request_without_an_idempotency_key_has_no_row(store: Store) -> None:
     stored(store, "").delete(queued(""))
     assert keys(store) == []
+
+
+def test_a_later_request_waits_until_an_earlier_one_is_repeated(store: Store) -> None:
+    stored(store, "a", "b")
+    positions = after(store)
+    second = positions.place(queued("b"), 500.0, 1.0)
+    later = positions.place(queued("new"), 500.0, 1.0)
+    assert (positions.has_to_wait(second, 1.0), positions.has_to_wait(later, 1.0)) == (True, True)
+    first = positions.place(queued("a"), 500.0, 1.0)
+    assert not any(positions.has_to_wait(one, 1.0) for one in (first, second, later))
+
+
+def test_a_later_request_waits_only_a_moment_for_clients_that_have_ended(store: Store) -> None:
+    stored(store, "a")
+    positions = after(store)
+    later = positions.place(queued("new"), 500.0, 1.0)
+    assert positions.has_to_wait(later, PROMPT_REPEAT_TIMEOUT_S - 0.1)
+    assert not positions.has_to_wait(later, PROMPT_REPEAT_TIMEOUT_S)
+    assert place(positions, "a", PROMPT_REPEAT_TIMEOUT_S) == (1, 1000.0), "it still gets its position"
 
 
 def test_positions_end_with_the_boot(store: Store) -> None:

@@ -16,18 +16,27 @@ ROOT_STARTED = OURS_STARTED._replace(uid=0)
 START_AS_ROOT = ["start_server -uid 0"]
 
 
-def failing(now_s: float = 0.0) -> ServerStarts:
-    """Servers fail for 1000, who is the user of the control daemon, too."""
+def failing() -> ServerStarts:
+    """Servers fail for 1000, who is the user of the control daemon, too: those of clients and one ordered."""
     starts = ServerStarts(1000)
-    starts.note([FAILED] * 3, now_s)
+    starts.note([FAILED] * 3, 0.0)
+    assert order(starts, 0.0) == START
+    starts.note([OURS_FAILED], 0.0)
     return starts
 
 
 def failing_for_one() -> ServerStarts:
     """Servers fail for 1000, but the control daemon's user is root."""
     starts = ServerStarts(0)
-    starts.note([FAILED] * 3, 0.0)
+    fail(starts, 1000, 0.0)
     return starts
+
+
+def fail(starts: ServerStarts, uid: int, now_s: float) -> None:
+    """Have three servers of clients of this user fail, and one that is ordered for that."""
+    starts.note([FAILED._replace(uid=uid)] * 3, now_s)
+    assert order(starts, now_s) == [f"start_server -uid {uid}"]
+    starts.note([OURS_FAILED._replace(uid=uid)], now_s)
 
 
 def order(starts: ServerStarts, now_s: float) -> list[str]:
@@ -45,13 +54,26 @@ def attempting() -> ServerStarts:
     return starts
 
 
-def test_three_failures_within_a_minute_mean_that_servers_do_not_start() -> None:
+def test_after_three_failures_within_a_minute_one_is_ordered_at_once() -> None:
     starts = ServerStarts(1000)
     for now_s in (0.0, 30.0, 61.0):
         starts.note([FAILED], now_s)
-        assert starts.failure is None
+        assert order(starts, now_s) == []
     starts.note([FAILED], 80.0)
-    assert starts.failure == FAILED
+    assert order(starts, 80.0) == START
+    assert starts.failure is None, "only the log says so"
+    starts.note([OURS_FAILED], 80.1)
+    assert starts.failure == OURS_FAILED
+
+
+def test_servers_fail_for_no_user_whose_ordered_server_starts() -> None:
+    """Every local user can write lines into the log."""
+    starts = ServerStarts(0)
+    starts.note([FAILED] * 30, 0.0)
+    assert order(starts, 0.0) == START
+    starts.note([OURS_FAILED], 0.1, is_idle=False)
+    starts.note([OURS_STARTED], 0.2, is_idle=False)
+    assert (starts.failing_users, starts.failure, list(starts.surplus)) == ({}, None, [9])
 
 
 def test_a_server_that_starts_between_failures_ends_the_count() -> None:
@@ -99,6 +121,7 @@ def test_the_pauses_between_attempts_grow_to_a_minute() -> None:
 def test_a_client_s_failure_delays_no_attempt() -> None:
     starts = failing()
     starts.note([FAILED] * 6, 4.0)
+    assert starts.failure == FAILED, "the last one"
     assert starts.commands(5.0, is_idle=True) == START
 
 
@@ -156,7 +179,7 @@ def test_an_operators_server_is_not_shut_down() -> None:
 
 def test_servers_that_fail_for_one_user_leave_the_others_served() -> None:
     starts = failing_for_one()
-    assert (starts.failing_users, starts.failure) == ({1000: FAILED}, None)
+    assert (starts.failing_users, starts.failure) == ({1000: OURS_FAILED}, None)
 
 
 def test_whether_others_have_servers_is_tried_at_once_as_root() -> None:
@@ -164,7 +187,7 @@ def test_whether_others_have_servers_is_tried_at_once_as_root() -> None:
     assert order(starts, 0.0) == START_AS_ROOT
     starts.note([ROOT_STARTED], 0.1)
     assert list(starts.surplus) == [9]
-    assert (starts.failing_users, starts.failure) == ({1000: FAILED}, None)
+    assert (starts.failing_users, starts.failure) == ({1000: OURS_FAILED}, None)
     starts.surplus_asked()
     assert order(starts, 4.9) == []
     assert order(starts, 5.0) == START, "the user's are tried until one lives"
@@ -179,7 +202,7 @@ def test_servers_that_fail_for_root_as_well_fail_for_all() -> None:
     assert starts.failure == ROOT_FAILED
     assert order(starts, 5.0) == START
     starts.note([OURS_FAILED], 5.1)
-    assert order(starts, 10.2) == START_AS_ROOT
+    assert order(starts, 5.1) == START_AS_ROOT
 
 
 def test_any_user_s_server_that_starts_ends_a_failure_for_all() -> None:
@@ -192,29 +215,37 @@ def test_any_user_s_server_that_starts_ends_a_failure_for_all() -> None:
     assert order(starts, 1.0) == START_AS_ROOT, "the others are tried at once"
 
 
-def test_two_users_whose_servers_fail_are_not_all_if_root_s_start() -> None:
-    starts = failing_for_one()
-    starts.note([OTHER_FAILED] * 3, 0.0)
+def failing_for_two() -> ServerStarts:
+    """Servers fail for 1000 and 1001, and whether root's do is not known yet."""
+    starts = ServerStarts(0)
+    starts.note([FAILED, OTHER_FAILED] * 3, 0.0)
+    for uid in (1000, 1001):
+        assert order(starts, 0.1) == [f"start_server -uid {uid}"]
+        starts.note([OURS_FAILED._replace(uid=uid)], 0.1)
     assert starts.failure is None
-    assert order(starts, 0.0) == START_AS_ROOT
-    starts.note([ROOT_STARTED], 0.1)
+    return starts
+
+
+def test_two_users_whose_servers_fail_are_not_all_if_root_s_start() -> None:
+    starts = failing_for_two()
+    assert order(starts, 0.1) == START_AS_ROOT
+    starts.note([ROOT_STARTED], 0.2)
     assert starts.failure is None
     assert set(starts.failing_users) == {1000, 1001}
 
 
 def test_two_users_failing_are_all_if_root_s_server_never_starts() -> None:
-    starts = failing_for_one()
-    starts.note([OTHER_FAILED] * 3, 0.0)
-    assert order(starts, 0.0) == START_AS_ROOT
-    starts.commands(ATTEMPT_S, is_idle=False)
-    assert starts.failure == OTHER_FAILED
+    starts = failing_for_two()
+    assert order(starts, 0.1) == START_AS_ROOT
+    starts.commands(0.1 + ATTEMPT_S, is_idle=False)
+    assert starts.failure == OURS_FAILED._replace(uid=1001)
 
 
 def test_a_new_failure_for_a_user_is_doubted_for_all_again() -> None:
     starts = failing_for_one()
     order(starts, 0.0)
     starts.note([ROOT_STARTED], 0.1)
-    starts.note([OTHER_FAILED] * 3, 1.0)
+    fail(starts, 1001, 1.0)
     assert order(starts, 1.0) == START_AS_ROOT
     starts.note([ROOT_FAILED], 1.1)
     assert starts.failure == ROOT_FAILED
@@ -231,6 +262,16 @@ def test_servers_that_an_order_waits_for_are_asked_at_intervals() -> None:
     starts.blocking_servers_asked(5.0)
     assert starts.blocking_servers([5], 5.0 + ASK_S - 0.1) == ()
     assert starts.blocking_servers([5], 5.0 + ASK_S) == (5,)
+
+
+def test_an_overdue_order_does_not_keep_idle_servers_for_good() -> None:
+    """A job of another user may begin just before the order arrives, which then waits for its server."""
+    starts = attempting()
+    assert starts.commands(5.0 + ATTEMPT_S - 0.1, is_idle=False) == []
+    assert starts.blocking_servers([4], 5.0 + ATTEMPT_S - 0.1) == ()
+    assert starts.commands(5.0 + ATTEMPT_S, is_idle=False) == []
+    assert starts.blocking_servers([4], 5.0 + ATTEMPT_S) == (4,)
+    assert starts.commands(5.0 + ATTEMPT_S, is_idle=True) == START
 
 
 def test_failed_starts_are_quiet_only_for_users_who_are_tried() -> None:

@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from yunion_mps.enums import (
@@ -19,7 +20,10 @@ from yunion_mps.enums import (
     STOPPING,
     WEDGED,
 )
+from yunion_mps.mps.log_file import LOG_NAME
 from yunion_mps.mps.states import LEGAL_CHANGES, StateMachine
+
+from integration.daemon_host import eventually
 
 from .driving import Bench, DomainRun
 from .front_ends import silent_connection, stop_process
@@ -38,6 +42,9 @@ def has_no_server(bench: Bench, run: DomainRun) -> DomainRun:
     """No MPS server starts for its job, which it notices."""
     bench.jobs.stand_ins.behave("failing")
     assert bench.jobs.wait().says() == "refused"
+    log = Path(run.domain.in_effect.log_directory, LOG_NAME)
+    # The last lines may be written a moment after the job was refused.
+    eventually(lambda: log.read_text().count("exited with status 1") >= 6)
     return run.turn(10).until(DEGRADED).until_said()
 
 
@@ -189,7 +196,9 @@ SCENARIOS: dict[tuple[str, str], Callable[[Bench], DomainRun]] = {
     (STARTING, STOPPING): lambda bench: bench.domain(program=bench.script("exec sleep 9")).start().stop(),
     (STARTING, STOPPED): lambda bench: is_let_go(adopts(bench)),
     (APPLYING, READY): serves,
-    (APPLYING, DEGRADED): is_degraded_when_adopted,
+    (APPLYING, DEGRADED): lambda bench: is_degraded(bench).change(
+        bench.plan._replace(thread_percentage=50.0), DEGRADED
+    ),
     (APPLYING, WEDGED): hangs_while_its_limits_are_read,
     (APPLYING, BACKOFF): lambda bench: bench.domain(program=gets_other_limits(bench)).start().until(BACKOFF),
     (APPLYING, FAILED): gets_other_limits_after_many_failures,

@@ -58,7 +58,7 @@ class LeaseHost:
     def _daemon(self) -> LeaseService:
         queries = Queries(lambda: self.snapshot, 0.0, 1)
         publisher = CdiPublisher(self.paths, self.supervisor)
-        users = ServerUsers(self.supervisor, queries, asyncio.Lock())
+        users = ServerUsers(self.supervisor, queries, asyncio.Lock(), lambda: None)
         return LeaseService(self.paths, self.supervisor, queries, publisher, users)
 
     @property
