@@ -1,5 +1,8 @@
 """Find the container of a process: its cgroup has the id, and files of the engine have the name.
 
+A control group that a user made may have any id in its name. It is shown, because rootless engines make such
+groups, but gets no name from root's files, and no pod.
+
 No engine is queried, because that needs its socket and may block. If a file cannot be read, the container has
 no name, but always its id. A name may change (`podman rename`, `docker rename`), so a file of names is read
 again when it has changed; a pod's container is never renamed.
@@ -9,8 +12,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from yunion_mps.host.control_groups import MOUNTS, ControlGroup, control_groups_of, is_made_by_root
 from yunion_mps.host.files import FileVersion, read_text, version_of
 from yunion_mps.host.proc import parent_of
 from yunion_mps.paths import Paths
@@ -61,16 +66,22 @@ class Container(NamedTuple):
         return parts if kind == "pod" and len(parts) == len(_ANNOTATIONS[0]) else ()
 
 
-class _CgroupMatch(NamedTuple):
+class ContainerGroup(NamedTuple):
+    """The control group of a container, with what its path says about it; the path may lie."""
+
     id: str
     engine: str
     pod: str
+    group: ControlGroup
+    #: Whether root made the group; None if that cannot be seen.
+    is_made_by_root: bool | None = None
 
 
 class Containers:
-    def __init__(self, paths: Paths, proc: str = "/proc") -> None:
+    def __init__(self, paths: Paths, proc: str = "/proc", mounts: str = MOUNTS) -> None:
         self._paths = paths
         self._proc = proc
+        self._mounts = mounts
         #: By id, the latest name in the engine's files or its monitor; empty if there is none.
         self._names: dict[str, str] = {}
         #: By path, the version of a file, and its names by id.
@@ -78,10 +89,17 @@ class Containers:
 
     def of(self, pid: int) -> Container | None:
         """The container of the process; None if it is in none, or has ended."""
-        match = container_in(read_text(f"{self._proc}/{pid}/cgroup"))
+        match = self.group_of(pid)
         return Container(match.id, self._name(pid, match)) if match else None
 
-    def _name(self, pid: int, match: _CgroupMatch) -> str:
+    def group_of(self, pid: int) -> ContainerGroup | None:
+        """The control group of the process's container, without its name; None if it is in none."""
+        return container_in(control_groups_of(pid, self._proc), self._mounts)
+
+    def _name(self, pid: int, match: ContainerGroup) -> str:
+        if match.is_made_by_root is False:
+            name = self._name_from_monitor(pid, match.id)
+            return printable(name[:_MAX_LENGTH]) or match.id[:_SHORT_ID]
         if match.pod:
             return self._name_in_pod(match)
         name = self._name_in_files(match)
@@ -90,7 +108,7 @@ class Containers:
             self._remember(match, (name or monitor_name)[:_MAX_LENGTH])
         return self._names[match.id] or match.id[:_SHORT_ID]
 
-    def _name_in_pod(self, match: _CgroupMatch) -> str:
+    def _name_in_pod(self, match: ContainerGroup) -> str:
         """The namespace, pod and container, which never change; the pod's uid if they cannot be read."""
         if match.id not in self._names:
             files = (_json(self._paths.under(path.format(id=match.id)), dict) for path in _BUNDLES)
@@ -99,12 +117,12 @@ class Containers:
             self._remember(match, f"pod {name}")
         return self._names[match.id]
 
-    def _remember(self, match: _CgroupMatch, name: str) -> None:
+    def _remember(self, match: ContainerGroup, name: str) -> None:
         if len(self._names) >= _MAX_CACHED:
             self._names.clear()
         self._names[match.id] = printable(name)
 
-    def _name_in_files(self, match: _CgroupMatch) -> str:
+    def _name_in_files(self, match: ContainerGroup) -> str:
         """The current name in the engine's files, empty if there is none."""
         files: list[tuple[str, type]] = [(_DOCKER_CONFIG.format(id=match.id), dict)]
         if match.engine != "docker":
@@ -141,15 +159,29 @@ class Containers:
         return ""
 
 
-def container_in(cgroups: str) -> _CgroupMatch | None:
-    """The innermost container in a /proc/PID/cgroup (cgroups(7), v1 and v2), None if there is none."""
-    for line in cgroups.splitlines():
-        path = line.split(":", 2)[-1]
-        matches = [match for match in _CGROUP.finditer(path) if match["engine"] not in _MONITORS]
-        if matches:
-            pod = (_POD.findall(path) or [""])[-1].replace("_", "-")
-            return _CgroupMatch(matches[-1]["id"], matches[-1]["engine"] or "", pod)
-    return None
+def container_in(groups: Iterable[ControlGroup], mounts: str = MOUNTS) -> ContainerGroup | None:
+    """The innermost container among a process's control groups; None if there is none.
+
+    The groups of version 1 are in several hierarchies. One that root made takes precedence.
+    """
+    first = None
+    for group in groups:
+        matches = [match for match in _CGROUP.finditer(group.path) if match["engine"] not in _MONITORS]
+        if not matches:
+            continue
+        innermost = matches[-1]
+        own = group._replace(path=group.path[: innermost.end()])
+        found = ContainerGroup(
+            id=innermost["id"],
+            engine=innermost["engine"] or "",
+            pod=(_POD.findall(group.path) or [""])[-1].replace("_", "-"),
+            group=own,
+            is_made_by_root=is_made_by_root(own, mounts),
+        )
+        if found.is_made_by_root:
+            return found
+        first = first or found
+    return first
 
 
 def _names_of(content: Any) -> dict[str, str]:

@@ -5,14 +5,18 @@ For a process that has ended, functions return an empty value: "", 0, [] or None
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import re
+import sys
 import time
 from functools import cache
 from typing import NamedTuple
 
 from yunion_mps.errors import ShortageError
+from yunion_mps.host.control_groups import MOUNTS, is_made_by_root, parse_control_groups
 from yunion_mps.text import command_line, decode_line, printable
 
 #: The most that Linux passes to a program (execve(2): three quarters of 8 MiB, including the arguments).
@@ -22,9 +26,13 @@ _MAX_ENVIRONMENT = 6 << 20
 _PF_EXITING = 0x4
 _PF_KTHREAD = 0x200000
 #: The control group of an instance of systemd/yunion-mps-job@.service, or a group below it.
-_JOB_UNIT = r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*(yunion-mps-job@[^/]*\.service)(?:/|$)"
-#: Below these, users' own service managers create groups with arbitrary names.
-_USERS = r"/user(?:@|\.slice)"
+_JOB_UNIT = re.compile(r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*(yunion-mps-job@[^/]*\.service)(?=/|$)")
+#: Requests to a namespace's descriptor (ioctl_ns(2)): its parent, and the user who made it.
+_NS_GET_PARENT, _NS_GET_OWNER_UID = 0xB702, 0xB704
+#: In place of a user who does not exist in our own user namespace.
+_OVERFLOW_UID = 65534
+#: The kernel nests user namespaces no deeper (user_namespaces(7)).
+_MAX_NAMESPACES = 33
 
 
 class Credentials(NamedTuple):
@@ -93,24 +101,28 @@ def is_exiting(pid: int, proc: str = "/proc") -> bool:
     return len(fields) < 7 or bool(int(fields[6]) & _PF_EXITING)
 
 
-def job_unit_of(pid: int, proc: str = "/proc") -> str | None:
+def job_unit_of(pid: int, proc: str = "/proc", mounts: str = MOUNTS) -> str | None:
     """Return the job unit of the process, such as `yunion-mps-job@train.service`; None if unknown.
 
-    systemd creates a control group for each unit, and no job can leave its own. Returns "" if the process is
-    in no job unit, there are no control groups, or the process is in a PID namespace that is not visible here
-    (PID 0). Unknown if the process is exiting or gone: control groups of version 1 then report `/`.
+    systemd creates a control group for each unit, and no job can leave its own. A group of that name that
+    root did not make is no unit. Returns "" if the process is in no job unit, there are no control groups, or
+    the process is in a PID namespace that is not visible here (PID 0). Unknown if the process is exiting or
+    gone: control groups of version 1 then report `/`.
     """
     try:
         with open(f"{proc}/{pid}/cgroup", encoding="utf-8", errors="replace") as file:
-            groups = file.read().splitlines()
+            text = file.read()
     except FileNotFoundError:
-        groups = []
+        text = ""
     except OSError:  # for example, no descriptor is left
         return None
     if pid and is_exiting(pid, proc):  # checked last, because it may exit at any time
         return None
-    matches = (re.search(_JOB_UNIT, group) for group in groups if not re.search(_USERS, group))
-    return next((match[1] for match in matches if match), "")
+    for group in parse_control_groups(text):
+        match = _JOB_UNIT.search(group.path)
+        if match and is_made_by_root(group._replace(path=group.path[: match.end()]), mounts):
+            return match[1]
+    return ""
 
 
 def is_kernel_thread(pid: int, proc: str = "/proc") -> bool:
@@ -185,6 +197,36 @@ def uid_of(pid: int) -> int | None:
     """
     credentials = credentials_of(pid)
     return credentials.uids[1] if credentials else None
+
+
+def users_of(pid: int) -> frozenset[int]:
+    """Return the users whose process it is: its effective user, and who made the user namespaces it is in.
+
+    The kernel lets the latter signal it, too (user_namespaces(7)); in a rootless container, most processes
+    run as users whom the host does not know. Empty if the process has ended.
+    """
+    uid = uid_of(pid)
+    if uid is None:
+        return frozenset()
+    return frozenset({uid, *_owners_of_namespaces(pid)})
+
+
+def _owners_of_namespaces(pid: int) -> set[int]:
+    """Return who made the user namespaces that the process is in, below our own."""
+    owners: set[int] = set()
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        ours = os.stat("/proc/self/ns/user")
+        descriptor = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        stack.callback(os.close, descriptor)
+        for _ in range(_MAX_NAMESPACES):
+            if os.path.samestat(os.fstat(descriptor), ours):
+                break
+            owner = bytearray(4)
+            fcntl.ioctl(descriptor, _NS_GET_OWNER_UID, owner)
+            owners.add(int.from_bytes(owner, sys.byteorder))
+            descriptor = fcntl.ioctl(descriptor, _NS_GET_PARENT)
+            stack.callback(os.close, descriptor)
+    return owners - {_OVERFLOW_UID}
 
 
 def user_name(uid: int) -> str:

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.containers.lookup import Container, Containers, container_in
+from yunion_mps.host.control_groups import ControlGroup, parse_control_groups
 from yunion_mps.paths import Paths
+
+from unit.as_user import needs_root
 
 ID = "405a526b07491a09cc2239b9d6eafd71b261f8026051f98ff2dc016aac3a4d7f"
 OTHER = "f" * 64
@@ -34,7 +37,7 @@ POD = "8c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44"
     ],
 )  # fmt: skip
 def test_a_container_is_known_by_its_cgroup(cgroups: str, engine: str, pod: str) -> None:
-    found = container_in(cgroups)
+    found = container_in(parse_control_groups(cgroups))
     assert found is not None
     assert (found.id, found.engine, found.pod) == (ID, engine, pod)
 
@@ -45,7 +48,7 @@ def test_a_container_is_known_by_its_cgroup(cgroups: str, engine: str, pod: str)
      f"0::/system.slice/{ID[:40]}.scope", "8:pids:/libpod_parent/conmon", f"0::/a{ID}"],
 )  # fmt: skip
 def test_a_process_outside_containers_is_recognised(cgroups: str) -> None:
-    assert container_in(cgroups) is None
+    assert container_in(parse_control_groups(cgroups)) is None
 
 
 def process(root: Path, cgroup: str, *ancestors: list[str]) -> int:
@@ -182,6 +185,34 @@ def test_a_file_of_names_is_read_only_when_it_is_another(tmp_path: Path) -> None
     write(tmp_path, _STORED, [{"id": ID, "names": ["another"]}])
     os.utime(tmp_path / _STORED, ns=(about.st_atime_ns, about.st_mtime_ns))
     assert containers.of(pid) == Container(ID, "trainer"), "nothing tells that it is"
+
+
+@pytest.mark.parametrize("group", [f"docker-{ID}.scope", f"libpod-{ID}.scope", f"kubepods-pod{POD}/{ID}"])
+def test_a_group_that_a_user_made_has_no_name_of_root_s_files(tmp_path: Path, group: str) -> None:
+    """Any user may call a group of theirs like a container of root's, whose name they must not see."""
+    write(tmp_path, _STORED, [{"id": ID, "names": ["secret"]}])
+    write(tmp_path, f"var/lib/docker/containers/{ID}/config.v2.json", {"ID": ID, "Name": "/secret"})
+    write(tmp_path, f"run/{_TASK}", {"annotations": _CONTAINERD})
+    pid = process(tmp_path, f"0::/user.slice/user-2000.slice/user@2000.service/{group}")
+    containers = containers_of(tmp_path)
+    assert containers.of(pid) == Container(ID, ID[:12])
+    (tmp_path / f"proc/{pid}/cgroup").write_text(f"0::/system.slice/docker-{ID}.scope\n")
+    assert containers.of(pid) == Container(ID, "secret"), "that one is root's"
+
+
+@needs_root
+def test_a_group_that_root_made_comes_before_one_that_a_user_made(tmp_path: Path) -> None:
+    """With version 1, a process is in a group of each hierarchy, and a user may own only some."""
+    mounts = tmp_path / "cgroup"
+    for path, owner in ((f"unified/docker-{OTHER}.scope", 2000), (f"memory/docker/{ID}", 0)):
+        (mounts / path).mkdir(parents=True)
+        os.chown(mounts / path, owner, owner)
+    pid = process(tmp_path, f"0::/docker-{OTHER}.scope\n4:memory:/docker/{ID}/inner")
+    containers = Containers(Paths(str(tmp_path)), proc=str(tmp_path / "proc"), mounts=str(mounts))
+    found = containers.group_of(pid)
+    assert found is not None
+    assert (found.id, found.is_made_by_root) == (ID, True)
+    assert found.group == ControlGroup("memory", f"/docker/{ID}")
 
 
 def test_a_process_of_the_host_and_one_that_is_gone_are_in_no_container(tmp_path: Path) -> None:

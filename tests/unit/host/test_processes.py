@@ -14,8 +14,17 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.host.proc import environment_of, program_of, started_s, started_ticks, variable_of
+from yunion_mps.host.proc import (
+    environment_of,
+    program_of,
+    started_s,
+    started_ticks,
+    users_of,
+    variable_of,
+)
 from yunion_mps.host.processes import Process, describe_exit, find_program, spawn
+
+from unit.as_user import needs_root
 
 PATIENCE_MS = 60_000
 
@@ -288,3 +297,38 @@ def test_an_interrupt_while_a_program_starts_ends_it() -> None:
     """It can run before posix_spawn returns, so Ctrl-C may come while its PID is unknown."""
     done = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("ended\n", "")
+
+
+_NAMESPACE = """
+import ctypes, os
+os.setuid(2000)
+assert ctypes.CDLL(None).unshare(0x10000000) == 0
+print("made", flush=True)
+input()
+os.setuid(33)
+print("changed", flush=True)
+input()
+"""
+
+
+@needs_root
+def test_a_process_in_a_user_namespace_is_also_that_of_its_maker() -> None:
+    """As in a rootless container: the process has a user id that no user of the host has."""
+    command = [sys.executable, "-IS", "-c", _NAMESPACE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        try:
+            assert process.stdout.readline() == "made\n"
+            Path(f"/proc/{process.pid}/uid_map").write_text("0 2000 1\n33 100033 1\n")
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "changed\n"
+            assert users_of(process.pid) == {100_033, 2000}
+        finally:
+            process.kill()
+
+
+def test_a_process_belongs_to_its_effective_user_and_after_its_end_to_none() -> None:
+    assert users_of(os.getpid()) == {os.geteuid()}
+    assert users_of(1 << 22) == frozenset()

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from yunion_mps.host.control_groups import parse_control_groups
 from yunion_mps.host.proc import job_unit_of
 from yunion_mps.host.systemd import Notifier, watchdog_interval_s
+
+from unit.as_user import needs_root
 
 # The socket is never closed: the daemon needs it as long as it lives.
 pytestmark = [
@@ -143,11 +146,26 @@ def test_a_job_s_unit_is_known_by_the_control_group_of_its_process(
     tmp_path: Path, cgroups: str, unit: str
 ) -> None:
     process(tmp_path, 4260, cgroups)
-    assert job_unit_of(4260, str(tmp_path)) == unit
+    mounts = tmp_path / "cgroup"
+    for group in parse_control_groups(cgroups):
+        place = mounts / ("systemd" if group.hierarchy else "unified")
+        (place / group.path[1:]).mkdir(parents=True, exist_ok=True)
+    assert job_unit_of(4260, str(tmp_path), str(mounts)) == unit
     assert job_unit_of(4261, str(tmp_path)) is None, "it has ended"
     process(tmp_path, 4262, None)
     assert job_unit_of(4262, str(tmp_path)) == "", "there are no control groups"
     assert job_unit_of(0, str(tmp_path)) == "", "it is in a PID namespace that cannot be seen"
+
+
+@needs_root
+def test_a_group_that_a_user_has_made_is_no_job_s_unit(tmp_path: Path) -> None:
+    """As below a service whose group systemd has delegated to its user."""
+    process(tmp_path, 4260, f"0::/system.slice/other.service/system.slice/{UNIT}\n")
+    delegated = tmp_path / "cgroup/system.slice/other.service"
+    (delegated / f"system.slice/{UNIT}").mkdir(parents=True)
+    assert job_unit_of(4260, str(tmp_path), str(tmp_path / "cgroup")) == UNIT
+    os.chown(delegated, 2000, 2000)
+    assert job_unit_of(4260, str(tmp_path), str(tmp_path / "cgroup")) == ""
 
 
 def test_the_unit_of_a_zombie_is_unknown() -> None:
