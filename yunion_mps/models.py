@@ -403,7 +403,8 @@ class Holder(NamedTuple):
     `connection` (ends with the connection to the daemon; after a restart of the daemon, as `process`) or
     `name` (ends `ttl_s` after the last renewal, or when released if that is 0). `unit` is the job's unit that
     it was taken for, and `command` the command line that the process will execute; both may be empty.
-    `job_uid` is the user whose processes use the devices, if root has said so.
+    `job_uid` is the user whose processes use the devices, if root has said so. `is_attested`: root, not the
+    owner, has named `pid` as the container's first process.
     """
 
     binding: str
@@ -415,6 +416,7 @@ class Holder(NamedTuple):
     unit: str = ""
     command: str = ""
     job_uid: int | None = None
+    is_attested: bool = False
 
     @property
     def user_uid(self) -> int | None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shlex
+import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from yunion_mps.host.proc import children_of
 
 from integration.conftest import AtWork, MakeAtWork
 from integration.daemon_host import Daemon, eventually, is_running
@@ -71,6 +75,48 @@ def test_a_job_over_its_budget_loses_its_newest_process_only(work: AtWork) -> No
             daemon.polls()
         assert all(map(is_running, (old.pid, neighbour.pid, work.job.pid)))
         assert [one for one in daemon.status()["problems"] if one["code"] == "over_budget"] == []
+
+
+@contextlib.contextmanager
+def child_of_holder(
+    work: AtWork, device: str, variables: Mapping[str, str], used_mib: int
+) -> Iterator[tuple[Any, int]]:
+    """A lease whose holder, with these variables, has a client as its child; both, the client by its PID."""
+    with started(work.daemon.host, "sh", "-c", f"{shlex.join(JOB)}; true", variables=variables) as holder:
+        lease = take(work.daemon, f"devices={device}&holder.pid={holder.pid}")
+        (child,) = children_of(holder.pid)
+        work.daemon.host.gpus[0].add_process(child, used_mib, "M+C")
+        try:
+            yield lease, child
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # it was terminated
+                os.kill(child, signal.SIGKILL)
+
+
+def test_a_job_that_inherited_another_lease_s_variable_counts_for_its_own(work: AtWork) -> None:
+    daemon = work.daemon
+    outer = take(daemon, f"devices={DEVICE}&holder.name=outer&holder.ttl_s=600")
+    budget_mib = outer["budgets"][0]["memory_mib"]
+    inherited = child_of_holder(work, "00:06.0-2", outer["environment"], 512)
+    with process_of(work, outer, budget_mib), inherited as (inner, child):
+        uses = {one["pid"]: one["lease"] for one in daemon.get("/v1/clients")[1]["clients"]}
+        assert uses[child] == inner["id"]
+        assert [one for one in daemon.status()["problems"] if one["code"] == "over_budget"] == []
+        for _ in range(3):
+            daemon.polls()
+        assert is_running(child)
+
+
+def test_a_process_that_removes_the_variable_still_counts(work: AtWork) -> None:
+    free = take(work.daemon, f"devices={DEVICE}&holder.name=job&holder.ttl_s=600")
+    assert work.daemon.ask("DELETE", "/v1/leases/job")[0] == 200
+    variables = {name: value for name, value in free["environment"].items() if not name.startswith("YUNION")}
+    budget_mib = free["budgets"][0]["memory_mib"]
+    with child_of_holder(work, DEVICE, variables, budget_mib + 1) as (lease, child):
+        eventually(lambda: work.daemon.polls() and not is_running(child), "its end")
+        work.daemon.host.gpus[0].remove_process(child)
+        event = termination(work.daemon, work.daemon.host.gpus[0].uuid)
+        assert f"lease {lease['id'][:8]} together use {budget_mib + 1} of" in event["cause"]
 
 
 def test_a_reload_applies_the_key_of_an_entry_without_a_new_control_daemon(make_at_work: MakeAtWork) -> None:

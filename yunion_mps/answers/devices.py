@@ -282,10 +282,16 @@ class ContainerFields(TypedDict):
 
 
 class VariableFields(TypedDict):
-    """What a process uses, according to its environment; null if that does not name it."""
+    """What a process uses."""
 
-    device: Annotated[str | None, Field("Its device: YUNION_MPS_DEVICE.")]
-    lease: Annotated[str | None, Field("The id of its lease: YUNION_MPS_LEASE.")]
+    device: Annotated[str | None, Field("Its device: YUNION_MPS_DEVICE of its environment; null if not set.")]
+    lease: Annotated[
+        str | None,
+        Field(
+            "The id of its lease, by its ancestors, container or unit, or YUNION_MPS_LEASE if these agree; "
+            "null if it has none, or if that is unknown."
+        ),
+    ]
 
 
 class MpsClient(ProcessFields, ContainerFields, VariableFields):

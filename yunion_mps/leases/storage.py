@@ -79,6 +79,8 @@ def _text(lease: Lease, boot_id: str, ahead_s: float) -> str:
     holder = lease.holder._asdict()
     if lease.holder.job_uid is None:
         del holder["job_uid"]  # earlier versions do not know it
+    if not lease.holder.is_attested:
+        del holder["is_attested"]
     value = {**lease._asdict(), "devices": devices, "holder": holder, "boot": boot_id}
     if lease.ends_s is not None:
         value["expires_s"] = lease.ends_s + ahead_s
@@ -113,6 +115,7 @@ def _is_valid(lease: Lease) -> bool:
         *((value, str) for value in (lease.id, lease.idempotency_key, lease.request)),
         *((value, str) for value in (holder.binding, holder.name, holder.unit, holder.command)),
         *((value, int) for value in (holder.uid, *process)),
+        (holder.is_attested, bool),
         *((value, (int, float)) for value in (lease.since_s, holder.ttl_s, lease.ends_s or 0.0)),
         *((value, str) for pair in dict(lease.environment).items() for value in pair),
     ]

@@ -78,16 +78,15 @@ def find_excesses(
 ) -> dict[JobBudget, Excess]:
     """Return the budgets on these GPUs (addresses) that are exceeded; pure.
 
-    A lease's processes are its holder, those with its id in their environment, and those in its container. A
-    process that only names a device does not count: it may be left over from an earlier lease. Neither does a
-    process outside MPS, or one that has ended.
+    A lease's processes are those that belong to it (`service/attribution.py`). One that only names a device
+    does not count: it may be left over from an earlier lease. Neither does a process outside MPS, or one that
+    has ended, or one whose holder has several leases on the GPU, unless it is known which is its own.
     """
     counted = [client for client in clients if client["mps"] is not False and client["started"]]
     found: dict[JobBudget, Excess] = {}
     leases = list(leases)
-    holders = {lease["pid"] for lease in leases}
     for lease in leases:
-        own = [client for client in counted if _belongs_to(client, lease, holders)]
+        own = [client for client in counted if client["lease"] == lease["id"]]
         users = {client["uid"] for client in own if client["uid"] is not None}
         for gpu, uid in product(gpus & set(lease["gpus"]), users):
             shares = [share for share in lease["budgets"] if share["gpu"] == gpu]
@@ -101,16 +100,6 @@ def find_excesses(
                 devices = tuple(share["addr"] for share in shares)
                 found[budget] = Excess(budget, devices, used_mib, processes)
     return found
-
-
-def _belongs_to(client: MpsClient, lease: LeaseRecord, holders: Collection[int | None]) -> bool:
-    if client["pid"] in holders:
-        return client["pid"] == lease["pid"]
-    if client["lease"]:
-        return client["lease"] == lease["id"]
-    # Jobs with leases of their own may share a container, and users can name control groups like containers.
-    is_ours = lease["binding"] in ("container", "name") and lease["uid"] in (0, client["uid"])
-    return is_ours and client["container_id"] is not None and client["container_id"] == lease["container_id"]
 
 
 def _mib(client: MpsClient, gpu: str) -> int:

@@ -351,28 +351,15 @@ def clients_of_device(address: str, listed: ClientList) -> list[AnyClient]:
 
 
 def clients_of_lease(lease: LeaseRecord, listed: ClientList) -> list[AnyClient]:
-    """Return the lease's processes: its holder, and those that were started with the lease.
+    """Return the lease's processes: its holder, and those that belong to it (`service/attribution.py`).
 
-    A process in the lease's container need not know the lease if it was started with one of the devices.
-    Elsewhere, a process that only names a device may belong to another job.
+    A process that only names a device may belong to another job.
     """
     return [
         client
         for client in _all_clients(listed)
-        if client["pid"] == lease["pid"]
-        or client["lease"] == lease["id"]
-        or (not client["lease"] and _is_in_container_of(lease, client))
+        if client["lease"] == lease["id"] or client["pid"] == lease["pid"]
     ]
-
-
-def _is_in_container_of(lease: LeaseRecord, client: AnyClient) -> bool:
-    """Whether it was started with one of the devices, in the lease's container.
-
-    The container alone is not enough, because users can name control groups like containers.
-    """
-    container_id = client.get("container_id")
-    is_inside = container_id is not None and container_id == lease["container_id"]
-    return is_inside and bool(set(lease["devices"]).intersection(device_names(client)))
 
 
 def refuse_if_unknown(pid: int, listed: ClientList) -> None:

@@ -41,7 +41,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.service.devices import refuse_unserved
 from yunion_mps.service.instances import InstanceCheck
-from yunion_mps.service.permissions import find_own_lease
+from yunion_mps.service.permissions import find_own_lease, is_privileged
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.server_users import ServerUsers
 from yunion_mps.supervisor import Supervisor
@@ -247,14 +247,21 @@ class LeaseService:
     async def bind(self, name: str, caller: Owner, holder: Holder) -> answers.LeaseRecord:
         """Make a container, whose first process is `holder`, the lease's holder in place of the old one.
 
-        Its owner does not change; one taken by name stays one, because containers may share it. Raises what
+        Its owner does not change; one taken by name stays one, because containers may share it. If root binds
+        another user's lease, it attests that the processes in the container belong to the lease. Raises what
         `release` raises, and HostError if it has another container, or a device is not served as granted.
         """
         find_own = partial(find_own_lease, name, self.ledger.leases, caller, of_any_unit=not caller.unit)
         await self.follow_destroyed(find_own())
         lease = find_own()
         before = lease.holder
-        holder = holder._replace(uid=before.uid, unit=before.unit, name=before.name, job_uid=before.job_uid)
+        holder = holder._replace(
+            uid=before.uid,
+            unit=before.unit,
+            name=before.name,
+            job_uid=before.job_uid,
+            is_attested=is_privileged(caller.uid) and not is_privileged(before.uid),
+        )
         refuse_unserved(lease, self._supervisor.snapshot())
         if lease.holder.binding == "name":
             self._record(lease._replace(holder=holder), "used by", "the container started with its lease")
@@ -262,7 +269,7 @@ class LeaseService:
             if used != lease:
                 self._update(used)
             return self._json(used)
-        if lease.holder == holder:
+        if lease.holder._replace(is_attested=holder.is_attested) == holder:
             return self._json(lease)
         if lease.holder.binding == "container" and not lease.holder.is_awaited:
             what = f"the lease of {lease.addresses} already belongs to a container (PID {lease.holder.pid})"

@@ -15,6 +15,7 @@ from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import started_s, started_ticks, uid_of
 from yunion_mps.host.threads import on_thread
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import is_server
 from yunion_mps.paths import Paths
 from yunion_mps.service.holdings import NO_CLIENTS
@@ -132,9 +133,15 @@ class Observer:
     """Observes the processes, one observation at a time, which all who wait for it share."""
 
     def __init__(
-        self, paths: Paths, supervisor: Supervisor, devices: ProcessDevices, usage: UsageHistory
+        self,
+        paths: Paths,
+        supervisor: Supervisor,
+        devices: ProcessDevices,
+        usage: UsageHistory,
+        ledger: Ledger,
     ) -> None:
         self._supervisor = supervisor
+        self._ledger = ledger
         self._devices = devices
         self._usage = usage
         self._containers = Containers(paths)
@@ -170,12 +177,14 @@ class Observer:
         """
         nvml, gpus = self._supervisor.nvml, self._supervisor.snapshot().inventory.gpus
         domains, sm, direct = self._domains(), self._usage.latest.load.processes, self._direct()
+        leases = list(self._ledger.leases.values())
         listed = await on_thread(
             lambda: list_processes(
                 [*(query_control_daemon(domain) for domain in domains if domain.pid), without_mps(direct)],
                 query_driver(nvml, sm),
                 gpus,
                 self._containers,
+                leases,
             )
         )
         self._failed = {server["pid"] for server in listed["servers"] if server["state"] == SERVER_FAULT}
@@ -199,11 +208,13 @@ class Observer:
         nvml, gpus = self._supervisor.nvml, self._supervisor.snapshot().inventory.gpus
         domains, sm, known = self._domains(), self._usage.latest.load.processes, self._devices.known()
         before, failed, direct = self._latest.use if nvml else None, self._failed, self._direct()
+        leases = list(self._ledger.leases.values())
 
         def work() -> Observation:
             driver = query_driver(nvml, sm)
             kernel = [servers_from_kernel(domain, failed) for domain in domains if domain.pid]
-            clients = list_processes([*kernel, without_mps(direct)], driver, gpus, self._containers)
+            shown = [*kernel, without_mps(direct)]
+            clients = list_processes(shown, driver, gpus, self._containers, leases)
             is_known = nvml is not None and not driver.failure
             return Observation(clients, self._use(domains, driver, known, direct) if is_known else before)
 

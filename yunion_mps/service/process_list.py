@@ -10,17 +10,18 @@ from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import command_of, name_of, started_s, uid_of, user_name, variable_of
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import LEASE_VARIABLE, DomainPlan, Gpu, PlannedGpu
+from yunion_mps.models import DomainPlan, Gpu, Lease, PlannedGpu
 from yunion_mps.mps.clients import BusyServerError, clients_of, server_state, waiting_clients
 from yunion_mps.mps.processes import find_control_program, is_server, server_pids
 from yunion_mps.planning.environment import DEVICE_VARIABLE
+from yunion_mps.service.attribution import Attribution
 from yunion_mps.text import printable
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers
 
-#: How much is shown of a variable that names a job's devices or lease: a job can set it to anything.
+#: How much is shown of the variable that names a job's devices: a job can set it to anything.
 _MAX_VARIABLE = 1000
 #: The log's times are in whole seconds; a process that started this much later only reuses the PID.
 _START_TOLERANCE_S = 5.0
@@ -92,12 +93,19 @@ def query_driver(nvml: Nvml | None, sm: Mapping[str, Mapping[int, int]]) -> GpuP
 
 
 def list_processes(
-    domains: Sequence[DomainProcesses], driver: GpuProcesses, gpus: Iterable[Gpu], containers: Containers
+    domains: Sequence[DomainProcesses],
+    driver: GpuProcesses,
+    gpus: Iterable[Gpu],
+    containers: Containers,
+    leases: Iterable[Lease],
 ) -> answers.ClientList:
+    attribution = Attribution.by_kernel(leases, containers)
     errors = [failure for failure in (*(domain.failure for domain in domains), driver.failure) if failure]
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
     clients = [
-        client for domain in domains for client in _clients_json(domain, driver, addresses, containers)
+        client
+        for domain in domains
+        for client in _clients_json(domain, driver, addresses, containers, attribution)
     ]
     listed = {client["pid"] for client in clients}
     return {
@@ -111,7 +119,7 @@ def list_processes(
             waiter
             for domain in domains
             if domain.plan.name
-            for waiter in _waiting_json(domain)
+            for waiter in _waiting_json(domain, attribution)
             if waiter["pid"] not in listed
         ],
         "errors": errors,
@@ -119,7 +127,7 @@ def list_processes(
     }
 
 
-def _waiting_json(domain: DomainProcesses) -> list[answers.WaitingClient]:
+def _waiting_json(domain: DomainProcesses, attribution: Attribution) -> list[answers.WaitingClient]:
     """List the processes that wait for another user's server, with details from the kernel."""
     waiting: list[answers.WaitingClient] = []
     for client in waiting_clients(domain.plan, domain.servers):
@@ -130,7 +138,8 @@ def _waiting_json(domain: DomainProcesses) -> list[answers.WaitingClient]:
             waiting.append(
                 {
                     **details,
-                    **_variables_json(client.pid),
+                    "device": _device_of(client.pid),
+                    "lease": attribution.lease_of(client.pid),
                     "since": rfc3339(client.since_s),
                     "server": client.server,
                     "server_user": user_name(owner),
@@ -145,6 +154,7 @@ def _clients_json(
     driver: GpuProcesses,
     addresses: Mapping[str | None, str],
     containers: Containers,
+    attribution: Attribution,
 ) -> list[answers.MpsClient]:
     """The processes that the control daemon lists, and those that NVML sees on its GPUs.
 
@@ -162,6 +172,7 @@ def _clients_json(
         memory = on_gpus.get(pid, {})
         known_mib = [mib for mib in memory.values() if mib is not None]
         through_mps = _uses_mps(pid, domain, driver, memory)
+        on = [addresses.get(uuid, uuid) for uuid in memory]
         inside = containers.of(pid)
         rows.append(
             {
@@ -171,8 +182,9 @@ def _clients_json(
                 "mps": through_mps,
                 "server": None if through_mps is False else domain.clients.get(pid, only),
                 "domain": domain.plan.name,
-                **_variables_json(pid),
-                "gpus": [addresses.get(uuid, uuid) for uuid in memory],
+                "device": _device_of(pid),
+                "lease": attribution.lease_of(pid, on),
+                "gpus": on,
                 "memory_by_gpu_mib": list(memory.values()),
                 "memory_used_mib": sum(known_mib) if known_mib else None,
                 "sm_utilization_by_gpu": [driver.sm.get(uuid, {}).get(pid) for uuid in memory],
@@ -207,7 +219,5 @@ def _process_json(pid: int) -> answers.ProcessFields:
     }
 
 
-def _variables_json(pid: int) -> answers.VariableFields:
-    texts = (printable(variable_of(pid, name) or "") for name in (DEVICE_VARIABLE, LEASE_VARIABLE))
-    device, lease = (text[:_MAX_VARIABLE] or None for text in texts)
-    return {"device": device, "lease": lease}
+def _device_of(pid: int) -> str | None:
+    return printable(variable_of(pid, DEVICE_VARIABLE) or "")[:_MAX_VARIABLE] or None

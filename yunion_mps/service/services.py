@@ -51,7 +51,7 @@ class Services(NamedTuple):
         users = ServerUsers(supervisor, queries, conversation, control.tick)
         leases = LeaseService(paths, supervisor, queries, publisher, users)
         devices = ProcessDevices(supervisor, leases.ledger)
-        observer = Observer(paths, supervisor, devices, queries.usage)
+        observer = Observer(paths, supervisor, devices, queries.usage, leases.ledger)
         clients = ClientService(observer, conversation)
         terminator = Terminator(supervisor, clients)
         return cls(

@@ -19,7 +19,6 @@ from unit.http.by_hand import CLIENT, LEASE, clients, lease_of
 
 GPU, UUID = "00:06.0", "GPU-a"
 OTHER = "11111111-8a52-4f0e-8b5e-3f9d2a6c1b44"
-CONTAINER = "c" * 64
 #: Two processes that run for as long as the test does.
 OLD, NEW = os.getppid(), os.getpid()
 #: Larger than any PID.
@@ -69,7 +68,6 @@ def test_each_gpu_has_a_budget_of_its_own() -> None:
         {"lease": OTHER},
         {"lease": None},
         {"uid": 1001},
-        {"lease": None, "container_id": CONTAINER},
         {"gpus": ["00:07.0"]},
         {"memory_by_gpu_mib": [None]},
     ],
@@ -79,42 +77,12 @@ def test_each_gpu_has_a_budget_of_its_own() -> None:
         "an earlier lease",
         "no lease",
         "another user",
-        "container",
         "GPU",
         "unknown",
     ],
 )
 def test_a_process_that_may_not_belong_to_the_job_does_not_count(fields: dict[str, Any]) -> None:
     assert found(process(5760, OLD), process(5760, **fields)) == []
-
-
-def test_the_holder_and_its_container_count_without_the_leases_id() -> None:
-    inside: Any = {"lease": None, "container_id": CONTAINER}
-    lease = {**LEASE, "binding": "container", "pid": OLD, "container_id": CONTAINER}
-    holder = process(5000, OLD, lease=None)
-    assert found(holder, process(5000, **inside), lease=lease)[0].used_mib == 10_000
-
-
-def test_jobs_with_leases_of_their_own_may_share_a_container() -> None:
-    """Programs that took their leases themselves, as by the Python client, do not have the lease's id."""
-    inside: Any = {"lease": None, "container_id": CONTAINER}
-    lease = {**LEASE, "binding": "process", "pid": OLD, "container_id": CONTAINER}
-    assert found(process(5000, OLD, **inside), process(5000, **inside), lease=lease) == []
-
-
-def test_a_process_that_holds_another_lease_does_not_count() -> None:
-    """It was started with the first one, then took its own."""
-    second: Any = {**LEASE, "id": OTHER, "pid": NEW}
-    leases = [{**LEASE, "pid": OLD}, second]
-    assert find_excesses(leases, [process(5000, OLD), process(5000)], {GPU}) == {}
-
-
-@pytest.mark.parametrize(("owner", "is_found"), [(0, True), (1000, True), (1001, False)])
-def test_the_lease_of_a_user_counts_only_that_user_in_a_container(owner: int, is_found: bool) -> None:
-    """A user can name a control group like another user's container, and take a lease for that."""
-    inside = process(6000, lease=None, container_id=CONTAINER)
-    lease = {**LEASE, "uid": owner, "binding": "container", "pid": OLD, "container_id": CONTAINER}
-    assert bool(found(inside, lease=lease)) is is_found
 
 
 def test_naming_another_users_lease_does_not_endanger_that_user() -> None:

@@ -136,13 +136,12 @@ def test_the_peak_of_a_lease_is_that_of_its_devices_on_the_gpu() -> None:
     ("fields", "is_ours"),
     [
         ({"lease": LEASE["id"], "device": None}, True),
-        ({"lease": None, "container_id": "c" * 64}, True),
-        ({"lease": None, "container_id": "d" * 64}, False),
-        ({"lease": None, "container_id": None}, False),
-        ({"lease": None, "container_id": "c" * 64, "device": "00:06.0-2"}, False),
+        ({"lease": None, "pid": LEASE["pid"]}, True),
+        ({"lease": None}, False),
+        ({"lease": None, "container_id": "c" * 64}, False),
         ({"lease": "another", "container_id": "c" * 64}, False),
     ],
-    ids=["lease", "container", "another container", "device only", "another device", "another lease"],
+    ids=["lease", "holder", "device only", "id of the container", "another lease"],
 )
 def test_only_processes_that_belong_to_a_lease_are_its_clients(fields: Any, is_ours: bool) -> None:
     """A process that only names the device may be a neighbour: the lease's end is not its end."""

@@ -335,6 +335,24 @@ def test_a_connections_lease_that_a_container_got_outlives_it(host: LeaseHost) -
     run(work())
 
 
+@pytest.mark.parametrize(("owner", "binder", "is_attested"), [(ALICE, ROOT, True), (ALICE, ALICE, False)])
+def test_root_attests_a_container_by_binding_a_users_lease_to_it(
+    host: LeaseHost, owner: int, binder: int, is_attested: bool
+) -> None:
+    async def work() -> None:
+        queued = QueuedRequest(LeaseRequest(), ONESELF._replace(binding="process", uid=owner))
+        lease, _ = await host.leases.take(queued, lambda _: None, 0.0)
+        for _ in range(2):  # a hook whose answer was lost asks again
+            await host.leases.bind(lease["id"], Owner(binder), ONESELF._replace(uid=binder))
+        await host.restart()
+        (bound,) = host.leases.ledger.leases.values()
+        assert (bound.holder.uid, bound.holder.is_attested) == (owner, is_attested)
+        await host.leases.bind(lease["id"], Owner(owner), ONESELF._replace(uid=owner))
+        assert list(host.leases.ledger.leases.values()) == [bound], "its owner does not change that"
+
+    run(work())
+
+
 def test_a_renewal_obeys_a_limit_that_was_lowered_since(host: LeaseHost) -> None:
     async def work() -> None:
         taken = await host.take("job", ttl_s=600.0)

@@ -116,7 +116,7 @@ def observer_of(nvml: Any) -> Observer:
     plan = SimpleNamespace(devices=[device(0, 0)], direct=())
     found = SimpleNamespace(plan=plan, inventory=SimpleNamespace(gpus=()))
     supervisor: Any = SimpleNamespace(nvml=nvml, domains=(), snapshot=lambda: found)
-    return Observer(Paths("/"), supervisor, ProcessDevices(supervisor, Ledger()), UsageHistory())
+    return Observer(Paths("/"), supervisor, ProcessDevices(supervisor, Ledger()), UsageHistory(), Ledger())
 
 
 def test_many_requests_wait_for_a_hanging_driver_no_longer_than_one() -> None:
