@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
-from integration.conftest import AtWork
+from control_groups import ControlGroup, unique_name
+from integration.conftest import AtWork, MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually, is_running
-from integration.lease_host import given, needs_root, stranger, take
+from integration.lease_host import STRANGER, given, needs_root, stranger, take
 from integration.mps_jobs import JOB, STUBBORN_JOB, ended, started, terminations_of
+from packages.machine import systemd_hierarchies
 from simhost import SimHost
+from simhost.mps import StandIns
 
 DISCONNECTED = "its MPS server disconnected it"
 BY_TERM, BY_KILL = f"{DISCONNECTED}; ended by SIGTERM", f"{DISCONNECTED}; ended by SIGKILL"
@@ -123,6 +126,32 @@ def test_an_expired_lease_leaves_its_processes_alone(jobs: Jobs) -> None:
     assert terminations_of(jobs.daemon) == []
     assert jobs.terminate(str(job.pid))[0] == 0
     ended(job)
+
+
+@needs_root
+def test_the_name_of_a_control_group_gives_no_right_over_a_container(
+    make_host: MakeHost, make_daemon: MakeDaemon
+) -> None:
+    """A user may call a group like the one of root's container, and take a lease for a process in it."""
+    name = f"docker-{'c' * 64}.scope"
+    with ExitStack() as stack:
+        host = make_host([{"kind": "v100"}])
+        stack.enter_context(StandIns(host))
+        daemon = make_daemon(host).start().wait_ready()
+        top = stack.enter_context(ControlGroup(unique_name(), systemd_hierarchies()).make())
+        sleeper = stack.enter_context(subprocess.Popen(["sleep", "300"], user=STRANGER))
+        stack.callback(sleeper.kill)
+        top.below("user.slice").below(f"user@{STRANGER}.service").below(name).add(sleeper.pid)
+        other = stack.enter_context(stranger(daemon))
+        lease = take(other, f"holder.kind=container&holder.pid={sleeper.pid}")
+        variables = dict(lease["environment"])
+        del variables["YUNION_MPS_LEASE"]
+        victim = stack.enter_context(started(host, *JOB, variables=variables))
+        top.below("system.slice").below(name).add(victim.pid)
+        status, answer = other.ask("POST", f"/v1/leases/{lease['id']}/terminate")
+        assert (status, answer["terminations"]) == (200, [])
+        host.run(["yunion-mps", "terminate", lease["id"], "--yes"], check=True)
+        assert is_running(victim.pid), "root, who ends the lease's processes, does not mean it"
 
 
 @needs_root

@@ -11,10 +11,11 @@ import signal
 from typing import TYPE_CHECKING
 
 from yunion_mps.errors import HostError, NotFoundError, YunionError
+from yunion_mps.host.control_groups import ControlGroup
 from yunion_mps.models import Owner
 from yunion_mps.reasons import PROCESSES_UNKNOWN
 from yunion_mps.service.leases import LeaseService
-from yunion_mps.service.permissions import find_own_lease
+from yunion_mps.service.permissions import attested_container, find_own_lease
 from yunion_mps.service.terminate import KILL, SignalSequence, Terminator
 from yunion_mps.tasks import within
 
@@ -40,6 +41,7 @@ class LeaseTerminator:
             caller.uid,
             signals=signals,
             even_if_unknown=signal.SIGKILL in signals or not signals,
+            container=self._container(name, caller),
         )
 
     async def release(self, name: str, caller: Owner) -> answers.LeaseRecord:
@@ -49,7 +51,8 @@ class LeaseTerminator:
         released, if processes of the lease may be unknown.
         """
         lease = self._own(name, caller)
-        await self._kill(lease, caller.uid, f"its lease {lease['name'] or lease['id']} was released")
+        cause = f"its lease {lease['name'] or lease['id']} was released"
+        await self._kill(lease, caller.uid, cause, self._container(name, caller))
         with contextlib.suppress(NotFoundError):  # it ended with its process
             return self._leases.release(lease["id"], caller)
         return lease
@@ -58,10 +61,16 @@ class LeaseTerminator:
         lease = find_own_lease(name, self._leases.ledger.leases, caller)
         return self._leases.lease(lease.id, caller)
 
-    async def _kill(self, lease: answers.LeaseRecord, uid: int, cause: str) -> None:
+    def _container(self, name: str, caller: Owner) -> ControlGroup | None:
+        lease = find_own_lease(name, self._leases.ledger.leases, caller)
+        return attested_container(lease.holder, self._leases.containers)
+
+    async def _kill(
+        self, lease: answers.LeaseRecord, uid: int, cause: str, container: ControlGroup | None
+    ) -> None:
         late = HostError(f"they were not terminated within {_DEADLINE_S:g} s")
         try:
-            work = self._terminator.terminate_lease(lease, uid, cause, signals=KILL)
+            work = self._terminator.terminate_lease(lease, uid, cause, signals=KILL, container=container)
             await within(_DEADLINE_S, work, late)
         except YunionError as error:
             if error.code == PROCESSES_UNKNOWN:

@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from yunion_mps.containers.lookup import Containers
 from yunion_mps.errors import NotAllowedError, NotFoundError
+from yunion_mps.host.control_groups import ControlGroup
 from yunion_mps.host.proc import is_in_inner_pid_namespace, job_unit_of, started_ticks, uid_of
 from yunion_mps.leases.request import find_lease, owner_name
 from yunion_mps.models import Holder, Lease, Owner
@@ -81,6 +83,20 @@ def named_holder(caller: Caller, name: str, ttl_s: float) -> Holder:
     if not ttl_s:
         refuse_unprivileged(caller.uid, "take a lease that does not expire")
     return Holder("name", caller.uid, name=name, ttl_s=ttl_s, unit=caller.owner.unit)
+
+
+def attested_container(holder: Holder, containers: Containers) -> ControlGroup | None:
+    """The control group whose processes the lease's owner may terminate, whichever user they have.
+
+    None unless root has bound the lease to the container (root's hook does so, for what a user starts with
+    docker), and has made the container's control group. What the owner says about it grants no right.
+    """
+    if holder.binding != "container" or not holder.is_attested or holder.pid is None:
+        return None
+    if started_ticks(holder.pid) != holder.started:
+        return None
+    found = containers.group_of(holder.pid)
+    return found.group if found and found.is_made_by_root else None
 
 
 def find_own_lease(

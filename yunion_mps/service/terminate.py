@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from yunion_mps import reasons
 from yunion_mps.enums import NO_SIGNAL, SIGNAL_KILL, SIGNAL_TERM
 from yunion_mps.errors import BusyError, HostError, NotAllowedError, NotFoundError, YunionError
-from yunion_mps.host.proc import is_kernel_thread, started_s, user_name
+from yunion_mps.host.control_groups import ControlGroup, control_groups_of
+from yunion_mps.host.proc import is_kernel_thread, started_s, user_name, users_of
 from yunion_mps.host.processes import Process
 from yunion_mps.host.threads import on_thread
 from yunion_mps.models import Event
@@ -77,20 +78,19 @@ class Terminator:
         *,
         signals: SignalSequence = TERM,
         even_if_unknown: bool = False,
+        container: ControlGroup | None = None,
     ) -> list[answers.Termination]:
         """Terminate all clients of a lease, as `terminate_all` does.
 
-        The lease's owner may also terminate other users' processes in its container. Raises HostError with
-        the code PROCESSES_UNKNOWN if clients may be unknown, unless `even_if_unknown`.
+        Raises HostError with the code PROCESSES_UNKNOWN if clients may be unknown, unless `even_if_unknown`.
         """
         choose = partial(clients_of_lease, lease)
-        container = (lease["container_id"] or "") if lease["binding"] == "container" else ""
         return await self.terminate_all(
             choose,
             uid,
             cause,
             signals=signals,
-            container_id=container,
+            container=container,
             all_known_on=() if even_if_unknown else lease["gpus"],
         )
 
@@ -101,24 +101,22 @@ class Terminator:
         cause: str = "",
         *,
         signals: SignalSequence = TERM,
-        container_id: str = "",
+        container: ControlGroup | None = None,
         all_known_on: Collection[str] = (),
         code: str = reasons.CLIENT_TERMINATED,
     ) -> list[answers.Termination]:
         """Terminate the chosen clients at the same time, each as `terminate_client` does.
 
-        A client's error is in its termination. The user may terminate all clients in the container with this
-        id. `code` is that of the events. Raises BusyError while the daemon stops, and HostError with the code
-        PROCESSES_UNKNOWN if clients on the GPUs (addresses) of `all_known_on` may be unknown.
+        A client's error is in its termination. The user may terminate all clients in `container`, whichever
+        user they have (`attested_container`). `code` is that of the events. Raises BusyError while the daemon
+        stops, and HostError with the code PROCESSES_UNKNOWN if clients on the GPUs (addresses) of
+        `all_known_on` may be unknown.
         """
         self._refuse_while_stopping()
         listed = await self._list()
         self._refuse_unknown(listed, all_known_on)
-        chosen = choose(listed)
-        inside = {one["pid"] for one in chosen if container_id and one.get("container_id") == container_id}
-        users = {client["pid"]: 0 if client["pid"] in inside else uid for client in chosen}
         cause = cause or _requested_by(uid)
-        ends = (self._try(client, users[client["pid"]], cause, signals, code) for client in chosen)
+        ends = [self._try(client, uid, cause, signals, code, container) for client in choose(listed)]
         return list(await asyncio.gather(*ends))
 
     async def _list(self) -> answers.ClientList:
@@ -154,10 +152,16 @@ class Terminator:
             raise BusyError(what, "terminate processes directly: kill PID")
 
     async def _try(
-        self, client: AnyClient, uid: int, cause: str, signals: SignalSequence, code: str
+        self,
+        client: AnyClient,
+        uid: int,
+        cause: str,
+        signals: SignalSequence,
+        code: str,
+        container: ControlGroup | None,
     ) -> answers.Termination:
         try:
-            return await self._end(client, uid, cause, signals, code)
+            return await self._end(client, uid, cause, signals, code, container)
         except NotFoundError:
             return _termination(client, "it has ended by itself", ended=True)
         except YunionError as error:
@@ -171,12 +175,9 @@ class Terminator:
         cause: str,
         signals: SignalSequence,
         code: str = reasons.CLIENT_TERMINATED,
+        container: ControlGroup | None = None,
     ) -> answers.Termination:
         pid = client["pid"]
-        if uid != client["uid"] and not is_privileged(uid):
-            what = f"PID {pid} is a job of {client['user']}"
-            raise NotAllowedError(what, "only root and its owner may terminate it")
-        _refuse_unless_job(pid, self._supervisor.domains)
         process = Process.adopt(pid)
         if process is None:
             raise _ended_error(pid)
@@ -184,6 +185,8 @@ class Terminator:
             began_s = started_s(pid)
             if began_s is None or rfc3339(began_s) != client["started"]:  # it has ended; its PID was reused
                 raise _ended_error(pid)
+            _refuse_unless_own(client, uid, container)
+            _refuse_unless_job(pid, self._supervisor.domains)
             how, ended = await self._disconnect_and_signal(process, client, signals)
         finally:
             process.close()
@@ -269,6 +272,21 @@ def _requested_by(uid: int) -> str:
 
 def _ended_error(pid: int) -> NotFoundError:
     return NotFoundError(f"PID {pid} has just ended", "")
+
+
+def _refuse_unless_own(client: AnyClient, uid: int, container: ControlGroup | None) -> None:
+    """Raise NotAllowedError if the user may not terminate the process.
+
+    Only the kernel is asked, because the process's user can choose its environment, its command line, and
+    the names of their own control groups.
+    """
+    pid = client["pid"]
+    if is_privileged(uid) or uid in users_of(pid):
+        return
+    if container is not None and container.contains(control_groups_of(pid)):
+        return
+    what = f"PID {pid} is a job of {client['user']}"
+    raise NotAllowedError(what, "only root and its owner may terminate it")
 
 
 def _refuse_unless_job(pid: int, domains: Sequence[Domain]) -> None:

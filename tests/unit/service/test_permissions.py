@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from yunion_mps.containers.lookup import ContainerGroup
 from yunion_mps.errors import NotAllowedError, NotFoundError
-from yunion_mps.models import Owner
+from yunion_mps.host.control_groups import ControlGroup
+from yunion_mps.host.proc import started_ticks
+from yunion_mps.models import Holder, Owner
 from yunion_mps.service import permissions
-from yunion_mps.service.permissions import Caller, process_holder
+from yunion_mps.service.permissions import Caller, attested_container, process_holder
 
 ALICE = 1000
 
@@ -28,6 +33,25 @@ def test_a_process_whose_unit_is_unknown_counts_as_ended(monkeypatch: pytest.Mon
     monkeypatch.setattr(permissions, "job_unit_of", lambda _: None)
     with pytest.raises(NotFoundError, match=f"PID {os.getpid()} has ended"):
         process_holder(Caller(0, 1, ""), "process", os.getpid())
+
+
+CONTAINER = Holder("container", ALICE, os.getpid(), started_ticks(os.getpid()), is_attested=True)
+
+
+def container_group(*, is_made_by_root: bool | None) -> Any:
+    """The containers of a host on which every process is in one."""
+    group = ContainerGroup("a" * 64, "docker", "", ControlGroup("", "/docker"), is_made_by_root)
+    return SimpleNamespace(group_of=lambda _: group)
+
+
+def test_an_owner_has_a_right_over_a_container_only_if_root_attests_it() -> None:
+    roots = container_group(is_made_by_root=True)
+    assert attested_container(CONTAINER, roots) == ControlGroup("", "/docker")
+    assert attested_container(CONTAINER._replace(is_attested=False), roots) is None, "the owner says so"
+    for holder in (CONTAINER._replace(started=1), CONTAINER._replace(pid=None, started=None)):
+        assert attested_container(holder, roots) is None, "it does not run"
+    for is_made_by_root in (False, None):
+        assert attested_container(CONTAINER, container_group(is_made_by_root=is_made_by_root)) is None
 
 
 def test_a_caller_whose_unit_is_unknown_owns_nothing_unless_it_is_root() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.errors import ControlError, NotAllowedError
+from yunion_mps.host.control_groups import control_groups_of
 from yunion_mps.host.proc import is_kernel_thread, started_s
 from yunion_mps.models import Event
 from yunion_mps.mps.conversation import OccupiedError
@@ -180,11 +181,20 @@ def test_only_root_and_its_owner_may_terminate_a_client(bench: Bench) -> None:
     assert bench.job.poll() is None
 
 
-@pytest.mark.parametrize(("binding", "is_ended"), [("container", True), ("process", False)])
-def test_the_owner_of_a_lease_may_terminate_all_in_its_container(
-    bench: Bench, binding: str, is_ended: bool
-) -> None:
-    bench.listed["clients"][0]["container_id"] = inside = "a" * 64
-    lease: Any = {**LEASE, "binding": binding, "container_id": inside}
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_the_owner_of_a_lease_may_terminate_all_in_its_container(bench: Bench, is_inside: bool) -> None:
+    """`container` is the one that root has attested; that of the process is what the kernel says."""
+    lease: Any = {**LEASE, "id": bench.listed["clients"][0]["lease"]}
+    own = control_groups_of(bench.job.pid)[0]
+    container = own if is_inside else own._replace(path="/another")
+    (one,) = bench.of(lambda terminator: terminator.terminate_lease(lease, 12345, container=container))
+    assert (one["ended"], one["reason_code"]) == (is_inside, "" if is_inside else "not_allowed")
+
+
+def test_the_id_of_a_container_alone_allows_nothing(bench: Bench) -> None:
+    """A user can have given it to a control group of their own, or to root's process by its environment."""
+    bench.listed["clients"][0].update(container_id="a" * 64, uid=12345, user="mallory")
+    lease: Any = {**LEASE, "binding": "container", "container_id": "a" * 64, "uid": 12345}
     (one,) = bench.of(lambda terminator: terminator.terminate_lease(lease, 12345))
-    assert (one["ended"], one["reason_code"]) == (is_ended, "" if is_ended else "not_allowed")
+    assert (one["ended"], one["reason_code"]) == (False, "not_allowed")
+    assert bench.job.poll() is None
