@@ -106,7 +106,8 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(daemon: Daemon
 
     (change,) = daemon.get("/v1/plan")[1]["changes"]
     assert change["effect"] == f"once {leases} have ended"
-    assert daemon.ask("POST", "/v1/reload")[1] == {"changes": [change], "pending": [waits], "losses": []}
+    answer = daemon.ask("POST", "/v1/reload")[1]
+    assert (answer["changes"], answer["pending"]) == ([change], [waits])
     assert counted(daemon) == {"total": 10, "available": 6, "pending": 4, "used": 4, "free": 6}
     shown = f"nothing has changed.\nPending:  host: {what}\nSee who holds the leases: yunion-mps who\n"
     assert printed(host, "reload") == f"Reloaded; {shown}"
@@ -130,4 +131,4 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(daemon: Daemon
     assert lease(daemon, "gpu=00:06.0&holder.name=next") == "00:06.0-0"
     assert daemon.ask("DELETE", "/v1/leases/job-1")[0] == 200
     assert counted(daemon) == {"total": 8, "available": 8, "used": 1, "free": 7}
-    assert daemon.get("/v1/plan") == (200, {"changes": [], "pending": [], "losses": []})
+    assert not any(daemon.get("/v1/plan")[1].values())
