@@ -24,5 +24,24 @@ metrics_textfile
 web_listen
 web_allow_public'
 
+our_entry_keys='devices
+gpu_memory_unit
+path
+type
+virtual_number
+slices
+memory_unit
+memory
+memory_reserve
+thread_percentage
+thread_overcommit
+reserved_for
+over_budget
+cuda_mps_compute_mode
+time_slice
+mig
+mig_restore
+priority'
+
 our_types='NVIDIA_MPS
 NVIDIA_GPU_SHARE'

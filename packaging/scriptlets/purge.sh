@@ -68,22 +68,56 @@ is_ours() { # whether the package created the file, and no other software has us
     grep -q " $1\$" "$made" 2>/dev/null || return 1
     ! dpkg-query -S "$configuration/$1" >/dev/null 2>&1 || return 1
     case $1 in # what is ours is in keys.sh
-    host.conf) ours=$our_keys named=$(keys_of "$configuration/$1") ;;
-    *) ours=$our_types named=$(types_of "$configuration/$1") ;;
+    host.conf) foreign=$(foreign_in_host_conf "$configuration/$1") ;;
+    *) foreign=$(foreign_in_device_file "$configuration/$1") ;;
     esac
-    foreign=$(printf '%s\n' "$named" | grep -vxF -e "$ours" | grep -m 1 .) || return 0
+    [ -n "$foreign" ] || return 0
     say "$configuration/$1 was not removed: other software uses it, too ($foreign)"
     return 1
 }
 
+# What is not certainly ours is foreign, because YAML can be written in many ways.
+
+foreign_in_host_conf() { # the first key that is not ours, or line that is not `key: value` or `key = value`
+    without_comments "$1" | ours=$our_keys awk '
+        BEGIN { count = split(ENVIRON["ours"], keys, "\n"); for (i = 1; i <= count; i++) is_ours[keys[i]] = 1 }
+        /^[ \t]*$/ || /^---[ \t]*$/ { next }
+        match($0, /^["\047]?[A-Za-z_][A-Za-z0-9_.-]*["\047]?[ \t]*[:=]/) {
+            key = substr($0, 1, RLENGTH)
+            gsub(/["\047 \t:=]/, "", key)
+            name = key
+            gsub(/-/, "_", name)
+            if (name in is_ours) next
+            print key
+            exit
+        }
+        { print substr($0, 1, 40); exit }'
+}
+
+foreign_in_device_file() { # the first key or type of an entry that is not ours; a type is on the line of its key
+    without_comments "$1" | ours=$our_entry_keys types=$our_types awk '
+        BEGIN {
+            count = split(ENVIRON["ours"], keys, "\n")
+            for (i = 1; i <= count; i++) { gsub(/_/, "", keys[i]); is_ours[keys[i]] = 1 }
+            count = split(ENVIRON["types"], types, "\n")
+            for (i = 1; i <= count; i++) is_type[types[i]] = 1
+        }
+        {
+            rest = $0
+            while (match(rest, /["\047]?[A-Za-z_][A-Za-z0-9_.-]*["\047]?[ \t]*:([ \t]|$)/)) {
+                key = substr(rest, RSTART, RLENGTH)
+                rest = substr(rest, RSTART + RLENGTH)
+                gsub(/["\047 \t:]/, "", key)
+                name = tolower(key)
+                gsub(/[_-]/, "", name)
+                if (!(name in is_ours)) { print key; exit }
+                if (name != "type") continue
+                type = rest
+                sub(/^[ \t]*["\047]?/, "", type)
+                sub(/[^A-Za-z0-9_].*/, "", type)
+                if (!(type in is_type)) { print (type == "" ? key : type); exit }
+            }
+        }'
+}
+
 without_comments() { sed 's/\(^\|[[:space:]]\)#.*//' "$1" 2>/dev/null; }
-
-keys_of() { # the keys of the file, with or without quotes, of lines `key: value` and `key = value`; dashes are underscores
-    quote="[\"']\\{0,1\\}"
-    without_comments "$1" | sed -n "s/^$quote\([A-Za-z_][A-Za-z0-9_-]*\)$quote[[:space:]]*[:=].*/\1/p" | tr - _
-}
-
-types_of() { # the types of the entries in the file
-    quote="[\"']\\{0,1\\}" begin="type[\"']\\{0,1\\}[[:space:]]*:[[:space:]]*"
-    without_comments "$1" | grep -o "$begin$quote[A-Za-z0-9_]*" | sed "s/^$begin$quote//"
-}

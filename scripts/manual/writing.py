@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from datetime import datetime, timezone
 
 from yunion_mps.cli.root import completion
-from yunion_mps.config import KEYS
+from yunion_mps.config import DEVICE_FILE_KEYS, KEYS
 from yunion_mps.enums import ENTRY_TYPES
 
 from manual.keys import device_file_example, host_conf_example
@@ -62,7 +62,11 @@ def files(date: str) -> Iterator[tuple[str, str]]:
 def names_for_purge() -> str:
     """Return the shell variables by which a purge recognizes what is ours in the configuration files."""
     text = "# What is ours in the configuration files. Written by scripts/generate; copied from its output.\n"
-    for name, words in (("our_keys", KEYS), ("our_types", ENTRY_TYPES.values())):
+    for name, words in (
+        ("our_keys", KEYS),
+        ("our_entry_keys", DEVICE_FILE_KEYS),
+        ("our_types", ENTRY_TYPES.values()),
+    ):
         lines = "\n".join(words)
         text += f"\n{name}='{lines}'\n"
     return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from yunion_mps.config import KEYS
+from yunion_mps.config import DEVICE_FILE_KEYS, KEYS
 from yunion_mps.enums import ENTRY_TYPES
 
 from .conftest import Host
@@ -49,6 +49,13 @@ def test_a_purge_removes_a_file_with_any_type_of_ours(host: Host, type_: str, en
         ("host.conf", "over_budget_of_another: 1\n", "over_budget_of_another"),
         ("host_container_device.yml", "- path: /dev/va0\n  type: VASTAITECH_GPU\n", "VASTAITECH_GPU"),
         ("host_container_device.yml", "- {path: 0, type: NVIDIA_MPS_2}\n", "NVIDIA_MPS_2"),
+        ("host.conf", "log.level: 5\n", "log.level"),
+        ("host.conf", "  hostname: x\n", "  hostname: x"),
+        ("host.conf", "enable_cuda_mps true\n", "enable_cuda_mps true"),
+        ("host.conf", "{enable_cuda_mps: true, hostname: x}\n", "{enable_cuda_mps: true, hostname: x}"),
+        ("host_container_device.yml", "other_agent_key: [1]\n", "other_agent_key"),
+        ("host_container_device.yml", "- path: /dev/va0\n  type:\n    GPU_HPC\n", "type"),
+        ("host_container_device.yml", "- {path: 0, vendor: x, type: NVIDIA_MPS}\n", "vendor"),
     ],
 )
 def test_a_purge_keeps_a_file_that_other_software_uses(
@@ -60,6 +67,16 @@ def test_a_purge_keeps_a_file_that_other_software_uses(
     why = f"{path} was not removed: other software uses it, too ({foreign})"
     assert host.good("purge") == [f"yunion-mps-daemon: {why}"]
     assert list(configuration(host)) == [name]
+
+
+@pytest.mark.parametrize("key", DEVICE_FILE_KEYS)
+def test_a_purge_removes_a_device_file_with_any_key_of_ours(host: Host, key: str) -> None:
+    host.good("make_configuration")
+    value = "NVIDIA_MPS" if key == "type" else "/dev/dri/by-path/pci-0000:00:06.0-render"
+    with (host.root / "etc/host_container_device.yml").open("a") as file:
+        file.write(f"- {key}: {value}\n- {{'{key.replace('_', '-')}': {value}}}\n")
+    assert host.good("purge") == []
+    assert configuration(host) == {}
 
 
 def test_a_purge_keeps_a_file_that_another_package_owns(host: Host) -> None:
@@ -151,11 +168,11 @@ def test_a_purge_follows_no_symlink(host: Host, tmp_path: Path, place: str) -> N
 @pytest.mark.parametrize(
     ("name", "added"),
     [
-        ("host.conf", "# Cloudpods: none\nenable_cuda_mps true\n"),
+        ("host.conf", "# Cloudpods: none\n--- # hostname: x\n"),
         ("host_container_device.yml", "  # its type: VASTAITECH_GPU would be Cloudpods'\n"),
     ],
 )
-def test_a_purge_removes_a_file_with_comments_and_invalid_lines(host: Host, name: str, added: str) -> None:
+def test_a_purge_removes_a_file_with_comments(host: Host, name: str, added: str) -> None:
     host.good("make_configuration")
     with (host.root / "etc" / name).open("a") as file:
         file.write(added)

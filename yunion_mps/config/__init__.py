@@ -6,13 +6,13 @@ needs the host's inventory, and is left to `planning`.
 
 from __future__ import annotations
 
-from yunion_mps.config.devices import read_devices
+from yunion_mps.config.devices import DEVICE_FILE_KEYS, read_devices
 from yunion_mps.config.host import KEYS, read_host
 from yunion_mps.errors import Problem
 from yunion_mps.paths import Paths
 from yunion_mps.settings import Config
 
-__all__ = ["KEYS", "load"]
+__all__ = ["DEVICE_FILE_KEYS", "KEYS", "load"]
 
 
 def load(paths: Paths) -> tuple[Config, list[Problem]]:

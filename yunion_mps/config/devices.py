@@ -119,6 +119,8 @@ _SLICE_KINDS: dict[str, Kind] = {
     "thread_percentage": number(0.1, 100, decimals=1),
     "priority": one_of(*PRIORITIES),
 }
+#: All keys that the file can have because of us, at any level.
+DEVICE_FILE_KEYS = tuple(dict.fromkeys((*_FILE_KEYS, *_KEYS, *_SLICE_KINDS)))
 _SLICE_EXAMPLE = "{memory: 8GiB, thread_percentage: 50}"
 
 
