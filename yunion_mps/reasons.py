@@ -260,7 +260,8 @@ SERVER_START_FAILED = _code("server_start_failed", "MPS servers fail to start.",
 OF_DOMAINS = frozenset({DOMAIN_NOT_READY, SERVER_START_FAILED})
 PROCESSES_UNKNOWN = _code("processes_unknown",
     "The processes of a lease or device are not all known, so none was terminated and nothing released.",
-    "try again once the MPS server answers; or release the lease, and leave its processes alone: "
+    "try again once the MPS server answers; or terminate what is known, at the risk of that server's other "
+    "jobs: yunion-mps terminate --force; or release the lease, and leave its processes alone: "
     "yunion-mps lease release {lease}")
 LIMITS_NOT_IN_EFFECT = _code("limits_not_in_effect", "A limit was set, but a different value was read back.",
     _RETRIED)

@@ -80,6 +80,9 @@ def test_another_users_request_is_refused_by_name_and_granted_afterwards(
     status_text = daemon.host.run(["yunion-mps", "status"], check=True).stdout
     assert re.search(rf"^{SECOND_GPU} .* 4  {OWN_NAME} only  ", status_text, re.MULTILINE), status_text
     assert re.search(rf"^host +ready +{OWN_NAME} ", status_text, re.MULTILINE), status_text
+    member = {"user": STRANGER, "extra_groups": [daemon.socket_path.stat().st_gid]}
+    told = daemon.host.run(["yunion-mps", "env", f"{SECOND_GPU}-0"], check=True, **member).stderr
+    assert f"device {SECOND_GPU}-0 is free for {OWN_NAME}, so your job may wait for others' jobs" in told
 
     with contextlib.closing(ask_and_wait(daemon, f"{JOB}&gpu={SECOND_GPU}")) as waiting:
         (request,) = daemon.get("/v1/leases")[1]["waiting"]

@@ -44,7 +44,7 @@ _DEVICES = (
     Column("GPU", "model", least=9, drop=2),
     Column("MEMORY", lambda record: mib(record["memory_mib"]), numeric=True, drop=1),
     Column("SM %", "thread_percentage", numeric=True, drop=3),
-    Column("STATE", lambda record: _state(record)),
+    Column("STATE", lambda record: describe_state(record)),
     Column("ENFORCED", "budget_enforced", wide=True, drop=5),
     Column("SHARING", "sharing", wide=True, drop=5),
     Column("NUMA", lambda record: _numa(record["numa_node"]), numeric=True, wide=True, drop=8),
@@ -155,7 +155,8 @@ def is_free(record: Device) -> bool:
     return record["state"] == FREE and is_for_user
 
 
-def _state(record: Device) -> str:
+def describe_state(record: Device) -> str:
+    """Return its state, and for whom it is free if not for all users: `free for alice`."""
     if record["free_for"]:
         return f"free for {record['free_for']}"
     if record["free_for"] is not None:
@@ -287,7 +288,7 @@ def _device_text(answer: DeviceDetails) -> str:
     link = answer["pcie_info"]
     lines = {
         "Address": answer["addr"],
-        "State": _state(answer) + (f": {answer['reason']}" if answer["reason"] else ""),
+        "State": describe_state(answer) + (f": {answer['reason']}" if answer["reason"] else ""),
         "Holder": answer["holder"],
         "Lease": answer["lease"],
         "Budget": f"{_memory_of_all(answer)}, {cell(answer['thread_percentage'])} % of the SM threads"

@@ -10,8 +10,10 @@ import click
 
 from yunion_mps.addresses import gpu_of
 from yunion_mps.cli.calls import call, warn_unenforced
+from yunion_mps.cli.devices import describe_state, is_free
 from yunion_mps.cli.options import STYLES, device_argument, one_device, style_option
-from yunion_mps.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE
+from yunion_mps.cli.output import print_notice
+from yunion_mps.enums import DEVICE_VARIABLES, FREE, JAX_VARIABLE, MEMORY_VARIABLE
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.http.operations import GET_DEVICE
 from yunion_mps.text import printable
@@ -41,6 +43,9 @@ def print_environment(device: str, output: str) -> None:
             what = f"device {answer['addr']} is unavailable: {answer['reason']}"
             raise HostError(what, "see: yunion-mps status", answer["reason_code"])
         show_environment(answer["client_environment"], output)
+    if answer["state"] == FREE and not is_free(answer):
+        what = f"device {answer['addr']} is {describe_state(answer)}, so your job may wait for others' jobs"
+        print_notice(f"{what}; to get it in turn: yunion-mps run --wait --device {answer['addr']} COMMAND")
     warn_unenforced([] if answer["budget_enforced"] else [gpu_of(answer["addr"])], answer["sharing"])
 
 

@@ -13,7 +13,7 @@ from yunion_mps.cli.calls import call
 from yunion_mps.cli.options import complete_target, confirm, refuse_unattended
 from yunion_mps.cli.output import cell, output_option, print_notice, show, wrapped
 from yunion_mps.enums import SIGNAL_KILL, SIGNAL_TERM
-from yunion_mps.errors import NotAllowedError, NotFoundError, YunionError
+from yunion_mps.errors import HostError, NotAllowedError, NotFoundError, YunionError
 from yunion_mps.http.operations import (
     GET_CLIENTS,
     GET_DEVICE,
@@ -23,12 +23,11 @@ from yunion_mps.http.operations import (
     TERMINATE_DEVICE,
     TERMINATE_LEASE,
 )
-from yunion_mps.reasons import NOT_ALLOWED
+from yunion_mps.reasons import NOT_ALLOWED, PROCESSES_UNKNOWN
 from yunion_mps.service.holdings import (
     ID_LENGTH,
     clients_of_device,
     clients_of_lease,
-    refuse_if_unknown,
 )
 from yunion_mps.text import count
 
@@ -81,8 +80,14 @@ def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationList:
     answer = call(GET_CLIENTS)
     listed: list[AnyClient] = [*answer["clients"], *answer["waiting"]]
     client = next((one for one in listed if one["pid"] == pid), None)
+    if client is None and answer["errors"]:
+        if force:
+            unknown = "; ".join(answer["errors"])
+            print_notice(f"it is not known whether PID {pid} is an MPS client: {unknown}")
+            confirm(f"If it is one, other jobs of its MPS server may fail. Terminate PID {pid}?", yes)
+        # Without --force, the daemon asks again for a moment, and refuses if that is still not known.
+        return _terminations(call(TERMINATE_CLIENT, pid=pid, signals=_signals(force)))
     if client is None:
-        refuse_if_unknown(pid, answer)
         lease = next((lease for lease in call(GET_LEASES)["leases"] if lease["pid"] == pid), None)
         if lease:
             what = f"PID {pid} uses no GPU, but holds lease {lease['id'][:ID_LENGTH]}"
@@ -91,7 +96,11 @@ def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationList:
     who = _describe(client)
     outside_mps = f"{who} runs outside MPS, so no MPS server disconnects it first. Terminate it?"
     confirm(outside_mps if client.get("mps") is False else f"Terminate {who}?", yes)
-    return {"terminations": [call(TERMINATE_CLIENT, pid=pid, signals=_signals(force))], "total": 1}
+    return _terminations(call(TERMINATE_CLIENT, pid=pid, signals=_signals(force)))
+
+
+def _terminations(one: Termination) -> TerminationList:
+    return {"terminations": [one], "total": 1}
 
 
 def _terminate_all(target: str, *, force: bool, yes: bool) -> TerminationList:
@@ -105,11 +114,17 @@ def _terminate_all(target: str, *, force: bool, yes: bool) -> TerminationList:
         return {"terminations": [], "total": 0}
     for client in clients:
         print_notice(_describe(client))
-    confirm(f"Terminate {count(len(clients), 'process', 'processes')} of {' '.join(name)}?", yes)
+    processes = count(len(clients), "process", "processes") if clients else "the processes"
+    confirm(f"Terminate {processes} of {' '.join(name)}?", yes)
     kind, found = name
     if kind == "lease":
-        return call(TERMINATE_LEASE, lease=found, signals=_signals(force))
-    return call(TERMINATE_DEVICE, id=found, signals=_signals(force))
+        done = call(TERMINATE_LEASE, lease=found, signals=_signals(force))
+    else:
+        done = call(TERMINATE_DEVICE, id=found, signals=_signals(force))
+    if answer["errors"] and not done["terminations"]:
+        what = f"no process of {' '.join(name)} is known, so none was terminated"
+        raise HostError(what, "try again once the MPS server answers", PROCESSES_UNKNOWN)
+    return done
 
 
 def _signals(force: bool) -> str:

@@ -93,6 +93,8 @@ def responsiveness(host: Host) -> Findings:
     front_ends = any(
         option_count == 0 for pid in all_pids() if (option_count := _option_count(pid)) is not None
     )
+    status = host.known_status()
+    daemon = status["pid"] if status else 0
     for domain in host.domains():
         peer = peer_of(domain.pipe_directory)
         if peer is None:
@@ -106,7 +108,7 @@ def responsiveness(host: Host) -> Findings:
                 problem(f"{what}{f'; {cause}' if cause else ''}", hint_of((cause or error.reason).code))
             )
             continue
-        front_end = front_end_at(domain.pipe_directory) if front_ends else ""
+        front_end = front_end_at(domain.pipe_directory, daemon) if front_ends else ""
         if front_end:
             what = (
                 f"an interactive {PROGRAM} ({front_end}) is connected to domain {domain.name} and blocks all "

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from yunion_mps.errors import ControlError, ShortageError
-from yunion_mps.host.proc import all_pids, describe_process, is_stopped, program_name, uid_of
+from yunion_mps.errors import ControlError, ShortageError, YunionError
+from yunion_mps.host.proc import all_pids, describe_process, is_stopped, parent_of, program_name, uid_of
 from yunion_mps.host.processes import Process, spawn
 from yunion_mps.host.sockets import Peer, connected_inodes, count_open, peer_credentials, socket_holders
 from yunion_mps.mps.processes import PROGRAM, client_variables, server_pids
@@ -62,9 +62,20 @@ class OccupiedError(ControlError):
         )
 
 
+class EndingError(OccupiedError):
+    """The other front-end is our own, which has told the control daemon to quit."""
+
+    def __init__(self) -> None:
+        what = "it does not answer, because it was told to quit, and waits for its clients to end"
+        YunionError.__init__(self, what, "wait for that; see: yunion-mps status")
+
+
 def occupied_error(pipe_directory: str) -> OccupiedError:
     """The error with the other front-end's process; takes up to half a second of CPU time."""
-    return OccupiedError(pipe_directory, front_end_at(pipe_directory))
+    connected = _front_ends(pipe_directory)
+    if any(parent_of(pid) == os.getpid() for pid in connected):
+        return EndingError()
+    return OccupiedError(pipe_directory, _described(connected))
 
 
 # -- the process behind a socket
@@ -277,12 +288,22 @@ def diagnose(pid: int, pipe_directory: str) -> Reason:
     return NO_REASON
 
 
-def front_end_at(pipe_directory: str) -> str:
-    """The front-ends that are connected there, as text; empty if there are none. Never raises."""
+def front_end_at(pipe_directory: str, daemon: int = 0) -> str:
+    """The front-ends that are connected there, as text; empty if there are none. Never raises.
+
+    Those that a process of ours, the `daemon` (a PID), has started are left out.
+    """
+    return _described(pid for pid in _front_ends(pipe_directory) if parent_of(pid) != daemon)
+
+
+def _front_ends(pipe_directory: str) -> list[int]:
     with contextlib.suppress(Exception):
-        connected = connections(pipe_directory)
-        return ", ".join(describe_process(pid) for pid in connected if program_name(pid) == PROGRAM)
-    return ""
+        return [pid for pid in connections(pipe_directory) if program_name(pid) == PROGRAM]
+    return []
+
+
+def _described(pids: Iterable[int]) -> str:
+    return ", ".join(describe_process(pid) for pid in pids)
 
 
 def _stopped_process(pid: int) -> str:

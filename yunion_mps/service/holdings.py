@@ -369,7 +369,8 @@ def refuse_if_unknown(pid: int, listed: ClientList) -> None:
     """
     if listed["errors"] and all(client["pid"] != pid for client in _all_clients(listed)):
         what = f"it is not known whether PID {pid} is an MPS client: {'; '.join(listed['errors'])}"
-        raise HostError(what, "try again; list the clients: yunion-mps who --clients", PROCESSES_UNKNOWN)
+        hint = "try again once the MPS server answers; or, at the risk of that server's other jobs: "
+        raise HostError(what, f"{hint}yunion-mps terminate {pid} --force", PROCESSES_UNKNOWN)
 
 
 def _all_clients(listed: ClientList) -> list[AnyClient]:

@@ -219,5 +219,23 @@ def _process_json(pid: int) -> answers.ProcessFields:
     }
 
 
+def possible_client(pid: int, server: answers.MpsServer | None) -> answers.MpsClient:
+    """Return a process that may be a client of this server, with what the kernel knows about it."""
+    return {
+        **_process_json(pid),
+        "container": None,
+        "container_id": None,
+        "mps": None,
+        "server": server["pid"] if server else None,
+        "domain": server["domain"] if server else "",
+        "device": _device_of(pid),
+        "lease": None,
+        "gpus": [],
+        "memory_by_gpu_mib": [],
+        "memory_used_mib": None,
+        "sm_utilization_by_gpu": [],
+    }
+
+
 def _device_of(pid: int) -> str | None:
     return printable(variable_of(pid, DEVICE_VARIABLE) or "")[:_MAX_VARIABLE] or None

@@ -253,6 +253,8 @@ def _use_problems(
         )
         whose = f"{waiting['server_user']} (PID {waiting['server']}, domain {waiting['domain']})"
         text = f"{client} is waiting for the MPS server of {whose} to exit"
+        if waiting["server_user"] == waiting["user"]:  # it accepts no more clients
+            text += ", because a client of another user is next"
         yield _problem(WARNING, reasons.CLIENT_WAITING, text, pid=waiting["pid"])
     for holding in held:
         if holding.outside_mps:

@@ -12,7 +12,6 @@ import math
 import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from yunion_mps import reasons
@@ -29,6 +28,7 @@ from yunion_mps.mps.processes import find_control_program, running_servers
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.holdings import clients_of_lease, refuse_if_unknown
 from yunion_mps.service.permissions import is_privileged
+from yunion_mps.service.process_list import possible_client
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.units import rfc3339
 
@@ -65,10 +65,13 @@ class Terminator:
         Its server disconnects it, then it gets `signals`, with 5 s to end after each. A process outside MPS
         only gets the signals. Raises BusyError during a stop, NotFoundError if it is not a client,
         NotAllowedError if it is another user's or not a job, and, if it is not to be killed, ControlError if
-        its server does not disconnect it.
+        its server does not disconnect it, and HostError if it is not known whether it is a client.
         """
         self._refuse_while_stopping()
-        return await self._end(find_client(await self._list(), pid), uid, cause, signals)
+        listed = await self._list()
+        if signal.SIGKILL in signals:
+            listed = self._with_possible(listed, [pid])
+        return await self._end(find_client(listed, pid), uid, cause, signals)
 
     async def terminate_lease(
         self,
@@ -84,7 +87,14 @@ class Terminator:
 
         Raises HostError with the code PROCESSES_UNKNOWN if clients may be unknown, unless `even_if_unknown`.
         """
-        choose = partial(clients_of_lease, lease)
+        possible = [lease["pid"]] if even_if_unknown and lease["pid"] is not None else []
+
+        def choose(listed: answers.ClientList) -> list[AnyClient]:
+            known = clients_of_lease(lease, listed)
+            pids = {client["pid"] for client in known}
+            others = self._with_possible(listed, [pid for pid in possible if pid not in pids])
+            return known + [client for client in others["clients"] if client["pid"] in possible]
+
         return await self.terminate_all(
             choose,
             uid,
@@ -129,6 +139,16 @@ class Terminator:
                 return listed
             await asyncio.sleep(_RETRY_S)
 
+    def _with_possible(self, listed: answers.ClientList, pids: Iterable[int]) -> answers.ClientList:
+        """Add those processes that may be clients, because not all clients are known."""
+        if not listed["errors"]:
+            return listed
+        known = {client["pid"] for client in (*listed["clients"], *listed["waiting"])}
+        servers = [server for server in listed["servers"] if server["domain"]]
+        only = servers[0] if len(servers) == 1 else None
+        added = [possible_client(pid, only) for pid in pids if pid not in known]
+        return {**listed, "clients": [*listed["clients"], *added]}
+
     def _refuse_unknown(self, listed: answers.ClientList, gpus: Collection[str]) -> None:
         """Raise HostError if clients on one of the GPUs (addresses) may be unknown."""
         if not gpus or not listed["errors"]:
@@ -149,7 +169,7 @@ class Terminator:
     def _refuse_while_stopping(self) -> None:
         if self._supervisor.stopping:
             what = "the daemon is stopping and waiting for running jobs to end"
-            raise BusyError(what, "terminate processes directly: kill PID")
+            raise BusyError(what, "wait: it ends their MPS servers after cuda_mps_stop_timeout_s")
 
     async def _try(
         self,
@@ -195,7 +215,7 @@ class Terminator:
         what = f"{client['command'] or 'a job'} (PID {pid}) of {client['user']}: {how}"
         cause = cause or _requested_by(uid)
         log.warning("%s (%s)", what, cause)
-        event = Event("warning", "client", client["domain"], what, cause, code=code)
+        event = Event("warning", "client", client["domain"] or f"PID {pid}", what, cause, code=code)
         self._supervisor.event_log.record(event)
         return _termination(client, how, ended=ended)
 

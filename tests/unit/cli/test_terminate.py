@@ -114,3 +114,29 @@ def test_a_lease_without_processes_is_no_error(own: Cli) -> None:
     own.host.clients.found = clients()
     told = f"yunion-mps: lease {LEASE['id']} has no processes\n"
     assert own("terminate", "job-17", "--yes") == (0, "", told)
+
+
+BUSY = "domain host: the MPS server (PID 4250) does not list its clients"
+
+
+def test_a_process_that_may_be_a_client_is_terminated_only_by_force(own: Cli) -> None:
+    own.host.clients.found = clients(errors=(BUSY,))
+    done = own("terminate", "4260", "--yes")
+    assert (done.code, "[processes_unknown]" in done.err) == (1, True)
+    assert "yunion-mps terminate 4260 --force" in done.err
+    code, text = own.answered(b"n\n", "terminate", "4260", "--force")
+    assert (code, f"it is not known whether PID 4260 is an MPS client: {BUSY}" in text) == (1, True)
+    assert "If it is one, other jobs of its MPS server may fail. Terminate PID 4260? [y/N]: n" in text
+    assert "terminate 4260 for 0 force" not in own.host.clients.done
+    own("terminate", "4260", "--force", "--yes")
+    assert "terminate 4260 for 0 force" in own.host.clients.done
+
+
+def test_a_lease_of_which_no_process_is_known_is_a_failure(own: Cli) -> None:
+    own.host.clients.found = clients(errors=(BUSY,))
+    own.host.leases.found["leases"] = [LEASE]
+    done = own("terminate", LEASE["id"], "--force", "--yes")
+    assert (done.code, done.out) == (1, "")
+    assert (
+        f"no process of lease {LEASE['id']} is known, so none was terminated [processes_unknown]" in done.err
+    )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import struct
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 from yunion_mps.host import sockets
 from yunion_mps.host.proc import name_of
 from yunion_mps.models import DomainPlan
-from yunion_mps.mps.conversation import connections, diagnose, front_end_at
+from yunion_mps.mps.conversation import connections, diagnose, front_end_at, occupied_error
+from yunion_mps.mps.processes import client_variables
 
 from integration.daemon_host import eventually
 
@@ -65,6 +68,20 @@ def test_an_open_front_end_is_named_and_not_blamed_for_silence(bench: Bench, con
     assert diagnose(control_pid, bench.plan.pipe_directory) == ""
     leave()
     eventually(lambda: front_end_at(bench.plan.pipe_directory) == "")
+
+
+def test_our_own_front_end_is_not_to_be_ended(bench: Bench) -> None:
+    """As while the control daemon waits for its clients after `quit`."""
+    bench.control()
+    directory = bench.plan.pipe_directory
+    environment = {**os.environ, **client_variables(directory)}
+    with subprocess.Popen([bench.program], stdin=subprocess.PIPE, env=environment) as ours:
+        eventually(lambda: front_end_at(directory))
+        assert front_end_at(directory, os.getpid()) == ""
+        error = occupied_error(directory)
+        assert error.message.endswith("it was told to quit, and waits for its clients to end")
+        assert "end that process" not in error.hint
+        ours.kill()
 
 
 def test_a_process_that_is_connected_elsewhere_is_not_named(bench: Bench, other: int) -> None:

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from yunion_mps.errors import ControlError, NotAllowedError
+from yunion_mps.errors import BusyError, ControlError, HostError, NotAllowedError
 from yunion_mps.host.control_groups import control_groups_of
 from yunion_mps.host.proc import is_kernel_thread, started_s
 from yunion_mps.models import Event
 from yunion_mps.mps.conversation import OccupiedError
+from yunion_mps.reasons import PROCESSES_UNKNOWN
 from yunion_mps.service import terminate as module
 from yunion_mps.service.terminate import _refuse_unless_job
 from yunion_mps.units import rfc3339
@@ -198,3 +199,47 @@ def test_the_id_of_a_container_alone_allows_nothing(bench: Bench) -> None:
     (one,) = bench.of(lambda terminator: terminator.terminate_lease(lease, 12345))
     assert (one["ended"], one["reason_code"]) == (False, "not_allowed")
     assert bench.job.poll() is None
+
+
+BUSY = "domain host: the MPS server (PID 4250) does not list its clients, because one of another user waits"
+
+
+@pytest.fixture
+def unlisted(bench: Bench) -> Bench:
+    """Its server does not list the client, because a client of another user waits."""
+    bench.listed = clients(errors=(BUSY,))
+    return bench
+
+
+def test_a_client_that_may_be_one_is_terminated_only_by_force(
+    unlisted: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LIST_S", 0.0)
+    pid = unlisted.job.pid
+    with pytest.raises(HostError) as refused:
+        unlisted.of(lambda terminator: terminator.terminate_client(pid, 0))
+    assert refused.value.code == PROCESSES_UNKNOWN
+    assert unlisted.job.poll() is None
+    one = unlisted.of(lambda terminator: terminator.terminate_client(pid, 0, signals=module.KILL))
+    how = "its MPS server disconnected it; ended by SIGTERM"
+    assert (one["pid"], one["ended"], one["how"]) == (pid, True, how)
+
+
+def test_the_holder_of_a_lease_is_terminated_by_force_if_unlisted(
+    unlisted: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LIST_S", 0.0)
+    lease: Any = {**LEASE, "pid": unlisted.job.pid}
+
+    def terminate_lease(terminator: module.Terminator) -> Any:
+        return terminator.terminate_lease(lease, 0, signals=module.KILL, even_if_unknown=True)
+
+    (one,) = unlisted.of(terminate_lease)
+    assert (one["pid"], one["ended"]) == (unlisted.job.pid, True)
+
+
+def test_while_the_daemon_stops_no_hint_says_to_kill_a_process(bench: Bench) -> None:
+    bench._supervisor.stopping = True
+    with pytest.raises(BusyError) as refused:
+        bench.of(lambda terminator: terminator.terminate_client(bench.job.pid, 0))
+    assert refused.value.hint == "wait: it ends their MPS servers after cuda_mps_stop_timeout_s"
