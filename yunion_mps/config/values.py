@@ -188,11 +188,18 @@ def textfile(key: str, node: Node) -> str:
     return path
 
 
+#: Where no program can create a directory.
+_KERNEL_S = ("/proc/", "/sys/")
+
+
 def own_directory(example: str) -> Kind:
     """Accept paths of directories that no other software uses."""
 
     def kind(key: str, node: Node) -> str:
         path = absolute_path(key, node)
+        if path.startswith(_KERNEL_S):
+            hint = f"use a directory of a file system, for example {example}"
+            raise InvalidValueError(key, node, "where only the kernel makes files", hint)
         if os.path.dirname(path) in _ONLY_SHARED_IN or path in _SHARED:
             hint = f"use a separate directory, for example {example}"
             raise InvalidValueError(key, node, "which is shared with other software", hint)

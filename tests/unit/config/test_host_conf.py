@@ -66,6 +66,12 @@ WRONG: list[tuple[str, str, str, dict[str, str]]] = [
     ),
     ("cuda_mps_thread_percentage", f"but must be {PERCENTAGES}", "", {"25": "25"}),
     (PIPE, "not an absolute path", "write an absolute path", {"tmp/x": '"tmp/x"'}),
+    (
+        PIPE,
+        "where only the kernel makes files",
+        "use a directory of a file system, for example /tmp/nvidia-mps/pipe",
+        {"/proc/x": '"/proc/x"', "/sys/fs/mps": '"/sys/fs/mps"'},
+    ),
     (DEVICE_FILE, "not an absolute path", "write an absolute path", {"~/d.yml": '"~/d.yml"'}),
     (PIPE, "the root directory", "use a separate directory", {"/": '"/"'}),
     (LOG, "the root directory", "use a separate directory", {"/tmp/..": '"/tmp/.."'}),
