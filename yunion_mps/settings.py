@@ -92,6 +92,7 @@ class Config(NamedTuple):
     web_allow_public: bool
     cuda_mps_pipe_group: str | None
     max_leases_per_user: int | None
+    max_devices_per_user: int | None
     max_lease_ttl_s: int
     over_budget: str
     over_budget_grace_s: int

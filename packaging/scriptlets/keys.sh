@@ -15,6 +15,7 @@ cuda_mps_max_clients
 cuda_mps_stop_timeout_s
 cuda_mps_multiuser
 max_leases_per_user
+max_devices_per_user
 max_lease_ttl_s
 over_budget
 over_budget_grace_s

@@ -97,6 +97,9 @@ KEYS: dict[str, Key] = {
     "max_leases_per_user": Key(
         whole_number(1, 1_000_000), None, "the maximum number of leases and queued requests per user"
     ),
+    "max_devices_per_user": Key(
+        whole_number(1, 1_000_000), None, "the maximum number of devices per user, leased or requested"
+    ),
     "max_lease_ttl_s": Key(
         whole_number(1, 365 * 86_400),
         30 * 86_400,

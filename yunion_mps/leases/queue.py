@@ -4,23 +4,30 @@ One that does not fit yet reserves the free devices that it will need; later req
 request for four devices is not starved by many for one, and requests for other GPUs do not wait for it. One
 that waits for a control daemon to serve its user reserves the control daemon: later requests of other users
 do not get its devices. No I/O, no waiting.
+
+A request reserves nothing while only leases of its own owner keep it from being granted. And it reserves for
+an hour, then lets later requests pass for an hour, and so on: it may wait for a job of weeks.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
 from yunion_mps.errors import NothingFreeError
 from yunion_mps.leases.allocator import Allocator, Reservation, no_reservation, satisfying_domains
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
-from yunion_mps.models import Device, Lease
+from yunion_mps.models import Device, Lease, Owner
 from yunion_mps.reasons import NO_REASON, Reason
 
 #: The largest number of distinct requests whose reason is determined.
 _MAX_EXPLAINED = 20
+#: How long a request reserves, and then lets later ones pass.
+RESERVES_S = 3600.0
 
 
 class Grant(NamedTuple):
@@ -39,8 +46,10 @@ class _Turn(NamedTuple):
 
 
 class Queue:
-    def __init__(self, allocator: Allocator) -> None:
+    def __init__(self, allocator: Allocator, now_s: Callable[[], float] = time.time) -> None:
+        """`now_s` returns the time in s since 1970, as that of requests."""
         self._allocator = allocator
+        self._now_s = now_s
         self.requests: list[QueuedRequest] = []
         #: The users (uids) whom control daemons are to serve next, by domain, as of the last `next`.
         self.promised: Mapping[str, int] = {}
@@ -125,6 +134,7 @@ class Queue:
         free = self._allocator.ledger.free_singly(served)
         domains_of: dict[LeaseRequest, set[str]] = {}
         withheld: dict[int | None, set[str]] = {}
+        owned = self._leases_by_owner()
         for queued in self.requests:
             request, uid = queued.request, queued.holder.user_uid
             if queued is before:
@@ -133,28 +143,69 @@ class Queue:
                 continue
             if uid not in withheld:
                 withheld[uid] = candidates.domains_withheld(uid, reserved.users)
+            candidates_for_user = None
             if _may_fit(request, free, reserved, withheld[uid]):
                 candidates_for_user = candidates.for_user(uid, reserved.users)
-                yield _Turn(queued, candidates_for_user)
+            yield _Turn(queued, candidates_for_user)
+            if not self._reserves(queued, candidates, owned.get(queued.holder.owner, ())):
+                unsatisfiable.add((request, uid))
+                continue
+            if candidates_for_user is not None:
                 needed = self._allocator.reserve(request, candidates_for_user, reserved)
                 if any(needed):
                     reserved.add(needed)
                     continue
-            else:
-                yield _Turn(queued, None)
             unsatisfiable.add((request, uid))
-            if uid is None or not withheld[uid]:
-                continue
-            if request not in domains_of:
-                domains_of[request] = satisfying_domains(request, candidates)
-            # All of them: which one is the first to have no other user is not known. Those that are promised
-            # to another user already come after that user's turn. One that cannot start a server of this user
-            # is not kept from others.
-            promised = domains_of[request].intersection(withheld[uid]).difference(reserved.users)
-            promised -= candidates.domains_failing(uid)
-            if promised:
-                reserved.users.update(dict.fromkeys(promised, uid))
+            if withheld[uid] and _promise(queued, candidates, reserved, withheld[uid], domains_of):
                 withheld.clear()  # the other users no longer have the devices of these domains
+
+    def _leases_by_owner(self) -> dict[Owner, list[Lease]]:
+        """Return the leases of each owner but root, who takes leases for all users."""
+        owned: dict[Owner, list[Lease]] = {}
+        for lease in self._allocator.ledger.leases.values():
+            if lease.holder.uid != 0:
+                owned.setdefault(lease.holder.owner, []).append(lease)
+        return owned
+
+    def _reserves(self, queued: QueuedRequest, candidates: Candidates, own: Collection[Lease]) -> bool:
+        """Whether the request reserves what it will need; `own` has the leases of its owner."""
+        waited_s = max(0.0, self._now_s() - queued.since_s)
+        if waited_s // RESERVES_S % 2:
+            return False
+        # If there were no other leases, would its owner's leases keep it from being granted?
+        return not own or _fits(queued.request, candidates, own) or not _fits(queued.request, candidates, ())
+
+
+def _promise(
+    queued: QueuedRequest,
+    candidates: Candidates,
+    reserved: Reservation,
+    withheld: Collection[str],
+    domains_of: dict[LeaseRequest, set[str]],
+) -> bool:
+    """Promise the request's user the domains that are `withheld` from them; return whether there are any.
+
+    All that could satisfy it: which one is the first to have no other user is not known. Those that are
+    promised to another user already come after that user's turn. One that cannot start a server of this user
+    is not kept from others. `domains_of` is a cache.
+    """
+    request, uid = queued.request, queued.holder.user_uid
+    if uid is None:
+        return False
+    if request not in domains_of:
+        domains_of[request] = satisfying_domains(request, candidates)
+    promised = domains_of[request].intersection(withheld).difference(reserved.users)
+    promised -= candidates.domains_failing(uid)
+    reserved.users.update(dict.fromkeys(promised, uid))
+    return bool(promised)
+
+
+def _fits(request: LeaseRequest, candidates: Candidates, leases: Iterable[Lease]) -> bool:
+    """Whether the request could be granted if these were the only leases."""
+    with contextlib.suppress(NothingFreeError):
+        Allocator(Ledger(leases)).choose(request, candidates)
+        return True
+    return False
 
 
 def _may_fit(

@@ -383,23 +383,40 @@ def shorten(name: str) -> str:
     return name if name.isprintable() and len(name) <= 100 else repr(name[:100])
 
 
-def refuse_over_quota(
-    holder: Holder, owners: Iterable[Owner], max_leases: int | None, max_ttl_s: int
-) -> None:
-    """Raise NotAllowedError if the holder may not have another lease, or not one with this time to live.
+class Quota(NamedTuple):
+    """What a user may have at the same time; None: as much as there is."""
 
-    `owners` has the owner of each lease and of each queued request, because queued requests are not checked
-    again when granted. Root is not limited, because its container engine takes leases for all users.
+    leases: int | None = None
+    devices: int | None = None
+
+
+def refuse_over_quota(
+    holder: Holder, devices: int, others: Iterable[tuple[Owner, int]], quota: Quota
+) -> None:
+    """Raise NotAllowedError if the owner may not have another lease, or so many more `devices`.
+
+    `others` has the owner and the number of devices of each lease and of each other queued request, because
+    queued requests are not checked again when granted. Root is not limited, because its container engine
+    takes leases for all users.
     """
+    if holder.uid == 0:
+        return
+    own = [number for owner, number in others if owner == holder.owner]
+    name = owner_name(holder.owner)
+    hint = "release one: yunion-mps lease release LEASE; list them: yunion-mps who"
+    if quota.leases is not None and len(own) >= quota.leases:
+        what = f"{name} already has {len(own)} leases and queued requests"
+        raise NotAllowedError(f"{what}; max_leases_per_user is {quota.leases}", hint)
+    if quota.devices is not None and sum(own) + devices > quota.devices:
+        what = f"{name} already has {count(sum(own), 'device')}, leased or requested, and requests"
+        what += f" {devices} more; max_devices_per_user is {quota.devices}"
+        raise NotAllowedError(what, hint)
+
+
+def refuse_too_long(holder: Holder, max_ttl_s: int) -> None:
+    """Raise NotAllowedError if a lease by name may not live that long without a renewal."""
     if holder.ttl_s > max_ttl_s:
         longest = duration_text(max_ttl_s)
         what = f"a time to live of {duration_text(int(holder.ttl_s))} exceeds the limit of {longest}"
         hint = f"request at most {longest} and renew the lease, or raise max_lease_ttl_s in host.conf"
         raise NotAllowedError(what, hint)
-    if max_leases is None or holder.uid == 0:
-        return
-    number = sum(owner == holder.owner for owner in owners)
-    if number >= max_leases:
-        owner = owner_name(holder.owner)
-        what = f"{owner} already has {number} leases and queued requests; max_leases_per_user is {max_leases}"
-        raise NotAllowedError(what, "release one: yunion-mps lease release LEASE; list them: yunion-mps who")

@@ -31,12 +31,14 @@ from yunion_mps.leases.queue import Grant, Queue
 from yunion_mps.leases.request import (
     LeaseRequest,
     QueuedRequest,
+    Quota,
     find_lease,
     owner_name,
     refuse_over_quota,
+    refuse_too_long,
 )
 from yunion_mps.leases.storage import LeaseStorage, MemoryPeaks, QueuePositions
-from yunion_mps.models import LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
+from yunion_mps.models import ALL, LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.service.devices import refuse_unserved
@@ -375,13 +377,24 @@ class LeaseService:
 
     def _admit(self, queued: QueuedRequest) -> QueuedRequest:
         """The request with whole names; raises YunionError if it may not wait, or never can be granted."""
-        owners = [lease.holder.owner for lease in self.ledger.leases.values()]
-        same = queued.key  # a repeated request counts once
-        owners += [other.holder.owner for other in self.queue.requests if not same or other.key != same]
         config = self._supervisor.config
-        refuse_over_quota(queued.holder, owners, config.max_leases_per_user, config.max_lease_ttl_s)
+        refuse_too_long(queued.holder, config.max_lease_ttl_s)
+        others = [(lease.holder.owner, len(lease.devices)) for lease in self.ledger.leases.values()]
+        others += [
+            (other.holder.owner, self._devices_of(other.request))
+            for other in self.queue.requests
+            if not queued.key or other.key != queued.key  # a repeated request counts once
+        ]
+        quota = Quota(config.max_leases_per_user, config.max_devices_per_user)
+        refuse_over_quota(queued.holder, self._devices_of(queued.request), others, quota)
         self.ledger.refuse_duplicate(queued.holder, queued.idempotency_key)
         return queued._replace(request=self._queries.feasible(queued.request))
+
+    def _devices_of(self, request: LeaseRequest) -> int:
+        """Return how many devices the request is for."""
+        if ALL in request.devices:
+            return len(self._supervisor.snapshot().plan.devices)
+        return len(request.devices) or request.number
 
     def _grant(self, queued: QueuedRequest, devices: tuple[Device, ...]) -> Lease:
         """Grant the lease; raises YunionError, with nothing granted, if it cannot be stored or honoured."""

@@ -44,6 +44,7 @@ WRONG: list[tuple[str, str, str, dict[str, str]]] = [
     ("cuda_mps_max_clients", "not a whole number", whole(4096), {"null": NULL}),
     ("max_leases_per_user", "out of range", whole(1_000_000), {"0": "0"}),
     ("max_leases_per_user", "not a whole number", whole(1_000_000), {"none": '"none"'}),
+    ("max_devices_per_user", "out of range", whole(1_000_000), {"0": "0"}),
     ("max_lease_ttl_s", "out of range", whole(31_536_000), {"99999999": "99999999"}),
     ("over_budget", "but must be report or terminate", "", {"kill": '"kill"'}),
     ("over_budget_grace_s", "out of range", whole(3600), {"0": "0"}),
@@ -113,6 +114,7 @@ VALUES: dict[str, tuple[object, object, str]] = {
     "cuda_mps_stop_timeout_s": (10, 3600, "3600"),
     "cuda_mps_multiuser": (False, True, "true"),
     "max_leases_per_user": (None, 4, "4"),
+    "max_devices_per_user": (None, 8, "8"),
     "max_lease_ttl_s": (30 * 86_400, 600, "600"),
     "over_budget": ("report", "terminate", "terminate"),
     "over_budget_grace_s": (10, 60, "60"),
@@ -184,8 +186,8 @@ def test_an_unknown_key_that_begins_like_ours_is_named_with_all_of_ours(files: F
             "container_device_config_file, cuda_mps_combine, cuda_mps_compute_mode, "
             "cuda_mps_log_directory, cuda_mps_max_clients, cuda_mps_multiuser, cuda_mps_pipe_directory, "
             "cuda_mps_pipe_group, cuda_mps_replicas, cuda_mps_scope, cuda_mps_stop_timeout_s, "
-            "cuda_mps_thread_percentage, enable_cuda_mps, local_config_file, max_lease_ttl_s, "
-            "max_leases_per_user, metrics_allow_public, metrics_listen, metrics_textfile, over_budget, "
+            "cuda_mps_thread_percentage, enable_cuda_mps, local_config_file, max_devices_per_user, "
+            "max_lease_ttl_s, max_leases_per_user, metrics_allow_public, metrics_listen, metrics_textfile, over_budget, "
             "over_budget_grace_s, web_allow_public, web_listen"
         )
     ]

@@ -8,17 +8,25 @@ from hypothesis import strategies as st
 from yunion_mps.errors import NothingFreeError
 from yunion_mps.leases.allocator import NO_RESERVATION, Allocator, Reservation, no_reservation
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.queue import Queue
+from yunion_mps.leases.queue import RESERVES_S, Queue
 from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
-from yunion_mps.models import Device, Lease
+from yunion_mps.models import ALL, Device, Holder, Lease
 
 from unit.leases.shares import HOLDER, candidates, device, lease, pool, requests
 
+#: Another user than that of the leases.
+OTHER = HOLDER._replace(uid=HOLDER.uid + 1)
 
-def queue(record: Ledger | Allocator, *requests: LeaseRequest) -> Queue:
-    made = Queue(record if isinstance(record, Allocator) else Allocator(record))
+
+def queue(
+    record: Ledger | Allocator, *requests: LeaseRequest, holder: Holder = OTHER, waited_s: float = 0.0
+) -> Queue:
+    """Requests of one user that have waited so long."""
+    allocator = record if isinstance(record, Allocator) else Allocator(record)
+    made = Queue(allocator, now_s=lambda: 1000.0 + waited_s)
     made.requests = [
-        QueuedRequest(request, HOLDER, position=number) for number, request in enumerate(requests)
+        QueuedRequest(request, holder, position=number, since_s=1000.0)
+        for number, request in enumerate(requests)
     ]
     return made
 
@@ -67,6 +75,36 @@ def test_devices_reserved_for_the_queue_are_not_leased_to_others() -> None:
     kept = "3 of 4 leased; 1 reserved for earlier requests"
     with pytest.raises(NothingFreeError, match=f"cannot be allocated now: {kept}"):
         Allocator(ledger).choose(LeaseRequest(), candidates(1), waiting.reservation(candidates(1)))
+
+
+def test_nothing_is_reserved_for_what_the_requester_s_own_leases_block() -> None:
+    own = Ledger([lease("a", device(0, 0))])
+    for request in (LeaseRequest(4), LeaseRequest(devices=(ALL,))):
+        assert queue(own, request, holder=HOLDER).reservation(candidates(1)).devices == set()
+        assert len(queue(own, request).reservation(candidates(1)).devices) == 3
+
+
+def test_own_leases_elsewhere_do_not_end_a_reservation() -> None:
+    both = Ledger([lease("a", device(1, 0)), lease("b", device(0, 0))])
+    waiting = queue(both, LeaseRequest(4, gpu="GPU-0"))
+    own = lease("c", device(1, 1))
+    both.add(own._replace(holder=OTHER))
+    assert len(waiting.reservation(candidates(2)).devices) == 3
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "reserved"),
+    [(0, 3), (RESERVES_S - 1, 3), (RESERVES_S, 0), (2 * RESERVES_S - 1, 0), (2 * RESERVES_S, 3), (-5, 3)],
+)
+def test_a_request_reserves_for_an_hour_of_two(waited_s: float, reserved: int) -> None:
+    """A clock that was set back counts as no time."""
+    waiting = queue(Ledger([lease("a", device(0, 0))]), LeaseRequest(4), waited_s=waited_s)
+    assert len(waiting.reservation(candidates(1)).devices) == reserved
+
+
+def test_later_requests_pass_one_that_reserves_nothing() -> None:
+    ledger = Ledger([lease("a", device(0, 0))])
+    assert served(queue(ledger, LeaseRequest(4), LeaseRequest(), waited_s=RESERVES_S), ledger, 1) == [1]
 
 
 def test_a_request_for_many_threads_is_not_starved_by_others() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from yunion_mps.errors import NotAllowedError, NotFoundError
 from yunion_mps.http.operations import TAKE_LEASE
-from yunion_mps.leases.request import LeaseRequest, find_lease, refuse_over_quota
+from yunion_mps.leases.request import LeaseRequest, find_lease, refuse_too_long
 from yunion_mps.models import Holder, Lease, Owner
 
 from unit.leases.shares import device, lease
@@ -103,7 +103,7 @@ def test_host_conf_alone_limits_the_time_to_live(ttl_s: int, asked: str) -> None
     assert isinstance(holder, dict)
     assert holder["ttl_s"] == ttl_s
     with pytest.raises(NotAllowedError) as caught:
-        refuse_over_quota(Holder("name", 0, name="job", ttl_s=ttl_s), [], None, 60)
+        refuse_too_long(Holder("name", 0, name="job", ttl_s=ttl_s), 60)
     assert caught.value.message == f"a time to live of {asked} exceeds the limit of 1m"
     expected = "request at most 1m and renew the lease, or raise max_lease_ttl_s in host.conf"
     assert caught.value.hint == expected

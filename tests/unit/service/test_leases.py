@@ -19,7 +19,7 @@ from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.store import Store
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.leases.storage import LeaseStorage
-from yunion_mps.models import Event, Holder, Owner
+from yunion_mps.models import ALL, Event, Holder, Owner
 from yunion_mps.paths import Paths
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
@@ -361,6 +361,23 @@ def test_a_renewal_obeys_a_limit_that_was_lowered_since(host: LeaseHost) -> None
         assert seconds(renewed["expires"] or "") < seconds(taken["expires"] or "")
         (lease,) = host.leases.ledger.leases.values()
         assert lease.holder.ttl_s == 60.0
+
+    run(work())
+
+
+def test_a_user_has_no_more_devices_than_allowed(host: LeaseHost) -> None:
+    async def work() -> None:
+        host.supervisor.config = builders.config(max_devices_per_user=3)
+        two = LeaseRequest(2, across=True)
+        await host.take("a", ALICE, request=two)
+        what = "already has 2 devices, leased or requested, and requests 2 more; max_devices_per_user is 3"
+        for request in (two, LeaseRequest(devices=("02:00.0-2", "02:00.0-3"))):
+            with pytest.raises(NotAllowedError, match=what):
+                await host.take("b", ALICE, request=request)
+        with pytest.raises(NotAllowedError, match="requests 8 more"):
+            await host.take("b", ALICE, request=LeaseRequest(devices=(ALL,)))
+        await host.take("b", ALICE)
+        await host.take("c", ROOT, request=two)
 
     run(work())
 
