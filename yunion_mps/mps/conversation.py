@@ -44,6 +44,10 @@ _ACCEPTS = 1 << 16
 _QUEUE = 128
 
 
+#: The PIDs of the front-ends of this process that still run.
+_own_front_ends: set[int] = set()
+
+
 class UnresponsiveError(ControlError):
     """A running control daemon does not answer, or cannot be reached."""
 
@@ -73,7 +77,7 @@ class EndingError(OccupiedError):
 def occupied_error(pipe_directory: str) -> OccupiedError:
     """The error with the other front-end's process; takes up to half a second of CPU time."""
     connected = _front_ends(pipe_directory)
-    if any(parent_of(pid) == os.getpid() for pid in connected):
+    if _own_front_ends.intersection(connected):
         return EndingError()
     return OccupiedError(pipe_directory, _described(connected))
 
@@ -157,6 +161,7 @@ class Conversation:
             variables = client_variables(pipe_directory)
             process = spawn([program], variables, stdin=commands_out, stdout=answer_in, stderr=answer_in)
             unless_started.pop_all()
+            _own_front_ends.add(process.pid)
             return output, process
 
     def fileno(self) -> int:
@@ -205,6 +210,7 @@ class Conversation:
             os.close(self._output)
             self._output = -1
             self._process.kill()
+            _own_front_ends.discard(self._process.pid)
 
 
 class Probe:

@@ -13,6 +13,7 @@ import pytest
 from yunion_mps.host import sockets
 from yunion_mps.host.proc import name_of
 from yunion_mps.models import DomainPlan
+from yunion_mps.mps import conversation
 from yunion_mps.mps.conversation import connections, diagnose, front_end_at, occupied_error
 from yunion_mps.mps.processes import client_variables
 
@@ -70,7 +71,7 @@ def test_an_open_front_end_is_named_and_not_blamed_for_silence(bench: Bench, con
     eventually(lambda: front_end_at(bench.plan.pipe_directory) == "")
 
 
-def test_our_own_front_end_is_not_to_be_ended(bench: Bench) -> None:
+def test_our_own_front_end_is_not_to_be_ended(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """As while the control daemon waits for its clients after `quit`."""
     bench.control()
     directory = bench.plan.pipe_directory
@@ -78,6 +79,8 @@ def test_our_own_front_end_is_not_to_be_ended(bench: Bench) -> None:
     with subprocess.Popen([bench.program], stdin=subprocess.PIPE, env=environment) as ours:
         eventually(lambda: front_end_at(directory))
         assert front_end_at(directory, os.getpid()) == ""
+        assert "end that process" in occupied_error(directory).hint
+        monkeypatch.setattr(conversation, "_own_front_ends", {ours.pid})
         error = occupied_error(directory)
         assert error.message.endswith("it was told to quit, and waits for its clients to end")
         assert "end that process" not in error.hint
