@@ -14,6 +14,7 @@ from typing import Any
 
 from yunion_mps.enums import MEMORY_VARIABLE
 from yunion_mps.errors import HostError
+from yunion_mps.text import parse_number
 
 _MIB = 1 << 20
 
@@ -48,9 +49,10 @@ def _budget_mib(environment: Mapping[str, str]) -> int | None:
     text = environment.get(MEMORY_VARIABLE)
     if text is None:
         return None
-    if not (text.isascii() and text.isdecimal()) or int(text) == 0:
+    memory_mib = parse_number(text)
+    if not memory_mib:
         raise HostError(f"{MEMORY_VARIABLE} is {text!r}, not a number of MiB", "let yunion-mps run set it")
-    return int(text)
+    return memory_mib
 
 
 def _cap_torch(torch: Any, memory_mib: int) -> int:

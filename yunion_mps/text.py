@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+#: Every number of so many digits fits into 64 bits.
+_MAX_DIGITS = 18
+
 
 def printable(text: str) -> str:
     """Return the text on one line, with line breaks, control characters, bidirectional marks etc. escaped.
@@ -29,6 +32,16 @@ def command_line(words: Sequence[str]) -> str:
 def decode_line(raw: bytes) -> str:
     """Decode bytes that should be UTF-8, onto one line."""
     return printable(raw.decode(errors="replace"))
+
+
+def parse_number(text: str) -> int | None:
+    """Return the number that is written as 1 to 18 ASCII digits; None for any other text.
+
+    int() also accepts spaces, signs, underscores and digits of other scripts, and raises ValueError for
+    thousands of digits; str.isdigit() accepts characters that int() refuses, such as superscripts.
+    """
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+    return int(text) if is_number else None
 
 
 def count(number: int, name: str, names: str = "") -> str:

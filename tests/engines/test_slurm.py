@@ -139,7 +139,7 @@ def test_users_can_neither_change_nor_read_each_others_files(slurm: Slurm) -> No
     path = slurm.host.root / f"run/yunion-mps/slurm/{job}.json"
     slurm.wait(path.exists, "the job's file")
     found = path.stat()
-    assert (oct(found.st_mode & 0o777), found.st_uid) == ("0o400", 65534)
+    assert (oct(found.st_mode & 0o777), found.st_uid, found.st_gid) == ("0o640", 0, 65534)
     assert slurm.run("sh", "-c", f"cat {path}").returncode == 0
     assert slurm.run("sh", "-c", f"cat {path}", user=1).returncode != 0
     assert slurm.run("rm", "-f", path).returncode != 0

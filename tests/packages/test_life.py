@@ -125,7 +125,12 @@ class TestLife:
         machine.shell("for i in $(seq 100); do [ -e /run/cdi/yunion-mps.json ] || sleep 0.1; done")
         assert machine.run("python3", "-c", look).stdout == "yunion-mps cdi-hook 00:06.0-1\n"
         hook = "env -i /usr/bin/yunion-mps cdi-hook 00:06.0-1"
-        state = 'echo "{\\"pid\\": $pid}"'
+        bundle = (
+            f"import json; spec = json.load(open('/run/cdi/yunion-mps.json')); env = spec{edits}['env']; "
+        )
+        bundle += "json.dump({'process': {'env': env}}, open('/run/config.json', 'w'))"
+        machine.run("python3", "-c", bundle)
+        state = 'echo "{\\"pid\\": $pid, \\"bundle\\": \\"/run\\"}"'
         taken = machine.shell(f"sleep 60 >/dev/null & pid=$!; {state} | {hook} && yunion-mps who; kill $pid")
         assert "\n00:06.0-1  " in taken
         assert "sleep 60" in taken

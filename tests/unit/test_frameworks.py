@@ -87,6 +87,13 @@ def test_without_a_budget_nothing_is_capped(
     assert (cap_memory("torch"), torch) == ({}, [])
 
 
+@pytest.mark.parametrize("value", ["", "0", "4 GiB", "9" * 5000, "\N{SUPERSCRIPT TWO}"], ids=len)
+def test_a_budget_that_is_no_number_is_an_error(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("YUNION_MPS_MEMORY_MIB", value)
+    with pytest.raises(HostError, match="not a number of MiB"):
+        cap_memory()
+
+
 def test_a_framework_that_has_started_says_when_to_call_this(tensorflow: Any) -> None:
     tensorflow.started = True
     with pytest.raises(HostError, match="tensorflow cannot be capped at 4096 MiB: Virtual dev") as caught:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from yunion_mps.containers import MISSING_NODES_ARGUMENT, UNSERVED_ARGUMENT
 from yunion_mps.enums import JAX_VARIABLE, MEMORY_VARIABLE, WHY_UNENFORCED
 from yunion_mps.errors import HostError, NothingFreeError, UnreachableError, YunionError
+from yunion_mps.host.files import open_regular
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import BIND_LEASE, GET_LEASES, TAKE_LEASE
 from yunion_mps.models import ALL, LEASE_VARIABLE
@@ -44,6 +45,10 @@ _LOG = "/dev/log"
 _HEAD = "<12>yunion-mps[{pid}]: "
 #: Variables of a lease that a container need not have.
 _CHANGEABLE = (LEASE_VARIABLE, MEMORY_VARIABLE, JAX_VARIABLE)
+_DEVICE_VARIABLE = "YUNION_MPS_DEVICE"
+_INSTALL = "install it as a hook of an OCI runtime, which passes the state"
+#: The largest configuration of a container that is read; engines write some KiB.
+_MAX_CONFIG_BYTES = 16 << 20
 #: How much of a container's id engines show, and how much of a message is logged.
 _SHORT_ID = 12
 _MAX_LENGTH = 1000
@@ -61,6 +66,7 @@ def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_
         if missing:  # before the device is taken
             raise HostError(*missing)
         environment = _read_environment(container)
+        _refuse_missing(name, environment)
         _refuse_several(name, environment)
         lease = _bind(name, container["pid"], DaemonClient(paths, _ANSWER_S), retry_s)
         if len(arguments) > 1:  # its GPU has just returned, and the container's CDI file is outdated
@@ -68,7 +74,7 @@ def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_
         needed = {key: value for key, value in lease["environment"].items() if key not in _CHANGEABLE}
         # The engine has read an outdated file: with another pipe directory, CUDA would find no control
         # daemon, and run without limits.
-        if environment and any(environment.get(key) != value for key, value in needed.items()):
+        if any(environment.get(key) != value for key, value in needed.items()):
             raise HostError(
                 f"device {name} changed while the container was starting", "start the container again"
             )
@@ -116,28 +122,44 @@ def _read_state(file: TextIO) -> Mapping[str, Any]:
     except (ValueError, RecursionError, OSError, AttributeError):  # of which the last: it is closed
         state = None
     if not (isinstance(state, dict) and isinstance(state.get("pid"), int)):
-        raise HostError(
-            "the container engine passed no container state",
-            "install it as a hook of an OCI runtime, which passes the state",
-        )
+        raise HostError("the container engine passed no container state", _INSTALL)
     return state
 
 
 def _refuse_several(name: str, environment: Mapping[str, str]) -> None:
     """Raise HostError for several devices: the container would have only the last one's environment."""
-    device, lease = environment.get("YUNION_MPS_DEVICE"), environment.get(LEASE_VARIABLE)
-    if environment and name != ALL and name != (lease or device):
+    device, lease = environment.get(_DEVICE_VARIABLE), environment.get(LEASE_VARIABLE)
+    if name not in (ALL, lease or device):
         beside = f"lease {lease}" if name == device else device or "another"
         what = f"a container can have only one device, but this one was given {name} and {beside}"
         raise HostError(what, "to combine several into one budget: yunion-mps run --count")
 
 
 def _read_environment(state: Mapping[str, Any]) -> dict[str, str]:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        with open(os.path.join(state["bundle"], "config.json"), encoding="utf-8") as file:
-            variables = json.load(file)["process"]["env"]
+    """The container's variables; raises HostError if they cannot be read, because then nothing is certain."""
+    bundle = state.get("bundle")
+    if not isinstance(bundle, str) or not bundle or "\0" in bundle:
+        raise HostError("the container engine did not say where the container's configuration is", _INSTALL)
+    path = os.path.join(bundle, "config.json")
+    try:
+        with open_regular(path) as file:
+            text = file.read(_MAX_CONFIG_BYTES + 1)
+        if len(text) > _MAX_CONFIG_BYTES:
+            raise ValueError  # as for other text that is no configuration
+        process = json.loads(text)["process"]
+        variables = process.get("env") or []
         return dict(variable.partition("=")[::2] for variable in variables)
-    return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not a container's configuration"
+        hint = "check which runtime the container engine uses, and start the container again"
+        raise HostError(f"{path}: cannot be read: {why}", hint) from None
+
+
+def _refuse_missing(name: str, environment: Mapping[str, str]) -> None:
+    """Raise HostError if the container has none of a device's variables: CUDA would run without limits."""
+    if not environment.get(_DEVICE_VARIABLE) and not environment.get(LEASE_VARIABLE):
+        what = f"the container has no variables of device {name}, so nothing would limit it"
+        raise HostError(what, f"name the device when you start it: --device yunion.io/mps={name}")
 
 
 def _one_line(text: str) -> str:

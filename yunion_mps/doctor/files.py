@@ -20,7 +20,7 @@ from yunion_mps.doctor.checks import (
     problem,
     warning,
 )
-from yunion_mps.host.files import read_text
+from yunion_mps.host.files import open_regular, read_text
 from yunion_mps.inventory.events import kernel_records
 from yunion_mps.mps.directory_access import find_access_problems
 from yunion_mps.reasons import ACCESS_DENIED, DISK_FULL, PIPE_DIRECTORY, SHM_SMALL, SOCKETS_REMOVED
@@ -213,7 +213,7 @@ def _read_logs(audit: str, kernel: str) -> tuple[list[str], bool]:
     lines: list[str] = []
     readable = False
     try:
-        with open(audit, "rb") as file:
+        with open_regular(audit) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_LOG_BYTES))
             lines += file.read().decode(errors="replace").splitlines()
             readable = True

@@ -20,7 +20,7 @@ from yunion_mps.doctor.checks import (
     warning,
 )
 from yunion_mps.errors import HostError
-from yunion_mps.host.files import read_text
+from yunion_mps.host.files import open_regular, read_text
 from yunion_mps.host.proc import all_pids, describe_process, environment_of, program_name, uid_of, user_name
 from yunion_mps.host.processes import readable
 from yunion_mps.models import DomainPlan
@@ -302,7 +302,7 @@ def _failing_users(outcomes: Iterable[Outcome]) -> dict[int | None, bool]:
 
 def _recent_outcomes(path: str) -> list[Outcome]:
     """Return what became of servers in the last hour, as far as the end of the log shows it."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
         outcomes = ServerHistory().follow(parse_lines(file.read()))
     now_s = time.time()

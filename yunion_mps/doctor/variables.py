@@ -10,6 +10,7 @@ from yunion_mps.config.document import nearest_key
 from yunion_mps.containers.command import mounts_in, option_values
 from yunion_mps.doctor.checks import Finding, problem, warning
 from yunion_mps.models import DomainPlan
+from yunion_mps.text import parse_number
 
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -39,7 +40,7 @@ _OTHERS = (
 )
 
 #: `0=5760M,1=4G`; anything else is silently ignored.
-_LIMIT = re.compile(r"\d+=\d+[KMGkmg]?[Bb]?$")
+_LIMIT = re.compile(r"[0-9]+=[0-9]+[KMGkmg]?[Bb]?$")
 _MIB = {"K": 1 / 1024, "M": 1, "G": 1024}
 
 
@@ -106,8 +107,9 @@ def _visible_gpus(visible: str | None, domain: DomainPlan) -> list[str]:
 
 
 def _find_gpu(word: str, domain: DomainPlan) -> str | None:
-    if word.isdigit():
-        return domain.gpu_uuids[int(word)] if int(word) < len(domain.gpu_uuids) else None
+    number = parse_number(word)
+    if number is not None:
+        return domain.gpu_uuids[number] if number < len(domain.gpu_uuids) else None
     return next((uuid for uuid in domain.gpu_uuids if word and uuid.startswith(word)), None)
 
 
@@ -125,7 +127,7 @@ def _check_visible(variables: Mapping[str, str], domain: DomainPlan, hint: str) 
     elif unknown:
         what = f"{VISIBLE} is {text!r}: its control daemon has no GPU {unknown[0]!r}"
         yield problem(f"{what}, so CUDA ignores this entry and all that follow", hint)
-    elif any(word.isdigit() for word in words):
+    elif any(parse_number(word) is not None for word in words):
         what = f"{VISIBLE} is {text!r}: with MPS, the control daemon numbers GPUs, not nvidia-smi"
         yield warning(what, f"name GPUs by UUID: {','.join(_visible_gpus(text, domain))}")
 
@@ -134,7 +136,7 @@ def _check_order(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[F
     text = variables.get(ORDER)
     if text not in (None, "PCI_BUS_ID", "FASTEST_FIRST"):
         yield problem(f"{ORDER} is {text!r}, which is not a valid value", f"write {ORDER}=PCI_BUS_ID")
-    by_number = any(word.isdigit() for word in _words(variables.get(VISIBLE, "0")))
+    by_number = any(parse_number(word) is not None for word in _words(variables.get(VISIBLE, "0")))
     if text != "PCI_BUS_ID" and by_number and len(domain.gpu_uuids) > 1:
         what = f"{ORDER} is {text or 'not set'}: CUDA numbers GPUs by speed, nvidia-smi by PCI address"
         yield warning(what, f"write {ORDER}=PCI_BUS_ID, or name GPUs by UUID")
@@ -150,7 +152,9 @@ def _check_memory(text: str | None, visible: Sequence[str], domain: DomainPlan) 
             yield problem(what, f"write whole numbers without spaces or quotes: {MEMORY}=0=5760M")
             continue
         number, _, size = entry.partition("=")
-        if domain.gpu_uuids and int(number) >= len(visible):
+        index = parse_number(number)
+        is_visible = index is not None and index < len(visible)
+        if domain.gpu_uuids and not is_visible:
             what = (
                 f"{MEMORY} is {text!r}: there is no GPU {number}, because the program sees "
                 f"{len(visible)} GPUs, numbered from 0"
@@ -159,7 +163,7 @@ def _check_memory(text: str | None, visible: Sequence[str], domain: DomainPlan) 
                 f"{what}; one such entry disables all limits", "number the GPUs that the program sees from 0"
             )
             continue
-        limit = limits.get(visible[int(number)]) if int(number) < len(visible) else None
+        limit = limits.get(visible[index]) if index is not None and is_visible else None
         if limit is not None and _mib(size) > limit:
             what = f"{MEMORY} is {text!r}, which exceeds the {limit} MiB that the control daemon allows"
             yield warning(f"{what}, so the program gets {limit} MiB", "a client can only lower its limit")
@@ -168,7 +172,8 @@ def _check_memory(text: str | None, visible: Sequence[str], domain: DomainPlan) 
 def _mib(size: str) -> float:
     digits = size.rstrip("KMGBkmgb")
     unit = size[len(digits) :][:1].upper()
-    return int(digits) * _MIB[unit] if unit in _MIB else int(digits) / (1 << 20)
+    number = float(digits)  # of any length
+    return number * _MIB[unit] if unit in _MIB else number / (1 << 20)
 
 
 def _check_threads(text: str | None, domain: DomainPlan) -> Iterator[Finding]:

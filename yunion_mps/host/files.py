@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
+from typing import BinaryIO
 
 #: Identifies a version of a file: its inode, size and modification time in ns.
 FileVersion = tuple[int, int, int]
@@ -11,6 +14,8 @@ FileVersion = tuple[int, int, int]
 #: Suffix of a file while it is being written.
 UNFINISHED = ".new"
 _MODE = 0o644
+_GROUP_MODE = 0o640
+_OWNER_MODE = 0o600
 
 
 def write_atomically(
@@ -20,8 +25,11 @@ def write_atomically(
     directory_mode: int = 0o755,
     dir_fd: int | None = None,
     hidden: bool = False,
+    readable_by: int | None = None,
 ) -> FileVersion:
     """Write the file, readable for all, so that readers never see part of it; raises OSError.
+
+    With `readable_by`, a group's id, the file is never readable for others than its owner and this group.
 
     A failed write leaves nothing behind. Missing directories are created, unless `dir_fd` is given, to which
     `path` is then relative. The directory may belong to another user: links in it are not followed, and the
@@ -34,10 +42,16 @@ def write_atomically(
     new = os.path.join(directory, f"{'.' if hidden else ''}{name}{UNFINISHED}")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(new, dir_fd=dir_fd)
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _MODE, dir_fd=dir_fd)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    first_mode = _MODE if readable_by is None else _OWNER_MODE
+    descriptor = os.open(new, flags, first_mode, dir_fd=dir_fd)
     try:
         with open(descriptor, "wb") as file:
-            os.fchmod(descriptor, _MODE)
+            if readable_by is None:
+                os.fchmod(descriptor, _MODE)
+            else:
+                os.fchown(descriptor, -1, readable_by)
+                os.fchmod(descriptor, _GROUP_MODE)
             file.write(text.encode() if isinstance(text, str) else text)
             file.flush()
             info = os.fstat(descriptor)
@@ -60,10 +74,19 @@ def _version(info: os.stat_result) -> FileVersion:
     return info.st_ino, info.st_size, info.st_mtime_ns
 
 
+def open_regular(path: str) -> BinaryIO:
+    """Open a regular file for reading; raises OSError, also for a FIFO or device, which could block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return open(descriptor, "rb")
+
+
 def read_text(path: str, max_bytes: int = 16 << 20) -> str:
-    """Return the beginning of a file, or "" if it cannot be read."""
+    """Return the beginning of a regular file, or "" if it cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return file.read(max_bytes).decode(errors="replace")
     except OSError:
         return ""

@@ -20,6 +20,7 @@ import yaml
 from yunion_mps.errors import YunionError
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import API_SERVER_ERROR, hint_of
+from yunion_mps.text import parse_number
 
 #: The longest part of a host's name between dots (RFC 1035).
 _MAX_LABEL = 63
@@ -145,8 +146,9 @@ def find_credentials(kubeconfig: str, paths: Paths, environment: Mapping[str, st
     if kubeconfig:
         return Kubeconfig(kubeconfig)
     host, port = (environment.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
-    if host and port.isdigit():
-        return ServiceAccount(host, int(port), paths)
+    number = parse_number(port)
+    if host and number is not None:
+        return ServiceAccount(host, number, paths)
     raise ApiServerError(
         "there are no credentials for the API server: kubeconfig is not set, and this is not a pod"
     )

@@ -23,6 +23,7 @@ from h2.errors import ErrorCodes
 from h2.exceptions import H2Error
 
 from yunion_mps.host.files import FileVersion, version_of
+from yunion_mps.text import parse_number
 
 log = logging.getLogger(__name__)
 
@@ -376,7 +377,8 @@ class _ClientConnection(_Connection):
             self.inbox.end()
         elif status is not None:
             text = unquote(headers.get(b"grpc-message", b"").decode("latin-1"))
-            self.inbox.fail(RpcError(int(status) if status.isdigit() else StatusCode.UNKNOWN, text))
+            number = parse_number(status.decode("latin-1"))
+            self.inbox.fail(RpcError(StatusCode.UNKNOWN if number is None else number, text))
 
     def _on_data(self, _: int, data: bytes) -> None:
         self.inbox.feed(data)

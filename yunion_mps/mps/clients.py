@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from yunion_mps.errors import ControlError
+from yunion_mps.host.files import open_regular
 from yunion_mps.host.proc import is_stopped, uid_of
 from yunion_mps.host.processes import readable
 from yunion_mps.models import DomainPlan
@@ -209,6 +210,6 @@ def _read_log(plan: DomainPlan) -> bytes:
     """The whole log, the older part first; 2 MiB at most."""
     parts = []
     for name in (OLDER, LOG_NAME):
-        with contextlib.suppress(OSError), open(os.path.join(plan.log_directory, name), "rb") as file:
+        with contextlib.suppress(OSError), open_regular(os.path.join(plan.log_directory, name)) as file:
             parts.append(file.read())
     return b"\n".join(parts)

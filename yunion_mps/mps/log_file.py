@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import NamedTuple
 
 from yunion_mps import reasons
+from yunion_mps.host.files import open_regular
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps import directories
@@ -68,7 +69,7 @@ def log_hint(plan: DomainPlan) -> str:
     """A hint: where the control daemon's log is, and its last lines without the chatter of our queries."""
     path = os.path.join(plan.log_directory, LOG_NAME)
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
             lines = [decode_line(line) for line in _without_chatter(file.read()).splitlines()]
     except OSError:
@@ -191,7 +192,7 @@ class LogReader:
 
     def read(self) -> LogNews:
         try:
-            log = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            log = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 size = os.fstat(log).st_size
                 if size < self.size:  # it was truncated

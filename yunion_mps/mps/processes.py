@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from yunion_mps.errors import HostError
-from yunion_mps.host.files import write_atomically
+from yunion_mps.host.files import open_regular, write_atomically
 from yunion_mps.host.proc import (
     all_pids,
     children_of,
@@ -297,7 +297,7 @@ def _read_order() -> AdoptionOrder | None:
 
 def _read_record(path: str) -> Any:
     """The values of a record, None if it is not root's or ours, or invalid."""
-    with contextlib.suppress(OSError, ValueError, RecursionError), open(path, "rb") as file:
+    with contextlib.suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
         if os.fstat(file.fileno()).st_uid in (0, os.geteuid()):
             return json.load(file)
     return None

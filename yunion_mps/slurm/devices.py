@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps.addresses import gpu_of, physical_gpu
 from yunion_mps.enums import MPS, SLURM, TIME_SLICING
 from yunion_mps.errors import HostError, NotAllowedError, NotFoundError
-from yunion_mps.host.files import write_atomically
+from yunion_mps.host.files import open_regular, write_atomically
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import (
     LAYOUT_NEEDS,
@@ -222,7 +222,7 @@ def _create_node(path: str, minor: int) -> None:
 def read_record(paths: Paths) -> Record | None:
     """The record of this node; None if it has none. Raises HostError."""
     try:
-        with open(paths.slurm_devices, encoding="utf-8") as file:
+        with open_regular(paths.slurm_devices) as file:
             found = json.load(file)
         devices = [
             RecordedDevice(str(addr), None if memory_mib is None else int(memory_mib), str(type_))
@@ -231,6 +231,6 @@ def read_record(paths: Paths) -> Record | None:
         return Record(bool(found["shards"]), devices)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         what = f"{paths.slurm_devices}: cannot be read: {getattr(error, 'strerror', None) or error}"
         raise HostError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED) from None

@@ -8,16 +8,15 @@ not the node, TaskProlog fails instead: then only that job fails, and the user s
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from yunion_mps.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE, MPS, PENDING, UNAVAILABLE
-from yunion_mps.errors import HostError, InfeasibleError, NotFoundError, NothingFreeError, YunionError
+from yunion_mps.errors import InfeasibleError, NotFoundError, NothingFreeError, YunionError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
 from yunion_mps.models import LEASE_VARIABLE
@@ -25,7 +24,8 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import INFEASIBLE, OTHER_USER, SERVER_START_FAILED, Reason, hint_of
 from yunion_mps.slurm.devices import Record, pending_change, read_record
 from yunion_mps.slurm.instances import current_environment
-from yunion_mps.slurm.job import JOB_ID, Job, is_about_to_be_killed, job_of
+from yunion_mps.slurm.job import JOB_ID, Job, is_about_to_be_killed, job_id_of, job_of
+from yunion_mps.slurm.job_file import JobFile, read_job_file, write_job_file
 from yunion_mps.slurm.leases import Assignment, JobLeases, held_outside, still_used
 from yunion_mps.slurm.node import SlurmError, SlurmNode, counts_of
 from yunion_mps.text import printable
@@ -37,17 +37,6 @@ if TYPE_CHECKING:
 _LONGEST_CHECK_S = 60.0
 
 
-class JobFile(TypedDict):
-    """The file that Prolog writes for TaskProlog: the environment, or why the job cannot have its devices.
-
-    `devices` are the environments of single devices, by index, for the steps of a job that has several.
-    """
-
-    environment: Mapping[str, str]
-    devices: Mapping[str, Mapping[str, str]]
-    error: Sequence[str]
-
-
 class Hooks:
     def __init__(self, paths: Paths, environment: Mapping[str, str], on_message: OnMessage) -> None:
         """`environment` has the variables that Slurm set for the hook."""
@@ -56,12 +45,16 @@ class Hooks:
         self._on_message = on_message
 
     def prolog(self) -> int:
-        """Lease the job's devices; returns the exit status."""
-        job, record = Job.of(self._environment), read_record(self._paths)
-        if record is None or not job.indices:
-            return 0
+        """Lease the job's devices; returns the exit status. Raises HostError if Slurm did not call it."""
+        job_id_of(self._environment)  # otherwise, a call by hand would drain the node
         try:
-            self._write(job, self._prepare(job, record))
+            record = read_record(self._paths)
+            if record is None:
+                return 0
+            job = Job.of(self._environment)
+            if not job.indices:
+                return 0
+            write_job_file(self._paths, job, self._prepare(job, record))
         except YunionError as error:
             self._drain(error)
             return 1
@@ -72,11 +65,13 @@ class Hooks:
 
         A job inherits the variables of the job that submitted it, so those of its devices are removed.
         """
-        job, record = Job.of(self._environment), read_record(self._paths)
-        if record is None:
-            return 0, []
         try:
-            job_id, content = self._read(job)
+            if read_record(self._paths) is None:
+                return 0, []
+            job = Job.of(self._environment)
+            # Slurm removes this variable from jobs without devices, but no indices that they have inherited.
+            has_devices = bool(self._environment.get("CUDA_VISIBLE_DEVICES"))
+            job_id, content = read_job_file(self._paths, job, is_required=has_devices)
             environment: Mapping[str, str] = {}
             if content:
                 environment = environment_of_task(job, content)
@@ -93,14 +88,17 @@ class Hooks:
         ]
 
     def epilog(self) -> int:
-        """Release the job's devices; returns 0, because the health check retries what failed."""
-        job = Job.of(self._environment)
+        """Release the job's devices; returns 0, because the health check retries what failed.
+
+        Raises HostError if Slurm did not call it.
+        """
+        job_id = job_id_of(self._environment)
         try:
             if read_record(self._paths) is not None:
-                self._leases().release(job)
+                self._leases().release(job_id)
         except YunionError as error:
             self._drain(error)
-        _remove(path for job_id, path in self._files_by_job() if job_id == job.id)
+        _remove(path for job, path in self._files_by_job() if job == job_id)
         return 0
 
     def health_check(self) -> int:
@@ -229,37 +227,6 @@ class Hooks:
 
     def _leases(self) -> JobLeases:
         return JobLeases(self._paths, self._on_message)
-
-    def _path(self, job_id: str) -> str:
-        return os.path.join(self._paths.slurm_jobs, f"{job_id}.json")
-
-    def _write(self, job: Job, content: JobFile) -> None:
-        """Write the job's file, which the job's user can read but not change."""
-        path = self._path(job.id)
-        try:
-            write_atomically(path, json.dumps(content))
-            os.chmod(path, 0o400)
-            os.chown(path, job.uid, -1)
-        except OSError as error:
-            raise HostError(
-                f"{path}: cannot be written: {error.strerror}", "check the free space: df -h /run"
-            ) from None
-
-    def _read(self, job: Job) -> tuple[str, JobFile | None]:
-        """Return the job whose file it is, and its content; None if Slurm has not assigned devices to it."""
-        job_id = next((one for one in job.components if os.path.exists(self._path(one))), job.id)
-        path = self._path(job_id)
-        try:
-            with open(path, encoding="utf-8") as file:
-                content: JobFile = json.load(file)
-        except (OSError, ValueError) as error:
-            # Slurm removes this variable from jobs without devices, but no indices that they have inherited.
-            if isinstance(error, FileNotFoundError) and not self._environment.get("CUDA_VISIBLE_DEVICES"):
-                return job_id, None
-            what = f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
-            hint = f"requeue the job: scontrol requeue {job.id}; check that slurm.conf sets Prolog"
-            raise NotFoundError(what, hint) from None
-        return job_id, content
 
 
 def _remove(files: Iterable[str]) -> None:

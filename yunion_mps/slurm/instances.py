@@ -1,7 +1,7 @@
 """Tells later steps of Slurm jobs which of the job's MIG instances were created again or are missing.
 
 An instance that is created again has another UUID. The daemon writes this, because a job's user need not be
-able to ask it. It does not change the file that Prolog has written, because that belongs to the job's user.
+able to ask it. It does not change the file that Prolog has written, so that each file has one writer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 from yunion_mps.errors import HostError
-from yunion_mps.host.files import read_text, write_atomically
+from yunion_mps.host.files import open_regular, read_text, write_atomically
 from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.paths import Paths
 from yunion_mps.planning.environment import DEVICE_VARIABLE
@@ -55,11 +55,11 @@ def current_environment(
 ) -> Mapping[str, str]:
     """The environment of all of a job's devices, or of one, with their current UUIDs and addresses.
 
-    `leased` is that of all when Prolog leased them. Raises HostError while an instance is missing.
+    `leased` is that of all when Prolog leased them. Raises HostError while an instance is missing, and if
+    the daemon's file of the job cannot be read.
     """
-    text = read_text(_path(paths, job_id))
-    now: JobInstances = json.loads(text) if text else {"environment": {}, "missing": {}}
-    if now["environment"].get(LEASE_VARIABLE) != leased.get(LEASE_VARIABLE):
+    now = _read_instances(_path(paths, job_id))
+    if now is None or now["environment"].get(LEASE_VARIABLE) != leased.get(LEASE_VARIABLE):
         return environment  # it has no instances, or was requeued
     addresses = dict(zip(_split(leased, DEVICE_VARIABLE), _split(now["environment"], DEVICE_VARIABLE)))
     own = [addresses[addr] for addr in _split(environment, DEVICE_VARIABLE)]
@@ -73,6 +73,19 @@ def current_environment(
     (uuid,) = _split(environment, _UUIDS)
     current = {name: value.replace(uuid, uuids[uuid]) for name, value in environment.items()}
     return {**current, DEVICE_VARIABLE: ",".join(own)}
+
+
+def _read_instances(path: str) -> JobInstances | None:
+    """What the daemon has written about a job; None if there is no file. Raises HostError."""
+    try:
+        with open_regular(path) as file:
+            value = json.load(file)
+        return JobInstances(environment=dict(value["environment"]), missing=dict(value["missing"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        what = f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise HostError(what, "start the step later, or requeue the job") from None
 
 
 def _split(environment: Mapping[str, str], name: str) -> Sequence[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from yunion_mps.enums import SLURM
 from yunion_mps.errors import HostError, InfeasibleError
 from yunion_mps.reasons import INVALID_REQUEST
+from yunion_mps.text import parse_number
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
@@ -19,12 +20,19 @@ JOB_ID = "[1-9][0-9]{0,9}"
 _LEASE_NAME = re.compile(f"{SLURM}:({JOB_ID})")
 #: Set by sbatch, and by an srun that starts the job itself.
 _COMPONENT = re.compile(r"SLURM_JOB_ID_(HET|PACK)_GROUP_[0-9]+")
-_INDICES = re.compile(r"[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*")
+_INDICES = re.compile(r"[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*")
+#: More devices than any node has: a longer list is an error, and does not fill the memory.
+_MAX_INDICES = 10_000
 #: How Slurm 22.05 binds the devices of --gpus-per-task=TYPE:N to tasks; 24.11 omits the type.
-_PER_TASK = re.compile(r"gpu:per_task:(?![0-9]+$)(?P<type>[^:]+)(?::(?P<number>[0-9]+))?")
+_PER_TASK = re.compile(r"gpu:per_task:(?![0-9]+$)(?P<type>[^:]+)(?::(?P<number>[0-9]{1,5}))?")
 #: How much later than its interval a check may act, and how long a program has after SIGTERM, in s.
 _CHECK_S = 10
 _GRACE_S = 10
+#: The largest id of a user or group; the next number means "none" (setresuid(2)).
+_MAX_ID = 2**32 - 2
+#: How much of a malformed variable an error shows.
+_SHOWN_LENGTH = 100
+_NOT_BY_SLURM = "set this hook in slurm.conf, so that Slurm runs it, and set no SLURM_ variables yourself"
 
 
 class TaskShare(NamedTuple):
@@ -44,6 +52,7 @@ class TaskShare(NamedTuple):
         """None if Slurm has assigned the devices correctly, or if this is the step's only task on the node.
 
         A batch script is always the only one, but it inherits the binding of a task that has submitted it.
+        Raises HostError if a variable is missing or malformed.
         """
         match = _PER_TASK.fullmatch(environment.get("SLURMD_TRES_BIND", ""))
         if not match or "," not in environment.get("SLURM_GTIDS", ""):
@@ -51,7 +60,12 @@ class TaskShare(NamedTuple):
         type_, number = match["type"], int(match["number"] or 1)
         if re.match(f"{number}(?![0-9])", type_):
             return None
-        return cls(type_, number, int(environment["SLURM_LOCALID"]), int(environment["SLURM_GPUS_ON_NODE"]))
+        return cls(
+            type=type_,
+            number=number,
+            local_id=_number(environment, "SLURM_LOCALID", _MAX_INDICES),
+            step_devices=_number(environment, "SLURM_GPUS_ON_NODE", _MAX_INDICES),
+        )
 
     def indices(self, job_indices: Sequence[int]) -> Sequence[int]:
         """Which of the job's indices are the task's; raises InfeasibleError if Slurm does not say."""
@@ -79,6 +93,8 @@ class Job(NamedTuple):
     step_indices: tuple[int, ...] = ()
     components: tuple[str, ...] = ()
     task: TaskShare | None = None
+    #: The job's group; None if Slurm does not say.
+    gid: int | None = None
 
     @property
     def lease_name(self) -> str:
@@ -86,12 +102,14 @@ class Job(NamedTuple):
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Job:
-        """Read the job from a hook's environment; raises HostError if Slurm did not set it."""
-        job_id, uid = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_JOB_UID", "0")
-        if not re.fullmatch(JOB_ID, job_id) or not uid.isdigit():
-            what = f"SLURM_JOB_ID or SLURM_JOB_UID: not set by Slurm (job id {job_id!r}, uid {uid!r})"
-            hint = "set this hook in slurm.conf, so that Slurm runs it"
-            raise HostError(what, hint, INVALID_REQUEST)
+        """Read the job from a hook's environment; raises HostError if a variable is missing or malformed."""
+        job_id = job_id_of(environment)
+        uid = 0
+        if "SLURM_JOB_UID" in environment:
+            uid = _number(environment, "SLURM_JOB_UID", _MAX_ID)
+        gid = None
+        if "SLURM_JOB_GID" in environment:
+            gid = _number(environment, "SLURM_JOB_GID", _MAX_ID)
         job, step = (indices_of(environment.get(f"SLURM_{kind}_GPUS", "")) for kind in ("JOB", "STEP"))
         visible = environment.get("CUDA_VISIBLE_DEVICES", "")
         if visible and visible.count(",") + 1 != len(step):
@@ -99,21 +117,59 @@ class Job(NamedTuple):
         components = [value for name, value in environment.items() if _COMPONENT.fullmatch(name)]
         if job_id not in components or not all(re.fullmatch(JOB_ID, one) for one in components):
             components = []  # inherited from another job
-        return cls(job_id, int(uid), job, step, tuple(components), TaskShare.of(environment))
+        return cls(
+            id=job_id,
+            uid=uid,
+            indices=job,
+            step_indices=step,
+            components=tuple(components),
+            task=TaskShare.of(environment),
+            gid=gid,
+        )
+
+
+def job_id_of(environment: Mapping[str, str]) -> str:
+    """The id of the job whose hook this is; raises HostError if Slurm did not set it."""
+    text = environment.get("SLURM_JOB_ID", "")
+    if not re.fullmatch(JOB_ID, text):
+        what = f"SLURM_JOB_ID: not set by Slurm (job id {_shown(text)})"
+        raise HostError(what, _NOT_BY_SLURM, INVALID_REQUEST)
+    return text
+
+
+def _number(environment: Mapping[str, str], name: str, highest: int) -> int:
+    """The number in a variable that Slurm sets; raises HostError if it is none from 0 to `highest`."""
+    text = environment.get(name)
+    if text is None:
+        raise HostError(f"{name}: not set by Slurm", _NOT_BY_SLURM, INVALID_REQUEST)
+    number = parse_number(text)
+    if number is None or number > highest:
+        what = f"{name}: not a number of Slurm's: {_shown(text)}"
+        raise HostError(what, _NOT_BY_SLURM, INVALID_REQUEST)
+    return number
 
 
 def indices_of(text: str) -> tuple[int, ...]:
     """Parse a list such as `0,1` or `0-3,6`; raises HostError. An empty text is an empty list."""
     if not text:
         return ()
-    if not _INDICES.fullmatch(text):
-        what = f"{text!r} is not a list of device indices"
-        raise HostError(what, "remove AutoDetect from gres.conf: yunion-mps slurm gres-conf", INVALID_REQUEST)
-    found: list[int] = []
-    for part in text.split(","):
+    found: dict[int, None] = {}
+    is_list = _INDICES.fullmatch(text) is not None
+    for part in text.split(",") if is_list else ():
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return tuple(dict.fromkeys(found))
+        found.update(dict.fromkeys(range(int(first), int(last or first) + 1)))
+        if len(found) > _MAX_INDICES:
+            is_list = False
+            break
+    if not is_list:
+        what = f"{_shown(text)} is not a list of device indices"
+        raise HostError(what, "remove AutoDetect from gres.conf: yunion-mps slurm gres-conf", INVALID_REQUEST)
+    return tuple(found)
+
+
+def _shown(text: str) -> str:
+    """The text in quotes and escaped; of a long one, the beginning."""
+    return repr(text) if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]!r}…"
 
 
 def job_of(lease: LeaseRecord) -> str:

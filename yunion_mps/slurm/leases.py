@@ -135,10 +135,10 @@ class JobLeases:
             raise _held(held) from None
         return still_used(self._end_unused(stale_leases(holders, live())))
 
-    def release(self, job: Job) -> None:
+    def release(self, job_id: str) -> None:
         """Terminate the job's leftover processes and end its lease; does nothing if it has none."""
         for lease in self.all():
-            if job_of(lease) == job.id:
+            if job_of(lease) == job_id:
                 self.end(lease)
 
     def reconcile(self, live: Callable[[], Iterable[str]]) -> ReconcileResult:

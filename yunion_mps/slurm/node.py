@@ -14,7 +14,7 @@ from yunion_mps.errors import HostError
 from yunion_mps.host.processes import find_program, outcome_of
 from yunion_mps.reasons import PROGRAM_MISSING, Reason, hint_of
 from yunion_mps.slurm.job import JOB_ID
-from yunion_mps.text import printable
+from yunion_mps.text import parse_number, printable
 
 #: A drain reason of ours is `yunion-mps: CODE: TEXT`.
 PREFIX = "yunion-mps: "
@@ -39,7 +39,7 @@ def drain_reason(reason: Reason) -> str:
 #: The lines of a job's allocation, and the name, type and number in a gres: `shard:2(IDX:0)` (22.05),
 #: `shard:2(2/4,0/4)` (24.11), or `gpu:mps:2(IDX:0-1),gpu:time-sliced:0(IDX:)`.
 _ALLOCATION = re.compile(r"^ *Nodes=(\S+) .*GRES=(\S*)$", re.MULTILINE)
-_GRES = re.compile(r"(?:^|,)(\w+):(?:([^:,()]+):)?([0-9]+)(?=[(,]|$)")
+_GRES = re.compile(r"(?:^|,)(\w+):(?:([^:,()]+):)?([0-9]{1,9})(?=[(,]|$)")
 
 
 def counts_of(gres: str, name: str) -> dict[str, int]:
@@ -75,14 +75,14 @@ def parse_state(text: str) -> NodeState | None:
 
 
 #: Durations in the output of `scontrol show config`.
-_SECONDS = re.compile(r"^(\w+) += ([0-9]+) sec$", re.MULTILINE)
+_SECONDS = re.compile(r"^(\w+) += ([0-9]{1,9}) sec$", re.MULTILINE)
 
 
 def parse_jobs(text: str) -> dict[str, float | None]:
     """Parse lines of squeue: the id, the state, and when the job ended or is expected to end."""
     words = (line.split() for line in text.splitlines())
     return {
-        job: float(end) if state == "COMPLETING" and end.isdigit() else None
+        job: parse_number(end) if state == "COMPLETING" else None
         for job, state, end in (three for three in words if len(three) == 3)
         if re.fullmatch(JOB_ID, job)
     }

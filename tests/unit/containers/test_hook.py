@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,15 +35,20 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerHost]:
         yield host
 
 
-def call(*arguments: str, bundle: object = "/nowhere", state: str | None = None, **more: float) -> int:
-    text = json.dumps({"id": "a" * 64, "pid": os.getpid(), "bundle": str(bundle), "status": "creating"})
-    return hook.main(list(arguments), io.StringIO(text if state is None else state), **more)
+def call(*arguments: str, folder: Path | None = None, state: str | None = None, **more: float) -> int:
+    """The exit status of the hook of a container in this bundle, by default one with just this device."""
+    with tempfile.TemporaryDirectory() as temporary:
+        if folder is None and arguments:
+            name = "YUNION_MPS_LEASE" if arguments[0] == LEASE["id"] else "YUNION_MPS_DEVICE"
+            folder = bundle(Path(temporary), **{name: arguments[0]})
+        text = json.dumps({"id": "a" * 64, "pid": os.getpid(), "bundle": str(folder), "status": "creating"})
+        return hook.main(list(arguments), io.StringIO(text if state is None else state), **more)
 
 
-def accepted(name: str, bundle: object = "/nowhere") -> None:
+def accepted(name: str, folder: Path | None = None) -> None:
     """The container starts, and nothing is printed."""
     with contextlib.redirect_stderr(io.StringIO()) as printed:
-        assert (call(name, bundle=bundle), printed.getvalue()) == (0, "")
+        assert (call(name, folder=folder), printed.getvalue()) == (0, "")
 
 
 def refused(*arguments: str, exit_code: int = 1, **how: Any) -> str:
@@ -94,7 +100,7 @@ def test_the_hook_names_the_device_holder_in_one_line(host: ServerHost) -> None:
 
 def test_a_second_device_is_refused_because_only_one_would_be_used(host: ServerHost, tmp_path: Path) -> None:
     given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3")
-    said = refused("00:06.0-2", bundle=given)
+    said = refused("00:06.0-2", folder=given)
     assert "was given 00:06.0-2 and 00:06.0-3 (to combine several into one budget:" in said
     accepted("00:06.0-3", given)
     assert devices(host) == [("00:06.0-3",)]
@@ -103,8 +109,8 @@ def test_a_second_device_is_refused_because_only_one_would_be_used(host: ServerH
 def test_a_device_beside_a_lease_is_refused_whichever_comes_last(host: ServerHost, tmp_path: Path) -> None:
     """A device's environment leaves the lease's name in there, where it comes after the lease's."""
     given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3", YUNION_MPS_LEASE=LEASE["id"])
-    assert f"was given 00:06.0-3 and lease {LEASE['id']} (" in refused("00:06.0-3", bundle=given)
-    assert "was given 00:06.0-2 and 00:06.0-3 (" in refused("00:06.0-2", bundle=given)
+    assert f"was given 00:06.0-3 and lease {LEASE['id']} (" in refused("00:06.0-3", folder=given)
+    assert "was given 00:06.0-2 and 00:06.0-3 (" in refused("00:06.0-2", folder=given)
     assert devices(host) == []
 
 
@@ -117,9 +123,9 @@ def test_the_lease_of_the_engines_own_job_is_no_second_device(host: ServerHost, 
 def test_a_device_not_served_when_its_file_was_read_is_refused(host: ServerHost, tmp_path: Path) -> None:
     given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-3")
     again = "device 00:06.0-3 became available only now (start the container again)"
-    assert refused("00:06.0-3", "--unserved", bundle=given) == again
+    assert refused("00:06.0-3", "--unserved", folder=given) == again
     host.leases.refusal = NothingFreeError("device 00:06.0-3 cannot be allocated now: it is lost", "reboot")
-    said = refused("00:06.0-3", "--unserved", bundle=given, exit_code=NothingFreeError.exit_code)
+    said = refused("00:06.0-3", "--unserved", folder=given, exit_code=NothingFreeError.exit_code)
     assert said == "device 00:06.0-3 cannot be allocated now: it is lost (reboot)"
 
 
@@ -148,13 +154,14 @@ def test_a_refusal_is_in_the_systems_log_because_some_engines_hide_it(
 
 
 def test_a_command_line_with_control_characters_or_no_end_is_made_safe(
-    host: ServerHost, system_log: socket.socket
+    host: ServerHost, system_log: socket.socket, tmp_path: Path
 ) -> None:
     """The holder of the device has chosen its command, and root reads it."""
     host.leases.refusal = NothingFreeError("1 of 1 leased", "wait")
     held = {**LEASE, "command": "python -c \x1b[2J\nprint()\r" + "a" * 100_000}
     host.leases.found = {"leases": [held], "waiting": [], "total": 1}
-    state = json.dumps({"id": "\n\ud800", "pid": os.getpid()})
+    given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1")
+    state = json.dumps({"id": "\n\ud800", "pid": os.getpid(), "bundle": str(given)})
     said = refused("00:06.0-1", state=state, exit_code=NothingFreeError.exit_code)
     logged = system_log.recv(1 << 18).decode()
     begin = "device 00:06.0-1 is in use: python -c \\x1b[2J\\nprint()\\r"
@@ -171,7 +178,7 @@ def test_a_container_of_before_a_change_is_refused_once(
     """Where CUDA finds no control daemon it runs without limits; the next start reads the new file."""
     now = {**LEASE["environment"], change: "/run/new", "YUNION_MPS_LEASE": LEASE["id"]}
     host.leases.given = {**LEASE, "environment": now}
-    said = refused("00:06.0-1", bundle=bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1"))
+    said = refused("00:06.0-1", folder=bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1"))
     assert said == "device 00:06.0-1 changed while the container was starting (start the container again)"
     accepted("00:06.0-1", bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1", **{change: "/run/new"}))
 
@@ -228,6 +235,40 @@ def test_the_hook_called_by_hand_explains_its_purpose() -> None:
     assert refused().startswith("cdi-hook can only be called by a container engine")
 
 
+def test_a_fifo_in_place_of_the_containers_configuration_blocks_nothing(
+    host: ServerHost, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    said = refused("00:06.0-1", folder=tmp_path)
+    assert said.startswith(f"{tmp_path}/config.json: cannot be read: not a regular file")
+    assert devices(host) == []
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"process": {"env": 7}}', "{}", "[" * 100_000, "\xff"])
+def test_a_container_whose_environment_is_unknown_is_refused(
+    host: ServerHost, tmp_path: Path, text: str | None
+) -> None:
+    """It could have a second device, or the variables of before a change, and so no limits."""
+    if text is not None:
+        (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    assert refused("00:06.0-1", folder=tmp_path).startswith(f"{tmp_path}/config.json: cannot be read: ")
+    assert devices(host) == []
+
+
+@pytest.mark.parametrize("place", [{}, {"bundle": 7}, {"bundle": "a\0b"}])
+def test_a_container_whose_configuration_has_no_place_is_refused(host: ServerHost, place: Json) -> None:
+    state = json.dumps({"id": "a", "pid": os.getpid(), **place})
+    assert "configuration" in refused("00:06.0-1", state=state)
+    assert devices(host) == []
+
+
+def test_a_container_without_the_devices_variables_is_refused(host: ServerHost, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"process": {"args": ["true"]}}')
+    said = refused("00:06.0-1", folder=tmp_path)
+    assert said.startswith("the container has no variables of device 00:06.0-1, so nothing would limit it")
+    assert devices(host) == []
+
+
 def test_without_a_daemon_it_waits_a_moment_and_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     with short_root() as paths:
         monkeypatch.setenv("YUNION_MPS_ROOT", paths.root)
@@ -244,4 +285,5 @@ def test_it_loads_nothing_of_ours_but_the_daemons_client() -> None:
         "yunion_mps.containers", "yunion_mps.containers.hook", "yunion_mps.errors", "yunion_mps.text",
         "yunion_mps.http.parameters", "yunion_mps.models", "yunion_mps.paths", "yunion_mps.reasons",
         "yunion_mps.enums", "yunion_mps.addresses", "yunion_mps.mig", "yunion_mps.units",
+        "yunion_mps.host", "yunion_mps.host.files",
     }  # fmt: skip

@@ -67,6 +67,7 @@ def test_the_environment_of_a_device_is_right(domain: DomainPlan) -> None:
         ({"CUDA_VISIBLE_DEVICES": "2"}, "problem", "no GPU '2'"),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, "problem", "no GPU '-1'"),
         ({"CUDA_VISIBLE_DEVICES": ""}, "problem", "no GPU ''"),
+        ({"CUDA_VISIBLE_DEVICES": "\N{SUPERSCRIPT TWO}"}, "problem", "no GPU '\N{SUPERSCRIPT TWO}'"),
         ({"CUDA_VISIBLE_DEVICES": f"{SECOND},GPU-0"}, "problem", "no GPU 'GPU-0'"),
         ({"CUDA_VISIBLE_DEVICES": "MIG-2cc993d0"}, "problem", "MIG device"),
         ({"CUDA_VISIBLE_DEVICES": None}, "warning", "sees all 2 GPUs"),
@@ -135,3 +136,17 @@ def test_a_container_must_share_the_hosts_memory(sharing: str) -> None:
 def test_words_after_the_image_are_not_options_of_the_container() -> None:
     (found,) = sharing_problems(["image", "train", "--ipc=host", "-e", "CUDA_MPS_PIPE_DIRECTORY=/mps"])
     assert "private /dev/shm" in found.what
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "words"),
+    [
+        ("CUDA_VISIBLE_DEVICES", "{}", "no GPU '9999"),
+        ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "{}=1G", "numbered from 0; one such entry disables"),
+        ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0={}G", "exceeds the 5760 MiB"),
+    ],
+)
+def test_a_number_of_thousands_of_digits_is_found(name: str, form: str, words: str) -> None:
+    """int() refuses to convert it."""
+    found = list(check_values({**RIGHT, name: form.format("9" * 5000)}, TWO, HINT))
+    assert any(words in one.what for one in found)

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from yunion_mps.host.files import UNFINISHED, version_of, write_atomically
+from yunion_mps.host.files import UNFINISHED, open_regular, read_text, version_of, write_atomically
 
 
 @pytest.fixture
@@ -37,6 +37,14 @@ def test_a_link_or_pipe_in_the_place_of_the_new_file_is_replaced(file: Path) -> 
         write_atomically(str(file), "ours")
         assert (file.read_text(), theirs.read_text()) == ("ours", "theirs")
         assert sorted(os.listdir(file.parent)) == ["file", "theirs"]
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert read_text(str(tmp_path / "pipe")) == ""
+    with pytest.raises(OSError, match="not a regular file"):
+        open_regular(str(tmp_path / "pipe"))
+    assert read_text("/proc/self/comm"), "files of the kernel are regular"
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_new(file: Path) -> None:

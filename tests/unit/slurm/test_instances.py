@@ -53,6 +53,14 @@ def test_a_step_has_the_instance_that_was_created_again(paths: Paths) -> None:
     assert current_environment(paths, "17", one, LEASED) == environment("MIG-c", AGAIN, "/p/MIG-c")
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"environment": 7, "missing": {}}'])
+def test_a_step_whose_instances_are_unknown_fails_with_the_reason(paths: Paths, text: str) -> None:
+    os.makedirs(paths.slurm_jobs)
+    Path(paths.slurm_jobs, "17.instances").write_text(text)
+    with pytest.raises(HostError, match=r"17\.instances: cannot be read: ."):
+        current_environment(paths, "17", LEASED, LEASED)
+
+
 def test_a_step_of_a_job_with_one_device_has_the_current_environment(paths: Paths) -> None:
     leased, now = environment("MIG-b", SECOND), environment("MIG-c", AGAIN, "/q")
     write_instances(paths, [lease("slurm:17", environment=now)], [])

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from yunion_mps.errors import HostError, InfeasibleError, YunionError
 from yunion_mps.paths import Paths
-from yunion_mps.slurm.hooks import Hooks, JobFile, environment_of_task, number_of_shards
+from yunion_mps.slurm.hooks import Hooks, environment_of_task, number_of_shards
 from yunion_mps.slurm.job import Job, indices_of
+from yunion_mps.slurm.job_file import JobFile
 from yunion_mps.slurm.node import counts_of
 
 from unit.slurm.rows import RECORD, write_record
@@ -50,12 +51,62 @@ def test_indices_are_read_from_lists_and_ranges() -> None:
             indices_of(text)
 
 
+@pytest.mark.parametrize("text", ["4" * 5000, "0-99999", ",".join(["0-9999", "10000-19999"]), "²"])
+def test_a_list_of_more_indices_than_any_node_has_is_refused(text: str) -> None:
+    with pytest.raises(HostError, match="not a list of device indices") as caught:
+        indices_of(text)
+    assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("value", ["", "²", "٣", "-1", " 1", "1_0", "4294967295", "9" * 5000, "\udcff\n"])
+@pytest.mark.parametrize("name", ["SLURM_JOB_UID", "SLURM_JOB_GID", "SLURM_LOCALID", "SLURM_GPUS_ON_NODE"])
+def test_a_malformed_number_of_slurms_is_one_clear_error(name: str, value: str) -> None:
+    environment = {
+        "SLURM_JOB_ID": "17",
+        "SLURMD_TRES_BIND": "gpu:per_task:mps:1",
+        "SLURM_GTIDS": "0,1",
+        "SLURM_LOCALID": "0",
+        "SLURM_GPUS_ON_NODE": "2",
+    }
+    assert Job.of(environment).task
+    with pytest.raises(HostError, match=f"^{name}: not a number of Slurm's: ") as caught:
+        Job.of({**environment, name: value})
+    assert len(caught.value.message) < 500
+    assert caught.value.message.isprintable()
+    if name in environment:
+        del environment[name]
+        with pytest.raises(HostError, match=f"^{name}: not set by Slurm$"):
+            Job.of(environment)
+
+
+def test_a_step_whose_variables_are_malformed_fails_and_its_user_sees_why(tmp_path: Path) -> None:
+    paths = Paths(str(tmp_path))
+    write_record(paths, RECORD)
+    status, lines = Hooks(paths, {"SLURM_JOB_ID": "17", "SLURM_STEP_GPUS": "x\n"}, print).task_prolog()
+    assert status == 1
+    assert lines[0].startswith("print yunion-mps: 'x\\n' is not a list of device indices")
+
+
+@pytest.mark.processes
+def test_a_prolog_with_malformed_variables_drains_the_node_with_the_reason(tmp_path: Path) -> None:
+    paths, messages = Paths(str(tmp_path)), list[str]()
+    write_record(paths, RECORD)
+    environment = {"SLURM_JOB_ID": "17", "SLURM_JOB_UID": "0", "SLURM_JOB_GPUS": "GPU-76aef7ff"}
+    assert Hooks(paths, environment, messages.append).prolog() == 1
+    assert messages[0].startswith("'GPU-76aef7ff' is not a list of device indices")
+    assert messages[1].startswith("the node was not drained: "), "there is no Slurm here"
+    with pytest.raises(HostError, match="SLURM_JOB_ID: not set by Slurm"):  # called by hand
+        Hooks(paths, {}, messages.append).prolog()
+
+
 def test_numbers_and_types_are_read_from_the_jobs_gres() -> None:
     shards = {"shard:2(IDX:0)": {"": 2}, "shard:12(2/4,0/4)": {"": 12}, "license:2,shard:1(IDX:0,3)": {"": 1}}
     assert {gres: counts_of(gres, "shard") for gres in shards} == shards
     mixed = "gpu:time-sliced:3(IDX:0-2),gpu:1g.10gb:1(IDX:5),gpu:mps:0(IDX:)"
     assert counts_of(mixed, "gpu") == {"time-sliced": 3, "1g.10gb": 1}
     assert counts_of(mixed, "shard") == counts_of("", "gpu") == {}
+    forged = f"shard:{'9' * 5000}(IDX:0)"  # a user can write this into the job's name
+    assert counts_of(forged, "shard") == {}
 
 
 def test_a_job_has_shards_or_devices_of_one_type() -> None:

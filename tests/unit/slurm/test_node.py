@@ -78,6 +78,7 @@ def test_only_a_job_that_slurm_is_ending_has_a_time_since_when() -> None:
     text = "17 RUNNING 1795529540\n18 COMPLETING 1795529550\n19 COMPLETING Unknown\nwarning: x\n"
     assert parse_jobs(text) == {"17": None, "18": 1795529550.0, "19": None}
     assert parse_jobs("") == {}
+    assert parse_jobs("17 COMPLETING \N{SUPERSCRIPT TWO}") == {"17": None}
 
 
 @pytest.mark.processes
