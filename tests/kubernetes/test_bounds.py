@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
-from yunion_mps.errors import UnreachableError
+from yunion_mps.errors import NotFoundError, UnreachableError
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_CLIENTS, Operation
 from yunion_mps.kubernetes import dra_api
@@ -19,9 +19,10 @@ from yunion_mps.kubernetes.api_objects import Resource
 from yunion_mps.kubernetes.api_server import TIMEOUT_S, ApiServer, MissingObjectError
 from yunion_mps.kubernetes.credentials import ApiServerError, Kubeconfig
 from yunion_mps.kubernetes.daemon_watch import DaemonWatch
-from yunion_mps.kubernetes.dra_claims import ClaimLeases
+from yunion_mps.kubernetes.dra_claims import ClaimLeases, ClaimName
 from yunion_mps.kubernetes.dra_driver import DraDriver
 from yunion_mps.kubernetes.dra_host import DraHost
+from yunion_mps.kubernetes.dra_objects import AllocatedDevice
 from yunion_mps.kubernetes.dra_slices import SLICES, SlicePublisher
 from yunion_mps.kubernetes.leases import ContainerLeases
 from yunion_mps.kubernetes.metrics import Counts
@@ -283,6 +284,37 @@ class SliceServer(UnreachableServer):
         made = {**made, "metadata": {**made["metadata"], "uid": "1", "resourceVersion": str(now_s())}}
         self.stored[made["metadata"]["name"]], self.stored_s = made, now_s()
         return made
+
+
+def test_an_unexpected_error_with_one_claim_is_only_the_claims(tmp_path: Path) -> None:
+    paths = Paths(str(tmp_path))
+
+    class Claims(ClaimLeases):
+        async def allocated(self, claim: ClaimName) -> Sequence[AllocatedDevice]:
+            raise OverflowError(claim.name) if claim.name == "wrong" else NotFoundError("none allocated")
+
+        async def release(self, uid: str) -> None:
+            if uid == "1":
+                raise OverflowError(uid)
+
+    async def answers(path: str, request: bytes) -> bytes:
+        claims = Claims(ApiServer(cast(Kubeconfig, None)), paths)
+        method = DraDriver(DraHost(paths, Counts()), claims, "node", Counts()).methods()[path]
+        return b"".join([answer async for answer in method.answers(request)])
+
+    claims = (dra_api.ClaimReference("team", "1", "wrong"), dra_api.ClaimReference("team", "2", "good"))
+    request = dra_api.NodePrepareResourcesRequest(claims).encode()
+    found = asyncio.run(answers(dra_api.PREPARE.path, request))
+    prepared = dra_api.NodePrepareResourcesResponse.decode(found).claims
+    assert prepared["1"].error == "internal error: OverflowError('wrong') [failed]"
+    assert prepared["2"].error == "none allocated [not_found]"
+    request = dra_api.NodeUnprepareResourcesRequest(claims).encode()
+    found = asyncio.run(answers(dra_api.UNPREPARE.path, request))
+    unprepared = dra_api.NodeUnprepareResourcesResponse.decode(found).claims
+    assert {uid: answer.error for uid, answer in unprepared.items()} == {
+        "1": "internal error: OverflowError('1') [failed]",
+        "2": "",
+    }
 
 
 @pytest.mark.parametrize("is_silent", [False, True])

@@ -110,6 +110,14 @@ def test_a_malformed_claim_does_not_hinder_the_others(
     assert "results[0].device is missing" in answers["wrong"].error
 
 
+def test_the_text_of_a_claim_has_no_control_characters(
+    dra_kubelet: DraKubelet, driver: DriverInThread, cluster: Cluster
+) -> None:
+    """Who may write the claim's status chooses the name of the device, and an administrator reads it."""
+    wrong = dra_kubelet.allocate("wrong", ["a\x1b[2J\n\u202e"])
+    assert "there is no device a\\x1b[2J\\n\\u202e in the pool" in dra_kubelet.refused(wrong)
+
+
 def test_parameters_for_the_driver_are_refused_rather_than_ignored(
     dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon, cluster: Cluster
 ) -> None:

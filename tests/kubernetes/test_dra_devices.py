@@ -310,6 +310,7 @@ def test_a_qualified_name_of_a_capacity_is_understood() -> None:
         ([result("08-00-0", "1Gi"), result("0b-00-0-g1")], "through MPS and some are not"),
         ([result("0b-00-0-g1"), result("0c-00-0-0")], "on MIG instances and some are not"),
         ([result("08-00-0", "lots")], "is not a quantity"),
+        ([result("08-00-0", "9" * 309)], "is not a quantity"),
     ],
 )
 def test_a_claim_that_cannot_be_one_lease_is_refused(results: list[AllocatedDevice], reason: str) -> None:
@@ -334,7 +335,11 @@ def test_every_form_of_quantity_is_parsed(text: str, value: float) -> None:
     assert quantity(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "Gi", "1Xi", "-1", "1 Gi", "one", "1e100"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "Gi", "1Xi", "-1", "1 Gi", "one", "1e100", "9" * 309, "9" * 5000, "1e99", "8Ei", "\u0663"],
+    ids=len,
+)
 def test_what_is_not_a_quantity_is_refused(text: str) -> None:
     with pytest.raises(InfeasibleError):
         quantity(text)

@@ -299,6 +299,16 @@ def test_leases_without_claim_and_pod_are_released(
     assert Reconciler(ready_daemon, cluster).run() == [f"{NAMESPACE}/d"]
 
 
+def test_a_claim_that_cannot_be_read_keeps_only_its_own_lease(
+    dra_kubelet: DraKubelet, driver: DriverInThread, ready_daemon: Daemon, cluster: Cluster
+) -> None:
+    for number, name in enumerate("ab"):
+        dra_kubelet.prepared(dra_kubelet.allocate(name, [NAMES[number]]))
+    cluster.replace(CLAIMS, {**cluster.get(CLAIMS, "a", NAMESPACE), "status": 7})
+    cluster.remove(CLAIMS, "b", NAMESPACE)
+    assert Reconciler(ready_daemon, cluster).run() == [f"{NAMESPACE}/a"]
+
+
 @pytest.mark.parametrize(
     ("name", "changed", "is_one"),
     [

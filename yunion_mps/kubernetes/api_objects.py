@@ -15,6 +15,11 @@ from urllib.parse import quote
 
 from yunion_mps.kubernetes.credentials import ApiServerError
 
+
+class InvalidObjectError(ApiServerError):
+    """An object of the API server, or its answer, is not what its type says."""
+
+
 #: The API's `Time`: 2026-01-31T12:00:00Z.
 Time = NewType("Time", str)
 #: All integers of the API are smaller.
@@ -171,5 +176,5 @@ def _members(expected: Any) -> tuple[Mapping[str, Any], Any]:
     return get_type_hints(expected), object
 
 
-def _invalid(where: str, what: str) -> ApiServerError:
-    return ApiServerError(f"the API server's answer cannot be used: {where} is {what}")
+def _invalid(where: str, what: str) -> InvalidObjectError:
+    return InvalidObjectError(f"the API server's answer cannot be used: {where} is {what}")

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from yunion_mps.enums import IDLE, IN_USE, KUBERNETES, OVER_BUDGET
-from yunion_mps.errors import HostError, NotFoundError, YunionError
+from yunion_mps.errors import HostError, NotFoundError, UnreachableError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE, Operation
 from yunion_mps.http.parameters import Value
-from yunion_mps.kubernetes.api_objects import Resource
+from yunion_mps.kubernetes.api_objects import InvalidObjectError, Resource
 from yunion_mps.kubernetes.api_server import ApiServer, MissingObjectError
 from yunion_mps.kubernetes.dra_devices import DRIVER, ClaimRequest
 from yunion_mps.kubernetes.dra_objects import API_VERSION, SINCE, AllocatedDevice, ResourceClaim
@@ -154,7 +154,8 @@ class ClaimLeases:
         """Release the leases that no pod has needed for `gone_s`; raises YunionError, RpcError.
 
         A lease is kept if a process uses its devices, if the kubelet lists a container with its claim, or if
-        the API server has reserved the claim for a pod. If the API server does not answer, all are kept.
+        the API server has reserved the claim for a pod. If the API server does not answer, all are kept; a
+        claim that cannot be read keeps its own lease, and one that cannot be ended does not keep the others.
         """
         leases = [(lease, claim) for lease in await self._leases() if (claim := ClaimName.of(lease))]
         if not leases:
@@ -167,11 +168,19 @@ class ClaimLeases:
             if not is_needed and not await self._is_reserved(claim):
                 gone[lease["id"]] = self._gone_since_s.get(lease["id"], now_s)
         self._gone_since_s = gone
+        failure: YunionError | None = None
         for lease, claim in leases:
             if lease["id"] in gone and now_s - gone[lease["id"]] >= self._gone_s:
                 async with self._lock(claim.uid):
                     log.warning("%s: no pod uses this claim any longer: releasing its lease", claim.lease)
-                    await self._end(lease)
+                    try:
+                        await self._end(lease)
+                    except UnreachableError:
+                        raise
+                    except YunionError as error:
+                        failure = failure or error
+        if failure:
+            raise failure
 
     def _lock(self, uid: str) -> asyncio.Lock:
         return self._locks.setdefault(uid, asyncio.Lock())
@@ -181,6 +190,9 @@ class ClaimLeases:
             stored = await self._server.get(CLAIMS, claim.name, claim.namespace)
         except MissingObjectError:
             return False
+        except InvalidObjectError as error:
+            log.warning("%s: its lease is kept: %s", claim.lease, error.message)
+            return True
         return stored["metadata"]["uid"] == claim.uid and bool(stored.get("status", {}).get("reservedFor"))
 
     async def _listed(self) -> set[tuple[str, str]]:

@@ -39,6 +39,7 @@ from yunion_mps.kubernetes.resources import ResourceHealth
 from yunion_mps.models import CDI_KIND
 from yunion_mps.paths import Paths
 from yunion_mps.tasks import first_of
+from yunion_mps.text import printable
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,9 @@ class DraDriver:
             log.warning("%s: its pod cannot start yet: %s", claim.lease, error.message)
             _count(error, self._counts)
             return NodePrepareResourceResponse(error=_error_text(error))
+        except Exception as error:  # the other claims of the call do not depend on this one
+            log.exception("%s: cannot be prepared", claim.lease)
+            return NodePrepareResourceResponse(error=_error_text(_internal(error)))
         finally:
             self._counts.note_start(DRIVER, result, time.perf_counter() - began_s)
         log.info("%s: leased %s", claim.lease, ", ".join(lease["devices"]))
@@ -113,6 +117,9 @@ class DraDriver:
         except YunionError as error:
             _count(error, self._counts)
             return NodeUnprepareResourceResponse(_error_text(error))
+        except Exception as error:  # as above
+            log.exception("claim %s cannot be unprepared", reference.uid)
+            return NodeUnprepareResourceResponse(_error_text(_internal(error)))
         return NodeUnprepareResourceResponse()
 
     async def _watch_health(self, _: bytes) -> AsyncIterator[bytes]:
@@ -124,7 +131,7 @@ class DraDriver:
                     DeviceIdentifier(self._pool, one.name),
                     dra_api.IS_HEALTHY if one.is_healthy else dra_api.IS_UNHEALTHY,
                     now_s,
-                    message=one.reason[:_MAX_MESSAGE],
+                    message=printable(one.reason)[:_MAX_MESSAGE],
                 )
                 for one in self._host.offered or ()
             )
@@ -294,8 +301,13 @@ def _prepared(results: Iterable[AllocatedDevice], cdi: str) -> tuple[PreparedDev
     )
 
 
+def _internal(error: Exception) -> YunionError:
+    return YunionError(f"internal error: {error!r}")
+
+
 def _error_text(error: YunionError) -> str:
-    return f"{error.message_with_hint} [{error.code}]"
+    """What the kubelet shows in the pod's events; escaped, because it may quote a claim."""
+    return printable(f"{error.message_with_hint} [{error.code}]")
 
 
 def _count(error: YunionError | grpc.RpcError | DecodeError, counts: Counts) -> None:

@@ -36,7 +36,7 @@ from yunion_mps.kubernetes.resources import (
 )
 from yunion_mps.models import CDI_KIND
 from yunion_mps.tasks import within
-from yunion_mps.text import count
+from yunion_mps.text import count, printable
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecord
@@ -202,7 +202,7 @@ def rpc_method(
 
 def _named(ids: Sequence[str]) -> str:
     more = len(ids) - _MAX_NAMED
-    return ", ".join(ids[:_MAX_NAMED]) + (f" and {count(more, 'other')}" if more > 0 else "")
+    return printable(", ".join(ids[:_MAX_NAMED])) + (f" and {count(more, 'other')}" if more > 0 else "")
 
 
 def _plugin_device(name: str, offer: Offer) -> PluginDevice:
@@ -215,4 +215,4 @@ def _topology(numa_node: int | None) -> TopologyInfo | None:
 
 def _refusal(error: YunionError) -> RpcError:
     status = StatusCode.UNAVAILABLE if isinstance(error, UnreachableError) else StatusCode.FAILED_PRECONDITION
-    return RpcError(status, error.message_with_hint)
+    return RpcError(status, printable(error.message_with_hint))

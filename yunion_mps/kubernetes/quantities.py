@@ -9,6 +9,8 @@ from yunion_mps.errors import InfeasibleError
 _KIB = 1024
 _SUFFIXES = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50}
 _SUFFIXES.update({"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18, "Ei": 1 << 60})
+#: Kubernetes' quantities are smaller.
+_LIMIT = 1 << 63
 #: How much of what is not a quantity is shown.
 _MAX_SHOWN = 64
 
@@ -29,11 +31,19 @@ def percentage_quantity(percentage: float) -> str:
 
 
 def quantity(text: str) -> float:
-    """The value of a quantity; raises InfeasibleError."""
+    """The value of a quantity; raises InfeasibleError, also for one that no 64-bit integer can hold."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+|[0-9]+\.)(?:[eE]([+-]?[0-9]{1,2})|(m|[KMGTPE]i|[kMGTPE])?)", text)
     if not match:
-        raise InfeasibleError(f"{text[:_MAX_SHOWN]!r} is not a quantity", "see the claim's consumedCapacity")
+        raise _not_a_quantity(text)
     number, exponent, suffix = match.groups()
     if suffix == "m":
-        return float(number) / 1000
-    return float(number) * 10.0 ** int(exponent or 0) * _SUFFIXES[suffix or ""]
+        value = float(number) / 1000
+    else:
+        value = float(number) * 10.0 ** int(exponent or 0) * _SUFFIXES[suffix or ""]
+    if value >= _LIMIT:  # also infinite, as a float of more than 308 digits is
+        raise _not_a_quantity(text)
+    return value
+
+
+def _not_a_quantity(text: str) -> InfeasibleError:
+    return InfeasibleError(f"{text[:_MAX_SHOWN]!r} is not a quantity", "see the claim's consumedCapacity")

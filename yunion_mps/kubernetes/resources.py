@@ -24,7 +24,7 @@ from yunion_mps.kubernetes.options import PluginOptions
 from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.planning.division import pool_percentage
 from yunion_mps.planning.environment import DEVICE_VARIABLE
-from yunion_mps.text import count
+from yunion_mps.text import count, printable
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Gpu, LeaseRecord, Pool
@@ -213,7 +213,7 @@ class ExtendedResource:
         """Raise RpcError if no container may have these together, whatever the daemon says."""
         if not ids or not self.offers.keys() >= set(ids):
             missing = [name for name in ids if name not in self.offers][:_MAX_NAMED]
-            what = f"there are no such {self._noun}: {', '.join(missing)}"
+            what = f"there are no such {self._noun}: {printable(', '.join(missing))}"
             raise RpcError(StatusCode.INVALID_ARGUMENT, what)
 
     def lose(self, cause: str) -> None:
@@ -349,7 +349,7 @@ class MemoryResource(ExtendedResource):
         matches = [_UNIT_ID.fullmatch(unit) for unit in ids]
         sources = {(match["gpu"], int(match["mib"])) for match in matches if match}
         if not sources or None in matches:
-            what = f"there are no such units: {', '.join(ids[:_MAX_NAMED])}"
+            what = f"there are no such units: {printable(', '.join(ids[:_MAX_NAMED]))}"
             raise RpcError(StatusCode.INVALID_ARGUMENT, what)
         if len(sources) > 1:
             gpus = ", ".join(sorted({gpu for gpu, _ in sources}))
