@@ -13,6 +13,7 @@ made=$state/made-by-package
 recorded=$state/directories
 running=/run/yunion-mps
 adopted=$running/adopted.json
+at_boot=/tmp/nvidia-mps # created by tmpfiles.d
 before=/run/yunion-mps-daemon.cloudpods
 devices=/run/cdi
 enabled=/etc/systemd/system/multi-user.target.wants

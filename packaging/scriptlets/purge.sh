@@ -2,6 +2,9 @@
 
 purge() {
     remove_what_clients_saw
+    if [ -O "$at_boot" ] && ! [ -L "$at_boot" ]; then
+        rmdir "$at_boot" 2>/dev/null || :
+    fi
     for name in host.conf host_container_device.yml; do
         if is_ours "$name"; then
             rm -f "$configuration/$name"

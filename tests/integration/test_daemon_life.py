@@ -333,6 +333,30 @@ def test_if_one_domain_cannot_serve_the_others_do_and_it_says_why(daemon: Daemon
     assert daemon.stop() == 0
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_user_who_makes_the_pipe_directory_first_stops_no_service(daemon: Daemon) -> None:
+    taken = daemon.host.root / "tmp/nvidia-mps"
+    taken.mkdir(parents=True)
+    (taken / "theirs").touch()
+    os.chown(taken, 65534, 65534)
+    daemon.start().wait_ready()
+    what = f"{taken} belongs to another user (nobody): the daemon uses /run/nvidia-mps/pipe instead of"
+    assert what in daemon.log
+    found = [one for one in daemon.status()["problems"] if one["code"] == "directory_taken"]
+    assert [one["text"].startswith(what) for one in found] == [True]
+    (device, *_) = daemon.get("/v1/devices")[1]["isolated_devices"]
+    place = daemon.get(f"/v1/devices/{device['id']}")[1]["client_environment"]["CUDA_MPS_PIPE_DIRECTORY"]
+    assert place == f"{daemon.host.root}/run/nvidia-mps/pipe"
+    assert (Path(place) / "control").exists()
+    assert [path.name for path in taken.iterdir()] == ["theirs"], "nothing of theirs is touched"
+    shutil.rmtree(taken)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    eventually((taken / "pipe/control").exists, "the control daemon where it is configured")
+    eventually(lambda: daemon.status()["state"] == "ready", "ready")
+    assert "directory_taken" not in [one["code"] for one in daemon.status()["problems"]]
+    assert daemon.stop() == 0
+
+
 def test_a_survivor_with_other_limits_is_spared_until_it_has_ours(daemon: Daemon) -> None:
     """Jobs may be at work on it: the daemon neither ends it nor leaves it to itself."""
     daemon.start().wait_ready()

@@ -37,6 +37,7 @@ EXPECTED = {
     "/usr/lib/systemd/system-preset/90-yunion-mps.preset",
     "/usr/lib/sysusers.d/yunion-mps.conf",
     "/usr/lib/tmpfiles.d/yunion-mps.conf",
+    "/usr/lib/tmpfiles.d/yunion-mps-directory.conf",
     "/usr/lib/yunion-mps/yunion_mps/gateway/page/index.html",
     "/usr/share/bash-completion/completions/yunion-mps",
     "/usr/share/fish/vendor_completions.d/yunion-mps.fish",

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from yunion_mps.config import DEVICE_FILE_KEYS, KEYS
 from yunion_mps.enums import ENTRY_TYPES
+from yunion_mps.supervisor.preflight import OWN_DIRECTORIES
 
-from .conftest import Host
+from .conftest import ROOT, Host
 from .test_scriptlets import CLOUDPODS, NAMES, configuration, examples, files
 
 __all__ = ["examples"]
@@ -21,6 +22,23 @@ def test_a_purge_removes_created_files_even_if_they_were_edited(host: Host) -> N
     assert configuration(host) == {}
     assert not (host.root / "etc").exists()
     assert not (host.root / "state").exists()
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_purge_removes_the_empty_directory_that_was_made_at_boot(host: Host, is_empty: bool) -> None:
+    made = host.root / "nvidia-mps"
+    made.mkdir()
+    if not is_empty:
+        (made / "theirs").touch()
+    host.good("purge")
+    assert made.exists() is not is_empty
+
+
+def test_the_pipe_directorys_parent_is_made_at_boot_only() -> None:
+    """Before any user can log in; an installation does not make it, because the daemon does."""
+    rules = (ROOT / "packaging/systemd/yunion-mps-directory.tmpfiles").read_text().splitlines()
+    assert [rule for rule in rules if rule[0] != "#"] == ["d! /tmp/nvidia-mps 0755 root root -"]
+    assert all(KEYS[key].default.startswith("/tmp/nvidia-mps/") for key in OWN_DIRECTORIES)
 
 
 @pytest.mark.parametrize("written", ["{}: 1", "{} = 1", '"{}": 1'])

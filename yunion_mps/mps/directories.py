@@ -17,6 +17,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from yunion_mps.errors import HostError, ShortageError
 from yunion_mps.host.proc import credentials_of, user_name
@@ -69,6 +70,32 @@ def use(path: str) -> Iterator[int]:
         raise _host_error(error, f"{path} cannot be used") from None
     finally:
         os.close(directory)
+
+
+class Foreign(NamedTuple):
+    """A part of a path that belongs to another user."""
+
+    path: str
+    user: str
+
+
+def find_foreign(path: str) -> Foreign | None:
+    """Return the first existing part of the path that belongs to another user; None if there is none.
+
+    Only says what `use` would refuse for this reason, so that another path can be chosen; `use` decides.
+    """
+    at = ""
+    for name in filter(None, path.split("/")):
+        at = f"{at}/{name}"
+        try:
+            info = os.lstat(at)
+        except OSError:  # missing, or a part that is not a directory
+            return None
+        if info.st_uid not in _trusted_uids():
+            return Foreign(at, user_name(info.st_uid))
+        if stat.S_ISLNK(info.st_mode):
+            at = os.path.realpath(at)
+    return None
 
 
 def set_access(directory: int, path: str, group: str) -> None:

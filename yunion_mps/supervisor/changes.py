@@ -92,8 +92,9 @@ class DesiredState:
         self.leases: Callable[[], Mapping[str, Users]] = dict
         #: Returns the GPUs and MIG devices (UUIDs) whose leases MIG layouts do not wait for.
         self.confirmed: Callable[[], Collection[str]] = tuple
-        #: Settings that are configured but ignored.
+        #: Settings that are configured but ignored or replaced.
         self.warnings = preflight.warnings
+        _log_warnings(preflight.warnings, known=())
 
     def keep_leased(self, ways: Mapping[str, str], store: Store) -> None:
         """Keep GPUs that are leased in these `ways` (by UUID) as they are, until the leases are restored."""
@@ -149,6 +150,7 @@ class DesiredState:
     def accept(self, preflight: Preflight, plan: Plan) -> bool:
         """Make the reloaded configuration the desired one; return whether it differs."""
         differs = (preflight.config, plan) != (self.config, self._target)
+        _log_warnings(preflight.warnings, known=self.warnings)
         self.config, self.warnings = preflight.config, preflight.warnings
         self._aim_at(plan)
         return differs
@@ -439,3 +441,9 @@ def _leaving(
 
 def order_of(gpus: Iterable[Gpu]) -> dict[str | None, int]:
     return {gpu.uuid: place for place, gpu in enumerate(gpus)}
+
+
+def _log_warnings(warnings: Iterable[Reason], known: Collection[Reason]) -> None:
+    for warning in warnings:
+        if warning not in known:
+            log.warning("%s [%s]", warning, warning.code)

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.config import load
@@ -25,6 +25,7 @@ from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_sav
 from yunion_mps.models import EXCLUSIVE_PROCESS, DomainPlan, Driver, Gpu, Inventory, Plan
 from yunion_mps.mps.control_daemon import MULTIUSER
 from yunion_mps.mps.conversation import peer_of
+from yunion_mps.mps.directories import Foreign, find_foreign
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.processes import (
     PROGRAM,
@@ -44,6 +45,11 @@ from yunion_mps.settings import Config
 
 log = logging.getLogger(__name__)
 
+#: Directories that only root can create, by the key of those that they replace.
+OWN_DIRECTORIES = {
+    "cuda_mps_pipe_directory": "/run/nvidia-mps/pipe",
+    "cuda_mps_log_directory": "/run/nvidia-mps/log",
+}
 #: What happens to a setting with a minor problem.
 IGNORED_SETTING = "the daemon ignores this setting"
 RESTORED_LATER = "the next start of yunion-mps-daemon then restores its GPUs' compute modes"
@@ -74,12 +80,16 @@ class Preflight(NamedTuple):
     nvml: Nvml | None
     driver_error: DriverError | None
     warnings: tuple[Reason, ...] = ()
+    #: The directories that are not used because another user has them, as they are written, by key.
+    taken: Mapping[str, str] = {}
 
     @property
     def configured(self) -> Config:
-        """The configuration as it is written, with settings that are ignored."""
+        """The configuration as it is written, with settings that are ignored or replaced."""
         is_ignored = any(warning.code == reasons.MULTIUSER_UNSUPPORTED for warning in self.warnings)
-        return self.config._replace(cuda_mps_multiuser=True) if is_ignored else self.config
+        written = self.config._replace(cuda_mps_multiuser=True) if is_ignored else self.config
+        replaced: dict[str, Any] = {**self.taken}
+        return written._replace(**replaced)
 
     def check(self, *, even_without_driver: bool = False) -> None:
         """Raise ConfigError with all problems, or DriverError if the driver does not work."""
@@ -134,6 +144,7 @@ def run_preflight(
     config, problems = load(paths)
     config = config._replace(enable_cuda_mps=config.enable_cuda_mps or even_if_disabled)
     config, warnings = _without_multiuser(config, paths)
+    config, taken, taken_warnings = _with_own_directories(config, paths)
     nvml, inventory, driver_error = None, Inventory(Driver("", None), ()), None
     plan, host_problems = Plan(""), list[Problem]()
     if config.enable_cuda_mps:
@@ -159,7 +170,40 @@ def run_preflight(
         host_problems = []  # the entries have problems, so cuda_mps_replicas does not apply
     unit_problems = find_unit_problems(paths, config) if find_unit_problems else []
     all_problems = (*problems, *host_problems, *unit_problems)
-    return Preflight(config, all_problems, inventory, plan, host, nvml, driver_error, warnings)
+    return Preflight(
+        config=config,
+        problems=all_problems,
+        inventory=inventory,
+        plan=plan,
+        machine_id=host,
+        nvml=nvml,
+        driver_error=driver_error,
+        warnings=(*warnings, *taken_warnings),
+        taken=taken,
+    )
+
+
+def _with_own_directories(config: Config, paths: Paths) -> tuple[Config, dict[str, str], list[Reason]]:
+    """Use directories in /run instead of those that another user has made first, as any user can in /tmp.
+
+    Returns the changed configuration, the directories as they are written, by key, and a warning for each
+    place that is another user's. Nothing there is used, changed or removed.
+    """
+    taken: dict[str, str] = {}
+    instead: dict[Foreign, list[str]] = {}
+    if config.enable_cuda_mps:
+        for key, own in OWN_DIRECTORIES.items():
+            written = getattr(config, key)
+            foreign = find_foreign(paths.under(written))
+            if foreign and written != own:
+                taken[key] = written
+                instead.setdefault(foreign, []).append(f"{own} instead of {written}")
+    warnings = []
+    for foreign, uses in instead.items():
+        what = f"{foreign.path} belongs to another user ({foreign.user})"
+        warnings.append(Reason(f"{what}: the daemon uses {', and '.join(uses)}", reasons.DIRECTORY_TAKEN))
+    own_directories: dict[str, Any] = {key: OWN_DIRECTORIES[key] for key in taken}
+    return config._replace(**own_directories), taken, warnings
 
 
 def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[Reason, ...]]:

@@ -15,12 +15,8 @@ from yunion_mps.host.sandbox import INACCESSIBLE, PRIVATE, UNIT, Rule, Sandbox, 
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import METRICS_FILE_FAILED, Reason
 from yunion_mps.settings import Config
+from yunion_mps.supervisor.preflight import OWN_DIRECTORIES
 
-#: The keys of our directories, and what to write instead.
-_KEYS = {
-    "cuda_mps_pipe_directory": "/run/nvidia-mps/pipe",
-    "cuda_mps_log_directory": "/run/nvidia-mps/log",
-}
 #: The directories of the state file, and of the socket; no key sets them.
 _FIXED = ("/var/lib/yunion-mps", "/run/yunion-mps")
 
@@ -114,7 +110,7 @@ def _problem(directory: _Directory, sandbox: Sandbox, paths: Paths, config: Conf
         return Problem(path, None, f"leads to {shown}, {forbids}", _permit(rule, shown))
     at = config.sources[directory.key]
     file = paths.host_conf if at.line is None else at.file
-    hint = f"write another directory, for example {_KEYS[directory.key]}; or {_permit(rule, shown)}"
+    hint = f"write another directory, for example {OWN_DIRECTORIES[directory.key]}; or {_permit(rule, shown)}"
     return Problem(file, at.line, f"{directory.key} is {directory.path}{leads}, {forbids}", hint)
 
 

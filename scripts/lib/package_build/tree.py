@@ -66,6 +66,11 @@ DAEMON = Package(
         ("systemd/yunion-mps-gateway.path", f"{_UNITS}/yunion-mps-gateway.path", 0o644),
         ("packaging/systemd/yunion-mps.sysusers", "usr/lib/sysusers.d/yunion-mps.conf", 0o644),
         ("packaging/systemd/yunion-mps.tmpfiles", "usr/lib/tmpfiles.d/yunion-mps.conf", 0o644),
+        (
+            "packaging/systemd/yunion-mps-directory.tmpfiles",
+            "usr/lib/tmpfiles.d/yunion-mps-directory.conf",
+            0o644,
+        ),
         ("packaging/systemd/90-yunion-mps.preset", f"{_PRESETS}/90-yunion-mps.preset", 0o644),
         # Copied to /etc/yunion if the host has no such files; see packaging/scriptlets/maintain.sh.
         ("etc/yunion/host.conf", "usr/share/yunion-mps/host.conf", 0o644),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.mps.directories import check_entries, open_log, set_access, use
+from yunion_mps.mps.directories import check_entries, find_foreign, open_log, set_access, use
 from yunion_mps.reasons import SHORTAGE, hint_of
 
 from descriptors import open_descriptors
@@ -171,6 +171,28 @@ def test_a_strangers_directory_is_refused_at_every_level(tmp: Path, level: str, 
     error = refused(tmp / LEVELS[-1], tmp)
     assert error.message == f"{path} belongs to another user (nobody)"
     assert error.hint == f"check it (ls -la {path}); remove it, or choose another directory"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_strangers_part_of_a_path_is_found_with_its_owner(tmp: Path, level: str) -> None:
+    path = tmp / level
+    assert find_foreign(str(tmp / LEVELS[-1])) is None, "nothing is there yet"
+    path.mkdir(parents=True)
+    assert find_foreign(str(tmp / LEVELS[-1])) is None
+    os.chown(path, STRANGER, STRANGER)
+    assert find_foreign(str(tmp / LEVELS[-1])) == (str(path), "nobody")
+
+
+def test_a_strangers_link_or_file_in_the_path_is_found(tmp: Path) -> None:
+    path = tmp / "nvidia-mps"
+    path.symlink_to("/run")
+    assert find_foreign(f"{path}/pipe") is None, "the administrator's links are followed"
+    os.lchown(path, STRANGER, STRANGER)
+    assert find_foreign(f"{path}/pipe") == (str(path), "nobody")
+    path.unlink()
+    path.write_text("precious")
+    os.chown(path, STRANGER, STRANGER)
+    assert find_foreign(f"{path}/pipe") == (str(path), "nobody")
 
 
 def test_a_stranger_without_a_name_is_named_by_number(tmp: Path) -> None:

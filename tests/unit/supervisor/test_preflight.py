@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 
 import pytest
@@ -9,9 +10,12 @@ from yunion_mps.enums import MPS
 from yunion_mps.errors import ConfigError, DriverError
 from yunion_mps.host.store import Store
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import DIRECTORY_TAKEN
 from yunion_mps.supervisor.preflight import Preflight, leased_gpus, run_preflight
 
 from simhost import SimHost
+from unit.as_user import needs_root
+from unit.http.server_host import NOBODY
 from unit.supervised import MakeHost
 
 
@@ -52,6 +56,31 @@ def test_the_problems_of_the_files_and_of_the_host_are_reported_together(make_ho
             )
         ),
     ]
+
+
+@needs_root
+@pytest.mark.parametrize("taken", ["tmp/nvidia-mps", "tmp/nvidia-mps/pipe"])
+def test_a_pipe_directory_that_another_user_made_first_is_not_used(make_host: MakeHost, taken: str) -> None:
+    host = make_host()
+    (host.root / "tmp").mkdir(exist_ok=True)
+    (host.root / "tmp").chmod(0o1777)
+    (host.root / taken).mkdir(parents=True)
+    os.chown(host.root / taken, NOBODY, NOBODY)
+    found = preflight_of(host)
+    found.check()
+    (domain,) = found.plan.domains
+    assert domain.pipe_directory == "/run/nvidia-mps/pipe"
+    has_log, (warning,) = taken == "tmp/nvidia-mps", found.warnings
+    assert domain.log_directory == ("/run/nvidia-mps/log" if has_log else "/tmp/nvidia-mps/log")
+    assert warning.code == DIRECTORY_TAKEN
+    place = f"{host.root}/{taken} belongs to another user (nobody)"
+    log = ", and /run/nvidia-mps/log instead of /tmp/nvidia-mps/log" if has_log else ""
+    assert warning == f"{place}: the daemon uses /run/nvidia-mps/pipe instead of /tmp/nvidia-mps/pipe{log}"
+    assert found.configured.cuda_mps_pipe_directory == "/tmp/nvidia-mps/pipe", "as it is written"
+    assert found.configured.cuda_mps_log_directory == "/tmp/nvidia-mps/log"
+    os.rmdir(host.root / taken)
+    again = preflight_of(host)
+    assert (again.plan.domains[0].pipe_directory, again.warnings) == ("/tmp/nvidia-mps/pipe", ())
 
 
 def test_a_host_without_a_driver_is_a_separate_error(make_host: MakeHost) -> None:
