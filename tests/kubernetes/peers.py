@@ -57,10 +57,10 @@ async def _cancel_others() -> None:
 
 
 @contextlib.contextmanager
-def our_server(methods: Mapping[str, Method], path: Path) -> Iterator[Loop]:
+def our_server(methods: Mapping[str, Method], path: Path, **more: float) -> Iterator[Loop]:
     """Our server on this socket."""
     with Loop() as loop:
-        server = RpcServer(methods)
+        server = RpcServer(methods, **more)
         loop.run(server.open(str(path)))
         try:
             yield loop

@@ -18,6 +18,7 @@ from yunion_mps.kubernetes.api_objects import ApiObject, Resource
 from yunion_mps.kubernetes.api_server import NODES, ApiServer, Backoff, MissingObjectError
 from yunion_mps.kubernetes.credentials import ApiServerError, Kubeconfig, ServiceAccount, find_credentials
 from yunion_mps.kubernetes.dra_slices import SLICES
+from yunion_mps.kubernetes.received import MAX_HELD_BYTES, MAX_MESSAGE_BYTES, OF_PROCESS
 from yunion_mps.paths import Paths
 
 from kubernetes.cluster import Cluster, RefusalError
@@ -92,6 +93,66 @@ def test_a_list_of_several_pages_is_read_whole(cluster: Cluster, server: ApiServ
     found, version = loop.run(server.list(dataclasses.replace(PODS, page=2)))
     assert [one["metadata"]["name"] for one in found] == list("abcde")
     assert (version, cluster.requests["GET"]) == ("105", 3)
+
+
+def large(name: str, size: int) -> dict[str, Any]:
+    made = pod(name)
+    made["metadata"]["annotations"] = {"text": "x" * size}
+    return made
+
+
+def test_a_page_that_is_too_large_is_read_in_smaller_ones(
+    cluster: Cluster, server: ApiServer, loop: Loop
+) -> None:
+    for name in "abcdef":
+        cluster.add(COLLECTION, large(name, MAX_MESSAGE_BYTES // 3))
+    found, _ = loop.run(server.list(dataclasses.replace(PODS, page=6)))
+    assert [one["metadata"]["name"] for one in found] == list("abcdef")
+    assert cluster.requests["GET"] > 6, "first six at once, then three, then each"
+    assert OF_PROCESS.held_bytes == 0
+
+
+def test_an_object_that_is_too_large_is_an_error_and_not_held(
+    cluster: Cluster, server: ApiServer, loop: Loop
+) -> None:
+    cluster.add(COLLECTION, large("a", MAX_MESSAGE_BYTES))
+    with pytest.raises(ApiServerError, match=r"the answer is larger than 4 MiB"):
+        loop.run(server.list(PODS))
+    with pytest.raises(ApiServerError, match=r"the answer is larger than 4 MiB"):
+        loop.run(server.get(PODS, "a", "default"))
+    assert OF_PROCESS.held_bytes == 0
+
+
+def test_answers_that_together_are_too_large_are_refused(
+    cluster: Cluster, server: ApiServer, loop: Loop
+) -> None:
+    cluster.add(COLLECTION, large("a", MAX_MESSAGE_BYTES // 2))
+    assert OF_PROCESS.hold(MAX_HELD_BYTES - 1000), "others hold this"
+    try:
+        with pytest.raises(ApiServerError, match="too much is received at the same time"):
+            loop.run(server.get(PODS, "a", "default"))
+    finally:
+        OF_PROCESS.release(MAX_HELD_BYTES - 1000)
+    assert loop.run(server.get(PODS, "a", "default"))["metadata"]["name"] == "a"
+
+
+def test_a_list_without_end_is_an_error(loop: Loop, tmp_path: Path) -> None:
+    metadata = '{"name": "a", "uid": "1", "resourceVersion": "1"}'
+    items = ", ".join([f'{{"metadata": {metadata}}}'] * 1000)
+    page = f'{{"kind": "List", "metadata": {{"resourceVersion": "1", "continue": "x"}}, "items": [{items}]}}'
+    answers = [answer_of(page)] * 1000
+    with contextlib.closing(Answering(loop, tmp_path / "kubeconfig", answers)) as answering:
+        assert "lists more than 10000 objects" in answering.refusal().message
+    assert len(answers) > 900
+
+
+def test_a_change_that_is_too_large_ends_the_watch(cluster: Cluster, watcher: Watcher) -> None:
+    cluster.add(COLLECTION, pod("a"))
+    assert watcher.next() == ["a"]
+    cluster.add(COLLECTION, large("b", MAX_MESSAGE_BYTES))
+    threading.Timer(0.2, lambda: cluster.remove(COLLECTION, "b", "default")).start()
+    assert watcher.next() == ["a"], "listed again"
+    assert set(watcher.failures) == {0}
 
 
 def test_selected_objects_are_watched(cluster: Cluster, watcher: Watcher) -> None:

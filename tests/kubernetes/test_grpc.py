@@ -15,8 +15,10 @@ import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import ResponseReceived, TrailersReceived
-from yunion_mps.kubernetes.grpc import MAX_MESSAGE_BYTES, Method, RpcError, RpcServer, StatusCode, call
+from yunion_mps.kubernetes.grpc import MAX_CONNECTIONS, Method, RpcError, RpcServer, StatusCode, call
+from yunion_mps.kubernetes.received import MAX_HELD_BYTES, MAX_MESSAGE_BYTES, OF_PROCESS
 
+from integration.daemon_host import eventually
 from kubernetes.peers import PATIENCE_S, Loop, channel, our_server, their_server
 
 pytestmark = pytest.mark.processes
@@ -259,6 +261,96 @@ def test_a_request_that_is_not_one_message_is_refused(
     loop: Loop, path: Path, message: bytes, expected: StatusCode
 ) -> None:
     assert _status(path, _request(1, "Echo", framed=message)) == expected
+
+
+class Unfinished:
+    """A peer that begins calls of Echo, each with most of a message of the largest size."""
+
+    def __init__(self, path: Path, size: int = MAX_MESSAGE_BYTES) -> None:
+        self._http = H2Connection(H2Configuration(client_side=True))
+        self._http.initiate_connection()
+        self._size = size
+        self.peer = socket.socket(socket.AF_UNIX)
+        self.peer.settimeout(PATIENCE_S)
+        self.peer.connect(str(path))
+        #: The status of each call that has been answered, by its stream.
+        self.statuses: dict[int, int] = {}
+
+    def begin(self, stream: int) -> None:
+        fixed = {":method": "POST", ":path": "/test.Test/Echo", ":scheme": "http", ":authority": "localhost"}
+        self._http.send_headers(stream, {**fixed, "content-type": "application/grpc"}.items())
+        self.send(stream, b"\0" + self._size.to_bytes(4, "big"))
+
+    def fill(self, stream: int) -> None:
+        """Send all but the last byte, unless the server refuses that."""
+        left = self._size - 1
+        while left and stream not in self.statuses:
+            size = min(left, self._http.local_flow_control_window(stream), 16384)
+            if size:
+                self.send(stream, bytes(size))
+                left -= size
+            else:
+                self.receive()
+
+    def send(self, stream: int, data: bytes) -> None:
+        self._http.send_data(stream, data)
+        self.peer.sendall(self._http.data_to_send())
+
+    def receive(self) -> None:
+        for event in self._http.receive_data(self.peer.recv(65536)):
+            if isinstance(event, (ResponseReceived, TrailersReceived)):
+                headers = dict(event.headers)
+                self.statuses[event.stream_id] = int(headers[b"grpc-status"])
+        self.peer.sendall(self._http.data_to_send())
+
+    def wait(self, stream: int) -> int:
+        """The status of the call."""
+        while stream not in self.statuses:
+            self.receive()
+        return self.statuses[stream]
+
+
+def test_the_sum_of_unfinished_messages_is_limited(client: grpc.Channel, path: Path) -> None:
+    """A peer may begin a hundred calls on each connection, and its messages may never end."""
+    peers = [Unfinished(path) for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        for peer in peers:
+            stack.enter_context(peer.peer)
+            for stream in (1, 3, 5, 7):
+                peer.begin(stream)
+        for peer in peers[:2]:
+            peer.fill(1)
+        for peer, stream in ((peers[0], 3), (peers[1], 3), (peers[2], 1)):
+            peer.fill(stream)
+            assert peer.wait(stream) == StatusCode.RESOURCE_EXHAUSTED
+        assert OF_PROCESS.held_bytes <= MAX_HELD_BYTES
+        peers[0].peer.close()
+        eventually(lambda: OF_PROCESS.held_bytes < MAX_MESSAGE_BYTES + 100, "the end of its calls")
+        assert ask(client, "Echo", b"x" * 1000) == b"x" * 1000
+    eventually(lambda: OF_PROCESS.held_bytes == 0, "the end of all calls")
+
+
+def test_a_message_that_does_not_end_is_refused_in_time(methods: Methods, path: Path) -> None:
+    with our_server(methods.all(), path, receive_s=0.1):
+        peer = Unfinished(path, size=10)
+        with peer.peer:
+            peer.begin(1)
+            assert peer.wait(1) == StatusCode.DEADLINE_EXCEEDED
+    assert OF_PROCESS.held_bytes == 0
+
+
+def test_more_connections_than_a_kubelet_makes_are_closed(client: grpc.Channel, path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(MAX_CONNECTIONS)]
+        for peer in peers:
+            peer.settimeout(PATIENCE_S)
+            peer.connect(str(path))
+        assert all(peer.recv(1) for peer in peers[: MAX_CONNECTIONS - 1])
+        last = stack.enter_context(socket.socket(socket.AF_UNIX))
+        last.settimeout(PATIENCE_S)
+        last.connect(str(path))
+        assert last.recv(1) == b""
+    eventually(lambda: ask(client, "Echo", b"x") == b"x", "room for others")
 
 
 def test_a_request_of_another_content_type_is_refused(loop: Loop, path: Path) -> None:

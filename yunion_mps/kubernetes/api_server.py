@@ -20,6 +20,7 @@ import h11
 
 from yunion_mps.kubernetes.api_objects import ApiObject, Bookmark, ObjectT, Resource, read_as
 from yunion_mps.kubernetes.credentials import Access, ApiCredentials, ApiServerError
+from yunion_mps.kubernetes.received import MAX_MESSAGE_BYTES, OF_PROCESS
 from yunion_mps.tasks import within
 
 T = TypeVar("T")
@@ -32,7 +33,8 @@ TIMEOUT_S = 30.0
 _WATCH_S = 300
 #: The first and the longest delay after failures, in s.
 _DELAYS_S = (1.0, 60.0)
-_MAX_ANSWER_BYTES = 64 << 20
+#: How many objects a list may have; a node has hundreds.
+_MAX_OBJECTS = 10_000
 _PIECE_BYTES = 1 << 18
 _DONE = (HTTPStatus.OK, HTTPStatus.CREATED, HTTPStatus.ACCEPTED)
 #: The types of a watch's events except ADDED and MODIFIED.
@@ -44,6 +46,10 @@ NODES = Resource("/api/v1", "nodes", ApiObject)
 
 class MissingObjectError(ApiServerError):
     """The API server says that there is no object of this name."""
+
+
+class TooLargeError(ApiServerError):
+    """An answer is larger than what is received at once."""
 
 
 def missing_node(node: str) -> str:
@@ -88,21 +94,39 @@ class ApiServer:
     async def get(self, resource: Resource[ObjectT], name: str, namespace: str = "") -> ObjectT:
         return resource.read(await self._call("GET", resource, resource.path(name, namespace)))
 
+    async def _list_by(
+        self, size: int, resource: Resource[ObjectT], fields: str
+    ) -> tuple[list[ObjectT], str]:
+        """List in pages of this many objects."""
+        items: list[ObjectT] = []
+        token = ""
+        listed = 0
+        while True:
+            selection = {"fieldSelector": fields, "continue": token, "limit": str(size)}
+            page = resource.read_list(await self._call("GET", resource, resource.path(), selection))
+            listed += len(page["items"])
+            if listed > _MAX_OBJECTS:
+                raise _too_many(resource)
+            items += [found for item in page["items"] if (found := _readable(resource, item))]
+            token, version = page["metadata"].get("continue", ""), page["metadata"]["resourceVersion"]
+            del page  # before the next one is received
+            if not token:
+                return items, version
+
     async def list(self, resource: Resource[ObjectT], fields: str = "") -> tuple[list[ObjectT], str]:
         """All objects that the field selector matches, and the resource version from which to watch them.
 
-        An object that cannot be read is logged and left out.
+        An object that cannot be read is logged and left out. If a page is too large, the list begins again
+        with smaller ones, because a token is only valid with the size of its page.
         """
-        items: list[ObjectT] = []
-        token = ""
+        size = resource.page
         while True:
-            selection = {"fieldSelector": fields, "continue": token, "limit": str(resource.page)}
-            answer = await self._call("GET", resource, resource.path(), selection)
-            page = resource.read_list(answer)
-            items += [found for item in page["items"] if (found := _readable(resource, item))]
-            token = page["metadata"].get("continue", "")
-            if not token:
-                return items, page["metadata"]["resourceVersion"]
+            try:
+                return await self._list_by(size, resource, fields)
+            except TooLargeError:
+                if size == 1:
+                    raise
+                size //= 2
 
     async def create(self, resource: Resource[ObjectT], made: ObjectT) -> ObjectT:
         """Create the object; return it as stored."""
@@ -160,6 +184,8 @@ class ApiServer:
                                 objects.pop(changed["metadata"]["uid"], None)
                             else:
                                 objects[changed["metadata"]["uid"]] = changed
+                            if len(objects) > _MAX_OBJECTS:
+                                raise _too_many(resource)
                             yield dict(objects)
                     finally:
                         await events.aclose()
@@ -191,15 +217,17 @@ class ApiServer:
         exchange = self._exchange("GET", resource.path(), more)
         try:
             await _within(self._timeout_s, self._open(exchange, resource))
-            pending = b""
+            pending = bytearray()
             while True:
                 piece = await _within(_WATCH_S + self._timeout_s, exchange.read())
+                exchange.hold(len(pending) + len(piece))
                 *lines, pending = (pending + piece).split(b"\n")
                 for line in filter(None, lines):
                     event = _decoded(line)
                     if event["type"] == _ERROR:
                         raise _refusal(event["object"].get("code", 0), event["object"], resource)
                     yield event["type"], event["object"]
+                exchange.hold(len(pending))
                 if not piece:
                     return
         except (KeyError, TypeError, AttributeError):
@@ -258,6 +286,7 @@ class _Exchange:
         events += [h11.Data(data=body)] if body else []
         self._request = b"".join(self._http.send(event) or b"" for event in (*events, h11.EndOfMessage()))
         self._writer: asyncio.StreamWriter | None = None
+        self._held_bytes = 0
 
     async def open(self) -> int:
         """Connect, send the request, and return the status of the answer."""
@@ -284,16 +313,30 @@ class _Exchange:
                 if isinstance(event, h11.Data) and event.data:
                     return bytes(event.data)
 
-    async def read_all(self) -> bytes:
+    async def read_all(self) -> bytearray:
         answer = bytearray()
-        while len(answer) <= _MAX_ANSWER_BYTES:
+        while True:
             piece = await self.read()
             if not piece:
-                return bytes(answer)
+                return answer
+            self.hold(len(answer) + len(piece))
             answer += piece
-        raise ApiServerError(f"{self._access.authority}: the answer is larger than {_MAX_ANSWER_BYTES} bytes")
+
+    def hold(self, size_bytes: int) -> None:
+        """Count this much of the answer as held, until `close`; raises ApiServerError if it is too much."""
+        if size_bytes > MAX_MESSAGE_BYTES:
+            most = f"{MAX_MESSAGE_BYTES >> 20} MiB"
+            raise TooLargeError(f"{self._access.authority}: the answer is larger than {most}")
+        OF_PROCESS.release(self._held_bytes)
+        self._held_bytes = 0
+        if not OF_PROCESS.hold(size_bytes):
+            what = f"{self._access.authority}: too much is received at the same time: it is asked again later"
+            raise ApiServerError(what)
+        self._held_bytes = size_bytes
 
     def close(self) -> None:
+        OF_PROCESS.release(self._held_bytes)
+        self._held_bytes = 0
         if self._writer:
             self._writer.transport.abort()
 
@@ -330,7 +373,11 @@ def _readable(resource: Resource[ObjectT], value: object) -> ObjectT | None:
         return None
 
 
-def _decoded(data: bytes) -> Any:
+def _too_many(resource: Resource[Any]) -> ApiServerError:
+    return ApiServerError(f"the API server lists more than {_MAX_OBJECTS} objects of {resource.plural}")
+
+
+def _decoded(data: bytes | bytearray) -> Any:
     """The object in an answer; raises ApiServerError."""
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(data)

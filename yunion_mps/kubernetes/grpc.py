@@ -23,18 +23,21 @@ from h2.errors import ErrorCodes
 from h2.exceptions import H2Error
 
 from yunion_mps.host.files import FileVersion, version_of
+from yunion_mps.kubernetes.received import MAX_MESSAGE_BYTES, OF_PROCESS
 from yunion_mps.text import parse_number
 
 log = logging.getLogger(__name__)
 
-#: The largest message that is accepted, as in gRPC's own libraries.
-MAX_MESSAGE_BYTES = 4 << 20
+#: How many connections a server has: a kubelet makes a few.
+MAX_CONNECTIONS = 64
 #: A message is preceded by a byte that says whether it is compressed, and its length.
 _PREFIX_BYTES, _LENGTH_BYTES = 5, 4
 #: How much is written at once, because a peer may allow frames of megabytes.
 _PIECE_BYTES = 1 << 16
 #: A peer that makes us send without reading is disconnected once this much is waiting for it.
 _MAX_UNREAD_BYTES = 1 << 20
+#: How long a request may take to arrive, in s; the kubelet's are sent at once.
+_RECEIVE_S = 10.0
 #: How long calls have to finish when the server closes, in s.
 _CLOSE_S = 2.0
 _CONTENT_TYPE = b"application/grpc"
@@ -81,33 +84,54 @@ class Method(NamedTuple):
 
 
 class _Inbox:
-    """Receives one message in pieces; `message` is the message, or an RpcError if it is not acceptable."""
+    """Receives one message in pieces; `message` is the message, or an RpcError if it is not acceptable.
+
+    Its bytes count as held until `close`, which the owner calls when the call has ended.
+    """
 
     def __init__(self) -> None:
+        self._held_bytes = 0
         self.message: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         # asyncio would log an exception that is never retrieved, as when the call has already ended.
         self.message.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._data = bytearray()
 
     def feed(self, data: bytes) -> None:
-        if not self.message.done():
-            self._data += data
-            if max(self._length, len(self._data) - _PREFIX_BYTES) > MAX_MESSAGE_BYTES:
-                what = f"a message is larger than {MAX_MESSAGE_BYTES} bytes"
-                self.fail(RpcError(StatusCode.RESOURCE_EXHAUSTED, what))
+        if self.message.done():
+            return
+        if not OF_PROCESS.hold(len(data)):
+            what = "too much is received at the same time: try again later"
+            self.fail(RpcError(StatusCode.RESOURCE_EXHAUSTED, what))
+            return
+        self._held_bytes += len(data)
+        self._data += data
+        if max(self._length, len(self._data) - _PREFIX_BYTES) > MAX_MESSAGE_BYTES:
+            what = f"a message is larger than {MAX_MESSAGE_BYTES} bytes"
+            self.fail(RpcError(StatusCode.RESOURCE_EXHAUSTED, what))
 
     def end(self) -> None:
         """Note that nothing follows."""
+        if self.message.done():
+            return
         if len(self._data) != _PREFIX_BYTES + self._length:
             self.fail(RpcError(StatusCode.INTERNAL, "expected one complete message"))
         elif self._data[0]:
             self.fail(RpcError(StatusCode.UNIMPLEMENTED, "compressed messages are not supported"))
-        elif not self.message.done():
-            self.message.set_result(bytes(self._data[_PREFIX_BYTES:]))
+        else:
+            del self._data[:_PREFIX_BYTES]
+            self.message.set_result(bytes(self._data))
+            self._data.clear()
 
     def fail(self, error: RpcError) -> None:
         if not self.message.done():
             self.message.set_exception(error)
+            self.close()
+
+    def close(self) -> None:
+        """Hold nothing any longer."""
+        self._data.clear()
+        OF_PROCESS.release(self._held_bytes)
+        self._held_bytes = 0
 
     @property
     def _length(self) -> int:
@@ -205,13 +229,19 @@ class _Call:
 
 
 class _ServerConnection(_Connection):
-    def __init__(self, methods: Mapping[str, Method], connections: set[_ServerConnection]) -> None:
+    def __init__(
+        self, methods: Mapping[str, Method], connections: set[_ServerConnection], receive_s: float
+    ) -> None:
         super().__init__(is_client=False)
         self._methods = methods
         self._connections = connections
+        self._receive_s = receive_s
         self._calls: dict[int, _Call] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if len(self._connections) >= MAX_CONNECTIONS:
+            transport.close()
+            return
         self._connections.add(self)
         super().connection_made(transport)
 
@@ -246,11 +276,23 @@ class _ServerConnection(_Connection):
             method = None
         call = self._calls[stream] = _Call(is_stream=method is not None and method.is_stream)
         call.task = asyncio.ensure_future(self._answer(stream, call, method))
-        call.task.add_done_callback(lambda _: self._calls.pop(stream, None))
+        loop = asyncio.get_running_loop()
+        late = RpcError(
+            StatusCode.DEADLINE_EXCEEDED, f"the request did not arrive within {self._receive_s:g} s"
+        )
+        arrival = loop.call_later(self._receive_s, call.inbox.fail, late)
+        call.inbox.message.add_done_callback(lambda _: arrival.cancel())
+
+        def ended(_: object) -> None:
+            arrival.cancel()
+            call.inbox.close()
+            self._calls.pop(stream, None)
+
+        call.task.add_done_callback(ended)
         timeout_s = _seconds(headers.get(b"grpc-timeout", b""))
         if timeout_s is not None:
             expired = RpcError(StatusCode.DEADLINE_EXCEEDED, "the call's deadline has passed")
-            timer = asyncio.get_running_loop().call_later(timeout_s, call.end, expired)
+            timer = loop.call_later(timeout_s, call.end, expired)
             call.task.add_done_callback(lambda _: timer.cancel())
 
     def _on_data(self, stream: int, data: bytes) -> None:
@@ -301,8 +343,10 @@ def _seconds(timeout: bytes) -> float | None:
 class RpcServer:
     """Serves methods, by their paths, on a Unix socket."""
 
-    def __init__(self, methods: Mapping[str, Method]) -> None:
+    def __init__(self, methods: Mapping[str, Method], receive_s: float = _RECEIVE_S) -> None:
+        """`receive_s` is how long a request may take to arrive."""
         self._methods = methods
+        self._receive_s = receive_s
         self._connections: set[_ServerConnection] = set()
         self._server: asyncio.AbstractServer | None = None
         self._path = ""
@@ -312,7 +356,9 @@ class RpcServer:
         """Listen there, in place of a socket that an earlier process has left; raises OSError."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(
-            lambda: _ServerConnection(self._methods, self._connections), path, start_serving=False
+            lambda: _ServerConnection(self._methods, self._connections, self._receive_s),
+            path,
+            start_serving=False,
         )
         self._path, self._version = path, version_of(path)
         os.chmod(path, 0o600)
@@ -399,4 +445,5 @@ async def call(socket_path: str, method: str, request: bytes, timeout_s: float) 
     finally:
         timer.cancel()
         sending.cancel()
+        connection.inbox.close()
         connection.close()
