@@ -3,7 +3,7 @@
 unit=yunion-mps-daemon.service
 programs=/usr/bin # and not /usr/local/bin, where a wheel may be installed
 library=/usr/lib/yunion-mps
-required_mib=9 # what both packages take at most, with bytecode
+required_mib=10 # what both packages take at most, with bytecode
 plugin=yunion-mps-kubelet-plugin.service
 plugin_files="$library/yunion_mps/kubernetes $library/vendor/h2 $library/vendor/hpack $library/vendor/hyperframe"
 configuration=/etc/yunion
@@ -13,7 +13,6 @@ made=$state/made-by-package
 recorded=$state/directories
 running=/run/yunion-mps
 adopted=$running/adopted.json
-at_boot=/tmp/nvidia-mps # created by tmpfiles.d
 before=/run/yunion-mps-daemon.cloudpods
 devices=/run/cdi
 enabled=/etc/systemd/system/multi-user.target.wants

@@ -1,5 +1,7 @@
 # ---- Purge: remove everything. Only the deb can be purged; docs/install.md has the commands for the rpm.
 
+at_boot=/tmp/nvidia-mps # created by tmpfiles.d
+
 purge() {
     remove_what_clients_saw
     if [ -O "$at_boot" ] && ! [ -L "$at_boot" ]; then

@@ -138,11 +138,12 @@ class Host:
             configuration={self.root}/etc examples={self.root}/examples state={self.root}/state
             made=$state/made-by-package before={self.root}/run/cloudpods library={self.root}/usr
             recorded=$state/directories running={self.root}/run/yunion-mps processes={self.root}/proc
-            devices={self.root}/run/cdi programs={self.bin} at_boot={self.root}/nvidia-mps
+            devices={self.root}/run/cdi programs={self.bin}
             adopted=$running/adopted.json
             . {SCRIPTLETS}/before.sh
             . {SCRIPTLETS}/keys.sh
             . {SCRIPTLETS}/purge.sh
+            at_boot={self.root}/nvidia-mps
             set -- nothing
             . {SCRIPTLETS}/maintain.sh
         """
