@@ -187,8 +187,8 @@ def test_an_unknown_key_that_begins_like_ours_is_named_with_all_of_ours(files: F
             "cuda_mps_log_directory, cuda_mps_max_clients, cuda_mps_multiuser, cuda_mps_pipe_directory, "
             "cuda_mps_pipe_group, cuda_mps_replicas, cuda_mps_scope, cuda_mps_stop_timeout_s, "
             "cuda_mps_thread_percentage, enable_cuda_mps, local_config_file, max_devices_per_user, "
-            "max_lease_ttl_s, max_leases_per_user, metrics_allow_public, metrics_listen, metrics_textfile, over_budget, "
-            "over_budget_grace_s, web_allow_public, web_listen"
+            "max_lease_ttl_s, max_leases_per_user, metrics_allow_public, metrics_listen, metrics_textfile, "
+            "over_budget, over_budget_grace_s, web_allow_public, web_listen"
         )
     ]
 
