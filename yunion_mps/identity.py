@@ -7,6 +7,7 @@ They are those of `uuid` and `hashlib`, without importing `platform` and OpenSSL
 from __future__ import annotations
 
 import os
+import re
 
 try:
     from _sha1 import sha1  # type: ignore[import-not-found]
@@ -15,6 +16,14 @@ except ImportError:  # Python was built without it
 
 #: uuid5(NAMESPACE_DNS, "yunion-mps")
 NAMESPACE = "9f730301-df5c-5d50-ba8a-1c8a10bd4344"
+
+
+_GPU_UUID = re.compile(r"\b(?:GPU|MIG)-[0-9A-Za-z-]+")
+
+
+def gpu_uuids_in(text: str) -> list[str]:
+    """Return the UUIDs of GPUs and MIG devices that a text names, each once."""
+    return list(dict.fromkeys(_GPU_UUID.findall(text)))
 
 
 def uuid5(namespace: str, name: str) -> str:

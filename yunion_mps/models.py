@@ -6,7 +6,7 @@ They are named tuples because importing `dataclasses` would add 7 ms to every st
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from yunion_mps.addresses import gpu_of, is_on_instance, physical_gpu, short_address
 from yunion_mps.enums import DEV_TYPES, MPS, NORMAL, TIME_SLICING
@@ -25,6 +25,11 @@ LEASE_VARIABLE = "YUNION_MPS_LEASE"
 
 #: Stands for all devices of the host if one control daemon serves them.
 ALL = "all"
+
+
+def known_members(kind: Any, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the members of a record that its named tuple `kind` has; others are of a newer version."""
+    return {name: record[name] for name in kind._fields if name in record}
 
 
 class PcieLink(NamedTuple):

@@ -287,6 +287,10 @@ LEASE_OUTDATED = _code("lease_outdated",
     "The control daemon of a lease is gone, so processes started with the lease have no limits; or its GPU "
     "is now in MIG mode, so they cannot use it.",
     "release it and run the job with a new lease: yunion-mps lease release {lease}")
+LEASE_UNREADABLE = _code("lease_unreadable",
+    "A lease in the state file cannot be read, because a newer version wrote it or it is damaged; its "
+    "devices stay leased until its process ends or it is released.",
+    "install the version that wrote it; or, once its job has ended: yunion-mps lease release {lease}")
 CLIENT_WAITING = _code("client_waiting",
     "A process is waiting for an MPS server because another user's server is running.",
     "wait for the other user's jobs; list them: yunion-mps who --clients; "

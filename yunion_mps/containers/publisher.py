@@ -113,11 +113,12 @@ class CdiPublisher:
         #: Held while the devices' file is written, so that none is written after `remove`.
         self._writing = threading.Lock()
 
-    def restore(self, leases: Iterable[Lease]) -> None:
-        """Write the files of these leases, and remove all other leases' files."""
+    def restore(self, leases: Iterable[Lease], kept: Iterable[str] = ()) -> None:
+        """Write the files of these leases, and remove all others, except those of `kept` leases (ids)."""
         published = {lease_file(lease.id): lease for lease in leases if lease.cdi}
+        spared = {DEVICES_FILE, *published, *(lease_file(lease_id) for lease_id in kept)}
         for name in self._files.names():
-            if name != DEVICES_FILE and name not in published:
+            if name not in spared:
                 self._files.remove(name)
         for lease in published.values():
             self.add(lease, warn_only=True)

@@ -129,7 +129,7 @@ class Store:
         rows = [(uuid, value, self.boot_id) for uuid, value in values.items()]
         with self._lock:
             self.write(f"DELETE FROM former_{setting} WHERE boot_id != ?", [(self.boot_id,)])
-            self.write(f"INSERT OR IGNORE INTO former_{setting} VALUES (?, ?, ?)", rows)
+            self.write(_insert_former(setting), rows)
             self._copy_settings()
 
     def former(self, setting: str) -> dict[str, str]:
@@ -156,7 +156,7 @@ class Store:
 
     def record_limits(self, pipe_directory: str, value: Mapping[str, object]) -> None:
         row = (pipe_directory, json.dumps(value, separators=(",", ":")))
-        self.write("INSERT OR REPLACE INTO limits_in_effect VALUES (?, ?)", [row])
+        self.write("INSERT OR REPLACE INTO limits_in_effect (pipe_directory, value) VALUES (?, ?)", [row])
 
     def recorded_limits(self, pipe_directory: str) -> Any:
         """Return the value recorded last; None if there is none or it cannot be parsed."""
@@ -175,7 +175,7 @@ class Store:
 
     def record_mig(self, gpu_uuid: str, value: Mapping[str, object]) -> None:
         row = (gpu_uuid, json.dumps(value, separators=(",", ":")))
-        self.write("INSERT OR REPLACE INTO mig VALUES (?, ?)", [row])
+        self.write("INSERT OR REPLACE INTO mig (gpu_uuid, value) VALUES (?, ?)", [row])
 
     def recorded_mig(self, gpu_uuid: str) -> Any:
         """Return the value recorded last; None if there is none or it cannot be parsed."""
@@ -241,14 +241,14 @@ class Store:
     def _import_copies(self, connection: sqlite3.Connection) -> None:
         for setting in _COLUMNS:
             rows = [(uuid, value, self.boot_id) for uuid, value in self._copied(setting).items()]
-            connection.executemany(f"INSERT OR IGNORE INTO former_{setting} VALUES (?, ?, ?)", rows)
+            connection.executemany(_insert_former(setting), rows)
         leases = []
         with contextlib.suppress(OSError):
             for name in sorted(os.listdir(self._lease_copies)):
                 path = os.path.join(self._lease_copies, name)
                 with contextlib.suppress(OSError, UnicodeError), open(path, encoding="utf-8") as file:
                     leases += [] if name.endswith(UNFINISHED) else [(name, file.read())]
-        connection.executemany("INSERT OR IGNORE INTO lease VALUES (?, ?)", leases)
+        connection.executemany("INSERT OR IGNORE INTO lease (id, value) VALUES (?, ?)", leases)
 
     def read(self, query: str, *values: object) -> list[Any]:
         return self._retry_if_damaged("read", lambda: self._connection.execute(query, values).fetchall())
@@ -313,6 +313,12 @@ class Store:
             if of_any_boot or copy["boot_id"] == self.boot_id:
                 return {str(uuid): str(value) for uuid, value in copy[f"{_COLUMNS[setting]}s"].items()}
         return {}
+
+
+def _insert_former(setting: str) -> str:
+    """The statement that records a setting; it names the columns, because a newer version may have more."""
+    columns = f"gpu_uuid, {_COLUMNS[setting]}, boot_id"
+    return f"INSERT OR IGNORE INTO former_{setting} ({columns}) VALUES (?, ?, ?)"
 
 
 def _result_code(error: Exception) -> int:

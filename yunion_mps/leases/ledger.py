@@ -16,7 +16,7 @@ from yunion_mps.leases.request import QueuedRequest, shorten
 from yunion_mps.models import Device, Holder, Lease, Pool
 from yunion_mps.planning.division import free_units, thread_tenths
 from yunion_mps.planning.environment import DEVICE_VARIABLE
-from yunion_mps.reasons import LEASE_EXISTS
+from yunion_mps.reasons import LEASE_EXISTS, LEASE_UNREADABLE, hint_of
 from yunion_mps.users import LeaseWait, Users
 
 #: The most leases that an error names.
@@ -34,7 +34,11 @@ class Ledger:
         self.version = 0
         #: Called after each such change.
         self.changed: Callable[[], None] = lambda: None
+        #: The leases (ids) whose devices are not known, so that any device may be theirs.
+        self.unknown: set[str] = set()
         self._memory_mib: Counter[str] = Counter()
+        #: How many leased devices of each GPU (UUID) have a budget that is not known.
+        self._unknown_budgets: Counter[str] = Counter()
         self._clients: Counter[str] = Counter()
         self._thread_tenths: Counter[str] = Counter()
         for lease in leases:
@@ -54,6 +58,7 @@ class Ledger:
     def _count(self, lease: Lease, sign: int) -> None:
         for device in lease.devices:
             self._memory_mib[device.gpu_uuid] += sign * needs_mib(device)
+            self._unknown_budgets[device.gpu_uuid] += sign * int(device.memory_limit_mib is None)
             self._clients[device.gpu_uuid] += sign
             self._thread_tenths[device.gpu_uuid] += sign * round(device.thread_percentage * 10)
 
@@ -127,7 +132,7 @@ class Ledger:
                 free.setdefault(gpu, []).append(device)
                 continue
             if gpu not in left_mib:
-                left_mib[gpu] = device.memory_total_mib - self._memory_mib[gpu]
+                left_mib[gpu] = self._left_mib(gpu, device.memory_total_mib)
             if needs_mib(device) <= left_mib[gpu]:
                 left_mib[gpu] -= needs_mib(device)
                 free.setdefault(gpu, []).append(device)
@@ -160,6 +165,23 @@ class Ledger:
                 leases.setdefault(device.gpu_uuid, {})[lease.id] = lease
         return {uuid: _users([*by_id.values()]) for uuid, by_id in leases.items()}
 
+    def leased_gpus(self) -> set[str] | None:
+        """The UUIDs of the GPUs with leased devices; None if not all leased devices are known."""
+        return None if self.unknown else set(self.ways_of_sharing())
+
+    def set_unknown(self, lease_ids: Iterable[str]) -> None:
+        """Set which leases have devices that are not known."""
+        self.unknown = set(lease_ids)
+        self._note_change()
+
+    def refuse_if_any_is_unknown(self) -> None:
+        """Raise HostError if a device that seems to be free may belong to a lease that cannot be read."""
+        if self.unknown:
+            few = ", ".join(sorted(self.unknown)[:_MAX_NAMED])
+            what = f"nothing can be leased, because it is not known which devices these leases have: {few}"
+            hint = hint_of(LEASE_UNREADABLE, lease=min(self.unknown))
+            raise HostError(what, hint, LEASE_UNREADABLE)
+
     def leases_on(self, gpu_uuid: str) -> list[str]:
         """The ids of the leases with devices of the GPU."""
         leases = self.leases.values()
@@ -177,10 +199,16 @@ class Ledger:
         """Whether the GPU has memory left for the device beside all leases."""
         if device.memory_total_mib is None:
             return True
-        return needs_mib(device) <= device.memory_total_mib - self._memory_mib[device.gpu_uuid]
+        return needs_mib(device) <= self._left_mib(device.gpu_uuid, device.memory_total_mib)
+
+    def _left_mib(self, gpu_uuid: str, total_mib: int) -> int:
+        """How much of the GPU's memory is left beside all leases; nothing if that of one is not known."""
+        return 0 if self._unknown_budgets[gpu_uuid] else total_mib - self._memory_mib[gpu_uuid]
 
     def free_mib(self, pool: Pool, reserved_mib: int = 0, others: int = 0) -> int:
         """How much memory one more client can get, beside `others` that have `reserved_mib`."""
+        if self._unknown_budgets[pool.gpu_uuid]:
+            return 0
         taken_mib = self._memory_mib[pool.gpu_uuid] + reserved_mib
         return free_units(pool, taken_mib, self._clients[pool.gpu_uuid] + others) * pool.unit_mib
 
@@ -253,7 +281,7 @@ def of_different_gpus(devices: Iterable[Device]) -> list[Device]:
 def needs_mib(device: Device) -> int:
     """How much of its GPU's memory a device takes: its budget, plus what is reserved with it.
 
-    Nothing is counted if its budget is unknown.
+    Nothing is counted if its budget is unknown; then nothing else is leased of a GPU with a known memory.
     """
     return (device.memory_limit_mib or 0) + device.reserve_mib
 

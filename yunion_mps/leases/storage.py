@@ -10,9 +10,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from yunion_mps.enums import SHARING
+from yunion_mps.enums import BINDINGS, SHARING
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.host.proc import started_ticks
@@ -25,12 +25,79 @@ from yunion_mps.models import Device, Holder, Lease
 REPEAT_TIMEOUT_S = 60.0
 #: How long later requests wait for that: clients repeat a request every 0.2 s while the daemon is away.
 PROMPT_REPEAT_TIMEOUT_S = 10.0
-#: The types of a device's first fields; its memory follows, which may be unknown.
-_DEVICE = (str, str, str, int)
+_INSERT_QUEUED = """INSERT OR IGNORE INTO queued_request
+    (position, uid, idempotency_key, since_s, boot_id) VALUES (?, ?, ?, ?, ?)"""
+_NUMBER = (int, float)
+_NONE = type(None)
+#: The types of what a row says of a lease, its holder and its devices. Members that are not listed are of
+#: a newer version, and ignored.
+_LEASE_TYPES: Mapping[str, tuple[type, ...]] = {
+    "devices": (list,),
+    "holder": (dict,),
+    "since_s": _NUMBER,
+    "environment": (dict,),
+    "idempotency_key": (str,),
+    "cdi": (bool,),
+    "ends_s": (*_NUMBER, _NONE),
+    "is_extended": (bool,),
+    "request": (str,),
+    "boot": (str,),
+    "expires_s": (*_NUMBER, _NONE),
+}
+_HOLDER_TYPES: Mapping[str, tuple[type, ...]] = {
+    "binding": (str,),
+    "uid": (int,),
+    "pid": (int, _NONE),
+    "started": (int, _NONE),
+    "name": (str,),
+    "ttl_s": _NUMBER,
+    "unit": (str,),
+    "command": (str,),
+    "job_uid": (int, _NONE),
+    "is_attested": (bool,),
+}
+_DEVICE_TYPES: Mapping[str, tuple[type, ...]] = {
+    "id": (str,),
+    "addr": (str,),
+    "gpu_uuid": (str,),
+    "slot": (int,),
+    "memory_limit_mib": (int, _NONE),
+    "memory_total_mib": (int, _NONE),
+    "thread_percentage": _NUMBER,
+    "budget_enforced": (bool,),
+    "domain": (str,),
+    "priority": (str,),
+    "reserve_mib": (int,),
+    "sharing": (str,),
+}
+#: What a device has instead of values that cannot be read: as much of its GPU as there may be.
+_UNKNOWN_BUDGET: Mapping[str, Any] = {
+    "slot": 0,
+    "memory_limit_mib": None,
+    "memory_total_mib": None,
+    "thread_percentage": 100.0,
+    "budget_enforced": False,
+    "domain": "",
+}
+#: What a lease is bound to if it ends with a process of its boot.
+_PROCESS_BINDINGS = tuple(binding for binding in BINDINGS if binding != "name")
+#: How much of a lease's id is in the name of a holder that cannot be read.
+_ID_LENGTH = 8
 
 
 def _wall_clock_ahead_s() -> float:
     return time.time() - time.monotonic()
+
+
+class _Row(NamedTuple):
+    """What a row says: the lease, None if it has ended with its boot or its devices are not known.
+
+    `problem` is what of it cannot be read, empty if nothing. The holder of such a lease may still run, so
+    the lease keeps its devices.
+    """
+
+    lease: Lease | None
+    problem: str = ""
 
 
 class LeaseStorage:
@@ -42,31 +109,47 @@ class LeaseStorage:
         self._copies = copies
         self._ahead_s = ahead_s
         self._ended: set[str] = set()
+        #: By lease id, what of its row this version cannot read. Such a row is kept as it is, for the version
+        #: that wrote it, until the lease is deleted.
+        self.unreadable: dict[str, str] = {}
 
     def write(self, lease: Lease) -> None:
-        """Store a lease, or replace its stored version."""
+        """Store a lease, or replace its stored version, unless that is of another version."""
         self._delete_ended()  # otherwise the next daemon would find a device in two leases
+        if lease.id in self.unreadable:
+            return
         text = _text(lease, self._store.boot_id, self._ahead_s())
-        self._store.write("INSERT OR REPLACE INTO lease VALUES (?, ?)", [(lease.id, text)])
+        self._store.write("INSERT OR REPLACE INTO lease (id, value) VALUES (?, ?)", [(lease.id, text)])
         with contextlib.suppress(OSError):  # the copy is only a backup
             write_atomically(os.path.join(self._copies, lease.id), text, directory_mode=0o700)
 
     def delete(self, lease_id: str) -> None:
         """Delete a lease; if that fails, it is deleted before the next one is stored."""
         self._ended.add(lease_id)
+        self.unreadable.pop(lease_id, None)
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(self._copies, lease_id))
         self._delete_ended()
 
     def read(self) -> list[Lease]:
-        """Read all leases; rows that cannot be parsed, such as another release's, are skipped.
+        """Read all leases whose devices are known, and note in `unreadable` what cannot be read.
+
+        If only the devices of a row can be read, because a newer version wrote it or it is damaged, its lease
+        ends with its process if that is known, or else by a release.
 
         PIDs are reused after a reboot, so a lease held by a process is valid only within its boot, like
         monotonic times: a lease from an earlier boot expires by the wall clock.
         """
-        rows = self._store.read("SELECT value FROM lease ORDER BY rowid")
         boot_id, ahead_s = self._store.boot_id, self._ahead_s()
-        return [lease for row in rows if (lease := _lease(row[0], boot_id, ahead_s))]
+        leases: list[Lease] = []
+        self.unreadable.clear()
+        for lease_id, text in self._store.read("SELECT id, value FROM lease ORDER BY rowid"):
+            row = _read_row(lease_id, text, boot_id, ahead_s)
+            if row.lease:
+                leases.append(row.lease)
+            if row.problem:
+                self.unreadable[lease_id] = row.problem
+        return leases
 
     def _delete_ended(self) -> None:
         if self._ended:
@@ -87,46 +170,85 @@ def _text(lease: Lease, boot_id: str, ahead_s: float) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _lease(text: str, boot_id: str, ahead_s: float) -> Lease | None:
+def _read_row(lease_id: str, text: str, boot_id: str, ahead_s: float) -> _Row:
     try:
-        value: dict[str, Any] = json.loads(text)
-        is_of_this_boot = value.pop("boot") == boot_id
-        expires_s = value.pop("expires_s", None)
-        if expires_s is not None and not is_of_this_boot:
-            value["ends_s"] = expires_s - ahead_s
-        value["devices"] = tuple(Device(**device) for device in value["devices"])
-        value["holder"] = Holder(**value["holder"])
-        lease = Lease(**value)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
-    if not _is_valid(lease):
-        return None
-    if is_of_this_boot:
-        return lease
-    holder = lease.holder._replace(pid=None, started=None)
-    return lease._replace(holder=holder) if holder.binding == "name" else None
+        value = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        return _Row(None, _describe(["JSON"]))
+    members, problems = _members(value, _LEASE_TYPES)
+    holder, of_holder = _members(members.get("holder", {}), _HOLDER_TYPES)
+    is_of_this_boot = "boot" not in members or members["boot"] == boot_id
+    has_process = holder.get("binding") in _PROCESS_BINDINGS
+    if has_process and not is_of_this_boot:
+        return _Row(None)
+    devices: list[Device] = []
+    for one in members.get("devices", ()):
+        device, of_device = _read_device(one)
+        problems += of_device
+        if device is None:
+            return _Row(None, _describe(problems))
+        devices.append(device)
+    problems += of_holder
+    problems += [name for name in ("boot", "since_s", "holder", "devices") if name not in members]
+    problems += [name for name in ("binding", "uid") if name not in holder]
+    if holder.get("binding") not in (None, *BINDINGS):
+        problems.append(f"binding ({holder['binding']})")
+    if not all(isinstance(one, str) for one in members.get("environment", {}).values()):
+        problems.append("environment")
+    if not devices:
+        return _Row(None, _describe([*problems, "devices"]))
+    if problems:
+        found = _known_process(lease_id, holder) if has_process else _unknown_holder(lease_id, holder)
+        since_s = members.get("since_s", 0.0)
+        return _Row(Lease(lease_id, tuple(devices), found, since_s), _describe(problems))
+    expires_s = members.pop("expires_s", None)
+    del members["boot"]
+    if not is_of_this_boot:
+        holder = {**holder, "pid": None, "started": None}
+        members["ends_s"] = members.get("ends_s") if expires_s is None else expires_s - ahead_s
+    return _Row(Lease(lease_id, **{**members, "devices": tuple(devices), "holder": Holder(**holder)}))
 
 
-def _is_valid(lease: Lease) -> bool:
-    """Whether every field has its type: a wrong one would crash the daemon later, after every restart."""
-    holder = lease.holder
-    process = [value for value in (holder.pid, holder.started, holder.job_uid) if value is not None]
-    types: list[tuple[object, type | tuple[type, ...]]] = [
-        *((value, str) for value in (lease.id, lease.idempotency_key, lease.request)),
-        *((value, str) for value in (holder.binding, holder.name, holder.unit, holder.command)),
-        *((value, int) for value in (holder.uid, *process)),
-        (holder.is_attested, bool),
-        *((value, (int, float)) for value in (lease.since_s, holder.ttl_s, lease.ends_s or 0.0)),
-        *((value, str) for pair in dict(lease.environment).items() for value in pair),
-    ]
-    for device in lease.devices:
-        known = [mib for mib in (device.memory_limit_mib, device.memory_total_mib) if mib is not None]
-        types += zip(device, _DEVICE)
-        types += [(mib, int) for mib in known]
-        types += [(device.thread_percentage, (int, float)), (device.domain, str), (device.reserve_mib, int)]
-    if any(device.sharing not in SHARING for device in lease.devices):
-        return False
-    return bool(lease.devices) and all(isinstance(value, kind) for value, kind in types)
+def _describe(problems: Iterable[str]) -> str:
+    return f"invalid or missing: {', '.join(dict.fromkeys(problems))}"
+
+
+def _members(value: Any, types: Mapping[str, tuple[type, ...]]) -> tuple[dict[str, Any], list[str]]:
+    """Return the members that have their types, and the names of those that have not.
+
+    A wrong type would crash the daemon later, after every restart.
+    """
+    if not isinstance(value, dict):
+        return {}, ["JSON object"]
+    known = {name: value[name] for name in types if name in value}
+    wrong = [name for name, member in known.items() if not isinstance(member, types[name])]
+    return {name: member for name, member in known.items() if name not in wrong}, wrong
+
+
+def _read_device(value: Any) -> tuple[Device | None, list[str]]:
+    """Return the device, None if it cannot be identified, and what of it cannot be read."""
+    members, problems = _members(value, _DEVICE_TYPES)
+    if members.get("sharing", SHARING[0]) not in SHARING:
+        problems.append(f"sharing ({members.pop('sharing')})")
+    unknown = [name for name in ("id", "addr", "gpu_uuid") if name not in members]
+    problems += unknown
+    problems += [name for name in _UNKNOWN_BUDGET if name not in members]
+    if unknown:
+        return None, problems
+    return Device(**{**_UNKNOWN_BUDGET, **members}), problems
+
+
+def _known_process(lease_id: str, holder: Mapping[str, Any]) -> Holder:
+    """The holder of which at least the process can be read, so that the lease ends with it."""
+    pid, started = holder.get("pid"), holder.get("started")
+    if pid is None or started is None:
+        return _unknown_holder(lease_id, holder)
+    return Holder("process", holder.get("uid", 0), pid, started)
+
+
+def _unknown_holder(lease_id: str, holder: Mapping[str, Any]) -> Holder:
+    """The holder of a lease that only a release by its user or root ends, because its end is not known."""
+    return Holder("name", holder.get("uid", 0), name=f"unreadable-{lease_id[:_ID_LENGTH]}")
 
 
 class QueuePositions:
@@ -180,7 +302,7 @@ class QueuePositions:
         if queued.key:
             row = (queued.position, *queued.key, queued.since_s, self._store.boot_id)
             with contextlib.suppress(HostError):  # the row of a repeated request is kept
-                self._store.write("INSERT OR IGNORE INTO queued_request VALUES (?, ?, ?, ?, ?)", [row])
+                self._store.write(_INSERT_QUEUED, [row])
 
     def delete(self, queued: QueuedRequest) -> None:
         if queued.key:
@@ -224,7 +346,8 @@ class MemoryPeaks:
                 )
             if risen:
                 rows = [(*key, mib) for key, mib in risen.items()]
-                self._store.write("INSERT OR REPLACE INTO memory_peak VALUES (?, ?, ?)", rows)
+                statement = "INSERT OR REPLACE INTO memory_peak (lease, device, mib) VALUES (?, ?, ?)"
+                self._store.write(statement, rows)
 
     def of(self, lease_id: str, address: str) -> int | None:
         """The peak of a device of the lease; None if it was not used yet."""
@@ -243,10 +366,11 @@ def recorded_ledger(store: Store, copies: str) -> Ledger:
     The status at READY is based on it, before the event loop watches the leases and reports problems.
     """
     ledger = Ledger()
-    with contextlib.suppress(HostError, AssertionError):
+    with contextlib.suppress(HostError):
         for lease in LeaseStorage(store, copies).read():
             holder = lease.holder
             is_kept = holder.binding == "name" or holder.pid is None
             if is_kept or started_ticks(holder.pid or 0) == holder.started:
-                ledger.add(lease)
+                with contextlib.suppress(AssertionError):
+                    ledger.add(lease)
     return ledger

@@ -32,7 +32,7 @@ from yunion_mps.host.proc import (
     started_ticks,
 )
 from yunion_mps.host.processes import Process, find_program
-from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
+from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice, known_members
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 
 PROGRAM = "nvidia-cuda-mps-control"
@@ -266,7 +266,7 @@ def _records() -> list[MpsProcess]:
     with contextlib.suppress(OSError):
         for entry in os.scandir(Paths.from_environment().control_daemons):
             with contextlib.suppress(TypeError, KeyError):
-                fields = {"plan": None, **_read_record(entry.path)}
+                fields = {"plan": None, **known_members(MpsProcess, _read_record(entry.path))}
                 typed = {"gpu_uuids": tuple(fields["gpu_uuids"]), "plan": plan_from_json(fields["plan"])}
                 recorded.append(MpsProcess(**{**fields, **typed}))
     return recorded
@@ -276,7 +276,7 @@ def plan_from_json(fields: Any) -> DomainPlan | None:
     """Parse the fields of a plan; None for anything else, such as another release's record."""
     try:
         gpus = tuple(_planned_gpu(*row) for row in fields["gpus"])
-        return DomainPlan(**{**fields, "gpus": gpus})
+        return DomainPlan(**{**known_members(DomainPlan, fields), "gpus": gpus})
     except (TypeError, KeyError, AttributeError, ValueError):
         return None
 
@@ -291,7 +291,9 @@ def _planned_gpu(
 def _read_order() -> AdoptionOrder | None:
     with contextlib.suppress(TypeError, KeyError):
         fields = _read_record(Paths.from_environment().adopted)
-        return AdoptionOrder(**{**fields, "gpu_uuids": tuple(fields["gpu_uuids"])})
+        return AdoptionOrder(
+            **{**known_members(AdoptionOrder, fields), "gpu_uuids": tuple(fields["gpu_uuids"])}
+        )
     return None
 
 

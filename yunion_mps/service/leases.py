@@ -38,9 +38,20 @@ from yunion_mps.leases.request import (
     refuse_too_long,
 )
 from yunion_mps.leases.storage import LeaseStorage, MemoryPeaks, QueuePositions
-from yunion_mps.models import ALL, LEASE_VARIABLE, Device, DomainPlan, Event, Holder, Lease, Owner, Plan
+from yunion_mps.models import (
+    ALL,
+    LEASE_VARIABLE,
+    Condition,
+    Device,
+    DomainPlan,
+    Event,
+    Holder,
+    Lease,
+    Owner,
+    Plan,
+)
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.reasons import LEASE_UNREADABLE, NO_REASON, Reason, hint_of
 from yunion_mps.service.devices import refuse_unserved
 from yunion_mps.service.instances import InstanceCheck
 from yunion_mps.service.permissions import find_own_lease, is_privileged
@@ -117,9 +128,30 @@ class LeaseService:
                 self._record(lease, "granted to", "requested just before the daemon stopped")
             if not self.holders.watch(lease):
                 self.end(lease.id, "its process ended while the daemon was not running")
+        stored_ids = {stored.id for stored in saved}
+        self.ledger.set_unknown(self._storage.unreadable.keys() - stored_ids)
+        self._report_unreadable()
         self._positions.restore(time.monotonic())
         self.peaks.restore()
-        self._publisher.restore(self.ledger.leases.values())
+        self._publisher.restore(self.ledger.leases.values(), kept=self._storage.unreadable)
+
+    def _report_unreadable(self) -> None:
+        """Log, record and show which stored leases cannot be read, and what that blocks."""
+        for lease_id, problem in sorted(self._storage.unreadable.items()):
+            lease = self.ledger.leases.get(lease_id)
+            subject = lease.addresses if lease else "all devices"
+            blocks = (
+                f"{subject} stays leased" if lease else "no device is leased, because its devices are unknown"
+            )
+            what = f"lease {lease_id} in the state file cannot be read: {problem}"
+            condition = Condition(
+                Reason(f"{what}; {blocks}", LEASE_UNREADABLE), hint_of(LEASE_UNREADABLE, lease=lease_id)
+            )
+            self._supervisor.set_condition(f"lease {lease_id}", condition)
+            log.error("%s; %s", condition.reason, condition.hint)
+            cause = "a newer version wrote it, or it is damaged"
+            event = Event("error", "lease", subject, what, cause, blocks, LEASE_UNREADABLE)
+            self._supervisor.event_log.record(event)
 
     def cancel_queued(self) -> None:
         """Cancel all queued requests without answering; their positions are kept for the next daemon."""
@@ -229,8 +261,11 @@ class LeaseService:
 
     def release(self, name: str, caller: Owner) -> answers.LeaseRecord:
         """End a lease for the caller; raises NotFoundError and NotAllowedError."""
-        lease = find_own_lease(name, self.ledger.leases, caller)
+        lease = find_own_lease(name, {**self._unknown_leases(), **self.ledger.leases}, caller)
         released = lease_json(lease, None, self.containers)
+        if lease.id in self.ledger.unknown:
+            self._delete_unknown(lease)
+            return released
         name = owner_name(caller)
         self.end(lease.id, "" if name == owner_name(lease.holder.owner) else f"{name} released it")
         return released
@@ -302,6 +337,19 @@ class LeaseService:
         return bool(self.queue.requests and self._queries.users_with_jobs)
 
     # -- internals
+
+    def _unknown_leases(self) -> dict[str, Lease]:
+        """The leases whose devices are not known, by id; they belong to root."""
+        holder = Holder("name", 0)
+        return {lease_id: Lease(lease_id, (), holder, 0.0) for lease_id in self.ledger.unknown}
+
+    def _delete_unknown(self, lease: Lease) -> None:
+        """Delete a lease whose devices are not known; raises HostError if its row cannot be deleted."""
+        self._storage.delete(lease.id)
+        self._supervisor.set_condition(f"lease {lease.id}", None)
+        self.ledger.set_unknown(self.ledger.unknown - {lease.id})
+        self._record(lease, "released by", "its devices were not known")
+        self.serve()
 
     async def _ask_users(self, uid: int | None) -> None:
         """Find out whose jobs run now: another user's would keep this one from devices."""
@@ -378,15 +426,8 @@ class LeaseService:
     def _admit(self, queued: QueuedRequest) -> QueuedRequest:
         """The request with whole names; raises YunionError if it may not wait, or never can be granted."""
         config = self._supervisor.config
-        refuse_too_long(queued.holder, config.max_lease_ttl_s)
-        others = [(lease.holder.owner, len(lease.devices)) for lease in self.ledger.leases.values()]
-        others += [
-            (other.holder.owner, self._devices_of(other.request))
-            for other in self.queue.requests
-            if not queued.key or other.key != queued.key  # a repeated request counts once
-        ]
-        quota = Quota(config.max_leases_per_user, config.max_devices_per_user)
-        refuse_over_quota(queued.holder, self._devices_of(queued.request), others, quota)
+        self.ledger.refuse_if_any_is_unknown()
+        refuse_over_quota(queued.holder, owners, config.max_leases_per_user, config.max_lease_ttl_s)
         self.ledger.refuse_duplicate(queued.holder, queued.idempotency_key)
         return queued._replace(request=self._queries.feasible(queued.request))
 
@@ -442,6 +483,8 @@ class LeaseService:
         self.holders.forget(lease_id)
         lease = self.ledger.remove(lease_id)
         self._publisher.forget(lease)
+        if lease_id in self._storage.unreadable:
+            self._supervisor.set_condition(f"lease {lease_id}", None)
         try:
             self._storage.delete(lease_id)
         except HostError as error:  # the next daemon will notice that its holder has ended
@@ -466,4 +509,6 @@ class LeaseService:
     def _record(self, lease: Lease, what: str, cause: str) -> None:
         """Record an event, while the holder still runs and its name is known."""
         who = describe_holder(lease.holder, self.containers)
-        self._supervisor.event_log.record(Event("info", "lease", lease.addresses, f"{what} {who}", cause))
+        self._supervisor.event_log.record(
+            Event("info", "lease", lease.addresses or lease.id, f"{what} {who}", cause)
+        )

@@ -431,8 +431,10 @@ class Queries:
             both = (*leased, *snapshot.plan.devices)
         device = next(device for device in both if device.id == summary["id"])
         domain = next((d.plan for d in snapshot.domains if d.plan.name == device.domain), None)
-        is_served = domain or not device.domain
-        environment = client_environment([device], domain) if is_served else {}
+        # The budget of a lease that another version has stored may not be known.
+        is_served = domain is not None and device.memory_limit_mib is not None
+        is_known = is_served or not device.domain
+        environment = client_environment([device], domain) if is_known else {}
         return {
             **summary,
             "slot": device.slot,

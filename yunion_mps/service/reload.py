@@ -195,7 +195,7 @@ class Reloader:
 
         Returns what was done.
         """
-        tasks = self._supervisor.layout_tasks(self._ledger.ways_of_sharing().keys())
+        tasks = self._supervisor.layout_tasks(self._ledger.leased_gpus())
         if not tasks:
             return []
         try:

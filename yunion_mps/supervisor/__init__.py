@@ -17,7 +17,7 @@ from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
-from yunion_mps.models import Event, Inventory, Plan, Snapshot
+from yunion_mps.models import Condition, Event, Inventory, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.paths import Paths
@@ -85,7 +85,7 @@ class Supervisor:
             self.layouts,
             lambda: self.modes.time_slices.in_effect(self.desired.in_effect()),
             self._warnings,
-            lambda: self.pipe_access.conditions,
+            lambda: (*self.pipe_access.conditions, *self._conditions.values()),
         )
         #: Whether a stop has begun.
         self.stopping = False
@@ -95,6 +95,8 @@ class Supervisor:
         self._polled: tuple[Inventory, Config, Plan, Inventory] | None = None
         #: The entries whose GPUs are missing, and why, as last recorded.
         self._missing: dict[str, Reason] = {}
+        #: The conditions that other parts of the daemon have found, by what each is about.
+        self._conditions: dict[str, Condition] = {}
         self._note_driver(preflight.driver_error)
 
     # -- from start to stop
@@ -221,6 +223,16 @@ class Supervisor:
     def set_warning(self, about: str, reason: Reason) -> None:
         """Add a warning to the status; an empty reason removes it."""
         self._snapshots.set_warning(about, reason)
+
+    def set_condition(self, about: str, condition: Condition | None) -> None:
+        """Show a condition of the host until it is set to None."""
+        if self._conditions.get(about) == condition:
+            return
+        if condition:
+            self._conditions[about] = condition
+        else:
+            del self._conditions[about]
+        self._changed()
 
     def _warnings(self) -> Iterator[Reason]:
         yield from self.modes.time_slices.refusals.values()

@@ -33,6 +33,11 @@ _MAX_UNWRITTEN = 1000
 _MAX_COPY_BYTES = 512 * 1024
 #: A larger id is not ours, and would leave SQLite no room for later ids.
 _MAX_EVENT_ID = 1 << 62
+#: The columns of the table, by name, because a newer version's may have more.
+_COLUMNS = "id, time_s, severity, kind, subject, what, cause, consequence, code"
+_INSERT = f"INSERT OR IGNORE INTO event ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+#: How many fields a line of the copy has.
+_FIELDS = 2 + len(Event._fields)
 
 
 class EventRecord(NamedTuple):
@@ -181,7 +186,7 @@ class EventTable:
         if not events:
             return
         rows = [(record.id, record.time_s, *record.event) for record in events]
-        self._store.write("INSERT OR IGNORE INTO event VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        self._store.write(_INSERT, rows)
         if events[0].id // _PRUNE_EVERY != (events[-1].id + 1) // _PRUNE_EVERY:
             self._prune()
 
@@ -192,12 +197,13 @@ class EventTable:
 
     def newest(self, since_s: float, limit: int, kind: str = "") -> list[EventRecord]:
         """Return the newest `limit` events since `since_s`, oldest first."""
-        query = "SELECT * FROM event WHERE time_s >= ? AND (? = '' OR kind = ?) ORDER BY id DESC LIMIT ?"
+        query = f"""SELECT {_COLUMNS} FROM event WHERE time_s >= ? AND (? = '' OR kind = ?)
+            ORDER BY id DESC LIMIT ?"""
         return [_record(row) for row in reversed(self._store.read(query, since_s, kind, kind, limit))]
 
     def after(self, last: int, limit: int, kind: str = "") -> list[EventRecord]:
         """Return the oldest `limit` events with an id above `last`, oldest first."""
-        query = "SELECT * FROM event WHERE id > ? AND (? = '' OR kind = ?) ORDER BY id LIMIT ?"
+        query = f"SELECT {_COLUMNS} FROM event WHERE id > ? AND (? = '' OR kind = ?) ORDER BY id LIMIT ?"
         return [_record(row) for row in self._store.read(query, last, kind, kind, limit)]
 
     def times(self, kind: str) -> tuple[float, dict[str, float]]:
@@ -244,7 +250,7 @@ class EventCopy:
             with contextlib.suppress(OSError), open(name, encoding="utf-8", errors="replace") as file:
                 for line in file:
                     with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
-                        number, time_s, *fields = json.loads(line)
+                        number, time_s, *fields = json.loads(line)[:_FIELDS]
                         if 0 < int(number) < _MAX_EVENT_ID:
                             event = Event(*map(str, fields))
                             records[int(number)] = EventRecord(int(number), float(time_s), event)

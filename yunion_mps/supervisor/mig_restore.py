@@ -12,6 +12,7 @@ from yunion_mps import reasons
 from yunion_mps.errors import DriverError
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.store import Store
+from yunion_mps.identity import gpu_uuids_in
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.mig import MigLayout
@@ -146,16 +147,21 @@ def _places(record: MigRecord, gpu: Gpu) -> tuple[Placement, ...]:
 
 
 def _leases(store: Store) -> list[_Lease]:
-    """Return the recorded leases of devices; a damaged row, or one whose process has ended, holds nothing."""
+    """Return the recorded leases of devices, without those whose process has ended.
+
+    A row that cannot be read, such as a newer version's, holds every GPU that it names.
+    """
     leases = []
-    for (text,) in store.read("SELECT value FROM lease"):
-        with contextlib.suppress(ValueError, TypeError, KeyError):
+    for lease_id, text in store.read("SELECT id, value FROM lease"):
+        try:
             row = json.loads(text)
             holder = row["holder"]
             if holder.get("pid") and started_ticks(holder["pid"]) != holder["started"]:
                 continue
             name = holder["name"] if holder["binding"] == "name" else row["id"]
             leases += [_Lease(name, device["addr"], device["gpu_uuid"]) for device in row["devices"]]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            leases += [_Lease(lease_id, uuid, uuid) for uuid in gpu_uuids_in(text)]
     return leases
 
 

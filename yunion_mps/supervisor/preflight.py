@@ -5,7 +5,6 @@ Control daemons that an earlier daemon left running are found by their processes
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -15,10 +14,11 @@ from typing import Any, NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.config import load
-from yunion_mps.enums import KEEP, MPS
+from yunion_mps.enums import KEEP, MPS, SHARING
 from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
 from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.host.store import COMPUTE_MODE, Store
+from yunion_mps.identity import gpu_uuids_in
 from yunion_mps.inventory.driver import reason_of
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_saved
@@ -386,10 +386,13 @@ def leased_gpus(store: Store, where: str = "") -> dict[str, str]:
     """Return how the GPUs (UUIDs) with recorded leases are shared."""
     ways: dict[str, str] = {}
     for (text,) in store.read(f"SELECT value FROM lease {where}"):
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged row holds nothing
+        try:
             devices = json.loads(text)["devices"]
             ways |= {device["gpu_uuid"]: device.get("sharing", MPS) for device in devices}
-    return ways
+        except (ValueError, TypeError, KeyError, AttributeError):
+            # A newer version's row, or a damaged one: it may hold every GPU that it names.
+            ways |= dict.fromkeys(gpu_uuids_in(text), MPS)
+    return {uuid: way if way in SHARING else MPS for uuid, way in ways.items()}
 
 
 def left_running(store: Store | None, watched: Collection[str] = ()) -> list[MpsProcess]:

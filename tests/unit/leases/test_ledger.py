@@ -90,6 +90,29 @@ def test_a_device_has_one_owner() -> None:
     assert (ledger.lease_of, list(ledger.leases)) == ({"id-0-4-0": "a"}, ["a"]), "and nothing was entered"
 
 
+def test_nothing_else_is_leased_of_a_gpu_beside_an_unknown_budget() -> None:
+    """The lease's row cannot be read: as much as the whole GPU may be its."""
+    unknown = device(0, 0)._replace(id="a", memory_limit_mib=None, memory_total_mib=None)
+    ledger = Ledger([lease("a", unknown)])
+    assert ledger.free_by_gpu([*QUARTERS, device(1, 0)]) == {"GPU-1": [device(1, 0)]}
+    assert ledger.free_singly(QUARTERS) == []
+    assert ledger.free_mib(pool(0).pool) == 0
+    ledger.remove("a")
+    assert ledger.free_by_gpu(QUARTERS) == {"GPU-0": QUARTERS}
+
+
+def test_nothing_is_leased_beside_a_lease_of_unknown_devices() -> None:
+    ledger = Ledger([lease("a", device(0, 0))])
+    assert ledger.leased_gpus() == {"GPU-0"}
+    ledger.set_unknown(["b"])
+    assert ledger.leased_gpus() is None
+    with pytest.raises(HostError, match="it is not known which devices these leases have: b") as caught:
+        ledger.refuse_if_any_is_unknown()
+    assert caught.value.hint.endswith("yunion-mps lease release b")
+    ledger.set_unknown([])
+    ledger.refuse_if_any_is_unknown()
+
+
 def test_every_change_is_a_new_version() -> None:
     ledger = Ledger()
     ledger.add(lease("a", device(0, 0)))

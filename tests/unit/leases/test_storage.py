@@ -62,10 +62,74 @@ def test_a_lease_of_unknown_memory_survives(storage: LeaseStorage) -> None:
     assert storage.read() == [A, B, unknown]
 
 
-def test_an_invalid_row_is_skipped(store: Store, storage: LeaseStorage) -> None:
-    for value in ("", "{}", '{"id":"x","devices":[{"other":1}],"holder":{},"since_s":1}', "[1]"):
-        store.write("INSERT INTO lease VALUES (?, ?)", [(f"bad {value}", value)])
+@pytest.mark.parametrize(
+    "value",
+    ["", "{}", "[1]", '{"devices":[{"other":1}]}', '{"devices":{"a":1}}', "[" * 9999, '{"devices":[]}'],
+)
+def test_a_row_whose_devices_are_not_known_is_reported_and_kept(
+    store: Store, storage: LeaseStorage, value: str
+) -> None:
+    store.write("INSERT INTO lease VALUES (?, ?)", [("d", value)])
     assert storage.read() == [A, B]
+    assert [*storage.unreadable] == ["d"]
+    storage.write(lease("d"))
+    assert store.read("SELECT value FROM lease WHERE id = 'd'") == [(value,)], "for the version that wrote it"
+    storage.delete("d")
+    assert (storage.unreadable, storage.read()) == ({}, [A, B])
+
+
+def change_row(store: Store, of: str, name: str, value: object) -> None:
+    """Change a member of the row of B as another version might write it."""
+    ((text,),) = store.read("SELECT value FROM lease WHERE id = 'b'")
+    row = json.loads(text)
+    members = {"lease": row, "holder": row["holder"], "device": row["devices"][0]}[of]
+    members[name] = value
+    store.write("UPDATE lease SET value = ? WHERE id = 'b'", [(json.dumps(row),)])
+
+
+@pytest.mark.parametrize("of", ["lease", "holder", "device"])
+def test_members_of_a_newer_version_are_ignored(store: Store, storage: LeaseStorage, of: str) -> None:
+    change_row(store, of, "of_a_newer_version", {"a": [1]})
+    assert (storage.read(), storage.unreadable) == ([A, B], {})
+
+
+def test_a_lease_of_an_earlier_version_is_read(store: Store, storage: LeaseStorage) -> None:
+    """It had fewer members."""
+    ((text,),) = store.read("SELECT value FROM lease WHERE id = 'b'")
+    row = json.loads(text)
+    for name in ("idempotency_key", "cdi", "ends_s", "is_extended", "request"):
+        del row[name]
+    for name in ("unit", "command"):
+        del row["holder"][name]
+    for name in ("priority", "reserve_mib", "sharing"):
+        del row["devices"][0][name]
+    store.write("UPDATE lease SET value = ? WHERE id = 'b'", [(json.dumps(row),)])
+    assert (storage.read(), storage.unreadable) == ([A, B], {})
+
+
+def test_columns_of_a_newer_version_are_left_alone(paths: Paths, store: Store, storage: LeaseStorage) -> None:
+    tables = [
+        row[0]
+        for row in store.read(
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"
+        )
+    ]
+    for table in tables:
+        store.write(f"ALTER TABLE {table} ADD COLUMN of_a_newer_version TEXT", [()])
+    assert {"lease", "event", "mig", "limits_in_effect", "former_compute_mode"} <= {*tables}
+    storage.write(B._replace(since_s=7.0))
+    assert storage.read() == [A, B._replace(since_s=7.0)]
+    store.remember("compute_mode", {"GPU-1": "Default"})
+    store.record_limits("/pipe", {})
+    store.record_mig("GPU-1", {})
+    stored(store, "a")
+    peaks = MemoryPeaks(Ledger([TWO]), store)
+    peaks.note({ONE: 10})
+    peaks.restore()
+    assert peaks_of(peaks, TWO) == [10, None]
+    store.close()
+    Path(paths.store).write_bytes(b"torn" * 1024)
+    assert known_next(paths) == [A, B._replace(since_s=7.0)]
 
 
 @pytest.mark.parametrize(
@@ -77,25 +141,48 @@ def test_an_invalid_row_is_skipped(store: Store, storage: LeaseStorage) -> None:
         ("holder", "started", {}),
         ("holder", "ttl_s", None),
         ("holder", "unit", None),
-        ("device", "addr", 7),
-        ("device", "gpu_uuid", []),
         ("device", "memory_limit_mib", "4G"),
         ("device", "reserve_mib", None),
         ("lease", "since_s", "now"),
         ("lease", "environment", {"A": 1}),
-        ("lease", "devices", []),
         ("lease", "ends_s", "soon"),
     ],
 )
-def test_a_row_with_a_value_of_the_wrong_type_is_skipped(
+def test_a_row_with_a_value_of_the_wrong_type_keeps_its_device(
     store: Store, storage: LeaseStorage, of: str, name: str, value: object
 ) -> None:
     """Each of these would have ended the daemon at its start, and the next one."""
-    ((text,),) = store.read("SELECT value FROM lease WHERE id = 'b'")
-    row = json.loads(text)
-    {"lease": row, "holder": row["holder"], "device": row["devices"][0]}[of][name] = value
-    store.write("UPDATE lease SET value = ? WHERE id = 'b'", [(json.dumps(row),)])
-    assert storage.read() == [A]
+    change_row(store, of, name, value)
+    ((before,),) = store.read("SELECT value FROM lease WHERE id = 'b'")
+    first, kept = storage.read()
+    assert (first, [*storage.unreadable]) == (A, ["b"])
+    assert name in storage.unreadable["b"]
+    assert [device.id for device in kept.devices] == [B.devices[0].id]
+    assert (kept.holder.binding, kept.holder.ttl_s, kept.ends_s) == ("name", 0.0, None), "until its release"
+    storage.write(kept)
+    assert store.read("SELECT value FROM lease WHERE id = 'b'") == [(before,)], (
+        "for the version that wrote it"
+    )
+
+
+def test_an_unreadable_lease_of_a_known_process_ends_with_it(store: Store, storage: LeaseStorage) -> None:
+    for name, value in (("binding", "process"), ("pid", 4260), ("started", 77), ("unit", 1)):
+        change_row(store, "holder", name, value)
+    kept = storage.read()[1]
+    assert (kept.holder.binding, kept.holder.pid, kept.holder.started) == ("process", 4260, 77)
+    change_row(store, "lease", "boot", "another")
+    assert (storage.read(), storage.unreadable) == ([A], {}), "it has ended with its boot"
+
+
+@pytest.mark.parametrize(
+    ("of", "name"), [("holder", "binding"), ("device", "sharing"), ("device", "memory_limit_mib")]
+)
+def test_a_word_of_a_newer_version_keeps_the_device(
+    store: Store, storage: LeaseStorage, of: str, name: str
+) -> None:
+    change_row(store, of, name, "new")
+    assert [lease.devices[0].id for lease in storage.read()] == [A.devices[0].id, B.devices[0].id]
+    assert "new" in storage.unreadable["b"] or name in storage.unreadable["b"]
 
 
 @pytest.mark.usefixtures("storage")

@@ -28,6 +28,7 @@ from yunion_mps.mps.processes import (
     SERVER,
     control_environment,
     our_processes,
+    plan_from_json,
     record,
     server_pids,
 )
@@ -187,6 +188,16 @@ def test_a_recorded_process_needs_no_mark(bench: Bench) -> None:
     assert running_here(bench.plan) == []
     record(bench.plan, control.pid)
     assert running_here(bench.plan) == [(control.pid, bench.plan.gpu_uuids)]
+
+
+def test_a_record_of_a_newer_version_is_read(bench: Bench) -> None:
+    record(bench.plan, os.getpid())
+    (file,) = Path(Paths.from_environment().control_daemons).iterdir()
+    value = json.loads(file.read_text())
+    value["plan"]["of_a_newer_version"] = value["of_a_newer_version"] = [1]
+    file.write_text(json.dumps(value))
+    assert running_here(bench.plan) == [(os.getpid(), bench.plan.gpu_uuids)]
+    assert plan_from_json(value["plan"]) == bench.plan
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"pid": "x", "more": 1}'])

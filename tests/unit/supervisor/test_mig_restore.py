@@ -195,6 +195,15 @@ def test_a_damaged_record_of_a_lease_holds_nothing(mig_host: MakeMigHost) -> Non
     assert host.gpu.mig_enabled is False
 
 
+def test_a_lease_of_a_newer_version_holds_the_instances_it_names(mig_host: MakeMigHost) -> None:
+    host = mig_host()
+    host.apply("all-3g.40gb")
+    text = json.dumps({"shares": [{"gpu": host.gpu.mig_instances[0].uuid}]})
+    host.store.write("INSERT INTO lease VALUES (?, ?)", [("f4e5", text)])
+    assert restored(host, "all-3g.40gb").startswith("that would end lease f4e5")
+    assert host.has == "2 x 3g.40gb"
+
+
 def test_a_driver_that_does_not_answer_is_the_reason(mig_host: MakeMigHost) -> None:
     host = mig_host()
     host.apply("all-3g.40gb")

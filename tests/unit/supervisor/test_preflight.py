@@ -126,3 +126,14 @@ def test_a_damaged_row_hides_no_other_lease(make_host: MakeHost) -> None:
     with closing(Store(Paths(str(make_host().root)))) as store:
         store.write("INSERT INTO lease VALUES (?, ?)", [(f"{n}", row) for n, row in enumerate(rows)])
         assert leased_gpus(store) == {"GPU-1": MPS, "GPU-2": MPS}
+
+
+def test_a_lease_of_a_newer_version_holds_the_gpus_that_it_names(make_host: MakeHost) -> None:
+    rows = [
+        '{"shares": [{"gpu": "GPU-1"}, {"gpu": "MIG-2"}]}',
+        '{"devices": ["GPU-3"]}',
+        '{"devices": [{"gpu_uuid": "GPU-4", "sharing": "new"}]}',
+    ]
+    with closing(Store(Paths(str(make_host().root)))) as store:
+        store.write("INSERT INTO lease VALUES (?, ?)", [(f"{n}", row) for n, row in enumerate(rows)])
+        assert leased_gpus(store) == dict.fromkeys(["GPU-1", "MIG-2", "GPU-3", "GPU-4"], MPS)
