@@ -113,6 +113,14 @@ class ShortageError(BusyError):
         super().__init__(message, hint_of(self.code))
 
 
+class LockedError(BusyError):
+    """Another process locks the state file; `is_brief` until that has lasted for several seconds."""
+
+    def __init__(self, message: str, hint: str, *, is_brief: bool) -> None:
+        super().__init__(message, hint)
+        self.is_brief = is_brief
+
+
 class UnreachableError(YunionError):
     exit_code = 3
     code = reasons.DAEMON_UNREACHABLE

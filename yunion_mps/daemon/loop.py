@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import select
+import threading
 from collections.abc import Callable, Mapping
 
 from yunion_mps.containers.publisher import CdiPublisher
@@ -96,12 +97,17 @@ class _Loop:
         tasks = [asyncio.create_task(part.run()) for part in (self._watchdog, self._monitor, self._textfile)]
         for task in tasks:
             task.add_done_callback(self._task_ended)
+        store = self._supervisor.store()
+        store.loop_thread = threading.get_ident()
+        self._supervisor.event_log.not_written = self._schedule_tick
         self._guard(self._tick)
         self._guard(self._handle_signals)
         is_reexec = False
         try:
             is_reexec = await self._end
         finally:
+            store.loop_thread = None
+            self._supervisor.event_log.not_written = lambda: None
             await cancel(tasks, _CANCEL_RETRY_S)
             if self._timer:
                 self._timer.cancel()

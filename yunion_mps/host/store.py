@@ -1,5 +1,8 @@
 """The state that outlives the daemon, in SQLite: GPUs' settings, limits in effect, leases and events.
 
+While another process locks the file, no call blocks the event loop: it raises LockedError at once, and the
+caller tries again later. Other threads wait, but all calls together for at most `LOCK_WAIT_S` in an outage.
+
 Every write survives however the daemon ends. A damaged file is set aside and created again; settings and
 leases are then restored from their copies in the run directory, which suffices because both are only valid
 until the next boot.
@@ -13,10 +16,11 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from yunion_mps.errors import HostError, ShortageError
+from yunion_mps.errors import HostError, LockedError, ShortageError
 from yunion_mps.host.files import UNFINISHED, write_atomically
 from yunion_mps.host.processes import refuse_if_no_file_can_be_opened
 from yunion_mps.paths import Paths
@@ -76,6 +80,10 @@ _SCHEMA = (
     code TEXT NOT NULL
 )""",
 )
+#: How long another process may lock the file before that is an error; in s.
+LOCK_WAIT_S = 5.0
+#: How often it is tried again until then.
+_RETRY_S = 0.05
 #: SQLite's page cache; by default it grows to 2 MiB as events are written.
 _CACHE_KIB = 256
 _HINT = "move the file away; then restore changed compute modes: nvidia-smi -c DEFAULT"
@@ -92,8 +100,22 @@ _CODES_OF_TEXTS = {
 class Store:
     """The state file; safe to use from several threads."""
 
-    def __init__(self, paths: Paths) -> None:
+    def __init__(
+        self,
+        paths: Paths,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         """Open the file, and create it if it is missing; raises HostError."""
+        self._clock = clock
+        self._sleep = sleep
+        #: The thread of the event loop, which never waits for the file; None while there is no loop.
+        self.loop_thread: int | None = None
+        #: Until when another process may lock the file in this outage; None if none does.
+        self._lock_deadline_s: float | None = None
+        self._lock_seen_s = 0.0
+        #: How many calls of this object are in progress, one within the other.
+        self._depth = 0
         self._file = paths.store
         self._copy = paths.former_modes
         self._lease_copies = paths.lease_copies
@@ -105,7 +127,7 @@ class Store:
             os.makedirs(paths.state_directory, mode=0o700, exist_ok=True)
             with open(paths.boot_id, encoding="ascii") as file:
                 self.boot_id = file.read().strip()
-            self._connection = self._open()
+            self._connection = self._open_unlocked()
         except (OSError, sqlite3.Error) as error:
             # SQLite reports a shortage of descriptors as a file that cannot be opened.
             refuse_if_no_file_can_be_opened("the state file cannot be opened")
@@ -122,15 +144,58 @@ class Store:
             self._is_closed = True
             self._connection.close()
 
+    # -- while another process locks the file
+
+    @property
+    def lock_error(self) -> LockedError | None:
+        """The error if another process keeps the file from being written now; None if none does."""
+        with self._lock:
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._connection.execute("ROLLBACK")
+            except sqlite3.Error as error:
+                refusal = self._error("written", error)
+                return refusal if isinstance(refusal, LockedError) else None
+            self._lock_deadline_s = None
+            return None
+
+    async def until_unlocked(self) -> None:
+        """Wait while another process locks the file; raises LockedError after the outage's deadline."""
+        import asyncio  # loaded by the daemon only once it is ready
+
+        while error := self.lock_error:
+            if not error.is_brief:
+                raise error
+            await asyncio.sleep(_RETRY_S)
+
+    @property
+    def _is_brief(self) -> bool:
+        return self._lock_deadline_s is not None and self._clock() < self._lock_deadline_s
+
+    def _note_lock(self, error: Exception) -> bool:
+        """Whether the error means that another process locks the file; the first one begins an outage."""
+        if _result_code(error) not in (_BUSY, _LOCKED):
+            return False
+        now_s = self._clock()
+        is_another = now_s > self._lock_seen_s + LOCK_WAIT_S  # nothing was written since the last outage
+        if self._lock_deadline_s is None or is_another:
+            self._lock_deadline_s = now_s + LOCK_WAIT_S
+        self._lock_seen_s = now_s
+        return True
+
     # -- settings of GPUs
 
     def remember(self, setting: str, values: Mapping[str, str]) -> None:
         """Record a setting's values (by GPU UUID) before they change; keeps earlier records of this boot."""
         rows = [(uuid, value, self.boot_id) for uuid, value in values.items()]
-        with self._lock:
+
+        def record() -> list[Any]:
             self.write(f"DELETE FROM former_{setting} WHERE boot_id != ?", [(self.boot_id,)])
             self.write(_insert_former(setting), rows)
             self._copy_settings()
+            return []
+
+        self._retry_if_locked("written", record)
 
     def former(self, setting: str) -> dict[str, str]:
         """Return the recorded values of a setting, by GPU UUID."""
@@ -148,9 +213,12 @@ class Store:
                 self.remember(setting, values)
 
     def forget(self, setting: str, uuid: str) -> None:
-        with self._lock:
+        def delete() -> list[Any]:
             self.write(f"DELETE FROM former_{setting} WHERE gpu_uuid = ?", [(uuid,)])
             self._copy_settings()
+            return []
+
+        self._retry_if_locked("written", delete)
 
     # -- domains
 
@@ -193,6 +261,18 @@ class Store:
 
     # -- the file
 
+    def _open_unlocked(self) -> sqlite3.Connection:
+        while True:
+            try:
+                connection = self._open()
+            except sqlite3.Error as error:
+                if not (self._note_lock(error) and self._is_brief):
+                    raise
+            else:
+                self._lock_deadline_s = None
+                return connection
+            self._sleep(_RETRY_S)
+
     def _open(self) -> sqlite3.Connection:
         try:
             if _is_torn(self._file):
@@ -205,7 +285,7 @@ class Store:
 
     def _connect(self) -> sqlite3.Connection:
         had_log = os.path.exists(f"{self._file}-wal")
-        connection = sqlite3.connect(self._file, isolation_level=None, timeout=5, check_same_thread=False)
+        connection = sqlite3.connect(self._file, isolation_level=None, timeout=0, check_same_thread=False)
         try:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             if version > _SCHEMA_VERSION:
@@ -251,11 +331,11 @@ class Store:
         connection.executemany("INSERT OR IGNORE INTO lease (id, value) VALUES (?, ?)", leases)
 
     def read(self, query: str, *values: object) -> list[Any]:
-        return self._retry_if_damaged("read", lambda: self._connection.execute(query, values).fetchall())
+        return self._retry_if_locked("read", lambda: self._connection.execute(query, values).fetchall())
 
     def write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
         """Run the statement for all rows or none; raises HostError."""
-        self._retry_if_damaged("written", lambda: self._write_all(statement, rows))
+        self._retry_if_locked("written", lambda: self._write_all(statement, rows))
 
     def _write_all(self, statement: str, rows: Sequence[tuple[object, ...]]) -> list[Any]:
         if len(rows) == 1:
@@ -270,11 +350,30 @@ class Store:
         self._connection.execute("COMMIT")
         return []
 
-    def _retry_if_damaged(self, what: str, work: Any) -> list[Any]:
+    def _retry_if_locked(self, what: str, work: Callable[[], list[Any]]) -> list[Any]:
+        """Do the work, and wait for other processes' locks, except on the event loop's thread.
+
+        While it waits, other threads can use this object: the event loop is not blocked by them.
+        """
+        while True:
+            with self._lock:
+                is_within_another = self._depth > 0
+                self._depth += 1
+                try:
+                    return self._retry_if_damaged(what, work)
+                except LockedError as error:
+                    is_on_loop = threading.get_ident() == self.loop_thread
+                    if is_within_another or is_on_loop or not error.is_brief:
+                        raise
+                finally:
+                    self._depth -= 1
+            self._sleep(_RETRY_S)
+
+    def _retry_if_damaged(self, what: str, work: Callable[[], list[Any]]) -> list[Any]:
         with self._lock:
             try:
                 try:
-                    rows: list[Any] = work()
+                    rows = work()
                 except sqlite3.DatabaseError as error:
                     if self._is_closed or not _is_damage(error):
                         raise
@@ -285,18 +384,22 @@ class Store:
                 raise ShortageError(f"the state file cannot be {what}: out of memory") from None
             except (OSError, sqlite3.Error) as error:
                 raise self._error(what, error) from None
+            if what == "written":  # most locks let others read
+                self._lock_deadline_s = None
             return rows
 
     def _error(self, what: str, error: Exception) -> HostError:
         code = _result_code(error)
         hint = "free disk space: df" if code == _FULL else _HINT
-        if code in (_BUSY, _LOCKED):
+        message = f"the state file {self._file} cannot be {what}: {error}"
+        if self._note_lock(error):
             hint = f"end the other process that has locked it, and keep the file: lslocks | grep {self._file}"
+            return LockedError(message, hint, is_brief=self._is_brief)
         directory = os.path.dirname(self._file)
         is_read_only = os.path.isdir(directory) and not os.access(directory, os.W_OK)
         if is_read_only or code == _READONLY or getattr(error, "errno", None) == errno.EROFS:
             hint = f"make it writable for root: findmnt -T {directory}; ls -l {self._file}"
-        return HostError(f"the state file {self._file} cannot be {what}: {error}", hint)
+        return HostError(message, hint)
 
     def _copy_settings(self) -> None:
         """Update the copy in the run directory; a failure is ignored."""

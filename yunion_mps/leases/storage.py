@@ -109,6 +109,8 @@ class LeaseStorage:
         self._copies = copies
         self._ahead_s = ahead_s
         self._ended: set[str] = set()
+        #: The leases, by id, whose stored versions are out of date.
+        self._unwritten: dict[str, Lease] = {}
         #: By lease id, what of its row this version cannot read. Such a row is kept as it is, for the version
         #: that wrote it, until the lease is deleted.
         self.unreadable: dict[str, str] = {}
@@ -120,12 +122,28 @@ class LeaseStorage:
             return
         text = _text(lease, self._store.boot_id, self._ahead_s())
         self._store.write("INSERT OR REPLACE INTO lease (id, value) VALUES (?, ?)", [(lease.id, text)])
+        self._unwritten.pop(lease.id, None)
         with contextlib.suppress(OSError):  # the copy is only a backup
             write_atomically(os.path.join(self._copies, lease.id), text, directory_mode=0o700)
+
+    def replace(self, lease: Lease) -> bool:
+        """Replace the stored version of a lease; if that fails, `flush` does it, and this returns False."""
+        try:
+            self.write(lease)
+        except HostError:
+            self._unwritten[lease.id] = lease
+        return lease.id not in self._unwritten
+
+    def flush(self) -> None:
+        """Write and delete what could not be written or deleted before."""
+        self._delete_ended()
+        for lease in list(self._unwritten.values()):
+            self.write(lease)
 
     def delete(self, lease_id: str) -> None:
         """Delete a lease; if that fails, it is deleted before the next one is stored."""
         self._ended.add(lease_id)
+        self._unwritten.pop(lease_id, None)
         self.unreadable.pop(lease_id, None)
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(self._copies, lease_id))

@@ -66,6 +66,8 @@ log = logging.getLogger(__name__)
 
 #: Registers a function to call when the connection of the request ends.
 OnDisconnect = Callable[[Callable[[], None]], None]
+#: How often storing and granting are tried again while the state file cannot be written, in s.
+RETRY_S = 1.0
 #: How many leases of a request may be revoked before it fails.
 _MAX_REVOKED = 3
 #: How often a request looks whether an earlier one was repeated after a restart.
@@ -85,7 +87,8 @@ class LeaseService:
         self._supervisor, self._queries, self._publisher = supervisor, queries, cdi
         self._users = users
         self.containers = Containers(paths)
-        self._storage = LeaseStorage(supervisor.store(), paths.lease_copies)
+        self._store = supervisor.store()
+        self._storage = LeaseStorage(self._store, paths.lease_copies)
         self._positions = QueuePositions(supervisor.store())
         self.holders = HolderWatch(self.end)
         self.ledger = Ledger()
@@ -100,6 +103,8 @@ class LeaseService:
         self._grants: dict[int, asyncio.Future[Grant]] = {}
         self.instances = InstanceCheck(supervisor, queries)
         self._asking: asyncio.Task[None] | None = None
+        #: Tries again what the state file has not stored.
+        self._retry: asyncio.TimerHandle | None = None
         #: The devices of the plan whose addresses the leases have.
         self._followed: tuple[Device, ...] | None = None
         self._divided: tuple[Plan, tuple[DomainPlan, ...]] | None = None
@@ -163,6 +168,10 @@ class LeaseService:
     def close(self) -> None:
         """Stop granting and ending leases, which the next daemon restores."""
         self._is_closed = True
+        if self._retry:
+            self._retry.cancel()
+        with contextlib.suppress(HostError):  # the next daemon continues with what was stored last
+            self._storage.flush()
         for lease_id in list(self.ledger.leases):
             self.holders.forget(lease_id)
 
@@ -186,6 +195,9 @@ class LeaseService:
             return
         if not self.queue.requests:
             self._queries.set_promised({})
+            return
+        if self._store.lock_error:
+            self._retry_later()
             return
         self._refuse_infeasible()
         while fitting := self.queue.next(self._queries.candidates()):
@@ -230,6 +242,7 @@ class LeaseService:
         gets its earlier lease or queue position. So does a named holder that requests the same again, which
         also renews its lease. With `cdi` the lease is published as a CDI device before this returns.
         """
+        await self._store.until_unlocked()
         self._supervisor.refuse_if_unsafe()
         queued = queued._replace(sent=queued.as_text)
         await self.follow_destroyed(self.ledger.find_repeated(queued))
@@ -289,6 +302,7 @@ class LeaseService:
         `release` raises, and HostError if it has another container, or a device is not served as granted.
         """
         find_own = partial(find_own_lease, name, self.ledger.leases, caller, of_any_unit=not caller.unit)
+        await self._store.until_unlocked()
         await self.follow_destroyed(find_own())
         lease = find_own()
         before = lease.holder
@@ -384,7 +398,7 @@ class LeaseService:
                 # Not wait_for: before Python 3.12 it loses a cancellation that coincides with the grant.
                 await asyncio.wait({grant}, timeout=wait_s)
             if not grant.done():
-                raise self.queue.why_not(queued, self._queries.candidates())
+                raise self._store.lock_error or self.queue.why_not(queued, self._queries.candidates())
             lease = grant.result().lease
             why = await self.follow_destroyed(lease, is_new=True)
             if why and self.ledger.leases.get(lease.id) == lease:
@@ -473,8 +487,22 @@ class LeaseService:
     def _update(self, lease: Lease) -> None:
         """Replace the lease and its stored version; without the latter, it can be renewed after a restart."""
         self.ledger.replace(lease)
-        with contextlib.suppress(HostError):
-            self._storage.write(lease)
+        if not self._storage.replace(lease):
+            self._retry_later()
+
+    def _retry_later(self) -> None:
+        if self._retry is None and not self._is_closed:
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._store_again)
+
+    def _store_again(self) -> None:
+        """Store what could not be stored, and grant what could not be granted."""
+        self._retry = None
+        try:
+            self._storage.flush()
+        except HostError:
+            self._retry_later()
+            return
+        self.serve()
 
     def end(self, lease_id: str, cause: str) -> None:
         """End the lease; does nothing if it has ended already."""
@@ -489,6 +517,7 @@ class LeaseService:
             self._storage.delete(lease_id)
         except HostError as error:  # the next daemon will notice that its holder has ended
             log.warning("cannot record the end of the lease of %s: %s", lease.addresses, error.message)
+            self._retry_later()
         self._record(lease, "ended, held by" if cause else "released by", cause)
         self._users.lease_ended(lease)
         self.serve()

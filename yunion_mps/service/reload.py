@@ -123,6 +123,7 @@ class Reloader:
         """
         async with self.lock:
             try:
+                await self._supervisor.store().until_unlocked()
                 self._supervisor.refuse_if_unsafe()
                 preflight = await self._run_preflight()
                 confirmed = self._listings.confirmed_by(confirmation)
@@ -217,6 +218,7 @@ class Reloader:
         waits for the driver, as this one does.
         """
         async with self.lock:
+            await self._supervisor.store().until_unlocked()
             self._supervisor.refuse_if_unsafe()
             await self._check_new_program(
                 requires_driver=requires_driver or not self._supervisor.lacks_driver

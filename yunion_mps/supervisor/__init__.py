@@ -141,7 +141,8 @@ class Supervisor:
 
         `readable` are those of `watched()` that have become readable, None if that is unknown.
         """
-        return earliest((self.fleet.tick(now_s, readable), self.jobs.tick(now_s)))
+        due_s = (self.fleet.tick(now_s, readable), self.jobs.tick(now_s), self.event_log.tick(now_s))
+        return earliest(due_s)
 
     def watched(self) -> list[Watchable]:
         """Return what to watch for reading; ask again after every tick."""

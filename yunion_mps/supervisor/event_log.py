@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
-from yunion_mps.errors import HostError
+from yunion_mps.errors import HostError, LockedError
 from yunion_mps.host.store import Store
 from yunion_mps.models import Event
 
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 MAX_EVENTS = 10_000
 OLDEST_EVENT_S = 30 * 86_400.0
 _PRUNE_EVERY = 256
+#: How often the daemon tries again to write what it could not, in s.
+RETRY_S = 1.0
 #: How many events are kept in memory while none can be written.
 _MAX_UNWRITTEN = 1000
 #: The size at which the copy is rotated; two files are kept, with about 2,000 events each.
@@ -67,6 +69,9 @@ class EventLog:
         self.write_error = ""
         self.counts: Counter[tuple[str, str]] = Counter()
         self._listeners: list[Callable[[], None]] = []
+        self._retry_at_s = 0.0
+        #: Called when an event could not be written, so that `tick` is called soon.
+        self.not_written: Callable[[], None] = lambda: None
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever events have been written."""
@@ -77,17 +82,31 @@ class EventLog:
         self._without_id.append((time.time(), event))
         self.counts[event.kind, event.severity] += 1
         self.flush()
+        if self._has_more:
+            self.not_written()
+
+    @property
+    def _has_more(self) -> bool:
+        return bool(self._without_id or self._unwritten)
+
+    def tick(self, now_s: float) -> float | None:
+        """Try to write what could not be written; return when to call this again, None if all is written."""
+        if self._has_more and now_s >= self._retry_at_s:
+            self._retry_at_s = now_s + RETRY_S
+            self.flush()
+        return self._retry_at_s if self._has_more else None
 
     def flush(self) -> None:
         """Write events that could not be written before."""
-        if not self._without_id and not self._unwritten:
+        if not self._has_more:
             return
         try:
             self._assign_ids()
             store = self._store()
             EventTable(store).add(list(self._unwritten))
         except HostError as error:
-            self._note_write_error(error.message)
+            if not (isinstance(error, LockedError) and error.is_brief):
+                self._note_write_error(error.message)
             return
         self._unwritten.clear()
         self._note_write_error("")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 import time
 from collections.abc import Collection
 
@@ -24,8 +25,11 @@ class Faulty(Supervisor):
     """A supervisor with a fault in it, once it is told to have one."""
 
     fault = False
+    #: The thread that may not wait for the state file, at the last tick.
+    loop_thread: int | None = None
 
     def tick(self, now_s: float, readable: Collection[Watchable] | None = None) -> float | None:
+        self.loop_thread = self.store().loop_thread
         if self.fault:
             raise ZeroDivisionError("a fault of our own")
         return super().tick(now_s, readable)
@@ -51,7 +55,9 @@ def test_a_fault_in_a_tick_ends_the_loop_and_no_control_daemon(
         signals.close()
         gc.unfreeze()
         faulty.fault = False
+    assert faulty.loop_thread == threading.get_ident()
     drive(faulty, lambda: True)
+    assert faulty.loop_thread is None, "a stop waits for a lock, until its deadline"
     assert made.snapshot.domains[0].pid == pid
     assert made.snapshot.domains[0].state == "ready"
     assert modes(host) == ["exclusive_process"]

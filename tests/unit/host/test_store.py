@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
-from yunion_mps.errors import HostError
-from yunion_mps.host.store import Store
+from yunion_mps.errors import HostError, LockedError
+from yunion_mps.host.store import LOCK_WAIT_S, Store
 from yunion_mps.paths import Paths
 
 from descriptors import open_descriptors
@@ -262,13 +264,133 @@ def test_a_file_that_can_no_longer_be_written_is_an_error(paths: Paths, store: O
 
 def test_a_locked_file_is_kept_and_the_hint_is_to_end_its_lock(paths: Paths, store: OpenStore) -> None:
     opened = store()
-    opened._connection.execute("PRAGMA busy_timeout = 0")
-    with closing(sqlite3.connect(paths.store, isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(HostError, match="cannot be written: database is locked") as caught:
-            opened.remember("compute_mode", {"GPU-1": "Default"})
+    opened.loop_thread = threading.get_ident()
+    with locked(paths), pytest.raises(LockedError, match="cannot be written: database is locked") as caught:
+        opened.remember("compute_mode", {"GPU-1": "Default"})
     hint = "end the other process that has locked it, and keep the file"
     assert caught.value.hint == f"{hint}: lslocks | grep {paths.store}"
+
+
+@contextmanager
+def locked(paths: Paths) -> Iterator[sqlite3.Connection]:
+    """Another process that locks the state file, as an open transaction of sqlite3 does."""
+    with closing(sqlite3.connect(paths.store, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield other
+
+
+class Clock:
+    """A clock that only sleeping advances; `then` is called after each time."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.then: Callable[[], object] = lambda: None
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, wait_s: float) -> None:
+        self.now_s += wait_s
+        self.then()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def timed(paths: Paths, clock: Clock) -> Iterator[Store]:
+    with closing(Store(paths, clock, clock.sleep)) as opened:
+        yield opened
+
+
+def write_event(opened: Store) -> None:
+    opened.write(EVENT, [("one",)])
+
+
+def test_sqlite_itself_waits_for_no_lock(store: OpenStore) -> None:
+    assert store().read("PRAGMA busy_timeout") == [(0,)]
+
+
+def test_the_event_loop_never_waits_for_a_lock(paths: Paths, timed: Store, clock: Clock) -> None:
+    timed.loop_thread = threading.get_ident()
+    with locked(paths):
+        for _ in range(3):
+            with pytest.raises(LockedError) as caught:
+                write_event(timed)
+            assert caught.value.is_brief
+        clock.now_s += LOCK_WAIT_S
+        with pytest.raises(LockedError) as caught:
+            write_event(timed)
+        assert not caught.value.is_brief
+    assert clock.now_s == LOCK_WAIT_S, "no call has slept"
+    write_event(timed)
+
+
+def test_all_calls_in_an_outage_wait_for_one_deadline(paths: Paths, timed: Store, clock: Clock) -> None:
+    for outage in (1, 2):
+        with locked(paths):
+            for _ in range(10):
+                with pytest.raises(LockedError):
+                    write_event(timed)
+                assert timed.former("compute_mode") == {}, "which can be read"
+            assert clock.now_s == pytest.approx(outage * LOCK_WAIT_S, rel=0.1)
+        if outage == 1:
+            write_event(timed)
+        clock.now_s += 100 * (outage - 1)
+    with locked(paths):
+        timed.loop_thread = threading.get_ident()
+        with pytest.raises(LockedError) as caught:
+            write_event(timed)
+        assert caught.value.is_brief, "another outage, although nothing was written between"
+
+
+def test_a_short_lock_delays_a_thread_and_fails_nothing(paths: Paths, timed: Store, clock: Clock) -> None:
+    with locked(paths) as other:
+        clock.then = lambda: other.execute("ROLLBACK") if other.in_transaction else None
+        timed.remember("compute_mode", {"GPU-1": "Default"})
+    assert timed.former("compute_mode") == {"GPU-1": "Default"}
+
+
+def test_a_thread_that_waits_for_a_lock_blocks_no_other(paths: Paths, timed: Store, clock: Clock) -> None:
+    """Otherwise the event loop would wait for that thread."""
+    read: list[object] = []
+
+    def read_meanwhile() -> None:
+        thread = threading.Thread(target=lambda: read.append(timed.former("compute_mode")), daemon=True)
+        thread.start()
+        thread.join(60)
+
+    clock.then = read_meanwhile
+    with locked(paths), pytest.raises(LockedError):
+        timed.remember("compute_mode", {"GPU-1": "Default"})
+    assert read[:2] == [{}, {}]
+
+
+def test_a_file_that_is_locked_for_long_cannot_be_opened(paths: Paths, clock: Clock) -> None:
+    Store(paths).close()
+    with closing(sqlite3.connect(paths.store, isolation_level=None)) as other:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(LockedError, match="cannot be used: database is locked"):
+            Store(paths, clock, clock.sleep)
+        assert clock.now_s == pytest.approx(LOCK_WAIT_S, rel=0.1)
+        clock.then = other.close
+        Store(paths, clock, clock.sleep).close()
+
+
+def test_a_coroutine_waits_for_a_lock_until_the_deadline(paths: Paths, timed: Store, clock: Clock) -> None:
+    async def wait() -> None:
+        with locked(paths) as other:
+            asyncio.get_running_loop().call_soon(other.execute, "ROLLBACK")
+            await timed.until_unlocked()
+        with locked(paths):
+            asyncio.get_running_loop().call_soon(clock.sleep, LOCK_WAIT_S)
+            with pytest.raises(LockedError):
+                await timed.until_unlocked()
+
+    asyncio.run(wait())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")

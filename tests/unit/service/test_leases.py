@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +16,15 @@ from typing import Any
 import pytest
 from yunion_mps.answers import LeaseRecord
 from yunion_mps.containers.publisher import CdiPublisher
-from yunion_mps.errors import HostError, InfeasibleError, NotAllowedError, NothingFreeError
+from yunion_mps.errors import HostError, InfeasibleError, LockedError, NotAllowedError, NothingFreeError
+from yunion_mps.host import store
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.store import Store
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.leases.storage import LeaseStorage
 from yunion_mps.models import ALL, Event, Holder, Owner
 from yunion_mps.paths import Paths
+from yunion_mps.service import leases
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.server_users import ServerUsers
@@ -175,6 +179,70 @@ def test_a_lease_whose_end_was_not_stored_takes_no_device_after_a_crash(host: Le
         new = await host.take("new")
         await host.restart()
         assert [one["id"] for one in host.leases.leases()] == [new["id"]]
+
+    run(work())
+
+
+@contextmanager
+def locked(host: LeaseHost) -> Iterator[None]:
+    """Another process locks the state file, and this thread is that of the event loop."""
+    host.store.loop_thread = threading.get_ident()
+    with closing(sqlite3.connect(host.paths.store, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+
+
+def test_what_cannot_be_stored_during_a_lock_is_stored_after_it(
+    host: LeaseHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "RETRY_S", 0.01)
+
+    def stored() -> dict[str, float]:
+        kept = LeaseStorage(host.store, host.paths.lease_copies).read()
+        return {lease.holder.name: lease.ends_s or 0.0 for lease in kept}
+
+    async def work() -> None:
+        await host.take("renewed")
+        await host.take("released")
+        before_s = stored()["renewed"]
+        with locked(host):
+            host.leases.renew("renewed", Owner(ROOT))
+            host.release("released")
+            await asyncio.sleep(0.05)  # some retries fail
+            assert stored().keys() == {"renewed", "released"}
+        while stored().keys() != {"renewed"} or stored()["renewed"] <= before_s:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.01)
+
+    run(work())
+
+
+def test_a_queued_request_is_granted_after_a_lock(host: LeaseHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "RETRY_S", 0.01)
+
+    async def work() -> None:
+        await host.fill()
+        waits = await host.queue("waits")
+        with locked(host):
+            host.release("held-0")
+            await asyncio.sleep(0.05)
+            assert not waits.done()
+        assert (await waits)["name"] == "waits"
+
+    run(work())
+
+
+def test_a_request_during_a_lock_is_refused_as_busy(host: LeaseHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients try that again. A lock that ends soon only delays the answer."""
+
+    async def work() -> None:
+        with locked(host):
+            soon = asyncio.ensure_future(host.take("soon"))
+            await asyncio.sleep(0)
+            assert not soon.done()
+        assert (await soon)["name"] == "soon"
+        monkeypatch.setattr(store, "LOCK_WAIT_S", 0.0)
+        with locked(host), pytest.raises(LockedError):
+            await host.take("now")
 
     run(work())
 

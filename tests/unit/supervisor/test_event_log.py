@@ -6,6 +6,7 @@ import logging
 import os
 import sqlite3
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -21,6 +22,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.supervisor.event_log import (
     MAX_EVENTS,
     OLDEST_EVENT_S,
+    RETRY_S,
     EventCopy,
     EventLog,
     EventRecord,
@@ -116,6 +118,34 @@ def test_the_newest_events_are_shown_before_they_are_written(disk: Disk, event_l
     event_log.flush()
     assert event_log.write_error == ""
     assert whats(event_log) == ["a", "b", "c"]
+
+
+def test_events_are_written_by_a_timer_once_they_can_be(disk: Disk, event_log: EventLog) -> None:
+    asked: list[str] = []
+    event_log.not_written = lambda: asked.append("x")
+    assert event_log.tick(0.0) is None
+    disk.full = True
+    event_log.record(event("a"))
+    assert asked == ["x"]
+    assert event_log.tick(5.0) == 5.0 + RETRY_S
+    disk.full = False
+    assert event_log.tick(5.5) == 5.0 + RETRY_S, "too early"
+    assert event_log.tick(5.0 + RETRY_S) is None
+    assert [one.event.what for one in EventTable(disk.store).after(0, 9)] == ["a"]
+    assert (asked, event_log.write_error) == (["x"], "")
+
+
+def test_a_short_lock_of_the_state_file_is_not_reported(
+    disk: Disk, event_log: EventLog, paths: Paths, caplog: pytest.LogCaptureFixture
+) -> None:
+    event_log.record(event("a"))
+    disk.store.loop_thread = threading.get_ident()
+    with closing(sqlite3.connect(paths.store, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        event_log.record(event("b"))
+    assert (event_log.write_error, caplog.records) == ("", [])
+    assert event_log.tick(1.0) is None
+    assert [one.event.what for one in EventTable(disk.store).after(0, 9)] == ["a", "b"]
 
 
 def _full(statement: str, rows: Sequence[tuple[object, ...]]) -> None:
