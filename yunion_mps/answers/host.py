@@ -145,6 +145,10 @@ class Event(TypedDict):
     cause: Annotated[str, Field("Empty if unknown.")]
     consequence: Annotated[str, Field("Empty if there is none.")]
     code: ReasonCode
+    count: Annotated[
+        int, Field("How many events it stands for: many of one cause are counted in one.", minimum=1)
+    ]
+    last_time: Annotated[Time, Field("The time of the last of them.")]
 
 
 class EventList(TypedDict):

@@ -24,7 +24,7 @@ from yunion_mps.units import duration_s, rfc3339, seconds
 if TYPE_CHECKING:
     from yunion_mps.answers import Event, EventList
 
-FIELDS = ("time", "severity", "kind", "subject", "what", "cause", "consequence", "code")
+FIELDS = ("time", "severity", "kind", "subject", "what", "cause", "consequence", "code", "count", "last_time")
 
 _NEWEST = 100
 _NEWEST_TO_FOLLOW = 10
@@ -124,7 +124,9 @@ def _text(events: list[Event]) -> str:
     for event in events:
         severity = event["severity"] if event["severity"] == "info" else event["severity"].upper()
         subject = f"{event['kind']} {event['subject']}".rstrip()
-        lines.append(f"{date_and_time(event['time'])}  {severity:7}  {subject}: {event['what']}")
+        often = f" ({event['count']} times until {date_and_time(event['last_time'])})"
+        often = often if event["count"] > 1 else ""
+        lines.append(f"{date_and_time(event['time'])}  {severity:7}  {subject}: {event['what']}{often}")
         for name, text in (("cause", event["cause"]), ("consequence", event["consequence"])):
             for number, line in enumerate(text.splitlines()):
                 lines.append("    " + (f"{name}: " if not number else "") + line)

@@ -295,7 +295,10 @@ class Status(AnswerValue["answers.Status"]):
 
 @dataclass(frozen=True)
 class Event(AnswerValue["answers.Event"]):
-    """Something that changed, why, and what that means for devices and jobs."""
+    """Something that changed, why, and what that means for devices and jobs.
+
+    Many events of one cause are one, with their `count` and the time of the last of them.
+    """
 
     id: int
     time: datetime
@@ -306,6 +309,8 @@ class Event(AnswerValue["answers.Event"]):
     cause: str
     consequence: str
     code: str
+    count: int
+    last_time: datetime
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ yunion_mps_up 0
 _MAX_WAIT_S = 25
 _ANSWER_S = 10.0
 #: The parameters of requests for events that are relayed, with their maximums.
-_EVENT_MAXIMUMS = {"after": MAX_NUMBER, "limit": 200, "wait_s": _MAX_WAIT_S}
+_EVENT_MAXIMUMS = {"after": MAX_NUMBER, "before": MAX_NUMBER, "limit": 200, "wait_s": _MAX_WAIT_S}
 _INDEX = "index.html"
 _KINDS = {
     "html": "text/html; charset=utf-8",

@@ -79,6 +79,12 @@ _SCHEMA = (
     consequence TEXT NOT NULL,
     code TEXT NOT NULL
 )""",
+    "CREATE INDEX IF NOT EXISTS event_of_kind ON event (kind, severity)",
+    """CREATE TABLE IF NOT EXISTS event_repeat (
+    event INTEGER PRIMARY KEY,
+    count INTEGER NOT NULL,
+    last_s REAL NOT NULL
+)""",
 )
 #: How long another process may lock the file before that is an error; in s.
 LOCK_WAIT_S = 5.0

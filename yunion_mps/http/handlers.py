@@ -110,12 +110,21 @@ class Handlers:
         return Response(200, content_type, text)
 
     async def get_events(
-        self, request: Request, *, after: int | None, since: float, limit: int, kind: str | None, wait_s: int
+        self,
+        request: Request,
+        *,
+        after: int | None,
+        before: int | None,
+        since: float,
+        limit: int,
+        kind: str | None,
+        wait_s: int,
     ) -> answers.EventList:
         """The matching events; if there are none, the first that are recorded within `wait_s`."""
         if wait_s:
             request.await_event()
-        return await self._services.events.wait(EventFilter(after, since, limit, kind or ""), wait_s)
+        event_filter = EventFilter(after, since, limit, kind or "", before)
+        return await self._services.events.wait(event_filter, wait_s)
 
     async def get_usage(self, _: Request, *, gpu: str | None, devices: bool) -> answers.Usage:
         """Not cached, because it depends on the time."""

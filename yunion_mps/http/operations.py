@@ -263,6 +263,7 @@ GET_EVENTS: Operation[answers.EventList] = Operation(
     "get_events", "GET", "/v1/events", "List the events", "EventList",
     _number("after", "Only events with a higher id, oldest first; `since` is then ignored.",
             0, MAX_NUMBER),
+    _number("before", "Only the newest events with a lower id.", 1, MAX_NUMBER),
     Parameter("since", "Only the newest events since this RFC 3339 time.", "time", 0),
     _number("limit", "Maximum number of events.", 1, MAX_EVENTS, 100),
     Parameter("kind", "Only events of this kind.", choices=EVENT_KINDS),

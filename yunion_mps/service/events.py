@@ -57,12 +57,16 @@ class LongPolls:
 
 
 class EventFilter(NamedTuple):
-    """Selects events after an id (the oldest first), or the newest since a time (s since 1970)."""
+    """Selects events after an id (the oldest first), or the newest since a time (s since 1970).
+
+    `before` selects those with a lower id among the newest.
+    """
 
     after: int | None = None
     since_s: float = 0.0
     limit: int = 100
     kind: str = ""
+    before: int | None = None
 
 
 class EventService(LongPolls):
@@ -74,7 +78,9 @@ class EventService(LongPolls):
     def find(self, event_filter: EventFilter) -> answers.EventList:
         """The events, oldest first, and the newest one's id; raises HostError."""
         if event_filter.after is None:
-            records = self._event_log.newest(event_filter.since_s, event_filter.limit, event_filter.kind)
+            records = self._event_log.newest(
+                event_filter.since_s, event_filter.limit, event_filter.kind, event_filter.before
+            )
         else:
             records = self._event_log.after(event_filter.after, event_filter.limit, event_filter.kind)
         return {
@@ -89,6 +95,8 @@ class EventService(LongPolls):
                     "cause": record.event.cause,
                     "consequence": record.event.consequence,
                     "code": record.event.code,
+                    "count": record.occurrences,
+                    "last_time": rfc3339(record.time_s if record.last_s is None else record.last_s),
                 }
                 for record in records
             ],

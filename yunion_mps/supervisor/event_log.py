@@ -3,6 +3,10 @@
 An event is written to a copy in the run directory first, then to the state file, so that neither a full disk
 nor a damaged file loses it. Events that cannot be written immediately are written later, in order; nothing
 waits for them.
+
+Users can cause events at will: leases, processes that fail. Such events displace only their like, because
+the number of events is bounded for each kind and severity; and frequent ones of one cause are counted in one
+row.
 """
 
 from __future__ import annotations
@@ -11,24 +15,38 @@ import contextlib
 import json
 import logging
 import os
+import re
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from yunion_mps import reasons
+from yunion_mps.enums import EVENT_KINDS, SEVERITIES
 from yunion_mps.errors import HostError, LockedError
 from yunion_mps.host.store import Store
 from yunion_mps.models import Event
 
 log = logging.getLogger(__name__)
 
-#: How many events are kept, and for how long.
-MAX_EVENTS = 10_000
+T = TypeVar("T")
+
+#: How many events of each kind and severity are kept, and for how long.
+MAX_EVENTS = 5000
 OLDEST_EVENT_S = 30 * 86_400.0
 _PRUNE_EVERY = 256
 #: How often the daemon tries again to write what it could not, in s.
 RETRY_S = 1.0
+#: So many events of one cause within `REPEAT_S` have rows of their own; the last of these counts further
+#: ones.
+MAX_REPEATS = 10
+REPEAT_S = 3600.0
+#: Of how many causes the latest events are remembered, to count further ones.
+_MAX_CAUSES = 1000
+#: What differs between events of one cause.
+_PID = re.compile(r"\bPID \d+")
+#: The kinds of events that users can cause at will.
+_OF_USERS = ("lease", "client")
 #: How many events are kept in memory while none can be written.
 _MAX_UNWRITTEN = 1000
 #: The size at which the copy is rotated; two files are kept, with about 2,000 events each.
@@ -38,16 +56,73 @@ _MAX_EVENT_ID = 1 << 62
 #: The columns of the table, by name, because a newer version's may have more.
 _COLUMNS = "id, time_s, severity, kind, subject, what, cause, consequence, code"
 _INSERT = f"INSERT OR IGNORE INTO event ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_SELECT = f"SELECT {_COLUMNS}, count, last_s FROM event LEFT JOIN event_repeat ON event = id"
 #: How many fields a line of the copy has.
 _FIELDS = 2 + len(Event._fields)
 
 
 class EventRecord(NamedTuple):
-    """A recorded event; ids increase and are never reused. `time_s` is in s since 1970."""
+    """A recorded event; ids increase and are never reused. `time_s` is in s since 1970.
+
+    `occurrences` is how many events of this cause it stands for, and `last_s` the time of the last one, None
+    if there is only one.
+    """
 
     id: int
     time_s: float
     event: Event
+    occurrences: int = 1
+    last_s: float | None = None
+
+
+class Repeat(NamedTuple):
+    """Events of one cause that are counted in the row of the event with this `id`; `last_s` as above."""
+
+    id: int
+    occurrences: int
+    last_s: float
+
+
+class RepeatCounter:
+    """Finds the row in which an event is counted, if there were many of its cause."""
+
+    def __init__(self) -> None:
+        #: By cause: since when its events are counted, how many there were, and the id of the last row.
+        self._causes: dict[Event, tuple[float, int, int]] = {}
+
+    def count(self, event: Event, time_s: float) -> Repeat | None:
+        """Count an event; returns where, None if the event gets a row of its own."""
+        cause = _cause_of(event)
+        began_s, number, row = self._causes.get(cause, (time_s, 0, 0))
+        if not 0 <= time_s - began_s < REPEAT_S:
+            began_s, number, row = time_s, 0, 0
+        if not row or number < MAX_REPEATS:
+            return None
+        self._causes[cause] = (began_s, number + 1, row)
+        return Repeat(row, number + 2 - MAX_REPEATS, time_s)
+
+    def note(self, record: EventRecord) -> None:
+        """Note that an event has a row of its own."""
+        cause = _cause_of(record.event)
+        began_s, number, _ = self._causes.pop(cause, (record.time_s, 0, 0))
+        if not 0 <= record.time_s - began_s < REPEAT_S:
+            began_s, number = record.time_s, 0
+        self._causes[cause] = (began_s, number + 1, record.id)
+        if len(self._causes) > _MAX_CAUSES:
+            del self._causes[next(iter(self._causes))]  # the one without a new row for the longest time
+
+
+def _cause_of(event: Event) -> Event:
+    """The event without what differs between events of one cause."""
+    return event._replace(what=_PID.sub("PID", event.what), cause=_PID.sub("PID", event.cause))
+
+
+def _shorten(events: list[T], event_of: Callable[[T], Event]) -> None:
+    """Remove the oldest events of the most frequent kind and severity until there are not too many."""
+    while len(events) > _MAX_UNWRITTEN:
+        kinds = [(event_of(one).kind, event_of(one).severity) for one in events]
+        frequent, _ = Counter(kinds).most_common(1)[0]
+        del events[kinds.index(frequent)]
 
 
 class EventLog:
@@ -62,8 +137,11 @@ class EventLog:
         self._changed = changed
         self._last_id: int | None = None
         # Events without an id, because the next id is unknown until the state file has been read.
-        self._without_id: deque[tuple[float, Event]] = deque(maxlen=_MAX_UNWRITTEN)
-        self._unwritten: deque[EventRecord] = deque(maxlen=_MAX_UNWRITTEN)
+        self._without_id: list[tuple[float, Event]] = []
+        self._unwritten: list[EventRecord] = []
+        self._repeats = RepeatCounter()
+        #: What has been counted but not written, by the id of the row.
+        self._uncounted: dict[int, Repeat] = {}
         self._set_aside = ""
         #: Why events cannot be written; empty if they can.
         self.write_error = ""
@@ -79,15 +157,21 @@ class EventLog:
 
     def record(self, event: Event) -> None:
         """Record the event with the current time; call it on the event loop's thread."""
-        self._without_id.append((time.time(), event))
+        time_s = time.time()
         self.counts[event.kind, event.severity] += 1
+        repeat = self._repeats.count(event, time_s)
+        if repeat:
+            self._uncounted[repeat.id] = repeat
+        else:
+            self._without_id.append((time_s, event))
+            _shorten(self._without_id, lambda one: one[1])
         self.flush()
         if self._has_more:
             self.not_written()
 
     @property
     def _has_more(self) -> bool:
-        return bool(self._without_id or self._unwritten)
+        return bool(self._without_id or self._unwritten or self._uncounted)
 
     def tick(self, now_s: float) -> float | None:
         """Try to write what could not be written; return when to call this again, None if all is written."""
@@ -103,12 +187,14 @@ class EventLog:
         try:
             self._assign_ids()
             store = self._store()
-            EventTable(store).add(list(self._unwritten))
+            EventTable(store).add(self._unwritten)
+            EventTable(store).count(list(self._uncounted.values()))
         except HostError as error:
             if not (isinstance(error, LockedError) and error.is_brief):
                 self._note_write_error(error.message)
             return
         self._unwritten.clear()
+        self._uncounted.clear()
         self._note_write_error("")
         if store.set_aside != self._set_aside:
             self._set_aside = store.set_aside
@@ -134,11 +220,18 @@ class EventLog:
         written = EventTable(self._store()).after(last, limit, kind)
         return [*written, *self._not_written_since(last, 0.0, kind)][:limit]
 
-    def newest(self, since_s: float, limit: int, kind: str = "") -> list[EventRecord]:
-        """Return the newest `limit` events since `since_s` (s since 1970), oldest first; raises HostError."""
+    def newest(
+        self, since_s: float, limit: int, kind: str = "", before: int | None = None
+    ) -> list[EventRecord]:
+        """Return the newest `limit` events since `since_s` (s since 1970), oldest first; raises HostError.
+
+        Those with an id below `before`, unless it is None.
+        """
         self.last_id()
-        written = EventTable(self._store()).newest(since_s, limit, kind)
-        return [*written, *self._not_written_since(0, since_s, kind)][-limit:]
+        before = _MAX_EVENT_ID if before is None else before
+        written = EventTable(self._store()).newest(since_s, limit, kind, before)
+        unwritten = [one for one in self._not_written_since(0, since_s, kind) if one.id < before]
+        return [*written, *unwritten][-limit:]
 
     def not_recorded(self, kind: str, since_s: Mapping[str, float]) -> set[str]:
         """Return the subjects without an event since their time, if events of that age are still kept.
@@ -171,7 +264,10 @@ class EventLog:
         self._without_id.clear()
         self._last_id = first + len(new) - 1
         self._unwritten += new
+        _shorten(self._unwritten, lambda record: record.event)
         self._copy.add(new)
+        for record in new:
+            self._repeats.note(record)
 
     def _refill(self, store: Store) -> None:
         """Fill a state file that was damaged and created again with the events of the copy."""
@@ -195,7 +291,10 @@ class EventLog:
 
 
 class EventTable:
-    """The events in a state file, bounded in number and age; every method raises HostError."""
+    """The events in a state file, bounded in age and, for each kind and severity, in number.
+
+    Every method raises HostError.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -209,68 +308,112 @@ class EventTable:
         if events[0].id // _PRUNE_EVERY != (events[-1].id + 1) // _PRUNE_EVERY:
             self._prune()
 
+    def count(self, repeats: Sequence[Repeat]) -> None:
+        """Record all of these counts or none."""
+        if repeats:
+            statement = "INSERT OR REPLACE INTO event_repeat (event, count, last_s) VALUES (?, ?, ?)"
+            self._store.write(statement, repeats)
+
     def last_id(self) -> int:
         """Return the highest id ever used, 0 if there is none."""
         rows = self._store.read("SELECT seq FROM sqlite_sequence WHERE name = 'event'")
         return int(rows[0][0]) if rows else 0
 
-    def newest(self, since_s: float, limit: int, kind: str = "") -> list[EventRecord]:
-        """Return the newest `limit` events since `since_s`, oldest first."""
-        query = f"""SELECT {_COLUMNS} FROM event WHERE time_s >= ? AND (? = '' OR kind = ?)
+    def newest(
+        self, since_s: float, limit: int, kind: str = "", before: int = _MAX_EVENT_ID
+    ) -> list[EventRecord]:
+        """Return the newest `limit` events since `since_s` with an id below `before`, oldest first."""
+        query = f"""{_SELECT} WHERE id < ? AND COALESCE(last_s, time_s) >= ? AND (? = '' OR kind = ?)
             ORDER BY id DESC LIMIT ?"""
-        return [_record(row) for row in reversed(self._store.read(query, since_s, kind, kind, limit))]
+        rows = self._store.read(query, before, since_s, kind, kind, limit)
+        return [_record(row) for row in reversed(rows)]
 
     def after(self, last: int, limit: int, kind: str = "") -> list[EventRecord]:
         """Return the oldest `limit` events with an id above `last`, oldest first."""
-        query = f"SELECT {_COLUMNS} FROM event WHERE id > ? AND (? = '' OR kind = ?) ORDER BY id LIMIT ?"
+        query = f"{_SELECT} WHERE id > ? AND (? = '' OR kind = ?) ORDER BY id LIMIT ?"
         return [_record(row) for row in self._store.read(query, last, kind, kind, limit)]
 
     def times(self, kind: str) -> tuple[float, dict[str, float]]:
-        """Return the time of the oldest event, and of the newest of this kind by subject, in s since 1970."""
-        (oldest,) = self._store.read("SELECT COALESCE(MIN(time_s), 0) FROM event")
-        query = "SELECT subject, MAX(time_s) FROM event WHERE kind = ? GROUP BY subject"
+        """Return the times of the oldest event of this kind and of the newest by subject, in s since 1970.
+
+        The first is that of the oldest event of any kind if there is none of this one.
+        """
+        query = """SELECT COALESCE((SELECT MIN(time_s) FROM event WHERE kind = ?),
+            (SELECT MIN(time_s) FROM event), 0)"""
+        (oldest,) = self._store.read(query, kind)
+        query = """SELECT subject, MAX(COALESCE(last_s, time_s)) FROM event
+            LEFT JOIN event_repeat ON event = id WHERE kind = ? GROUP BY subject"""
         return oldest[0], dict(self._store.read(query, kind))
 
     def _prune(self) -> None:
         """Delete old events, by number first, because a clock set ahead makes new events look old."""
-        self._store.write("DELETE FROM event WHERE id <= ?", [(self.last_id() - MAX_EVENTS,)])
-        self._store.write("DELETE FROM event WHERE time_s < ?", [(time.time() - OLDEST_EVENT_S,)])
+        kinds = [(kind, severity) for kind in EVENT_KINDS for severity in SEVERITIES]
+        statement = f"""DELETE FROM event WHERE kind = ?1 AND severity = ?2 AND id <= (
+            SELECT id FROM event WHERE kind = ?1 AND severity = ?2
+            ORDER BY id DESC LIMIT 1 OFFSET {MAX_EVENTS}
+        )"""
+        self._store.write(statement, kinds)
+        oldest_s = time.time() - OLDEST_EVENT_S
+        statement = """DELETE FROM event WHERE time_s < ?1
+            AND id NOT IN (SELECT event FROM event_repeat WHERE last_s >= ?1)"""
+        self._store.write(statement, [(oldest_s,)])
+        statement = "DELETE FROM event_repeat WHERE event NOT IN (SELECT id FROM event)"
+        self._store.write(statement, [()])
 
 
-def _record(row: Sequence[object]) -> EventRecord:
-    number, time_s, *fields = row
-    return EventRecord(int(str(number)), float(str(time_s)), Event(*map(str, fields)))
+def _record(row: Sequence[Any]) -> EventRecord:
+    number, time_s, *fields, times, last_s = row
+    event = Event(*map(str, fields))
+    return EventRecord(int(number), float(time_s), event, int(times or 1), last_s)
 
 
 class EventCopy:
-    """The copy of the events, one JSON line each; lines that cannot be written or read are skipped."""
+    """The copy of the events, one JSON line each; lines that cannot be written or read are skipped.
+
+    What users can cause at will has files of its own, so that it displaces nothing else.
+    """
 
     def __init__(self, file: str) -> None:
         self.file = file
-        self._older = f"{file}.old"
+        self._of_users = f"{file}.users"
 
     def add(self, events: Iterable[EventRecord]) -> None:
-        rows = ([record.id, record.time_s, *record.event] for record in events)
-        lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
-        with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(self.file), mode=0o755, exist_ok=True)
-            file = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(file, lines.encode())
-                is_large = os.fstat(file).st_size > _MAX_COPY_BYTES
-            finally:
-                os.close(file)
-            if is_large:
-                os.replace(self.file, self._older)
+        by_file: dict[str, list[EventRecord]] = {}
+        for record in events:
+            file = self._of_users if record.event.kind in _OF_USERS else self.file
+            by_file.setdefault(file, []).append(record)
+        for file, records in by_file.items():
+            _append(file, records)
 
     def read(self) -> list[EventRecord]:
         records: dict[int, EventRecord] = {}
-        for name in (self._older, self.file):
-            with contextlib.suppress(OSError), open(name, encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
-                        number, time_s, *fields = json.loads(line)[:_FIELDS]
-                        if 0 < int(number) < _MAX_EVENT_ID:
-                            event = Event(*map(str, fields))
-                            records[int(number)] = EventRecord(int(number), float(time_s), event)
+        for file in (self._of_users, self.file):
+            for name in (f"{file}.old", file):
+                with contextlib.suppress(OSError), open(name, encoding="utf-8", errors="replace") as lines:
+                    records.update(_readable(lines))
         return [records[number] for number in sorted(records)]
+
+
+def _append(name: str, events: Iterable[EventRecord]) -> None:
+    """Append the events to a file, and rename it once it is large."""
+    rows = ([record.id, record.time_s, *record.event] for record in events)
+    lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+    with contextlib.suppress(OSError):
+        os.makedirs(os.path.dirname(name), mode=0o755, exist_ok=True)
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(file, lines.encode())
+            is_large = os.fstat(file).st_size > _MAX_COPY_BYTES
+        finally:
+            os.close(file)
+        if is_large:
+            os.replace(name, f"{name}.old")
+
+
+def _readable(lines: Iterable[str]) -> Iterator[tuple[int, EventRecord]]:
+    """Yield the events of the lines that can be read, with their ids."""
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
+            number, time_s, *fields = json.loads(line)[:_FIELDS]
+            if 0 < int(number) < _MAX_EVENT_ID:
+                yield int(number), EventRecord(int(number), float(time_s), Event(*map(str, fields)))

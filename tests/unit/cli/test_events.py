@@ -18,6 +18,7 @@ from yunion_mps.cli.output import cell
 from yunion_mps.http.listener import Listener
 from yunion_mps.http.server import Server
 from yunion_mps.models import Event
+from yunion_mps.supervisor.event_log import MAX_REPEATS
 from yunion_mps.units import rfc3339
 
 from integration.daemon_host import eventually
@@ -121,8 +122,8 @@ def test_without_events_it_says_so(happened: Cli) -> None:
 def test_if_there_may_be_more_it_says_so_and_shows_the_newest(happened: Cli) -> None:
     cut = "(showing the newest 1 events; for older ones, use --limit or --since)\n"
     assert happened.good("events", "--limit", "1") == cut + TEXT.splitlines(keepends=True)[-1]
-    for _ in range(100):
-        happened.host.record(GPU, THEN_S + 3600 * 4)
+    for number in range(100):
+        happened.host.record(GPU._replace(subject=str(number)), THEN_S + 3600 * 4)
     assert happened.good("events").startswith("(showing the newest 100 events; ")
     assert len(happened.good("events").splitlines()) == 101
     assert happened.good("events", "--since", "yesterday").startswith(TEXT)
@@ -130,11 +131,20 @@ def test_if_there_may_be_more_it_says_so_and_shows_the_newest(happened: Cli) -> 
 
 def test_events_are_printed_for_programs_too(happened: Cli) -> None:
     answer, (header, *rows) = happened.read("events")
-    assert answer["events"][0] == {"id": 1, "time": rfc3339(THEN_S), **DIED._asdict()}
-    assert header == ["time", "severity", "kind", "subject", "what", "cause", "consequence", "code"]
-    assert rows[1] == [rfc3339(THEN_S + 3600), *BACK]
-    assert rows[2][-3] == "a.conf:3: x is 0; b.yml:2: y is 1"
+    times = {"time": rfc3339(THEN_S), "last_time": rfc3339(THEN_S)}
+    assert answer["events"][0] == {"id": 1, **times, "count": 1, **DIED._asdict()}
+    names = ["time", "severity", "kind", "subject", "what", "cause", "consequence", "code"]
+    assert header == [*names, "count", "last_time"]
+    assert rows[1] == [rfc3339(THEN_S + 3600), *BACK, "1", rfc3339(THEN_S + 3600)]
+    assert rows[2][-5] == "a.conf:3: x is 0; b.yml:2: y is 1"
     assert len(rows) == 4
+
+
+def test_many_events_of_one_cause_are_counted_in_the_last_line(happened: Cli) -> None:
+    for number in range(MAX_REPEATS + 5):
+        happened.host.record(BACK, THEN_S + 3600 * 4 + number)
+    *_, last = happened.good("events").splitlines()[:-1]
+    assert "domain host: applying -> ready (7 times until " in last, "and there was one before"
 
 
 @contextlib.contextmanager
@@ -174,8 +184,8 @@ def test_follow_shows_what_was_and_what_comes_until_ctrl_c(happened: Cli) -> Non
 
 
 def test_follow_begins_with_the_newest_ten_or_those_since_a_time(happened: Cli) -> None:
-    for _ in range(10):
-        happened.host.record(BACK, THEN_S + 3600 * 4)
+    for number in range(10):
+        happened.host.record(BACK._replace(subject=str(number)), THEN_S + 3600 * 4)
     for arguments, count in (([], 10), (["--limit", "3"], 3), (["--since", "yesterday"], 14)):
         with following(happened, "-o", "json", *arguments) as process:
             ids = [json.loads(line)["id"] for line in lines_of(process, count)]

@@ -44,8 +44,9 @@ def test_events_are_asked_for_by_time_kind_and_number(host: ServerHost) -> None:
     now_s = int(time.time())
     for before_s, event in ((300.5, LOST), (200, READY), (100, BACK)):
         host.record(event, now_s - before_s)
+    times = {"time": rfc3339(now_s - 100), "last_time": rfc3339(now_s - 100)}
     assert host.ask("GET", "/v1/events?limit=1").json() == {
-        "events": [{"id": 3, "time": rfc3339(now_s - 100), **BACK._asdict()}],
+        "events": [{"id": 3, **times, **BACK._asdict(), "count": 1}],
         "last": 3,
     }
     for query, expected in {
@@ -63,6 +64,10 @@ def test_events_are_asked_for_by_time_kind_and_number(host: ServerHost) -> None:
         "?after=1": [READY.what, BACK.what],
         "?after=0&limit=1": [LOST.what],
         "?after=3&wait_s=0": [],
+        "?before=3": [LOST.what, READY.what],
+        "?before=3&limit=1": [READY.what],
+        "?before=3&kind=gpu": [LOST.what],
+        "?before=1": [],
     }.items():
         assert whats(host.ask("GET", "/v1/events" + query)) == expected, query
     assert host.ask("GET", "/v1/events?after=3").json()["last"] == 3

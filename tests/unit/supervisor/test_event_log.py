@@ -21,12 +21,15 @@ from yunion_mps.models import Event
 from yunion_mps.paths import Paths
 from yunion_mps.supervisor.event_log import (
     MAX_EVENTS,
+    MAX_REPEATS,
     OLDEST_EVENT_S,
+    REPEAT_S,
     RETRY_S,
     EventCopy,
     EventLog,
     EventRecord,
     EventTable,
+    Repeat,
 )
 
 
@@ -233,6 +236,118 @@ def test_events_are_selected_by_id_time_and_kind(table: EventTable) -> None:
     assert [one.id for one in table.newest(0.0, 10, "gpu")] == [2]
     assert [one.id for one in table.after(1, 1)] == [2]
     assert [one.id for one in table.after(0, 9, "domain")] == [1, 3]
+
+
+def leased(number: int) -> Event:
+    """What a user causes by taking a lease: its process and device differ each time."""
+    return Event("info", "lease", f"00:06.0-{number % 4}", f"granted to job-{number} of alice")
+
+
+def test_leases_displace_neither_xids_nor_deaths(event_log: EventLog, disk: Disk) -> None:
+    kept = [
+        Event("warning", "gpu", "00:06.0", "Xid 31"),
+        Event("error", "client", "host", "MPS server (PID 7) ended unexpectedly"),
+        Event("info", "client", "host", "MPS server (PID 8) started"),
+        Event("info", "domain", "host", "applying -> ready"),
+    ]
+    for one in kept:
+        event_log.record(one)
+    events = [EventRecord(number, time.time(), leased(number)) for number in range(5, MAX_EVENTS + 800)]
+    EventTable(disk.store).add(events)
+    found = [one.event for one in EventTable(disk.store).after(0, 20_000)]
+    assert [one for one in found if one.kind != "lease"] == kept
+    assert MAX_EVENTS <= len(found) <= MAX_EVENTS + 300
+
+
+def test_leases_displace_no_other_event_from_memory(event_log: EventLog, disk: Disk) -> None:
+    disk.full = True
+    event_log.record(event("Xid 31", "gpu"))
+    for number in range(1500):
+        event_log.record(leased(number))
+    disk.full = False
+    event_log.flush()
+    assert whats(event_log)[0] == "Xid 31"
+    assert len(whats(event_log)) == 1000
+    written = disk.store.write
+    disk.store.write = _full  # type: ignore[method-assign]
+    event_log.record(event("Xid 48", "gpu"))
+    for number in range(2000, 3500):
+        event_log.record(leased(number))
+    disk.store.write = written  # type: ignore[method-assign]
+    event_log.flush()
+    assert "Xid 48" in whats(event_log)
+
+
+def test_leases_displace_no_other_event_from_the_copy(tmp_path: Path) -> None:
+    copy = EventCopy(str(tmp_path / "events"))
+    copy.add([recorded(1)])
+    for first in range(2, 20_000, 100):
+        copy.add(EventRecord(number, 1.5, leased(number)) for number in range(first, first + 100))
+    copy.add([recorded(20_100)])
+    kept = copy.read()
+    assert [one.id for one in kept if one.event.kind == "gpu"] == [1, 20_100]
+    assert [one.id for one in kept] == sorted(one.id for one in kept)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 1_200_000
+
+
+@pytest.fixture
+def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The wall clock of the event log, as its only item."""
+    now_s = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now_s[0])
+    return now_s
+
+
+def test_many_events_of_one_cause_are_counted_in_one_row(
+    event_log: EventLog, disk: Disk, now_s: list[float], paths: Paths
+) -> None:
+    for pid in range(MAX_REPEATS + 20):
+        now_s[0] += 1.0
+        event_log.record(event(f"granted to job (PID {pid}, alice)", "lease"))
+        event_log.record(event("another cause" if pid < 3 else f"cause {pid}"))
+    rows = event_log.newest(0.0, 1000, "lease")
+    assert [one.occurrences for one in rows] == [1] * (MAX_REPEATS - 1) + [21]
+    assert (rows[-1].time_s, rows[-1].last_s) == (1000.0 + MAX_REPEATS, 1000.0 + MAX_REPEATS + 20)
+    assert [one.id for one in event_log.newest(1029.0, 10, "lease")] == [rows[-1].id], "by its last time"
+    assert event_log.not_recorded("lease", {"host": 1030.0}) == set()
+    assert event_log.not_recorded("lease", {"host": 1031.0}) == {"host"}
+    assert event_log.counts["lease", "info"] == MAX_REPEATS + 20
+    again = EventLog(disk, paths.events_copy)
+    assert again.newest(0.0, 1000, "lease") == rows, "and the next daemon knows it"
+
+
+def test_events_of_one_cause_have_rows_of_their_own_again_later(
+    event_log: EventLog, now_s: list[float]
+) -> None:
+    for _ in range(MAX_REPEATS + 1):
+        event_log.record(event("a"))
+    now_s[0] += REPEAT_S
+    event_log.record(event("a"))
+    assert [one.occurrences for one in event_log.newest(0.0, 100)] == [1] * (MAX_REPEATS - 1) + [2, 1]
+    now_s[0] -= 2 * REPEAT_S  # the clock was set back
+    event_log.record(event("a"))
+    assert len(event_log.newest(-REPEAT_S, 100)) == MAX_REPEATS + 2
+
+
+def test_counts_that_cannot_be_written_are_written_later(event_log: EventLog, disk: Disk) -> None:
+    for _ in range(MAX_REPEATS):
+        event_log.record(event("a"))
+    written = disk.store.write
+    disk.store.write = _full  # type: ignore[method-assign]
+    event_log.record(event("a"))
+    event_log.record(event("a"))
+    disk.store.write = written  # type: ignore[method-assign]
+    event_log.tick(1.0)
+    assert [one.occurrences for one in event_log.after(MAX_REPEATS - 1, 9)] == [3]
+
+
+def test_old_events_are_deleted_with_their_counts(table: EventTable, disk: Disk) -> None:
+    old_s = time.time() - OLDEST_EVENT_S - 10
+    table.add(several(1, 2, old_s))
+    table.count([Repeat(1, 5, old_s), Repeat(2, 5, time.time())])
+    table.add(several(3, 300, time.time()))
+    assert [one.id for one in table.after(0, 2)] == [2, 3], "the second happened again lately"
+    assert disk.store.read("SELECT event FROM event_repeat") == [(2,)]
 
 
 def test_a_recorded_event_is_neither_changed_nor_repeated(table: EventTable) -> None:

@@ -40,9 +40,8 @@ export class Events {
   async turn(first) {
     const oldest = this.events.at(-1).id;
     if (first + ROWS >= this.events.length && oldest > 1) {
-      const after = Math.max(0, oldest - 1 - 2 * ROWS);
-      const { events } = await this.get(`after=${after}&limit=${2 * ROWS}`).catch(() => ({ events: [] }));
-      const older = events.filter((one) => one.id < oldest).reverse();
+      const { events } = await this.get(`before=${oldest}&limit=${2 * ROWS}`).catch(() => ({ events: [] }));
+      const older = events.reverse();
       this.events.push(...older);
       this.whole = !older.length;
     }
@@ -64,6 +63,7 @@ function makeEvent(event) {
   const what = make("p", "what", {}, sign);
   if (event.severity !== "info") what.append(make("span", "unseen", {}, `${event.severity}: `));
   what.append(make("strong", "", {}, `${event.kind} ${event.subject}`), ` ${event.what}`);
+  if (event.count > 1) what.append(make("span", "dim", {}, ` · ${event.count} times until ${clock(event.last_time)}`));
   for (const why of [event.cause && `cause: ${event.cause}`, event.consequence]) {
     if (why) what.append(make("span", "dim", {}, ` · ${why}`));
   }
