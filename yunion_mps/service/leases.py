@@ -441,7 +441,15 @@ class LeaseService:
         """The request with whole names; raises YunionError if it may not wait, or never can be granted."""
         config = self._supervisor.config
         self.ledger.refuse_if_any_is_unknown()
-        refuse_over_quota(queued.holder, owners, config.max_leases_per_user, config.max_lease_ttl_s)
+        refuse_too_long(queued.holder, config.max_lease_ttl_s)
+        others = [(lease.holder.owner, len(lease.devices)) for lease in self.ledger.leases.values()]
+        others += [
+            (other.holder.owner, self._devices_of(other.request))
+            for other in self.queue.requests
+            if not queued.key or other.key != queued.key  # a repeated request counts once
+        ]
+        quota = Quota(config.max_leases_per_user, config.max_devices_per_user)
+        refuse_over_quota(queued.holder, self._devices_of(queued.request), others, quota)
         self.ledger.refuse_duplicate(queued.holder, queued.idempotency_key)
         return queued._replace(request=self._queries.feasible(queued.request))
 
