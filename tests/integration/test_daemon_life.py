@@ -15,6 +15,7 @@ from yunion_mps.host.processes import PROGRAM_DIRECTORIES
 
 from integration.conftest import MakeAtWork, MakeDaemon
 from integration.daemon_host import Daemon, control_daemons, eventually, is_running
+from integration.lease_host import take
 
 LINE = "4 of 4 devices available, 1 of 1 control daemons serving"
 RUN = "run/yunion-mps"
@@ -34,6 +35,19 @@ def test_systemd_is_notified_of_each_step_once_and_in_order(ready_daemon: Daemon
         "EXTEND_TIMEOUT_USEC=90000000",
         "STATUS=stopping the control daemons and restoring the compute modes",
     ]
+
+
+@pytest.mark.gpus({"kind": "v100"})
+def test_all_of_its_modules_are_loaded_once_it_is_ready(daemon: Daemon) -> None:
+    """Later, a shortage could make the import fail, and an upgrade has put other files in their place."""
+    daemon.start(PYTHONPROFILEIMPORTTIME="1").wait_ready()  # which writes each import to the log
+    loaded = [line.rpartition("|")[2].strip() for line in daemon.log.splitlines() if "import time:" in line]
+    assert "yunion_mps.daemon.loop" in loaded
+    assert take(daemon, "holder.name=job&holder.ttl_s=60")
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    assert daemon.get("/metrics")[0] == 200
+    after = [line.rpartition("|")[2].strip() for line in daemon.log.splitlines() if "import time:" in line]
+    assert [name for name in after[len(loaded) :] if name.startswith("yunion_mps")] == []
 
 
 def test_under_systemd_each_line_has_its_level_and_no_time(ready_daemon: Daemon) -> None:

@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("yunion_mps.daemon")
 
 
-class _LoadError(Exception):
-    """A module could not be read in a shortage of descriptors."""
-
-
 def run(options: Options) -> int:
     set_up_log(options.log_level)
     paths = Paths.from_environment()
@@ -113,6 +109,8 @@ class _Daemon:
         self._supervisor = supervisor
         self._lock = lock
         self._state = state
+        #: Serves requests until a stop, or a re-exec, for which it returns True.
+        self._serve_requests: Callable[[DaemonParts], bool] | None = None
 
     def start(self) -> Listener | None:
         """Start the domains, wait until each is ready or has failed, and return the listening socket.
@@ -133,8 +131,7 @@ class _Daemon:
         gc.enable()  # a start may take long
         supervisor, fleet = self._supervisor, self._supervisor.fleet
         supervisor.start(time.monotonic())
-        from yunion_mps.service import queries  # noqa: F401 - loaded here, while the control daemons start
-
+        self._serve_requests = _load_event_loop()  # while the control daemons start
         drive(supervisor, lambda: fleet.started or bool(self._signals.stop), self._signals)
         if self._signals.stop:
             return None
@@ -156,26 +153,19 @@ class _Daemon:
             log.error("stopping without the event loop: out of memory")
 
     def _serve(self, listener: Listener) -> None:
-        """Notify READY, because every limit was read back and the socket listens, then load what answers.
-
-        The imports (asyncio, h11, most use cases) take about 20 ms, while the first connections wait in the
-        backlog.
-        """
+        """Notify READY, because every limit was read back, the socket listens, and all modules are there."""
         supervisor, notifier = self._supervisor, self._notifier
         publish_addresses(self._paths, supervisor.config)
         try:
             queries = self._queries()
             notifier.ready(queries.summary)
-            serve = _load_event_loop()
             self._announce(queries)
             parts = DaemonParts(self._paths, listener, supervisor, queries, notifier, self._signals)
-            while serve(parts):
+            assert self._serve_requests
+            while self._serve_requests(parts):
                 self._reexec(ReexecState(listener.socket.fileno(), self._lock, self._started_s))
             supervisor.report_late_jobs()
             self._record("info", "stopped", self._signals.stop)
-        except _LoadError as error:
-            self.stop()
-            raise ShortageError(f"the event loop cannot be loaded: {error}") from None
         finally:
             listener.close()
 
@@ -233,7 +223,8 @@ class _Daemon:
 def _load_event_loop() -> Callable[[DaemonParts], bool]:
     """Import asyncio, without ssl, which would take 4 MiB, and all modules that are needed later.
 
-    After an upgrade, their files would be of another version.
+    After an upgrade, their files would be of another version, and in a shortage they could not be read.
+    Raises ShortageError.
     """
     absent: Any = None  # makes the import fail, which asyncio handles
     sys.modules.setdefault("ssl", absent)
@@ -241,7 +232,9 @@ def _load_event_loop() -> Callable[[DaemonParts], bool]:
         from yunion_mps.daemon.loop import serve
         from yunion_mps.http import openapi  # noqa: F401 - which is otherwise imported when it is needed
     except OSError as error:
-        raise _LoadError(str(error)) from None
+        raise ShortageError(f"the event loop cannot be loaded: {error}") from None
+    except MemoryError:
+        raise ShortageError("the event loop cannot be loaded: out of memory") from None
     finally:
         if sys.modules["ssl"] is None:
             del sys.modules["ssl"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import re
 import time
@@ -11,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from yunion_mps.errors import YunionError
+from yunion_mps.errors import ShortageError, YunionError
 from yunion_mps.exposition import Histogram
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.messages import EventualResponse, Request, Response, problem, problem_of, response_of
@@ -31,6 +32,8 @@ _BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.
 _READ = ("GET", "HEAD")
 _METHODS = (*_READ, "POST", "DELETE")
 _CACHED_BYTES = 8 << 20
+#: Errors of system calls in a shortage, such as of descriptors: the next request may succeed.
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _TEMPLATES = {path: path.split("/") for path in ROUTES if "{" in path}
 
 
@@ -215,5 +218,9 @@ async def _run_async(request: Request, work: Callable[[], Any]) -> Response:
 def _failure(request: Request, error: Exception) -> Response:
     if isinstance(error, YunionError):
         return problem_of(error)
+    if isinstance(error, OSError) and error.errno in _SHORTAGES:
+        return problem_of(ShortageError(f"the request cannot be answered: {error.strerror}"))
+    if isinstance(error, MemoryError):
+        return problem_of(ShortageError("the request cannot be answered: out of memory"))
     log.error("the answer to %s %s failed", request.method, request.target, exc_info=error)
     return problem(500, "internal error in the daemon", "see: journalctl -u yunion-mps-daemon")

@@ -32,11 +32,11 @@ ELSEWHERE = (
     "yunion_mps.ray",
 )
 
-#: What takes more than 20 ms to load, and is needed only after READY, or never.
+#: What takes more than 20 ms to load, and is loaded while the control daemons start, or never.
 LATER = {"asyncio", "click", "h11", "hashlib", "http", "inspect", "pathlib", "ssl", "subprocess", "uuid"}
 
 
-def test_a_daemon_is_ready_before_it_loads_what_serves_requests() -> None:
+def test_control_daemons_start_before_what_serves_requests_is_loaded() -> None:
     assert LATER & _modules_after("from yunion_mps.daemon import options, run") == set()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from yunion_mps.errors import ConfigError, HostError, NotAllowedError, NotFoundError, Problem, YunionError
 from yunion_mps.models import Event
+from yunion_mps.reasons import SHORTAGE, hint_of
 from yunion_mps.units import rfc3339
 
 from integration.daemon_host import eventually
@@ -227,6 +229,25 @@ def test_an_internal_error_is_a_500_and_logged(host: ServerHost, caplog: pytest.
     assert post(host, "/v1/reload").problem[:2] == (500, "internal error in the daemon")
     assert "the answer to POST /v1/reload failed" in caplog.text
     assert "RuntimeError: our own" in caplog.text
+    host.assert_serves()
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),
+        (MemoryError(), "out of memory"),
+    ],
+)
+def test_a_shortage_while_an_answer_is_made_is_a_503(
+    host: ServerHost, error: Exception, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when a module that only this answer needs cannot be read."""
+    host.reloader.error = error
+    what = f"the request cannot be answered: {why}"
+    assert post(host, "/v1/reload").problem == (503, what, hint_of(SHORTAGE))
+    assert "Traceback" not in caplog.text
     host.assert_serves()
 
 
