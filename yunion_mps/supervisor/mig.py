@@ -1,7 +1,7 @@
 """MIG layouts: brought into effect step by step.
 
-Before each step, the instances that are ours are recorded. So if a daemon is killed, the next one continues,
-and never destroys an instance that another program created: only those whose creation was recorded are ours.
+Before each step, the instances that are ours are recorded, and which one is about to be created. So if a
+daemon is killed, the next one continues, and never destroys an instance that another program created.
 An instance that a lease, a server or a process uses is not destroyed either, and no MIG mode changes on a GPU
 in use; then nothing changes, and the reason says what the layout waits for.
 """
@@ -20,7 +20,7 @@ from yunion_mps.mig import MigInstance, MigLayout
 from yunion_mps.models import Gpu, Inventory
 from yunion_mps.planning.mig import LayoutChange, Placement, change, change_to
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.supervisor.mig_record import MigRecord
+from yunion_mps.supervisor.mig_record import MigIntent, MigRecord
 from yunion_mps.users import NO_USERS, Users, wait_reason
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,12 @@ _CODES = (
 )  # fmt: skip
 
 
+#: Refusals after which it is certain that the driver has created no instance.
+_NOTHING_CREATED = (
+    reasons.MIG_NO_PERMISSION, reasons.MIG_NOT_SUPPORTED, reasons.MIG_INSUFFICIENT_RESOURCES,
+)  # fmt: skip
+
+
 class LayoutWork:
     """One GPU on its way to its layout: the mode first, then the instances, as NVIDIA's mig-parted does."""
 
@@ -129,6 +135,7 @@ class LayoutWork:
         """Return why the layout is not in effect; empty if it is."""
         mode = self._mig.mode(self._uuid)
         existing = self._instances() if mode.enabled else ()
+        self._note_ours(existing)
         if mode.enabled != self._layout.enabled:
             why = self._switch(mode, existing)
             if why or not self._layout.enabled:
@@ -184,7 +191,6 @@ class LayoutWork:
     # -- the instances
 
     def _apply_instances(self, existing: Sequence[MigInstance]) -> Reason:
-        self._note_ours(existing)
         done = self._change(existing)
         if done.in_the_way:
             return self._why_in_the_way(done.in_the_way)
@@ -293,28 +299,30 @@ class LayoutWork:
 
     def _remember_before(self, mode: MigMode, existing: Iterable[MigInstance]) -> None:
         if self._record.before is None:
-            before, compute_mode = tuple(existing), self._task.gpu.compute_mode or ""
-            self._write(MigRecord(mode.enabled, before, self._record.created, compute_mode))
+            compute_mode = self._task.gpu.compute_mode or ""
+            before = self._record._replace(enabled_before=mode.enabled, before=tuple(existing))
+            self._write(before._replace(compute_mode=compute_mode))
 
     def _note_ours(self, existing: Sequence[MigInstance]) -> None:
-        """Record our instances with their UUIDs, and forget those that are gone.
+        """Record our instances with their UUIDs, and forget those that are gone, and the intent.
 
-        A later one of another program with the same id is then not taken for ours.
+        A later one of another program with the same id is then not taken for ours. The driver call of an
+        intent has ended, because no call is made while an earlier one hangs.
         """
+        intent = self._record.intent
+        made = [one for one in existing if intent and intent.is_for(one)]
+        self.done += [f"created g{one.id} ({one.profile}) by a step that was interrupted" for one in made]
         ours = tuple(self._recorded(one) for one in existing if self._is_ours(one))
         if self._task.last.code == reasons.DRIVER_HUNG:
             there = {one.id for one in ours}
             late = (one for one in self._record.created if one.id not in there)
             self.done += [f"destroyed g{one.id} ({one.profile}) by a call that hung" for one in late]
-        if ours != self._record.created:
-            self._write(self._record._replace(created=ours))
+        if ours != self._record.created or intent:
+            self._write(self._record._replace(created=ours, intent=None))
 
     def _destroy(self, instance: MigInstance) -> None:
         self._begin_step()
         kept = tuple(one for one in self._record.created if one.id != instance.id)
-        if self._is_ours(instance):  # its compute instance goes first: if the rest fails, it has no UUID
-            left = instance._replace(uuid="", compute_instances=0)
-            self._write(self._record._replace(created=(*kept, left)))
         self._mig.destroy(self._uuid, instance.id)
         self._write(self._record._replace(created=kept))
         self.done.append(f"destroyed g{instance.id} ({instance.profile})")
@@ -322,7 +330,14 @@ class LayoutWork:
     def _create(self, place: Placement) -> None:
         self._begin_step()
         profile = place.profile
-        number = self._mig.create(self._uuid, profile, place.start)
+        intent = MigIntent(profile.name, place.start, tuple(one.id for one in self._instances()))
+        self._write(self._record._replace(intent=intent))
+        try:
+            number = self._mig.create(self._uuid, profile, place.start)
+        except DriverError as error:
+            if error.code in _NOTHING_CREATED:
+                self._write(self._record._replace(intent=None))
+            raise
         made = MigInstance(number, profile.name, place.start, profile.size, "", 0)
         self._note_created(made)
         self._made.append(made)
@@ -333,7 +348,7 @@ class LayoutWork:
     def _note_created(self, made: MigInstance) -> None:
         """Record the instance, or its new compute instance, before it has a UUID."""
         others = (one for one in self._record.created if one.place != made.place)
-        self._write(self._record._replace(created=(*others, made)))
+        self._write(self._record._replace(created=(*others, made), intent=None))
 
     def _begin_step(self) -> None:
         if self._is_ended():

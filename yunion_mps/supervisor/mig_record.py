@@ -9,6 +9,26 @@ from yunion_mps.host.store import Store
 from yunion_mps.mig import MigInstance
 
 
+class MigIntent(NamedTuple):
+    """An instance that is about to be created, recorded before the driver is called.
+
+    If that is the last that is known, because the daemon was killed, the call hung or the disk was full, then
+    an empty instance at exactly this place is ours if its id was not there before.
+    """
+
+    #: The name of its profile.
+    profile: str
+    #: The first memory slice that it occupies.
+    start: int
+    #: The ids of the instances that the GPU had.
+    ids_before: tuple[int, ...]
+
+    def is_for(self, instance: MigInstance) -> bool:
+        """Whether this is the instance: we never add the compute instance before the creation is recorded."""
+        is_at_its_place = (instance.profile, instance.start) == (self.profile, self.start)
+        return is_at_its_place and not instance.compute_instances and instance.id not in self.ids_before
+
+
 class MigRecord(NamedTuple):
     """What the state file says of a GPU: its mode and layout before our first change, and what we created.
 
@@ -19,6 +39,7 @@ class MigRecord(NamedTuple):
     before: tuple[MigInstance, ...] | None = None
     created: tuple[MigInstance, ...] = ()
     compute_mode: str = ""
+    intent: MigIntent | None = None
 
     @classmethod
     def read(cls, store: Store, gpu_uuid: str) -> MigRecord:
@@ -27,17 +48,27 @@ class MigRecord(NamedTuple):
         try:
             before, created = value["before"], _instances_in(value["created"])
             known = None if before is None else _instances_in(before)
-            return cls(bool(value["enabled_before"]), known, created, value.get("compute_mode", ""))
+            intent = _intent_in(value.get("intent"))  # earlier versions do not have it
+            return cls(bool(value["enabled_before"]), known, created, value.get("compute_mode", ""), intent)
         except (TypeError, KeyError, ValueError, AttributeError):
             return cls()
 
     def write(self, store: Store, gpu_uuid: str) -> None:
-        store.record_mig(gpu_uuid, self._asdict())
+        intent = self.intent._asdict() if self.intent else None
+        store.record_mig(gpu_uuid, {**self._asdict(), "intent": intent})
 
     def owns(self, instance: MigInstance) -> bool:
         """Whether we created it."""
+        if self.intent and self.intent.is_for(instance):
+            return True
         return any(one.is_same(instance) for one in self.created)
 
 
 def _instances_in(rows: Iterable[Iterable[Any]]) -> tuple[MigInstance, ...]:
     return tuple(MigInstance(*row) for row in rows)
+
+
+def _intent_in(value: Any) -> MigIntent | None:
+    if value is None:
+        return None
+    return MigIntent(str(value["profile"]), int(value["start"]), tuple(map(int, value["ids_before"])))

@@ -10,6 +10,7 @@ from yunion_mps.errors import DriverError
 from yunion_mps.inventory.driver import Deadline
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
+from yunion_mps.mig import DISABLED
 from yunion_mps.reasons import Reason
 from yunion_mps.supervisor.mig import LayoutTask, carry_out
 
@@ -64,14 +65,25 @@ def test_what_a_call_destroys_after_it_was_given_up_is_reported(mig_host: MakeMi
     assert host.has == "7 x 1g.10gb"
 
 
-def test_an_instance_that_is_created_late_is_not_ours(mig_host: MakeMigHost) -> None:
+def test_an_instance_that_a_call_creates_late_is_ours(mig_host: MakeMigHost) -> None:
     host = mig_host()
     task, why = hung(host, "nvmlDeviceCreateGpuInstanceWithPlacement", "all-7g.80gb")
-    assert (why.code, host.has, host.ours) == (reasons.DRIVER_HUNG, "1 x 7g.80gb", [])
+    assert (why.code, host.has) == (reasons.DRIVER_HUNG, "1 x 7g.80gb")
+    assert host.gpu.mig_instances[0].compute_instances == 0
     result = host.result(task._replace(last=why))
-    assert result.reasons[str(host.gpu.uuid)].code == reasons.MIG_FOREIGN_INSTANCE
+    assert result.reasons == {host.gpu.uuid: ""}
+    assert "created g0 (7g.80gb) by a step that was interrupted" in result.changes[str(host.gpu.uuid)]
+    assert host.ours == [0]
+    assert host.apply("all-1g.10gb") == ""
+
+
+def test_an_instance_created_late_goes_when_mig_mode_is_switched_off(mig_host: MakeMigHost) -> None:
+    host = mig_host()
+    _, why = hung(host, "nvmlDeviceCreateGpuInstanceWithPlacement", "all-7g.80gb")
+    assert why.code == reasons.DRIVER_HUNG
+    assert host.apply(DISABLED) == ""
+    assert host.gpu.mig_enabled is False
     assert host.ours == []
-    assert host.apply("all-7g.80gb", force=True) == ""
 
 
 def test_a_layout_makes_no_step_once_a_stop_has_begun(mig_host: MakeMigHost) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import pytest
 from yunion_mps import reasons
+from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
@@ -15,6 +17,7 @@ from yunion_mps.mig import DISABLED
 from yunion_mps.paths import Paths
 from yunion_mps.planning.mig import describe, resolve
 from yunion_mps.supervisor.mig import LayoutTask, carry_out
+from yunion_mps.supervisor.mig_record import MigIntent, MigRecord
 
 from unit.mig_host import NOTHING_BUSY, MakeMigHost, MigHost
 
@@ -83,12 +86,10 @@ def test_after_a_kill_at_any_step_the_next_daemon_finishes(
 
 
 def _finish(host: MigHost, after: list[str]) -> None:
-    """The layout is completed; an instance whose creation was not recorded is reported, not destroyed."""
-    why = host.apply(*after)
-    if why:
-        assert why.code == reasons.MIG_FOREIGN_INSTANCE
-        assert host.apply(*after, force=True) == ""
+    """The layout is completed by itself: every instance that the killed daemon has created is ours."""
+    assert host.apply(*after) == ""
     gpu = host.gpu
+    assert sorted(host.ours) == [one.id for one in gpu.mig_instances]
     if after == [DISABLED]:
         assert gpu.mig_enabled is False
         return
@@ -114,3 +115,85 @@ def test_a_kill_never_makes_an_instance_of_another_program_ours(
         host.apply("all-7g.80gb")
         assert other in host.sim.gpus[0].mig_devices()
     assert step > 3
+
+
+def test_an_instance_that_replaces_one_of_ours_after_a_kill_is_not_ours(mig_host: MakeMigHost) -> None:
+    """The driver gives it the same id, because that depends on its place."""
+    host = mig_host([{"kind": "h100", "mig": True}])
+    step = 0
+    while True:
+        host.sim.gpus[0].mig = True
+        host.store.forget_mig(str(host.gpu.uuid))
+        assert host.apply("7g.80gb") == ""
+        step += 1
+        if not killed_at(host, step, "3g.40gb"):
+            break
+        host.sim.gpus[0].end_instances()
+        others = host.sim.create_mig_devices(0, "7g.80gb")
+        assert host.apply("all-1g.10gb").code == reasons.MIG_FOREIGN_INSTANCE, step
+        assert host.sim.gpus[0].mig_devices() == others
+    assert step > 5
+
+
+def test_an_instance_is_ours_although_only_its_intent_could_be_recorded(mig_host: MakeMigHost) -> None:
+    """The disk is full as soon as the driver has created it."""
+    host = mig_host()
+    store = _FullDisk(host.store)
+    task = LayoutTask(host.layout("3g.40gb"), host.gpu, NOTHING_BUSY)
+    layout_writes = []
+    for writes in range(1, 10):
+        host.sim.gpus[0].mig = False
+        host.store.forget_mig(str(host.gpu.uuid))
+        store.writes_left = writes
+        result = carry_out([task._replace(gpu=host.gpu)], host.mig, cast(Store, store))
+        why = result.reasons[str(host.gpu.uuid)]
+        layout_writes.append(why.code)
+        assert host.apply("3g.40gb") == "", writes
+        assert set(host.ours) == {one.id for one in host.gpu.mig_instances}
+        if not why:
+            break
+    assert layout_writes[:-1] == [reasons.HOST_ERROR] * (len(layout_writes) - 1)
+    assert len(layout_writes) > 3
+
+
+class _FullDisk:
+    """A state file whose disk is full after some writes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.writes_left = 0
+
+    def record_mig(self, gpu_uuid: str, value: Mapping[str, object]) -> None:
+        if not self.writes_left:
+            raise HostError("the state file cannot be written: database or disk is full")
+        self.writes_left -= 1
+        self._store.record_mig(gpu_uuid, value)
+
+    def recorded_mig(self, gpu_uuid: str) -> object:
+        return self._store.recorded_mig(gpu_uuid)
+
+
+@pytest.mark.parametrize("cause", ["before", "complete", "elsewhere"])
+def test_an_intent_claims_only_a_new_empty_instance_at_its_place(mig_host: MakeMigHost, cause: str) -> None:
+    """Not one that was there before, that another program has completed, or that is at another place."""
+    host = mig_host([{"kind": "h100", "mig": True}])
+    profile = resolve(["3g.40gb"], host.gpu)[0]
+    start = profile.starts[1] if cause == "elsewhere" else profile.starts[0]
+    number = host.mig.create(str(host.gpu.uuid), profile, profile.starts[0])
+    if cause == "complete":
+        host.mig.create_compute(str(host.gpu.uuid), number)
+    before = (number,) if cause == "before" else ()
+    MigRecord(intent=MigIntent(profile.name, start, before)).write(host.store, str(host.gpu.uuid))
+    assert host.apply("7g.80gb").code == reasons.MIG_FOREIGN_INSTANCE
+    assert [one.id for one in host.gpu.mig_instances] == [number]
+    assert MigRecord.read(host.store, str(host.gpu.uuid)).intent is None
+
+
+def test_a_refused_creation_leaves_no_intent_for_another_programs_instance(mig_host: MakeMigHost) -> None:
+    host = mig_host([{"kind": "h100", "mig": True}])
+    host.sim.fail("nvmlDeviceCreateGpuInstanceWithPlacement", "insufficient_resources", times=1)
+    assert host.apply("7g.80gb").code == reasons.MIG_INSUFFICIENT_RESOURCES
+    profile = resolve(["7g.80gb"], host.gpu)[0]
+    number = host.mig.create(str(host.gpu.uuid), profile, 0)
+    assert host.apply("all-1g.10gb").code == reasons.MIG_FOREIGN_INSTANCE
+    assert [one.id for one in host.gpu.mig_instances] == [number]
