@@ -34,16 +34,19 @@ class Paths:
     socket = _PathBelowRoot("/run/yunion-mps/yunion-mps.sock")
     #: Held by the host's only daemon, and contains its PID.
     lock = _PathBelowRoot("/run/yunion-mps/daemon.lock")
-    #: A copy of the store's compute modes; both are only valid until the next boot.
+    #: A copy of the store's original compute modes and time slices; all are only valid until the next boot.
     former_modes = _PathBelowRoot("/run/yunion-mps/former-compute-modes.json")
+    #: A copy of what the store says is ours and was there before us, except leases.
+    settings_copy = _PathBelowRoot("/run/yunion-mps/records.json")
     #: An adopted control daemon that we did not start.
     adopted = _PathBelowRoot("/run/yunion-mps/adopted.json")
     #: Directory with the PID and start time of each control daemon that we have started since boot.
     control_daemons = _PathBelowRoot("/run/yunion-mps/control-daemons")
     #: A copy of the newest events since boot.
     events_copy = _PathBelowRoot("/run/yunion-mps/events.jsonl")
-    #: Directory with a copy of each lease.
+    #: Directory with a copy of each lease, and the file that says of what the copies were made.
     lease_copies = _PathBelowRoot("/run/yunion-mps/leases")
+    lease_revision = _PathBelowRoot("/run/yunion-mps/leases.json")
     #: GPUs with a fatal Xid since boot.
     gpu_faults = _PathBelowRoot("/run/yunion-mps/gpu-faults.json")
     #: The gateway's TCP addresses; exists only if there are any.

@@ -134,11 +134,15 @@ MIG_INSUFFICIENT_RESOURCES = _code("mig_insufficient_resources",
     "see what is there: nvidia-smi mig -i {gpu} -lgi; replace what nothing uses: yunion-mps reload --now")
 MIG_REFUSED = _code("mig_refused", "The driver refused to change the MIG mode or its instances.",
     "see: nvidia-smi mig -i {gpu} -lgi; dmesg | grep -i nvidia; the daemon retries automatically")
+MIG_RECORD_DAMAGED = _code("mig_record_damaged",
+    "The record of which MIG instances are ours, and of what the GPU had before, cannot be read.",
+    "do without it, so that all instances count as another program's: systemctl stop yunion-mps-daemon; "
+    "mv /var/lib/yunion-mps/state.db /run/yunion-mps/records.json /root/; systemctl start yunion-mps-daemon")
 #: Codes of layouts that wait for what ends by itself, such as leases and jobs, or for the operator.
 LAYOUT_WAITS = frozenset({MIG_PENDING, MIG_IN_USE})
 LAYOUT_NEEDS = frozenset({
     MIG_FOREIGN_INSTANCE, MIG_RESET_REQUIRED, MIG_REFUSED, MIG_NO_PERMISSION, MIG_NOT_SUPPORTED,
-    MIG_INSUFFICIENT_RESOURCES,
+    MIG_INSUFFICIENT_RESOURCES, MIG_RECORD_DAMAGED,
 })
 MIG_CHANGED = _code("mig_changed", "Another program changed the MIG mode or the instances of a GPU.",
     f"find what else manages MIG, such as nvidia-mig-manager, and stop it; {_EVENTS}")
@@ -370,8 +374,9 @@ EVENTS_NOT_WRITTEN = _code("events_not_written",
     "Events cannot be written to the state file and are kept in a temporary copy.",
     "free disk space for the state file: df -h /var/lib/yunion-mps")
 STATE_FILE_DAMAGED = _code("state_file_damaged",
-    "The state file was damaged and has been rebuilt from its copies.",
-    "check the disk: dmesg | grep -iE 'i/o error|ext4|xfs'")
+    "The state file was lost, damaged or replaced, and has been rebuilt from copies of its records.",
+    "check the disk: dmesg | grep -iE 'i/o error|ext4|xfs'; keep other programs, such as restorations of "
+    "backups, from /var/lib/yunion-mps")
 VERSION_DIFFERS = _code("version_differs", "The running daemon's version differs from the installed one.",
     "switch to the installed version without ending jobs: yunion-mps daemon-reexec")
 PIPE_DIRECTORY = _code("pipe_directory",

@@ -74,7 +74,8 @@ def every_step_with_a_job(scene: Scene) -> None:
 
 def _tell(scene: Scene, sweep: Sweep, at_least: int) -> None:
     """Note what the sweep found, which is nothing unless it has killed so often."""
-    scene.recovery, scene.words = sweep.recovery, scene.find(_ADOPTED)
+    scene.recovery = sweep.recovery
+    scene.words = scene.words or scene.find(_ADOPTED)
     assert sweep.kills >= at_least, sweep.kills
 
 
@@ -357,6 +358,8 @@ class Sweep:
         assert ids == list(range(ids[0], ids[-1] + 1))
         assert ids[0] <= self._last_event + 1 <= ids[-1], "events are gone"
         self._last_event = ids[-1]
+        # Seen at once, because later events displace it from those that are asked for.
+        self._scene.words = self._scene.words or self._scene.find(_ADOPTED)
 
     def _finish(self) -> None:
         if not self._daemon.running:

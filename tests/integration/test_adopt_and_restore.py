@@ -135,10 +135,11 @@ def test_a_compute_mode_without_control_daemon_is_restored(daemon: Daemon, kille
 def test_a_copied_mode_counts_for_this_boot_whatever_its_boot_id(daemon: Daemon, killed: int) -> None:
     """As in a container, where the unit's sandbox shows another one than the shell."""
     note = daemon.host.root / "run/yunion-mps/former-compute-modes.json"
-    other = re.sub(r'"boot_id": "[^"]*"', '"boot_id": "another"', note.read_text())
-    note.write_text(other)
+    for copy in (note, note.with_name("records.json"), note.with_name("leases.json")):
+        copy.write_text(re.sub(r'"boot_id": "[^"]*"', '"boot_id": "another"', copy.read_text()))
     with closing(sqlite3.connect(daemon.host.root / "var/lib/yunion-mps/state.db")) as store, store:
         store.execute("UPDATE former_compute_mode SET boot_id = 'another'")
+        store.execute("UPDATE revision SET boot_id = 'another'")
     assert daemon.run("--restore") == 0, daemon.log
     assert daemon.host.gpus[0].compute_mode == "default"
     assert not note.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -75,7 +76,10 @@ def test_a_signal_stops_it_cleanly_and_leaves_nothing(ready_daemon: Daemon, numb
     ready_daemon.signal(number)
     stops_cleanly(ready_daemon)
     assert not is_running(control)
-    assert sorted(os.listdir(ready_daemon.host.root / RUN)) == ["daemon.lock", "events.jsonl"]
+    left = ["daemon.lock", "events.jsonl", "leases.json", "records.json"]
+    assert sorted(os.listdir(ready_daemon.host.root / RUN)) == left
+    tables = json.loads((ready_daemon.host.root / RUN / "records.json").read_text())["tables"]
+    assert not any(tables.values()), "nothing is left to restore"
     assert f"<6>received {number.name}, stopping" in ready_daemon.log
 
 

@@ -102,7 +102,7 @@ def test_a_renewal_is_known_to_the_next_daemon(ready_daemon: Daemon) -> None:
     def kept() -> float:
         paths = Paths(str(ready_daemon.host.root))
         with contextlib.closing(Store(paths)) as store:
-            (lease,) = LeaseStorage(store, paths.lease_copies).read()
+            (lease,) = LeaseStorage(store).read()
         return lease.ends_s or 0.0
 
     take(ready_daemon, "holder.name=a&holder.ttl_s=600")

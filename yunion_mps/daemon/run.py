@@ -49,7 +49,7 @@ def run(options: Options) -> int:
         except OSError as error:
             raise ShortageError(f"cannot wait for signals: {error.strerror}") from None
         try:
-            _run(paths, signals, lock, state)
+            is_restored = _run(paths, signals, lock, state)
         finally:
             os.close(lock)
     except YunionError as error:
@@ -57,7 +57,7 @@ def run(options: Options) -> int:
         for line in error.lines:
             log.error("%s", line)
         return error.exit_code
-    return 0
+    return 0 if is_restored else 1
 
 
 def _run_offline(paths: Paths, options: Options) -> int:
@@ -74,7 +74,8 @@ def _run_offline(paths: Paths, options: Options) -> int:
         os.close(lock)
 
 
-def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -> None:
+def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -> bool:
+    """Serve until a stop; return whether it was known what the stop had to restore."""
     notifier = Notifier()
     notifier.status("reading the configuration and the GPUs")
     directories.set_record_file(os.path.join(paths.state_directory, "directories"))
@@ -85,11 +86,12 @@ def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -
         listener = daemon.start()
         if listener:
             daemon.serve(listener)
-        daemon.stop()
+        is_known = daemon.stop()
         signals.close()
     finally:
         preflight.close()
     log.info("stopped")
+    return is_known
 
 
 class _Daemon:
@@ -176,7 +178,7 @@ class _Daemon:
 
         queries = Queries(self._supervisor.snapshot, self._started_s, os.getpid())
         # Only numbers are shown of them; the lease service replaces them.
-        queries.set_leases(recorded_ledger(self._supervisor.store(), self._paths.lease_copies), str)
+        queries.set_leases(recorded_ledger(self._supervisor.store()), str)
         return queries
 
     def _announce(self, queries: Queries) -> None:
@@ -188,8 +190,8 @@ class _Daemon:
             log.warning("%s", warning)
         self._record("info", f"ready, {__version__}", consequence=line)
 
-    def stop(self, *, spare_adopted: bool = False) -> None:
-        """Stop the control daemons and restore the compute modes.
+    def stop(self, *, spare_adopted: bool = False) -> bool:
+        """Stop the control daemons and restore the compute modes; return whether their originals are known.
 
         Not called if the daemon crashes: then, as after SIGKILL, the control daemons and their clients keep
         running, and the next daemon adopts them.
@@ -198,7 +200,7 @@ class _Daemon:
         self._notifier.stopping(status, self._supervisor.stop_within_s)
         self._supervisor.stop(time.monotonic(), spare_adopted=spare_adopted)
         drive(self._supervisor, lambda: self._supervisor.fleet.stopped)
-        self._supervisor.close()
+        return self._supervisor.close()
 
     def _reexec(self, state: ReexecState) -> None:
         """Run the program again in this process; if that fails, continue with this one."""

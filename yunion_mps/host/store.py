@@ -3,9 +3,9 @@
 While another process locks the file, no call blocks the event loop: it raises LockedError at once, and the
 caller tries again later. Other threads wait, but all calls together for at most `LOCK_WAIT_S` in an outage.
 
-Every write survives however the daemon ends. A damaged file is set aside and created again; settings and
-leases are then restored from their copies in the run directory, which suffices because both are only valid
-until the next boot.
+Every write survives however the daemon ends. What says what is ours, or was there before us, has a copy in
+the run directory (`copies`). If the file is lost or damaged, or is an older version of itself, these records
+are taken from the copy, and `rebuilt` says so.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from yunion_mps.errors import HostError, LockedError, ShortageError
-from yunion_mps.host.files import UNFINISHED, write_atomically
+from yunion_mps.host.copies import LEASE_TABLE, LEASES, SETTINGS, Copy, LeaseCopies, Revision, SettingsCopy
+from yunion_mps.host.files import write_atomically
 from yunion_mps.host.processes import refuse_if_no_file_can_be_opened
 from yunion_mps.paths import Paths
+
+log = logging.getLogger(__name__)
 
 #: The settings of GPUs that are recorded before they change.
 COMPUTE_MODE, TIME_SLICE = "compute_mode", "time_slice"
@@ -90,9 +94,49 @@ _SCHEMA = (
 LOCK_WAIT_S = 5.0
 #: How often it is tried again until then.
 _RETRY_S = 0.05
+
+
+class _Table(NamedTuple):
+    """A table that says what is ours or was there before us: its columns, and with what it is copied."""
+
+    name: str
+    key: str
+    value: str
+    copied_with: str
+    #: Whether a row is valid only in the boot that it names.
+    has_boot_id: bool = False
+
+
+_COPIED = (
+    _Table("former_compute_mode", "gpu_uuid", "mode", SETTINGS, has_boot_id=True),
+    _Table("former_time_slice", "gpu_uuid", "time_slice", SETTINGS, has_boot_id=True),
+    _Table("mig", "gpu_uuid", "value", SETTINGS),
+    _Table("limits_in_effect", "pipe_directory", "value", SETTINGS),
+    _Table(LEASE_TABLE, "id", "value", LEASES),
+)
+#: Triggers count the changes, so that those of a daemon of an earlier version count, too.
+_REVISIONS = (
+    """CREATE TABLE IF NOT EXISTS revision (
+    part TEXT NOT NULL PRIMARY KEY,
+    boot_id TEXT NOT NULL,
+    number INTEGER NOT NULL
+) WITHOUT ROWID""",
+    *(
+        f"INSERT OR IGNORE INTO revision (part, boot_id, number) VALUES ('{part}', '', 0)"
+        for part in (SETTINGS, LEASES)
+    ),
+    *(
+        f"CREATE TRIGGER IF NOT EXISTS count_{change}_of_{table.name} AFTER {change} ON {table.name} "
+        f"BEGIN UPDATE revision SET number = number + 1 WHERE part = '{table.copied_with}'; END"
+        for table in _COPIED
+        for change in ("INSERT", "UPDATE", "DELETE")
+    ),
+)
 #: SQLite's page cache; by default it grows to 2 MiB as events are written.
 _CACHE_KIB = 256
 _HINT = "move the file away; then restore changed compute modes: nvidia-smi -c DEFAULT"
+#: The identity of no file, not even of a missing one.
+_NO_FILE = (-1, -1)
 _BUSY, _LOCKED, _READONLY, _FULL = 5, 6, 8, 13
 #: Before Python 3.11, an error of sqlite3 has only the text of its result code.
 _CODES_OF_TEXTS = {
@@ -101,6 +145,29 @@ _CODES_OF_TEXTS = {
     "attempt to write a readonly database": _READONLY,
     "database or disk is full": _FULL,
 }
+
+
+class Rebuilt(NamedTuple):
+    """That the file, or records in it, had to be replaced by their copies."""
+
+    #: What was wrong, such as `the state file was missing`, and why it may have been.
+    what: str
+    cause: str
+    #: Whether there were copies of this boot; otherwise, what the file had recorded is lost.
+    has_copies: bool
+
+
+class _Copied(NamedTuple):
+    """What became of the copies when the file was opened: the tables whose records differed."""
+
+    exists: bool
+    #: Whether nothing that is in the file can be missing from a new one.
+    is_complete: bool
+    differs: tuple[str, ...]
+
+
+_REMOVED = "another program removed it, or its disk lost it"
+_REPLACED = "another program replaced it, for example by a backup"
 
 
 class Store:
@@ -123,14 +190,15 @@ class Store:
         #: How many calls of this object are in progress, one within the other.
         self._depth = 0
         self._file = paths.store
-        self._copy = paths.former_modes
-        self._lease_copies = paths.lease_copies
+        self._former_modes = paths.former_modes
+        self._settings = SettingsCopy(paths.settings_copy)
+        self._leases = LeaseCopies(paths.lease_copies, paths.lease_revision)
         self._lock = threading.RLock()
         self._is_closed = False
-        #: Path under which an unreadable file was set aside; empty if there was none.
-        self.set_aside = ""
+        #: Each time that the file or its records were replaced by copies.
+        self.rebuilt: list[Rebuilt] = []
+        self._identity: tuple[int, int] | None = _NO_FILE
         try:
-            os.makedirs(paths.state_directory, mode=0o700, exist_ok=True)
             with open(paths.boot_id, encoding="ascii") as file:
                 self.boot_id = file.read().strip()
             self._connection = self._open_unlocked()
@@ -141,8 +209,14 @@ class Store:
 
     @staticmethod
     def exists(paths: Paths) -> bool:
-        """Whether there is a state file, or a copy of the compute modes from which to create one."""
-        return os.path.exists(paths.store) or os.path.exists(paths.former_modes)
+        """Whether there is a state file, or a copy from which to create one."""
+        copies = (paths.former_modes, paths.settings_copy, paths.lease_revision)
+        return any(os.path.exists(path) for path in (paths.store, *copies))
+
+    @property
+    def has_lost_records(self) -> bool:
+        """Whether the file was damaged, and there were no copies of what it had recorded."""
+        return any(not rebuilt.has_copies for rebuilt in self.rebuilt)
 
     def close(self) -> None:
         """Close the file; later reads and writes raise HostError."""
@@ -199,6 +273,7 @@ class Store:
             self.write(f"DELETE FROM former_{setting} WHERE boot_id != ?", [(self.boot_id,)])
             self.write(_insert_former(setting), rows)
             self._copy_settings()
+            self._copy_former_modes()
             return []
 
         self._retry_if_locked("written", record)
@@ -209,19 +284,29 @@ class Store:
         return {row[0]: row[1] for row in self.read(query, self.boot_id)}
 
     def trust_copy(self) -> None:
-        """Record the copied settings as this boot's, which they always are: a reboot deletes the copy.
+        """Record what is copied as this boot's, which it always is: a reboot deletes the copies.
 
         In a container, a sandboxed unit sees a different boot id (measured: systemd-nspawn) than a shell
         does.
         """
-        for setting in _COLUMNS:
-            if values := self._copied(setting, of_any_boot=True):
-                self.remember(setting, values)
+
+        def record() -> list[Any]:
+            for part in (self._settings, self._leases):
+                copy = part.read()
+                if copy and not self._revision(part.name).is_newer_than(copy.revision):
+                    self._replace(self._connection, part.name, copy)
+            for setting in _COLUMNS:
+                if values := self._copied(setting, of_any_boot=True):
+                    self.remember(setting, values)
+            return []
+
+        self._retry_if_locked("written", record)
 
     def forget(self, setting: str, uuid: str) -> None:
         def delete() -> list[Any]:
             self.write(f"DELETE FROM former_{setting} WHERE gpu_uuid = ?", [(uuid,)])
             self._copy_settings()
+            self._copy_former_modes()
             return []
 
         self._retry_if_locked("written", delete)
@@ -230,32 +315,34 @@ class Store:
 
     def record_limits(self, pipe_directory: str, value: Mapping[str, object]) -> None:
         row = (pipe_directory, json.dumps(value, separators=(",", ":")))
-        self.write("INSERT OR REPLACE INTO limits_in_effect (pipe_directory, value) VALUES (?, ?)", [row])
+        statement = "INSERT OR REPLACE INTO limits_in_effect (pipe_directory, value) VALUES (?, ?)"
+        self._write_setting(statement, row)
 
     def recorded_limits(self, pipe_directory: str) -> Any:
         """Return the value recorded last; None if there is none or it cannot be parsed."""
         for row in self.read("SELECT value FROM limits_in_effect WHERE pipe_directory = ?", pipe_directory):
-            with contextlib.suppress(ValueError):
+            try:
                 return json.loads(row[0])
+            except ValueError:
+                log.error("the record of the limits in effect in %s cannot be read", pipe_directory)
         return None
 
     def recorded_domains(self) -> list[str]:
         return [row[0] for row in self.read("SELECT pipe_directory FROM limits_in_effect ORDER BY 1")]
 
     def forget_limits(self, pipe_directory: str) -> None:
-        self.write("DELETE FROM limits_in_effect WHERE pipe_directory = ?", [(pipe_directory,)])
+        self._write_setting("DELETE FROM limits_in_effect WHERE pipe_directory = ?", (pipe_directory,))
 
     # -- MIG
 
     def record_mig(self, gpu_uuid: str, value: Mapping[str, object]) -> None:
         row = (gpu_uuid, json.dumps(value, separators=(",", ":")))
-        self.write("INSERT OR REPLACE INTO mig (gpu_uuid, value) VALUES (?, ?)", [row])
+        self._write_setting("INSERT OR REPLACE INTO mig (gpu_uuid, value) VALUES (?, ?)", row)
 
-    def recorded_mig(self, gpu_uuid: str) -> Any:
-        """Return the value recorded last; None if there is none or it cannot be parsed."""
+    def recorded_mig(self, gpu_uuid: str) -> str | None:
+        """Return the text recorded last, as JSON; None if there is none."""
         for row in self.read("SELECT value FROM mig WHERE gpu_uuid = ?", gpu_uuid):
-            with contextlib.suppress(ValueError):
-                return json.loads(row[0])
+            return str(row[0])
         return None
 
     def gpus_with_mig(self) -> list[str]:
@@ -263,7 +350,25 @@ class Store:
         return [row[0] for row in self.read("SELECT gpu_uuid FROM mig")]
 
     def forget_mig(self, gpu_uuid: str) -> None:
-        self.write("DELETE FROM mig WHERE gpu_uuid = ?", [(gpu_uuid,)])
+        self._write_setting("DELETE FROM mig WHERE gpu_uuid = ?", (gpu_uuid,))
+
+    # -- leases
+
+    def record_lease(self, lease_id: str, text: str) -> None:
+        def record() -> list[Any]:
+            self.write("INSERT OR REPLACE INTO lease (id, value) VALUES (?, ?)", [(lease_id, text)])
+            self._copy_leases({lease_id: text}, ())
+            return []
+
+        self._retry_if_locked("written", record)
+
+    def forget_leases(self, lease_ids: Sequence[str]) -> None:
+        def delete() -> list[Any]:
+            self.write("DELETE FROM lease WHERE id = ?", [(lease_id,) for lease_id in lease_ids])
+            self._copy_leases({}, lease_ids)
+            return []
+
+        self._retry_if_locked("written", delete)
 
     # -- the file
 
@@ -280,17 +385,24 @@ class Store:
             self._sleep(_RETRY_S)
 
     def _open(self) -> sqlite3.Connection:
+        os.makedirs(os.path.dirname(self._file), mode=0o700, exist_ok=True)
         try:
             if _is_torn(self._file):
-                return self._recreate()
+                return self._recreate("it is shorter than its header says")
             return self._connect()
         except sqlite3.DatabaseError as error:
             if not _is_damage(error):
                 raise
-            return self._recreate()
+            return self._recreate(str(error))
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self, set_aside: str = "", cause: str = "") -> sqlite3.Connection:
+        """Open the file, and replace records of which there is a newer copy.
+
+        `set_aside` is the path of a damaged file in whose place this one is created, and `cause` says what
+        was wrong with it.
+        """
         had_log = os.path.exists(f"{self._file}-wal")
+        was_there = os.path.exists(self._file)
         connection = sqlite3.connect(self._file, isolation_level=None, timeout=0, check_same_thread=False)
         try:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -304,37 +416,143 @@ class Store:
             # documentation).
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
-            for statement in _SCHEMA:
+            for statement in (*_SCHEMA, *_REVISIONS):
                 connection.execute(statement)
-            if version == 0:  # new, or truncated to nothing, which looks the same
-                self._import_copies(connection)
-            connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")  # marks the file as complete
             if had_log and connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("it is damaged")
+            is_new = version == 0  # or truncated to nothing, which looks the same
+            copied = self._use_copies(connection, is_new=is_new)
+            if version != _SCHEMA_VERSION:
+                connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")  # marks the file as complete
         except BaseException:
             connection.close()
             raise
+        if set_aside:
+            what = f"the state file could not be read and was set aside as {set_aside}"
+            self._note_rebuilt(Rebuilt(what, cause, copied.is_complete))
+        elif is_new and copied.exists:
+            what = f"the state file was {'empty' if was_there else 'missing'}"
+            self._note_rebuilt(Rebuilt(what, _REMOVED, copied.is_complete))
+        elif copied.differs:
+            what = f"records in the state file differed from their copies ({', '.join(copied.differs)})"
+            self._note_rebuilt(Rebuilt(what, _REPLACED, copied.is_complete))
+        self._identity = _identity_of(self._file)
         return connection
 
-    def _recreate(self) -> sqlite3.Connection:
-        """Set the unreadable file aside, and restore settings and leases from their copies."""
-        self.set_aside = f"{self._file}.unreadable"
+    def _recreate(self, cause: str) -> sqlite3.Connection:
+        """Set the unreadable file aside, and create another one from the copies."""
+        set_aside = f"{self._file}.unreadable"
         for end in ("", "-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
-                os.replace(self._file + end, self.set_aside + end)
-        return self._connect()
+                os.replace(self._file + end, set_aside + end)
+        return self._connect(set_aside, cause)
 
-    def _import_copies(self, connection: sqlite3.Connection) -> None:
+    def _note_rebuilt(self, rebuilt: Rebuilt) -> None:
+        self.rebuilt.append(rebuilt)
+        means = "it is rebuilt from copies" if rebuilt.has_copies else "there are no copies of its records"
+        log.error("%s (%s); %s", rebuilt.what, rebuilt.cause, means)
+
+    # -- the copies
+
+    def _use_copies(self, connection: sqlite3.Connection, *, is_new: bool) -> _Copied:
+        """Replace records by their copies, unless the file's are newer; then write copies that are missing.
+
+        If the file `is_new`, copies of leases that may be incomplete, or are an earlier version's, are used,
+        too.
+        """
+        exists, is_complete = False, True
+        differs: list[str] = []
+        for part in (self._settings, self._leases):
+            copy = part.read()
+            exists = exists or part.exists()
+            if copy and copy.revision.boot_id != self.boot_id:
+                continue  # in a container, a shell sees another boot id than the daemon: see trust_copy()
+            if copy and not _revision_in(connection, part.name).is_newer_than(copy.revision):
+                differs += self._replace(connection, part.name, copy)
+                continue
+            if is_new:
+                is_imported = self._import_uncounted(connection, part.name)
+                exists = exists or is_imported
+                is_complete = is_complete and (is_imported or not part.is_expected())
+            self._begin_boot(connection, part)
+        return _Copied(exists, is_complete, tuple(differs))
+
+    def _replace(self, connection: sqlite3.Connection, part: str, copy: Copy) -> list[str]:
+        """Replace the records of a part by those of its copy; return the tables that differed."""
+        after = Revision(self.boot_id, copy.revision.number)
+        tables = [table for table in _COPIED if table.copied_with == part]
+        differs = [table for table in tables if not self._is_as_copied(connection, table, copy)]
+        if not differs and _revision_in(connection, part) == after:
+            return []  # a full disk, to which nothing can be written, does not matter then
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            for table in differs:
+                boot_id = (self.boot_id,) if table.has_boot_id else ()
+                rows = [(key, text, *boot_id) for key, text in copy.tables.get(table.name, {}).items()]
+                columns, marks = f"{table.key}, {table.value}", "?, ?"
+                if table.has_boot_id:
+                    columns, marks = f"{columns}, boot_id", f"{marks}, ?"
+                connection.execute(f"DELETE FROM {table.name}")
+                connection.executemany(f"INSERT INTO {table.name} ({columns}) VALUES ({marks})", rows)
+            connection.execute("UPDATE revision SET boot_id = ?, number = ? WHERE part = ?", (*after, part))
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        connection.execute("COMMIT")
+        return [table.name for table in differs]
+
+    def _is_as_copied(self, connection: sqlite3.Connection, table: _Table, copy: Copy) -> bool:
+        return _rows_in(connection, table, self.boot_id) == copy.tables.get(table.name, {})
+
+    def _import_uncounted(self, connection: sqlite3.Connection, part: str) -> bool:
+        """Add records of copies that have no revision, or may be incomplete; return whether there were any.
+
+        Such are those of an earlier version.
+        """
+        if part == LEASES:
+            rows = list(self._leases.texts().items())
+            connection.executemany(f"INSERT OR IGNORE INTO {LEASE_TABLE} (id, value) VALUES (?, ?)", rows)
+            return bool(rows)
+        has_any = False
         for setting in _COLUMNS:
-            rows = [(uuid, value, self.boot_id) for uuid, value in self._copied(setting).items()]
-            connection.executemany(_insert_former(setting), rows)
-        leases = []
+            values = self._copied(setting)
+            has_any = has_any or bool(values)
+            former = [(uuid, value, self.boot_id) for uuid, value in values.items()]
+            connection.executemany(_insert_former(setting), former)
+        return has_any
+
+    def _begin_boot(self, connection: sqlite3.Connection, part: SettingsCopy | LeaseCopies) -> None:
+        """Count changes of this boot from now on, and copy the records that there are."""
+        statement = "UPDATE revision SET boot_id = ? WHERE part = ? AND boot_id != ?"
+        connection.execute(statement, (self.boot_id, part.name, self.boot_id))
         with contextlib.suppress(OSError):
-            for name in sorted(os.listdir(self._lease_copies)):
-                path = os.path.join(self._lease_copies, name)
-                with contextlib.suppress(OSError, UnicodeError), open(path, encoding="utf-8") as file:
-                    leases += [] if name.endswith(UNFINISHED) else [(name, file.read())]
-        connection.executemany("INSERT OR IGNORE INTO lease (id, value) VALUES (?, ?)", leases)
+            part.write(_copy_of(connection, part.name))
+
+    def _write_setting(self, statement: str, row: tuple[object, ...]) -> None:
+        def write() -> list[Any]:
+            self.write(statement, [row])
+            self._copy_settings()
+            return []
+
+        self._retry_if_locked("written", write)
+
+    def _copy_settings(self) -> None:
+        """Copy the settings; if that fails, the file's are newer than the copy from now on."""
+        with contextlib.suppress(OSError, sqlite3.Error):
+            if self._revision(SETTINGS).boot_id:
+                self._settings.write(_copy_of(self._connection, SETTINGS))
+
+    def _copy_leases(self, written: Mapping[str, str], deleted: Iterable[str]) -> None:
+        """Copy what has changed; if that fails, the file's are newer than the copies from now on."""
+        with contextlib.suppress(OSError, sqlite3.Error):
+            revision = self._revision(LEASES)
+            if revision.boot_id and not self._leases.change(written, deleted, revision):
+                self._leases.write(_copy_of(self._connection, LEASES))
+
+    def _revision(self, part: str) -> Revision:
+        return _revision_in(self._connection, part)
+
+    # -- reads and writes
 
     def read(self, query: str, *values: object) -> list[Any]:
         return self._retry_if_locked("read", lambda: self._connection.execute(query, values).fetchall())
@@ -379,12 +597,13 @@ class Store:
         with self._lock:
             try:
                 try:
+                    self._open_again_if_removed()
                     rows = work()
                 except sqlite3.DatabaseError as error:
                     if self._is_closed or not _is_damage(error):
                         raise
                     self._connection.close()  # it was damaged while in use
-                    self._connection = self._recreate()
+                    self._connection = self._recreate(str(error))
                     rows = work()
             except MemoryError:
                 raise ShortageError(f"the state file cannot be {what}: out of memory") from None
@@ -393,6 +612,13 @@ class Store:
             if what == "written":  # most locks let others read
                 self._lock_deadline_s = None
             return rows
+
+    def _open_again_if_removed(self) -> None:
+        """Use the file at our path if ours is no longer there: what we write would be lost with us."""
+        if not self._is_closed and _identity_of(self._file) != self._identity:
+            self._connection.close()
+            self._identity = _NO_FILE
+            self._connection = self._open()
 
     def _error(self, what: str, error: Exception) -> HostError:
         code = _result_code(error)
@@ -407,17 +633,20 @@ class Store:
             hint = f"make it writable for root: findmnt -T {directory}; ls -l {self._file}"
         return HostError(message, hint)
 
-    def _copy_settings(self) -> None:
-        """Update the copy in the run directory; a failure is ignored."""
+    def _copy_former_modes(self) -> None:
+        """Update the file that scripts of the packages, and earlier versions, read; a failure is ignored."""
         copy = {f"{column}s": self.former(setting) for setting, column in _COLUMNS.items()}
         with contextlib.suppress(OSError):
             if not any(copy.values()):
-                os.unlink(self._copy)
+                os.unlink(self._former_modes)
                 return
-            write_atomically(self._copy, json.dumps({"boot_id": self.boot_id, **copy}))
+            write_atomically(self._former_modes, json.dumps({"boot_id": self.boot_id, **copy}))
 
     def _copied(self, setting: str, *, of_any_boot: bool = False) -> dict[str, str]:
-        with contextlib.suppress(OSError, ValueError, KeyError, AttributeError), open(self._copy) as file:
+        with (
+            contextlib.suppress(OSError, ValueError, KeyError, AttributeError),
+            open(self._former_modes) as file,
+        ):
             copy = json.load(file)
             if of_any_boot or copy["boot_id"] == self.boot_id:
                 return {str(uuid): str(value) for uuid, value in copy[f"{_COLUMNS[setting]}s"].items()}
@@ -428,6 +657,41 @@ def _insert_former(setting: str) -> str:
     """The statement that records a setting; it names the columns, because a newer version may have more."""
     columns = f"gpu_uuid, {_COLUMNS[setting]}, boot_id"
     return f"INSERT OR IGNORE INTO former_{setting} ({columns}) VALUES (?, ?, ?)"
+
+
+def _revision_in(connection: sqlite3.Connection, part: str) -> Revision:
+    query = "SELECT boot_id, number FROM revision WHERE part = ?"
+    return Revision(*connection.execute(query, (part,)).fetchone())
+
+
+def _rows_in(connection: sqlite3.Connection, table: _Table, boot_id: str) -> dict[str, str]:
+    """Return the texts by key; bytes of a damaged file that are no text differ from every copy."""
+    query = f"SELECT CAST({table.key} AS BLOB), CAST({table.value} AS BLOB) FROM {table.name}"
+    values: tuple[str, ...] = ()
+    if table.has_boot_id:
+        query, values = f"{query} WHERE boot_id = ?", (boot_id,)
+    rows = connection.execute(query, values).fetchall()
+    return {key.decode(errors="replace"): text.decode(errors="replace") for key, text in rows}
+
+
+def _copy_of(connection: sqlite3.Connection, part: str) -> Copy:
+    """Return what to copy; the revision is read first, so another process' change makes the file newer."""
+    revision = _revision_in(connection, part)
+    tables = {
+        table.name: _rows_in(connection, table, revision.boot_id)
+        for table in _COPIED
+        if table.copied_with == part
+    }
+    return Copy(revision, tables)
+
+
+def _identity_of(path: str) -> tuple[int, int] | None:
+    """Return the device and inode of a file; None if it is missing."""
+    try:
+        info = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return info.st_dev, info.st_ino
 
 
 def _result_code(error: Exception) -> int:

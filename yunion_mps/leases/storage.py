@@ -1,20 +1,15 @@
-"""Storage: leases, queue positions and memory peaks in the state file, for the next daemon.
-
-The run directory has a copy of each lease, one file per lease; a damaged state file is rebuilt from them.
-"""
+"""Storage: leases, queue positions and memory peaks in the state file, for the next daemon."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from yunion_mps.enums import BINDINGS, SHARING
 from yunion_mps.errors import HostError
-from yunion_mps.host.files import write_atomically
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
@@ -103,10 +98,9 @@ class _Row(NamedTuple):
 class LeaseStorage:
     """The leases in the state file; every method raises HostError if that cannot be used."""
 
-    def __init__(self, store: Store, copies: str, ahead_s: Callable[[], float] = _wall_clock_ahead_s) -> None:
-        """`copies` is the directory of the copies; `ahead_s` is the wall clock minus the monotonic one."""
+    def __init__(self, store: Store, ahead_s: Callable[[], float] = _wall_clock_ahead_s) -> None:
+        """`ahead_s` returns the wall clock minus the monotonic one, in s."""
         self._store = store
-        self._copies = copies
         self._ahead_s = ahead_s
         self._ended: set[str] = set()
         #: The leases, by id, whose stored versions are out of date.
@@ -121,10 +115,8 @@ class LeaseStorage:
         if lease.id in self.unreadable:
             return
         text = _text(lease, self._store.boot_id, self._ahead_s())
-        self._store.write("INSERT OR REPLACE INTO lease (id, value) VALUES (?, ?)", [(lease.id, text)])
+        self._store.record_lease(lease.id, text)
         self._unwritten.pop(lease.id, None)
-        with contextlib.suppress(OSError):  # the copy is only a backup
-            write_atomically(os.path.join(self._copies, lease.id), text, directory_mode=0o700)
 
     def replace(self, lease: Lease) -> bool:
         """Replace the stored version of a lease; if that fails, `flush` does it, and this returns False."""
@@ -145,8 +137,6 @@ class LeaseStorage:
         self._ended.add(lease_id)
         self._unwritten.pop(lease_id, None)
         self.unreadable.pop(lease_id, None)
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(self._copies, lease_id))
         self._delete_ended()
 
     def read(self) -> list[Lease]:
@@ -171,7 +161,7 @@ class LeaseStorage:
 
     def _delete_ended(self) -> None:
         if self._ended:
-            self._store.write("DELETE FROM lease WHERE id = ?", [(lease,) for lease in sorted(self._ended)])
+            self._store.forget_leases(sorted(self._ended))
             self._ended.clear()
 
 
@@ -378,14 +368,14 @@ class MemoryPeaks:
         }
 
 
-def recorded_ledger(store: Store, copies: str) -> Ledger:
+def recorded_ledger(store: Store) -> Ledger:
     """The previous daemon's leases, except those whose process has ended; empty if they cannot be read.
 
     The status at READY is based on it, before the event loop watches the leases and reports problems.
     """
     ledger = Ledger()
     with contextlib.suppress(HostError):
-        for lease in LeaseStorage(store, copies).read():
+        for lease in LeaseStorage(store).read():
             holder = lease.holder
             is_kept = holder.binding == "name" or holder.pid is None
             if is_kept or started_ticks(holder.pid or 0) == holder.started:

@@ -88,7 +88,7 @@ class LeaseService:
         self._users = users
         self.containers = Containers(paths)
         self._store = supervisor.store()
-        self._storage = LeaseStorage(self._store, paths.lease_copies)
+        self._storage = LeaseStorage(self._store)
         self._positions = QueuePositions(supervisor.store())
         self.holders = HolderWatch(self.end)
         self.ledger = Ledger()

@@ -46,7 +46,7 @@ from yunion_mps.supervisor.gpu_settings import (
     restore_unused,
 )
 from yunion_mps.supervisor.mig import carry_out
-from yunion_mps.supervisor.mig_record import MigRecord
+from yunion_mps.supervisor.mig_record import MigRecord, unreadable
 from yunion_mps.supervisor.mig_restore import how_to_restore, withdrawn
 from yunion_mps.supervisor.mig_restore import restore as restore_layouts
 from yunion_mps.supervisor.preflight import Preflight, gpus_of, left_running, run_preflight
@@ -113,7 +113,7 @@ def _restore(paths: Paths, store: Store) -> int:
     processes = left_running(store)
     gpus = _known_gpus(paths)
     layouts_restored = _restore_layouts(paths, store, gpus_of(processes))
-    held = _held_by_jobs(paths, store, gpus)
+    held = _held_by_jobs(store, gpus)
     used = {COMPUTE_MODE: {*gpus_of(processes), *held[COMPUTE_MODE]}, TIME_SLICE: held[TIME_SLICE]}
     results = {setting: restore_unused(setting, store, None, used[setting], gpus) for setting in used}
     for process in processes:
@@ -135,6 +135,11 @@ def _restore(paths: Paths, store: Store) -> int:
                 how = _ONCE_UNUSED
             what = f"the {setting.label} of {name_of(uuid, gpus)} differs from the original"
             log.error("%s; %s", what, how)
+    if store.has_lost_records:
+        log.error(
+            "what was changed before is unknown, because it was recorded in the damaged state file only"
+        )
+        return 1
     if processes or is_left or not layouts_restored:
         return 1
     if any(result.not_restored for result in impossible.values()):
@@ -172,12 +177,12 @@ def _known_gpus(paths: Paths) -> tuple[Gpu, ...]:
     return with_served(inventory, load_served(paths).gpus).gpus
 
 
-def _held_by_jobs(paths: Paths, store: Store, gpus: Collection[Gpu]) -> dict[Setting, set[str]]:
+def _held_by_jobs(store: Store, gpus: Collection[Gpu]) -> dict[Setting, set[str]]:
     """Return the UUIDs of the GPUs whose compute modes, and of those whose time slices, jobs need.
 
     A recorded lease of a process counts while the process runs, any other until the daemon releases it.
     """
-    recorded = recorded_ledger(store, paths.lease_copies).leases.values()
+    recorded = recorded_ledger(store).leases.values()
     running = (
         one for one in recorded if not one.holder.pid or started_ticks(one.holder.pid) == one.holder.started
     )
@@ -245,8 +250,10 @@ def _cancel_requests(preflight: Preflight, store: Store) -> bool:
 
 
 def _changed_layouts(store: Store) -> set[str]:
-    """Return the UUIDs of the GPUs whose original layouts are recorded."""
-    return {uuid for uuid in store.gpus_with_mig() if MigRecord.read(store, uuid).before is not None}
+    """Return the UUIDs of the GPUs whose original layouts are recorded, or whose records cannot be read."""
+    damaged = unreadable(store)
+    recorded = {uuid: MigRecord.read(store, uuid) for uuid in store.gpus_with_mig() if uuid not in damaged}
+    return {uuid for uuid, record in recorded.items() if record.before is not None}.union(damaged)
 
 
 class _Cleanup:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
@@ -32,12 +32,13 @@ from yunion_mps.supervisor.compute_modes import (
     held_by_jobs,
     slices_held_by_jobs,
 )
-from yunion_mps.supervisor.event_log import EventLog
+from yunion_mps.supervisor.event_log import RECORDS_LOST, EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
-from yunion_mps.supervisor.gpu_settings import originals, restore_unused
+from yunion_mps.supervisor.gpu_settings import name_of, originals, restore_unused
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.layouts import MigLayouts
 from yunion_mps.supervisor.mig import LayoutResult, LayoutTask
+from yunion_mps.supervisor.mig_record import unreadable
 from yunion_mps.supervisor.mig_restore import withdrawn
 from yunion_mps.supervisor.pipe_access import PipeAccess
 from yunion_mps.supervisor.preflight import (
@@ -97,6 +98,8 @@ class Supervisor:
         self._missing: dict[str, Reason] = {}
         #: The conditions that other parts of the daemon have found, by what each is about.
         self._conditions: dict[str, Condition] = {}
+        #: The GPUs (UUIDs) whose MIG records could not be read at the start.
+        self._damaged: Mapping[str, HostError] = {}
         self._note_driver(preflight.driver_error)
 
     # -- from start to stop
@@ -108,6 +111,7 @@ class Supervisor:
         has no jobs. Raises YunionError and changes nothing if no domain can work: there is no control
         program, or no domain's directory is available.
         """
+        self._check_records()
         self._keep_leased_gpus()
         self._gpus.save(self.desired.plan)
         for event in self._gpus.report_unusable(self.desired.plan):
@@ -162,21 +166,27 @@ class Supervisor:
         for event in self.jobs.report_late():
             self.event_log.record(event)
 
-    def close(self) -> None:
-        """Restore the compute modes from before we first changed them.
+    def close(self) -> bool:
+        """Restore the compute modes from before we first changed them; return whether these are known.
 
         If a control daemon of ours is left running, its GPUs keep their modes and the modes' records, for the
         daemon that adopts it or starts after its end.
         """
         if self._store is None:
-            return
+            return True
         try:
+            is_known = self._is_original_known(self._store)
             left = left_running(self._store)
         except ShortageError as error:
             what = "compute modes are not restored, because a job may still need them"
             log.error("%s: %s; %s", what, error.message, "restore them: yunion-mps-daemon --restore")
             self.release()
-            return
+            return False
+        except HostError as error:
+            what = "compute modes, time slices and MIG layouts are not restored"
+            log.error("%s: %s; %s", what, error.message, error.hint)
+            self.release()
+            return False
         if self.nvml:
             with contextlib.suppress(DriverError):  # each setting that cannot be restored is reported
                 self.nvml.ensure_initialised()
@@ -189,6 +199,18 @@ class Supervisor:
         for process in left:
             log.warning("%s is still running in %s; %s", process, process.pipe_directory, RESTORED_LATER)
         self.release()
+        return is_known
+
+    def _is_original_known(self, store: Store) -> bool:
+        """Whether it is known what to restore; raises HostError if no record can be read."""
+        for setting in (COMPUTE_MODE, TIME_SLICE):
+            store.former(setting.name)
+        restored = {one.gpu_uuid for one in self.desired.plan.layouts if one.restore}
+        if store.has_lost_records and restored:
+            what = "MIG layouts from before the state file was damaged are unknown, so they are not restored"
+            log.error("%s; %s", what, "change them by hand: nvidia-smi mig")
+            return False
+        return restored.isdisjoint(unreadable(store))
 
     def _gpus_to_restore(self, store: Store) -> set[str]:
         """Return the UUIDs of the GPUs of which we have changed something."""
@@ -241,6 +263,12 @@ class Supervisor:
             what = f"which GPUs the entries mean cannot be recorded in {self._paths.served_gpus}; "
             what += "if render nodes have other numbers after a reboot, other GPUs would be divided"
             yield Reason(what, reasons.RECORD_DAMAGED)
+        if self._store and self._store.has_lost_records:
+            what = "the state file was damaged, and its records had not been copied since the boot"
+            yield Reason(f"{what}; {RECORDS_LOST}", reasons.STATE_FILE_DAMAGED)
+        for uuid, error in self._damaged.items():
+            if uuid not in self.layouts.pending:
+                yield Reason(f"{name_of(uuid, self._gpus.inventory.gpus)}: {error.message}", error.code)
         if self.event_log.write_error:
             means = "events are kept in a temporary copy for now, and changes are refused"
             yield Reason(f"{self.event_log.write_error}; {means}", reasons.EVENTS_NOT_WRITTEN)
@@ -469,6 +497,18 @@ class Supervisor:
     def _make_fleet(self, program: str, leftovers: Leftovers) -> None:
         domains = self.desired.domains()
         self.fleet.create_domains(domains, leftovers.known, program, self.config.cuda_mps_stop_timeout_s)
+
+    def _check_records(self) -> None:
+        """Report that the state file was rebuilt, and which records cannot be read; raises HostError."""
+        if not Store.exists(self._paths):
+            return
+        self.event_log.note_rebuilt(self.store())
+        self._damaged = unreadable(self.store())
+        for uuid, error in self._damaged.items():
+            name = name_of(uuid, self._gpus.inventory.gpus)
+            log.error("%s: %s; %s", name, error.message, error.hint)
+            what, means = "its MIG record is damaged", "its MIG layout is neither changed nor restored"
+            self.event_log.record(Event("error", "mig", name, what, error.message, means, error.code))
 
     def _keep_leased_gpus(self) -> None:
         """Keep GPUs with leases of an earlier daemon as they are, until the leases are restored."""

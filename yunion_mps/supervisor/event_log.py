@@ -59,6 +59,15 @@ _INSERT = f"INSERT OR IGNORE INTO event ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?
 _SELECT = f"SELECT {_COLUMNS}, count, last_s FROM event LEFT JOIN event_repeat ON event = id"
 #: How many fields a line of the copy has.
 _FIELDS = 2 + len(Event._fields)
+#: What it means that the state file was rebuilt, with copies of its records and without.
+REBUILT = (
+    "it was rebuilt from copies: the events since boot, the leases, the original settings of GPUs, and which "
+    "MIG instances are ours"
+)
+RECORDS_LOST = (
+    "its records were not copied since the boot and are lost: leases by name, which MIG instances are ours, "
+    "and which MIG layouts are to be restored"
+)
 
 
 class EventRecord(NamedTuple):
@@ -142,7 +151,8 @@ class EventLog:
         self._repeats = RepeatCounter()
         #: What has been counted but not written, by the id of the row.
         self._uncounted: dict[int, Repeat] = {}
-        self._set_aside = ""
+        #: How many times of `Store.rebuilt` have been recorded.
+        self._noted_rebuilt = 0
         #: Why events cannot be written; empty if they can.
         self.write_error = ""
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -196,9 +206,7 @@ class EventLog:
         self._unwritten.clear()
         self._uncounted.clear()
         self._note_write_error("")
-        if store.set_aside != self._set_aside:
-            self._set_aside = store.set_aside
-            self._refill(store)
+        self.note_rebuilt(store)
         for listener in self._listeners:
             listener()
 
@@ -269,17 +277,20 @@ class EventLog:
         for record in new:
             self._repeats.note(record)
 
-    def _refill(self, store: Store) -> None:
-        """Fill a state file that was damaged and created again with the events of the copy."""
-        what = f"the state file could not be read and was set aside as {store.set_aside}"
-        log.error("%s; it is rebuilt from copies", what)
+    def note_rebuilt(self, store: Store) -> None:
+        """Record each time that the state file was rebuilt, and fill it with the events of their copy."""
+        new = store.rebuilt[self._noted_rebuilt :]
+        if not new:
+            return
+        self._noted_rebuilt = len(store.rebuilt)
         try:
             EventTable(store).add(self._copy.read())
         except HostError as error:
             self._note_write_error(error.message)
-        consequence = "it was rebuilt from copies: the events since boot, and the original compute modes"
-        code = reasons.STATE_FILE_DAMAGED
-        self.record(Event("error", "daemon", "state file", what, "it is damaged", consequence, code))
+        for rebuilt in new:
+            means = REBUILT if rebuilt.has_copies else RECORDS_LOST
+            code = reasons.STATE_FILE_DAMAGED
+            self.record(Event("error", "daemon", "state file", rebuilt.what, rebuilt.cause, means, code))
 
     def _note_write_error(self, message: str) -> None:
         if message == self.write_error:

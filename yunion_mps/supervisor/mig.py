@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
-from yunion_mps.errors import BusyError, DriverError, YunionError
+from yunion_mps.errors import BusyError, DriverError, HostError, YunionError
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig, MigMode
 from yunion_mps.mig import MigInstance, MigLayout
@@ -88,18 +88,25 @@ def carry_out(
     settled: dict[str, tuple[MigInstance, ...]] = {}
     for task in tasks:
         uuid, name = task.layout.gpu_uuid, f"GPU {task.gpu.address}"
-        work = LayoutWork(task, mig, store, is_ended)
+        try:
+            work = LayoutWork(task, mig, store, is_ended)
+        except HostError as error:
+            why[uuid] = _cannot_be_changed(error, error.code)
+            continue
         try:
             why[uuid] = work.apply()
             settled[uuid] = work.settled
         except YunionError as error:
             is_other = isinstance(error, DriverError) and error.code not in _CODES
-            code = reasons.MIG_REFUSED if is_other else error.code
-            why[uuid] = Reason(f"its MIG layout cannot be changed: {error.message}", code)
+            why[uuid] = _cannot_be_changed(error, reasons.MIG_REFUSED if is_other else error.code)
         if work.done:
             changes[uuid] = ", ".join(work.done)
             log.info("%s: MIG: %s", name, changes[uuid])
     return LayoutResult(why, changes, settled)
+
+
+def _cannot_be_changed(error: YunionError, code: str) -> Reason:
+    return Reason(f"its MIG layout cannot be changed: {error.message}", code)
 
 
 _CODES = (
@@ -124,6 +131,7 @@ class LayoutWork:
         self._layout = task.layout
         self._mig = mig
         self._store = store
+        #: Raises HostError if it cannot be read.
         self._record = MigRecord.read(store, self._uuid)
         self._made: list[MigInstance] = []
         #: What was changed, as text.

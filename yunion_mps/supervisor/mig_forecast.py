@@ -10,6 +10,7 @@ from yunion_mps.inventory.mig import Mig
 from yunion_mps.mig import MigInstance
 from yunion_mps.reasons import MIG_FOREIGN_INSTANCE, MIG_RESET_REQUIRED, Reason
 from yunion_mps.supervisor.mig import LayoutTask, LayoutWork, Losses
+from yunion_mps.supervisor.mig_record import unreadable
 from yunion_mps.users import AT_ONCE
 
 #: GPUs since Hopper switch MIG mode without a reset (NVIDIA's MIG user guide).
@@ -33,7 +34,12 @@ class Forecast(NamedTuple):
 
 
 def make_forecast(tasks: Sequence[LayoutTask], mig: Mig, store: Store) -> Forecast:
-    """Return what the layouts would do; raises DriverError."""
+    """Return what the layouts would do; raises DriverError.
+
+    Nothing is known, and nothing done, on a GPU whose record cannot be read.
+    """
+    damaged = unreadable(store)
+    tasks = [task for task in tasks if task.layout.gpu_uuid not in damaged]
     losses = {task.layout.gpu_uuid: _LossForecast(task, mig, store).losses() for task in tasks}
     effects = {task.gpu.address: _EffectForecast(task, mig, store).effect() for task in tasks}
     return Forecast(losses, {address: effect for address, effect in effects.items() if effect})

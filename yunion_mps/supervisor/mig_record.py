@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
 from yunion_mps.mig import MigInstance
+from yunion_mps.reasons import MIG_RECORD_DAMAGED, hint_of
 
 
 class MigIntent(NamedTuple):
@@ -43,15 +46,22 @@ class MigRecord(NamedTuple):
 
     @classmethod
     def read(cls, store: Store, gpu_uuid: str) -> MigRecord:
-        """Return the record; an empty one, which owns no instance, if there is none."""
-        value = store.recorded_mig(gpu_uuid)
+        """Return the record; an empty one, which owns no instance, if there is none.
+
+        Raises HostError if it cannot be read: then it is unknown what is ours, and what was there before.
+        """
+        text = store.recorded_mig(gpu_uuid)
+        if text is None:
+            return cls()
         try:
+            value = json.loads(text)
             before, created = value["before"], _instances_in(value["created"])
             known = None if before is None else _instances_in(before)
             intent = _intent_in(value.get("intent"))  # earlier versions do not have it
             return cls(bool(value["enabled_before"]), known, created, value.get("compute_mode", ""), intent)
-        except (TypeError, KeyError, ValueError, AttributeError):
-            return cls()
+        except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
+            what = "the record of which MIG instances are ours, and of what it had before, cannot be read"
+            raise HostError(what, hint_of(MIG_RECORD_DAMAGED), MIG_RECORD_DAMAGED) from None
 
     def write(self, store: Store, gpu_uuid: str) -> None:
         intent = self.intent._asdict() if self.intent else None
@@ -62,6 +72,17 @@ class MigRecord(NamedTuple):
         if self.intent and self.intent.is_for(instance):
             return True
         return any(one.is_same(instance) for one in self.created)
+
+
+def unreadable(store: Store) -> dict[str, HostError]:
+    """Return the errors of records that cannot be read, by GPU UUID; raises HostError if none can."""
+    errors = {}
+    for uuid in store.gpus_with_mig():
+        try:
+            MigRecord.read(store, uuid)
+        except HostError as error:
+            errors[uuid] = error
+    return errors
 
 
 def _instances_in(rows: Iterable[Iterable[Any]]) -> tuple[MigInstance, ...]:

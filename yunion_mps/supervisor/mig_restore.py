@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from yunion_mps import reasons
-from yunion_mps.errors import DriverError
+from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.store import Store
 from yunion_mps.identity import gpu_uuids_in
@@ -21,7 +21,7 @@ from yunion_mps.planning.mig import Placement
 from yunion_mps.reasons import Reason
 from yunion_mps.supervisor.gpu_settings import once_back
 from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, carry_out
-from yunion_mps.supervisor.mig_record import MigRecord
+from yunion_mps.supervisor.mig_record import MigRecord, unreadable
 from yunion_mps.users import NO_USERS, Users
 
 log = logging.getLogger(__name__)
@@ -66,12 +66,16 @@ def restore(
     """
     if nvml is None:
         return LayoutResult({}, {})
-    mig, by_uuid, leases = Mig(nvml), {gpu.uuid: gpu for gpu in gpus}, _leases(store)
+    mig, by_uuid, leases = Mig(nvml), {str(gpu.uuid): gpu for gpu in gpus}, _leases(store)
     busy, users = {*used, *(one.gpu_uuid for one in leases)}, _users(leases)
+    layouts = [one for one in layouts if one.restore and one.gpu_uuid in by_uuid]
+    damaged = _damaged(layouts, by_uuid, store)
     tasks = {}
     for layout in layouts:
-        gpu, record = by_uuid.get(layout.gpu_uuid), MigRecord.read(store, layout.gpu_uuid)
-        if not layout.restore or gpu is None or record.before is None:
+        if layout.gpu_uuid in damaged:
+            continue
+        gpu, record = by_uuid[layout.gpu_uuid], MigRecord.read(store, layout.gpu_uuid)
+        if record.before is None:
             continue
         if gpu.reason.code in (reasons.GPU_GONE, reasons.GPU_OTHER_DRIVER):
             what = f"its MIG layout cannot be restored now: {gpu.reason}"
@@ -85,6 +89,18 @@ def restore(
         places = _places(record, gpu)
         tasks[layout.gpu_uuid] = LayoutTask(former, gpu, frozenset(busy), users=users, places=places)
     result = carry_out(tasks.values(), mig, store)
+    _forget_restored(result, tasks, nvml, store, leases)
+    return result._replace(reasons={**result.reasons, **damaged})
+
+
+def _forget_restored(
+    result: LayoutResult,
+    tasks: Mapping[str, LayoutTask],
+    nvml: Nvml,
+    store: Store,
+    leases: Collection[_Lease],
+) -> None:
+    """Delete the records of GPUs whose layouts were restored, and log the others; `tasks` by GPU UUID."""
     for uuid, why in result.reasons.items():
         task, record = tasks[uuid], MigRecord.read(store, uuid)
         if why:
@@ -97,7 +113,18 @@ def restore(
             MigRecord(created=record.created).write(store, uuid)
         else:
             store.forget_mig(uuid)
-    return result
+
+
+def _damaged(layouts: Iterable[MigLayout], gpus: Mapping[str, Gpu], store: Store) -> dict[str, Reason]:
+    """Return, and log, why layouts cannot be restored whose records cannot be read; by GPU UUID."""
+    errors, damaged = unreadable(store), {}
+    for layout in layouts:
+        error = errors.get(layout.gpu_uuid)
+        if error:
+            what = f"the MIG layout of GPU {gpus[layout.gpu_uuid].address} is not restored: {error.message}"
+            log.error("%s; %s", what, error.hint)
+            damaged[layout.gpu_uuid] = error.reason
+    return damaged
 
 
 def _restore_compute_mode(nvml: Nvml, gpu: Gpu, mode: str) -> None:
@@ -122,7 +149,10 @@ def withdrawn(
         is_lost = gpu.reason and gpu.reason.code != reasons.MIG_ENABLED
         if is_lost or gpu.uuid in configured or gpu.mig_pending in (None, gpu.mig_enabled):
             continue
-        record = MigRecord.read(store(), str(gpu.uuid))
+        try:
+            record = MigRecord.read(store(), str(gpu.uuid))
+        except HostError:
+            continue  # which the status reports since the start
         if record.before is not None and record.enabled_before == gpu.mig_enabled:
             as_it_is = MigLayout(str(gpu.uuid), record.enabled_before)
             tasks.append(LayoutTask(as_it_is, gpu, None, withdrawn=True))

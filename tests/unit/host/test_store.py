@@ -140,8 +140,9 @@ def test_a_file_that_is_not_a_database_is_set_aside_with_modes_copied(
     note(store)
     Path(paths.store).write_bytes(content)
     opened = store()
-    assert opened.set_aside == f"{paths.store}.unreadable"
-    assert Path(opened.set_aside).read_bytes() == content
+    set_aside = f"{paths.store}.unreadable"
+    assert set_aside in opened.rebuilt[0].what
+    assert Path(set_aside).read_bytes() == content
     assert opened.former("compute_mode") == {"GPU-1": "Default"}
 
 
@@ -165,7 +166,7 @@ def test_a_file_that_is_damaged_while_in_use_is_replaced(paths: Paths, store: Op
         file.write(b"\xff" * os.stat(paths.store).st_size)
     opened.remember("compute_mode", {"GPU-2": "Prohibited"})
     assert opened.former("compute_mode") == {"GPU-1": "Default", "GPU-2": "Prohibited"}
-    assert opened.set_aside == f"{paths.store}.unreadable"
+    assert f"{paths.store}.unreadable" in opened.rebuilt[0].what
 
 
 def test_no_kill_during_a_checkpoint_makes_a_healthy_file_look_torn(paths: Paths, store: OpenStore) -> None:
@@ -179,7 +180,7 @@ def test_no_kill_during_a_checkpoint_makes_a_healthy_file_look_torn(paths: Paths
     os.truncate(paths.store, 4096)
     Path(f"{paths.store}-wal").write_bytes(log)
     again = store()
-    assert (again.set_aside, again.read("SELECT count(*) FROM event")) == ("", [(500,)])
+    assert (again.rebuilt, again.read("SELECT count(*) FROM event")) == ([], [(500,)])
 
 
 def test_a_closed_store_refuses_writes_without_damage(paths: Paths, store: OpenStore) -> None:
@@ -188,14 +189,14 @@ def test_a_closed_store_refuses_writes_without_damage(paths: Paths, store: OpenS
     opened.close()
     with pytest.raises(HostError, match="closed database"):
         opened.write(EVENT, [("one",)])
-    assert opened.set_aside == ""
+    assert opened.rebuilt == []
     assert read_modes(paths) == {"GPU-1": "Default"}
 
 
 def test_a_copy_of_another_boot_does_not_count(paths: Paths, store: OpenStore) -> None:
     note(store)
-    copy = Path(paths.former_modes)
-    copy.write_text(copy.read_text().replace(Path(paths.boot_id).read_text().strip(), OTHER_BOOT))
+    for copy in (Path(paths.former_modes), Path(paths.settings_copy)):
+        copy.write_text(copy.read_text().replace(Path(paths.boot_id).read_text().strip(), OTHER_BOOT))
     Path(paths.store).write_bytes(b"torn" * 1024)
     assert read_modes(paths) == {}
 
@@ -215,7 +216,7 @@ def test_rows_are_written_all_or_none(store: OpenStore) -> None:
     opened = store()
     with pytest.raises(HostError, match="NOT NULL"):
         opened.write(EVENT, [("right",), (None,)])
-    assert opened.set_aside == ""
+    assert opened.rebuilt == []
     assert opened.read("SELECT * FROM event") == []
 
 

@@ -29,25 +29,25 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def kept(store: Store, *, ahead_s: float = 0.0) -> Lease:
     """What the next daemon reads, its wall clock being so far ahead of its monotonic one."""
-    (found,) = LeaseStorage(store, "/nosuch", lambda: ahead_s).read()
+    (found,) = LeaseStorage(store, lambda: ahead_s).read()
     return found
 
 
 def test_a_restart_keeps_the_time_that_a_lease_has_left(store: Store) -> None:
-    LeaseStorage(store, "/nosuch", lambda: 0.0).write(TAKEN)
+    LeaseStorage(store, lambda: 0.0).write(TAKEN)
     clock_was_set = 1e9
     assert restore(kept(store, ahead_s=clock_was_set), 1300.0) == TAKEN
 
 
 def test_after_a_boot_the_wall_clock_decides_what_a_lease_has_left(store: Store) -> None:
-    LeaseStorage(store, "/nosuch", lambda: 5000.0).write(TAKEN)  # it ends at 6600 s
+    LeaseStorage(store, lambda: 5000.0).write(TAKEN)  # it ends at 6600 s
     store.write("UPDATE lease SET value = replace(value, ?, 'another')", [(store.boot_id,)])
     assert restore(kept(store, ahead_s=6100.0), 20.0).ends_s == 500.0
     assert restore(kept(store, ahead_s=0.0), 20.0).ends_s == 20.0 + TTL_S, "the clock is slow"
 
 
 def test_a_lease_of_an_older_version_restarts_its_time_to_live(store: Store) -> None:
-    LeaseStorage(store, "/nosuch").write(TAKEN._replace(ends_s=None))
+    LeaseStorage(store).write(TAKEN._replace(ends_s=None))
     assert restore(kept(store), 1300.0).ends_s == 1300.0 + TTL_S
 
 

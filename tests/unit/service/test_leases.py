@@ -198,7 +198,7 @@ def test_what_cannot_be_stored_during_a_lock_is_stored_after_it(
     monkeypatch.setattr(leases, "RETRY_S", 0.01)
 
     def stored() -> dict[str, float]:
-        kept = LeaseStorage(host.store, host.paths.lease_copies).read()
+        kept = LeaseStorage(host.store).read()
         return {lease.holder.name: lease.ends_s or 0.0 for lease in kept}
 
     async def work() -> None:
@@ -332,7 +332,7 @@ def test_a_stored_grant_without_its_event_is_recorded_at_the_next_start(host: Le
 
     async def work() -> None:
         await host.take("first")
-        storage = LeaseStorage(host.store, host.paths.lease_copies)
+        storage = LeaseStorage(host.store)
         (first,) = host.leases.ledger.leases.values()
         host.leases.release("first", Owner(ROOT))
         storage.write(first._replace(since_s=time.time()))
@@ -354,7 +354,7 @@ def test_a_restart_extends_an_expired_lease_only_once(host: LeaseHost) -> None:
 
     async def work() -> None:
         await host.take("job")
-        storage = LeaseStorage(host.store, host.paths.lease_copies)
+        storage = LeaseStorage(host.store)
         (lease,) = host.leases.ledger.leases.values()
         storage.write(lease._replace(ends_s=time.monotonic() - 1))
         await host.restart()

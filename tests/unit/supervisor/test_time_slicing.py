@@ -207,7 +207,7 @@ def test_a_pending_change_names_a_server_that_started_later(
 def test_a_restart_finds_leases_that_no_control_daemon_serves(begin: Begin) -> None:
     host, first = begin(TWO, 4, SHARED)
     store = Store(first.paths)
-    LeaseStorage(store, first.paths.lease_copies).write(lease_of(first))
+    LeaseStorage(store).write(lease_of(first))
     store.close()
     first.stop(restore=False)
     host.divide(4, 4)
@@ -268,7 +268,7 @@ def test_a_reload_changes_and_restores_time_slices_and_names_the_change(begin: B
 def test_a_leased_gpu_keeps_its_time_slice_until_the_lease_ends(begin: Begin, after: str) -> None:
     gpus = [{"kind": "h100"}, {"kind": "h100"}]
     host, made = begin(gpus, 4, shared("long"), cuda_mps_pipe_directory="/run/mps")
-    ledger, storage = lease(made), LeaseStorage(made.supervisor.store(), made.paths.lease_copies)
+    ledger, storage = lease(made), LeaseStorage(made.supervisor.store())
     storage.write(ledger.leases["0" * 36])
     host.divide(4, f"virtual_number: {after}")
     made.reload()
@@ -278,7 +278,7 @@ def test_a_leased_gpu_keeps_its_time_slice_until_the_lease_ends(begin: Begin, af
     again = made.again()
     assert slices(host)[1] == "long"
     again.supervisor.desired.ways_leased = dict
-    LeaseStorage(again.supervisor.store(), made.paths.lease_copies).delete("0" * 36)
+    LeaseStorage(again.supervisor.store()).delete("0" * 36)
     again.rescan()
     again.set_modes()
     assert slices(host)[1] == "default"

@@ -106,7 +106,7 @@ class ChangingGpu:
         self._storage().delete(LEASE_ID)
 
     def _storage(self) -> LeaseStorage:
-        return LeaseStorage(self.made.supervisor.store(), self.made.paths.lease_copies)
+        return LeaseStorage(self.made.supervisor.store())
 
     def reload(self, entry: object, *, now: bool | None = None) -> list[Change]:
         """Reload after the second GPU got this entry, or after its entry was removed; return the changes."""
