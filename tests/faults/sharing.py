@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import signal
+import time
+from collections.abc import Mapping
 
 from yunion_mps import reasons
 
 from faults.hands import await_events
 from faults.rows import SHARING, fault
-from faults.scene import Scene, shown, until
+from faults.scene import FORMER_MODE, Scene, shown, until
 from simhost.gpu import MigDevice
 from simhost.host import SHARED
 
@@ -61,6 +65,121 @@ def killed_in_a_layout(scene: Scene) -> None:
     scene.serves_again(lambda: _is_balanced(scene))
     scene.record_report("created g")
     scene.hold_a_lease()
+
+
+#: How often the daemon is killed; more take longer: YUNION_MPS_MIG_KILLS=200.
+_KILLS = int(os.environ.get("YUNION_MPS_MIG_KILLS", "24"))
+#: Each has room for the leased 1g.10gb, wherever it is.
+_LAYOUTS = ("[3g.40gb, 1g.10gb]", "[2g.20gb, 2g.20gb, 1g.10gb]", "all-1g.10gb", "[2g.20gb, 1g.10gb]")
+Files = Mapping[str, bytes]
+
+
+class _StateFile:
+    """The state file of a daemon that was killed, with what belongs to it, and how it is lost or damaged."""
+
+    def __init__(self, scene: Scene, chance: random.Random) -> None:
+        self._directory = scene.host.root / "var/lib/yunion-mps"
+        self._chance = chance
+        self._older: list[Files] = []
+
+    def harm(self, number: int) -> str:
+        """Do what is due after kill `number`; return what was done."""
+        content = {path.name: path.read_bytes() for path in self._directory.glob("state.db*")}
+        size = len(content.get("state.db", b""))  # there is none if the daemon was killed early
+        ways = ("remove", "truncate", "zero", "roll_back")
+        way = ways[number % len(ways)]
+        if way == "roll_back":
+            self._put(self._chance.choice(self._older))
+        elif way == "remove":
+            self._put({})
+        else:
+            kept = content.get("state.db", b"")[: self._chance.choice((0, size // 2))]
+            self._put({"state.db": kept if way == "truncate" else bytes(size)})
+        if size:
+            self._older.append(content)
+        return way
+
+    def _put(self, content: Files) -> None:
+        for path in self._directory.glob("state.db*"):
+            path.unlink()
+        for name, data in content.items():
+            (self._directory / name).write_bytes(data)
+
+
+@fault(
+    SHARING,
+    "the daemon is killed at random moments of layouts, and its state file lost or damaged each time",
+    takes_s=60,
+    gpus=_MIG,
+)
+def killed_without_a_state_file(scene: Scene) -> None:
+    """Removed, truncated, zeroed or rolled back; the next daemon knows all that is ours, or was before us."""
+    chance, gpu = random.Random(35), scene.host.gpus[0]
+    entry = "mig: {}\n  mig_restore: true"
+    _serve(scene, entry.format(_LAYOUTS[0]), lease="1g.10gb")
+    leased, state_file = _instance(scene, "1g.10gb"), _StateFile(scene, chance)
+    _delay_creations(scene)
+    scene.remember_events()
+    scene.daemon.kill()
+    for number in range(_KILLS):
+        layout = chance.choice(_LAYOUTS)
+        scene.host.divide(entry.format(layout))
+        scene.daemon.start()
+        if chance.random() < 0.3:
+            scene.daemon.wait_ready()
+            until(lambda: _has_layout(scene), f"{layout} after {number} kills", scene.trouble)
+            assert scene.keeps_the_lease
+        elif chance.random() < 0.5:
+            time.sleep(chance.uniform(0, 2.5))  # the moment of its death, which is what varies
+        else:
+            _wait_for_a_creation(scene)
+            time.sleep(chance.uniform(0, 0.02))
+        assert scene.daemon.running, scene.daemon.log
+        scene.daemon.kill()
+        assert leased in gpu.mig_devices(), "a leased instance was destroyed"
+        state_file.harm(number)
+    scene.inject(lambda: scene.daemon.start().wait_ready(), answers=False)
+    scene.serves_again(lambda: _has_layout(scene))
+    scene.recovery = f"after each of {_KILLS} kills the next daemon continues; {scene.recovery}"
+    scene.record_report("the state file was missing")
+    _is_restored(scene)
+
+
+def _delay_creations(scene: Scene) -> None:
+    """Let more kills meet the driver's calls, before and after they have their effect."""
+    scene.host.fail("nvmlDeviceCreateGpuInstanceWithPlacement", "success", delay_ms=60)
+    scene.host.fail("nvmlGpuInstanceCreateComputeInstance", "success", delay_ms=20)
+    scene.host.fail("nvmlGpuInstanceGetInfo", "success", delay_ms=10)
+
+
+def _wait_for_a_creation(scene: Scene) -> None:
+    """Wait until the driver has created an instance, or nothing needs one."""
+    gpu, last_s = scene.host.gpus[0], time.monotonic() + 4
+    while not gpu.has_empty_instance and time.monotonic() < last_s:
+        time.sleep(0.001)
+
+
+def _has_layout(scene: Scene) -> bool:
+    """Whether the configured layout is in effect, by itself: nothing waits for `reload --now`."""
+    (row,) = scene.daemon.get("/v1/gpus")[1]["gpus"][:1]
+    assert row["reason_code"] != reasons.MIG_FOREIGN_INSTANCE, f"{row['reason']}\n{scene.daemon.log}"
+    entry = (scene.host.root / "etc/yunion/host_container_device.yml").read_text()
+    profiles = re.findall(r"\b[1-7]g\.\d+gb", entry)
+    expected = profiles * 7 if "all-1g" in entry else profiles
+    return not row["reason"] and sorted(one.profile for one in scene.host.gpus[0].mig_devices()) == sorted(
+        expected
+    )
+
+
+def _is_restored(scene: Scene) -> None:
+    """A stop restores the layout and the compute mode from before the first of all these daemons."""
+    scene.host.clear()
+    assert scene.daemon.ask("DELETE", f"/v1/leases/{scene.lease}")[0] == 200
+    assert scene.daemon.stop() == 0, scene.daemon.log
+    gpu = scene.host.gpus[0]
+    assert (gpu.mig, gpu.compute_mode) == (False, FORMER_MODE), scene.daemon.log
+    scene.lease = ""
+    scene.serve()
 
 
 @fault(SHARING, "another program destroys an instance", takes_s=13, gpus=_MIG)

@@ -83,6 +83,12 @@ class SimGpu:
             if compute.serial
         )
 
+    @property
+    def has_empty_instance(self) -> bool:
+        """Whether a GPU instance has no compute instance."""
+        instances = [gpu for gpu in self._slot.instances if gpu.serial]
+        return any(not any(compute.serial for compute in gpu.computes) for gpu in instances)
+
     def end_instances(self, gpu_instance: int = layout.UNSET) -> None:
         """End a GPU instance, or all, even in use, with its compute instances and clients."""
         self._library.simhost_end_instances(self.slot, gpu_instance)
