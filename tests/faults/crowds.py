@@ -111,7 +111,8 @@ def byte_a_second(scene: Scene) -> None:
     with _connect(scene) as connection:
         scene.inject(lambda: None)
         for byte in _GET:
-            connection.sendall(bytes([byte]))
+            with contextlib.suppress(BrokenPipeError):  # it was closed meanwhile
+                connection.sendall(bytes([byte]))
             if readable(connection, 1):
                 break
         status, answer = _answer(connection)
