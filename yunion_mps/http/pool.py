@@ -28,6 +28,8 @@ class Limits(NamedTuple):
     reserved_for_root: int = 64
     reserved_for_new_clients: int = 16
     per_user: int = 128
+    #: How many of them may wait for events; the oldest ones give way. Root is not limited.
+    awaiting_events: int = 64
     unread_bytes: int = 16 << 20
     #: How many connections may queue, first come, first served, instead of being refused. Over TCP one
     #: program may keep all connections of an address busy: answered ones are closed for queued ones.
@@ -81,6 +83,8 @@ class ConnectionPool:
         #: By user, or by address over TCP.
         self.by_client: Counter[int | str] = Counter()
         self.waiting: deque[PooledConnection] = deque()
+        #: By client, those whose requests wait for events, the oldest first.
+        self._awaiting: dict[int | str, dict[PooledConnection, None]] = {}
 
     def admit(self, connection: PooledConnection) -> bool:
         """Admit the connection now, or queue it; returns whether either was possible.
@@ -126,8 +130,18 @@ class ConnectionPool:
             return [connection for connection in self.connections if connection.client != _ROOT]
         return list(self.connections) if len(self.connections) >= room else None
 
+    def note_awaiting(self, connection: PooledConnection) -> None:
+        """Note that the connection's request waits for an event; the oldest ends if there are too many."""
+        awaiting = self._awaiting.setdefault(connection.client, {})
+        awaiting[connection] = None
+        if connection.client != _ROOT and len(awaiting) > self.limits.awaiting_events:
+            oldest = next(iter(awaiting))
+            self.forget(oldest)
+            oldest.evict()
+
     def note_answer(self, connection: PooledConnection) -> None:
         """Note that the connection was answered, which moves it to the end of the order."""
+        self._forget_awaiting(connection)
         if connection in self.connections:
             del self.connections[connection]  # its client has to read the answer before it gives way
             self._admit_waiting()
@@ -146,7 +160,14 @@ class ConnectionPool:
         self._remove(connection)
         self._admit_waiting()
 
+    def _forget_awaiting(self, connection: PooledConnection) -> None:
+        awaiting = self._awaiting.get(connection.client, {})
+        awaiting.pop(connection, None)
+        if not awaiting:
+            self._awaiting.pop(connection.client, None)
+
     def _remove(self, connection: PooledConnection) -> None:
+        self._forget_awaiting(connection)
         if connection in self.connections:
             del self.connections[connection]
             self.by_client[connection.client] -= 1

@@ -148,8 +148,10 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def is_replaceable(self) -> bool:
         """Whether it may be closed for a new one: it handles no request, and no lease depends on it."""
-        if self._on_close or (self._pending is not None and not self._awaits_event):
+        if self._on_close:
             return False
+        if self._pending is not None:
+            return self._awaits_event
         if not self.was_answered and self._limits.waiting:
             return asyncio.get_running_loop().time() - self._admitted_s > _FIRST_REQUEST_S
         return self._blocked or self._turn is None
@@ -157,6 +159,7 @@ class Connection(asyncio.BufferedProtocol):
     def await_event(self) -> None:
         """Note that the current request waits for an event, so the connection may be replaced."""
         self._awaits_event = True
+        self._pool.note_awaiting(self)
 
     def keep_open(self, on_close: Callable[[], None]) -> None:
         """Exempt it from the idle timeout, because something is bound to it; call `on_close` at its end."""

@@ -26,6 +26,16 @@ class Nothing:
         return Response(200, "text/plain", request.target.encode())
 
 
+class Waits:
+    """Answers every request alike, but for `/wait`, which waits for an event that never comes."""
+
+    def handle(self, request: Request) -> EventualResponse:
+        if request.target != "/wait":
+            return Response(200, "text/plain", b"")
+        request.await_event()
+        return asyncio.get_running_loop().create_future()
+
+
 def answers(address: str) -> bool:
     host, _, port = address.rpartition(":")
     with socket.socket(socket.AF_INET6 if "[" in host else socket.AF_INET) as client:
@@ -75,13 +85,17 @@ def test_it_is_open_while_it_is_configured(host: str) -> None:
     assert seen == [True, True, False]
 
 
-@pytest.mark.parametrize("says", [b"", b"GET / HTT", b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"])
+@pytest.mark.parametrize(
+    "says",
+    [b"", b"GET / HTT", b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", b"GET /wait HTTP/1.1\r\nHost: here\r\n\r\n"],
+    ids=["silent", "half-open", "idle", "waiting"],
+)
 def test_idle_connections_do_not_block_other_clients(says: bytes) -> None:
-    """All users of this host are one client at 127.0.0.1; silent, half-open and idle connections give way."""
+    """All users of this host are one client at 127.0.0.1; connections that do nothing give way."""
 
     async def crowd() -> list[bytes]:
         port = free_port()
-        listeners = Listeners({"web_listen": Nothing()})
+        listeners = Listeners({"web_listen": Waits()})
         await listeners.update({"web_listen": f"127.0.0.1:{port}"})
         writers, lines = [], []
         for number in range(LIMITS.per_user + 20):
