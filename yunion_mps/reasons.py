@@ -135,9 +135,10 @@ MIG_INSUFFICIENT_RESOURCES = _code("mig_insufficient_resources",
 MIG_REFUSED = _code("mig_refused", "The driver refused to change the MIG mode or its instances.",
     "see: nvidia-smi mig -i {gpu} -lgi; dmesg | grep -i nvidia; the daemon retries automatically")
 MIG_RECORD_DAMAGED = _code("mig_record_damaged",
-    "The record of which MIG instances are ours, and of what the GPU had before, cannot be read.",
-    "do without it, so that all instances count as another program's: systemctl stop yunion-mps-daemon; "
-    "mv /var/lib/yunion-mps/state.db /run/yunion-mps/records.json /root/; systemctl start yunion-mps-daemon")
+    "The record of which MIG instances the daemon created, and of what the GPU had before, cannot be read.",
+    "discard the records of all GPUs, which ends jobs, and after which all instances count as another "
+    "program's: systemctl stop yunion-mps-daemon; mv /var/lib/yunion-mps/state.db "
+    "/run/yunion-mps/records.json /root/; systemctl start yunion-mps-daemon; yunion-mps reload --now")
 #: Codes of layouts that wait for what ends by itself, such as leases and jobs, or for the operator.
 LAYOUT_WAITS = frozenset({MIG_PENDING, MIG_IN_USE})
 LAYOUT_NEEDS = frozenset({
@@ -265,7 +266,7 @@ OF_DOMAINS = frozenset({DOMAIN_NOT_READY, SERVER_START_FAILED})
 PROCESSES_UNKNOWN = _code("processes_unknown",
     "The processes of a lease or device are not all known, so none was terminated and nothing released.",
     "try again once the MPS server answers; or terminate what is known, at the risk of that server's other "
-    "jobs: yunion-mps terminate --force; or release the lease, and leave its processes alone: "
+    "jobs: yunion-mps terminate TARGET --force; or release the lease, and leave its processes alone: "
     "yunion-mps lease release {lease}")
 LIMITS_NOT_IN_EFFECT = _code("limits_not_in_effect", "A limit was set, but a different value was read back.",
     _RETRIED)
@@ -293,8 +294,9 @@ LEASE_OUTDATED = _code("lease_outdated",
     "release it and run the job with a new lease: yunion-mps lease release {lease}")
 LEASE_UNREADABLE = _code("lease_unreadable",
     "A lease in the state file cannot be read, because a newer version wrote it or it is damaged; its "
-    "devices stay leased until its process ends or it is released.",
-    "install the version that wrote it; or, once its job has ended: yunion-mps lease release {lease}")
+    "devices, or all devices if these are unknown, are not leased until its process ends or it is released.",
+    "as root, once its job has ended: yunion-mps lease release {lease}; or install the newer yunion-mps that "
+    "wrote it")
 CLIENT_WAITING = _code("client_waiting",
     "A process is waiting for an MPS server because another user's server is running.",
     "wait for the other user's jobs; list them: yunion-mps who --clients; "
@@ -374,9 +376,9 @@ EVENTS_NOT_WRITTEN = _code("events_not_written",
     "Events cannot be written to the state file and are kept in a temporary copy.",
     "free disk space for the state file: df -h /var/lib/yunion-mps")
 STATE_FILE_DAMAGED = _code("state_file_damaged",
-    "The state file was lost, damaged or replaced, and has been rebuilt from copies of its records.",
-    "check the disk: dmesg | grep -iE 'i/o error|ext4|xfs'; keep other programs, such as restorations of "
-    "backups, from /var/lib/yunion-mps")
+    "The state file was lost, damaged or replaced; the message says what was rebuilt and what is lost.",
+    "check the disk: dmesg | grep -iE 'i/o error|ext4|xfs'; exclude /var/lib/yunion-mps when you restore a "
+    "backup; see: yunion-mps events --kind daemon")
 VERSION_DIFFERS = _code("version_differs", "The running daemon's version differs from the installed one.",
     "switch to the installed version without ending jobs: yunion-mps daemon-reexec")
 PIPE_DIRECTORY = _code("pipe_directory",

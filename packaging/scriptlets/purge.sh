@@ -1,11 +1,11 @@
 # ---- Purge: remove everything. Only the deb can be purged; docs/install.md has the commands for the rpm.
 
-at_boot=/tmp/nvidia-mps # created by tmpfiles.d
+boot_directory=/tmp/nvidia-mps # created by tmpfiles.d
 
 purge() {
     remove_what_clients_saw
-    if [ -O "$at_boot" ] && ! [ -L "$at_boot" ]; then
-        rmdir "$at_boot" 2>/dev/null || :
+    if [ -O "$boot_directory" ] && ! [ -L "$boot_directory" ]; then
+        rmdir "$boot_directory" 2>/dev/null || :
     fi
     for name in host.conf host_container_device.yml; do
         if is_ours "$name"; then
@@ -77,7 +77,7 @@ is_ours() { # whether the package created the file, and no other software has us
     *) foreign=$(foreign_in_device_file "$configuration/$1") ;;
     esac
     [ -n "$foreign" ] || return 0
-    say "$configuration/$1 was not removed: other software uses it, too ($foreign)"
+    say "$configuration/$1 was not removed: it may have lines of other software: $foreign"
     return 1
 }
 

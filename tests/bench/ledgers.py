@@ -31,7 +31,7 @@ def lines(settings: Settings) -> Iterator[Line]:
     if _choose(ledger, candidates) != last.devices:
         raise BenchError("the ledger does not find the one device that is free")
     full = Ledger(leases)
-    queue = Queue(Allocator(full), now_s=lambda: 0.0)
+    queue = Queue(Allocator(full), clock=lambda: 0.0)
     queue.requests = [QueuedRequest(LeaseRequest(), HOLDER, position=number) for number in range(QUEUED)]
     some = f"of {len(devices):,} devices"
     choose, walk = partial(_choose, ledger, candidates), partial(_pass, candidates)

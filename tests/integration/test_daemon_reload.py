@@ -122,7 +122,7 @@ def test_now_ends_no_job_that_began_after_the_list(at_work: AtWork) -> None:
     status, answer = daemon.ask("POST", "/v1/reload", words)
     assert (status, answer["code"]) == (409, "not_confirmed")
     assert (
-        f"nothing was changed: it would also end or remove what was not confirmed: PID {later.pid} of "
+        f"nothing was changed, because the reload would also end or remove: PID {later.pid} of "
         in answer["detail"]
     )
     assert str(client.pid) not in answer["detail"]

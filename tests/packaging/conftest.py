@@ -143,7 +143,7 @@ class Host:
             . {SCRIPTLETS}/before.sh
             . {SCRIPTLETS}/keys.sh
             . {SCRIPTLETS}/purge.sh
-            at_boot={self.root}/nvidia-mps
+            boot_directory={self.root}/nvidia-mps
             set -- nothing
             . {SCRIPTLETS}/maintain.sh
         """

@@ -82,7 +82,7 @@ def test_a_purge_keeps_a_file_that_other_software_uses(
     host.good("make_configuration")
     path = host.root / "etc" / name
     path.write_text(path.read_text() + added)
-    why = f"{path} was not removed: other software uses it, too ({foreign})"
+    why = f"{path} was not removed: it may have lines of other software: {foreign}"
     assert host.good("purge") == [f"yunion-mps-daemon: {why}"]
     assert list(configuration(host)) == [name]
 

@@ -287,10 +287,7 @@ class VariableFields(TypedDict):
     device: Annotated[str | None, Field("Its device: YUNION_MPS_DEVICE of its environment; null if not set.")]
     lease: Annotated[
         str | None,
-        Field(
-            "The id of its lease, by its ancestors, container or unit, or YUNION_MPS_LEASE if these agree; "
-            "null if it has none, or if that is unknown."
-        ),
+        Field("The id of the lease that the process belongs to; null if it has none, or if that is unknown."),
     ]
 
 

@@ -213,10 +213,10 @@ class ChangeList(TypedDict):
     changes: list[Change]
     pending: Annotated[list[Pending], Field("What has not taken effect yet.")]
     losses: Annotated[list[Loss], Field("What a reload with the mode `now` would also remove.")]
-    clients: Annotated[list[MpsClient], Field("The clients that it would end.")]
-    errors: Annotated[list[str], Field("Why these might not be all clients.")]
+    clients: Annotated[list[MpsClient], Field("Clients that a reload with the mode `now` would end.")]
+    errors: Annotated[list[str], Field("Why `clients` may be incomplete.")]
     confirmation: Annotated[
-        str, Field("Confirms all of that in a reload with the mode `now`; empty if nothing would be lost.")
+        str, Field("Accepts these losses in a reload with the mode `now`; empty if there are none.")
     ]
 
 

@@ -71,7 +71,7 @@ _NOW_S = 60
 _NOTHING_DONE = "nothing was changed, and no job was ended"
 _RELOADED = "the configuration was reloaded, and the jobs that were listed before were ended, but no others"
 #: How often `--now` lists what would be lost because there is more than before.
-_MOST_LISTINGS = 5
+_MAX_LISTINGS = 5
 #: What ends by itself, as leases and jobs do, is awaited, unlike what lasts until the operator acts.
 _AWAITED = {LIMITS_PENDING, LEASES_PENDING, *LAYOUT_WAITS}
 _NEEDS = {*LAYOUT_NEEDS, DRIVER_HUNG}
@@ -250,7 +250,7 @@ def _reload_now(yes: bool) -> tuple[ChangeList, Status]:
     If more would be lost than was listed, it is listed and has to be confirmed again.
     """
     accepted: ChangeList | None = None
-    for _ in range(_MOST_LISTINGS):
+    for _ in range(_MAX_LISTINGS):
         plan = call(GET_PLAN)
         done = _RELOADED if accepted else _NOTHING_DONE
         _confirm(plan, yes, done)
@@ -266,7 +266,7 @@ def _reload_now(yes: bool) -> tuple[ChangeList, Status]:
             print_notice(error.message)
         else:
             return _with(accepted, answer), call(GET_STATUS)
-    what = f"more jobs began each of the {_MOST_LISTINGS} times that the jobs were listed and ended"
+    what = f"{_MAX_LISTINGS} times, more jobs or leases came after the list, so the reload was not completed"
     raise YunionError(what, "admit no new jobs, and wait for the running ones: yunion-mps reload --drain")
 
 

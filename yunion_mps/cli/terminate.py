@@ -41,7 +41,11 @@ _FIELDS = ("pid", "user", "command", "ended", "how", "reason_code")
 
 @click.command("terminate", short_help="Terminate jobs without harming others.")
 @click.argument("target", metavar="LEASE|DEVICE|PID", shell_complete=complete_target)
-@click.option("--force", is_flag=True, help="If SIGTERM does not end a process, send SIGKILL.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Send SIGKILL if SIGTERM does not end a process, also to a possible MPS client that is not listed.",
+)
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @output_option
 def terminate(target: str, force: bool, yes: bool, output: str) -> None:

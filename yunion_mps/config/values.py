@@ -189,7 +189,7 @@ def textfile(key: str, node: Node) -> str:
 
 
 #: Where no program can create a directory.
-_KERNEL_S = ("/proc/", "/sys/")
+_KERNEL_FILE_SYSTEMS = ("/proc/", "/sys/")
 
 
 def own_directory(example: str) -> Kind:
@@ -197,9 +197,9 @@ def own_directory(example: str) -> Kind:
 
     def kind(key: str, node: Node) -> str:
         path = absolute_path(key, node)
-        if path.startswith(_KERNEL_S):
+        if path.startswith(_KERNEL_FILE_SYSTEMS):
             hint = f"use a directory of a file system, for example {example}"
-            raise InvalidValueError(key, node, "where only the kernel makes files", hint)
+            raise InvalidValueError(key, node, "which is a file system of the kernel", hint)
         if os.path.dirname(path) in _ONLY_SHARED_IN or path in _SHARED:
             hint = f"use a separate directory, for example {example}"
             raise InvalidValueError(key, node, "which is shared with other software", hint)

@@ -226,9 +226,8 @@ class Store:
 
     # -- while another process locks the file
 
-    @property
-    def lock_error(self) -> LockedError | None:
-        """The error if another process keeps the file from being written now; None if none does."""
+    def check_lock(self) -> LockedError | None:
+        """Try to lock the file; return the error if another process keeps it from being written now."""
         with self._lock:
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
@@ -243,7 +242,7 @@ class Store:
         """Wait while another process locks the file; raises LockedError after the outage's deadline."""
         import asyncio  # loaded by the daemon only once it is ready
 
-        while error := self.lock_error:
+        while error := self.check_lock():
             if not error.is_brief:
                 raise error
             await asyncio.sleep(_RETRY_S)

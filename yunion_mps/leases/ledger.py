@@ -178,7 +178,7 @@ class Ledger:
         """Raise HostError if a device that seems to be free may belong to a lease that cannot be read."""
         if self.unknown:
             few = ", ".join(sorted(self.unknown)[:_MAX_NAMED])
-            what = f"nothing can be leased, because it is not known which devices these leases have: {few}"
+            what = f"no device is free for certain: it is not known which devices these leases have: {few}"
             hint = hint_of(LEASE_UNREADABLE, lease=min(self.unknown))
             raise HostError(what, hint, LEASE_UNREADABLE)
 

@@ -46,10 +46,10 @@ class _Turn(NamedTuple):
 
 
 class Queue:
-    def __init__(self, allocator: Allocator, now_s: Callable[[], float] = time.time) -> None:
-        """`now_s` returns the time in s since 1970, as that of requests."""
+    def __init__(self, allocator: Allocator, clock: Callable[[], float] = time.time) -> None:
+        """`clock` returns the time in s since 1970, as that of requests."""
         self._allocator = allocator
-        self._now_s = now_s
+        self._clock = clock
         self.requests: list[QueuedRequest] = []
         #: The users (uids) whom control daemons are to serve next, by domain, as of the last `next`.
         self.promised: Mapping[str, int] = {}
@@ -129,7 +129,7 @@ class Queue:
         This runs whenever a lease ends, and hundreds of requests may be queued. So a cheap check finds those
         without a free device, and of equal requests that cannot be satisfied only one is yielded.
         """
-        unsatisfiable: set[tuple[LeaseRequest, int | None]] = set()
+        passed_over: set[tuple[LeaseRequest, int | None]] = set()
         served = (candidate.device for candidate in candidates.devices if not candidate.reason)
         free = self._allocator.ledger.free_singly(served)
         domains_of: dict[LeaseRequest, set[str]] = {}
@@ -139,7 +139,7 @@ class Queue:
             request, uid = queued.request, queued.holder.user_uid
             if queued is before:
                 return
-            if (request, uid) in unsatisfiable:
+            if (request, uid) in passed_over:
                 continue
             if uid not in withheld:
                 withheld[uid] = candidates.domains_withheld(uid, reserved.users)
@@ -148,14 +148,14 @@ class Queue:
                 candidates_for_user = candidates.for_user(uid, reserved.users)
             yield _Turn(queued, candidates_for_user)
             if not self._reserves(queued, candidates, owned.get(queued.holder.owner, ())):
-                unsatisfiable.add((request, uid))
+                passed_over.add((request, uid))
                 continue
             if candidates_for_user is not None:
                 needed = self._allocator.reserve(request, candidates_for_user, reserved)
                 if any(needed):
                     reserved.add(needed)
                     continue
-            unsatisfiable.add((request, uid))
+            passed_over.add((request, uid))
             if withheld[uid] and _promise(queued, candidates, reserved, withheld[uid], domains_of):
                 withheld.clear()  # the other users no longer have the devices of these domains
 
@@ -169,11 +169,15 @@ class Queue:
 
     def _reserves(self, queued: QueuedRequest, candidates: Candidates, own: Collection[Lease]) -> bool:
         """Whether the request reserves what it will need; `own` has the leases of its owner."""
-        waited_s = max(0.0, self._now_s() - queued.since_s)
-        if waited_s // RESERVES_S % 2:
+        waited_s = max(0.0, self._clock() - queued.since_s)
+        periods = int(waited_s // RESERVES_S)
+        lets_others_pass = periods % 2 == 1
+        if lets_others_pass:
             return False
-        # If there were no other leases, would its owner's leases keep it from being granted?
-        return not own or _fits(queued.request, candidates, own) or not _fits(queued.request, candidates, ())
+        if not own:
+            return True
+        fits_alone = _fits(queued.request, candidates, ())
+        return not fits_alone or _fits(queued.request, candidates, own)
 
 
 def _promise(

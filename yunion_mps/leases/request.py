@@ -403,10 +403,15 @@ def refuse_over_quota(
         return
     own = [number for owner, number in others if owner == holder.owner]
     name = owner_name(holder.owner)
-    hint = "release one: yunion-mps lease release LEASE; list them: yunion-mps who"
+    hint = (
+        "release a lease: yunion-mps lease release LEASE; or end a request that waits; list: yunion-mps who"
+    )
     if quota.leases is not None and len(own) >= quota.leases:
         what = f"{name} already has {len(own)} leases and queued requests"
         raise NotAllowedError(f"{what}; max_leases_per_user is {quota.leases}", hint)
+    if quota.devices is not None and devices > quota.devices:
+        what = f"a request for {count(devices, 'device')} exceeds max_devices_per_user ({quota.devices})"
+        raise NotAllowedError(what, f"request at most {quota.devices}")
     if quota.devices is not None and sum(own) + devices > quota.devices:
         what = f"{name} already has {count(sum(own), 'device')}, leased or requested, and requests"
         what += f" {devices} more; max_devices_per_user is {quota.devices}"

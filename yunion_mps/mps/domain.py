@@ -238,11 +238,11 @@ class Domain(StateMachine):
         if polled_s is not None:
             self._polled_s = polled_s
 
-    def read_log(self) -> bool:
-        """Read what is new in the log; return whether a tick is due because something became of a server."""
-        if self.control.log.report():
-            self._is_due = True
-        return self._is_due
+    def note_new_log_lines(self) -> bool:
+        """Read what is new in the log; return whether that makes a tick due."""
+        has_outcomes = self.control.log.report()
+        self._is_due = self._is_due or has_outcomes
+        return has_outcomes
 
     def take_poll_request(self) -> bool:
         """Whether NVML is to be polled at once; true only once for each cause."""

@@ -7,8 +7,8 @@ and more servers are ordered until one is ready. A client's own server that is r
 start.
 
 The log alone proves no failure, because every local user can write lines into it: the control daemon repeats
-the newlines of a command (measured with 535). While a server runs, as an ordered one does that has started,
-the failure of an ordered one is such a line.
+the newlines of a command (measured with 535). So if the log says that an ordered server has failed while a
+server is running, a user wrote that line.
 
 A server runs as the user of its first client. So it can fail for one user only, perhaps because of what this
 user does, and that says nothing about the others. Whether servers start for others, the daemon finds out at
@@ -61,7 +61,7 @@ class _Servers:
     """The servers of one user: how often they failed lately, and when one is ordered next."""
 
     def __init__(self) -> None:
-        #: When they failed, until one is ordered for that.
+        #: When they failed since the last one was ordered.
         self.failed_s: list[float] = []
         #: The last failure, once an ordered one has failed, too.
         self.failure: Outcome | None = None
@@ -183,7 +183,7 @@ class ServerStarts:
     def commands(self, now_s: float, *, is_idle: bool) -> list[str]:
         """Return what to send to the control daemon until it is delivered; `is_idle`: no server runs."""
         if self._awaited_until_s is not None and now_s >= self._awaited_until_s:
-            self._note_overdue()
+            self._abandon_attempt()
         if not is_idle or self._awaited_until_s is not None:
             return []
         if self._ordered_uid is None:
@@ -193,7 +193,7 @@ class ServerStarts:
             self._servers[self._ordered_uid].attempts += 1
         return [_start_command(self._ordered_uid)]
 
-    def _note_overdue(self) -> None:
+    def _abandon_attempt(self) -> None:
         """Give the attempt up: its server hangs, or waits for one of another user, which is to end then."""
         if self._ordered_uid in self._servers:
             self._servers[self._ordered_uid].is_overdue = True

@@ -145,17 +145,17 @@ class LeaseService:
         for lease_id, problem in sorted(self._storage.unreadable.items()):
             lease = self.ledger.leases.get(lease_id)
             subject = lease.addresses if lease else "all devices"
-            blocks = (
-                f"{subject} stays leased" if lease else "no device is leased, because its devices are unknown"
-            )
+            consequence = "its devices stay leased"
+            if lease is None:
+                consequence = "no more devices are leased until root releases it: it may have any device"
             what = f"lease {lease_id} in the state file cannot be read: {problem}"
             condition = Condition(
-                Reason(f"{what}; {blocks}", LEASE_UNREADABLE), hint_of(LEASE_UNREADABLE, lease=lease_id)
+                Reason(f"{what}; {consequence}", LEASE_UNREADABLE), hint_of(LEASE_UNREADABLE, lease=lease_id)
             )
             self._supervisor.set_condition(f"lease {lease_id}", condition)
             log.error("%s; %s", condition.reason, condition.hint)
             cause = "a newer version wrote it, or it is damaged"
-            event = Event("error", "lease", subject, what, cause, blocks, LEASE_UNREADABLE)
+            event = Event("error", "lease", subject, what, cause, consequence, LEASE_UNREADABLE)
             self._supervisor.event_log.record(event)
 
     def cancel_queued(self) -> None:
@@ -196,7 +196,7 @@ class LeaseService:
         if not self.queue.requests:
             self._queries.set_promised({})
             return
-        if self._store.lock_error:
+        if self._store.check_lock():
             self._retry_later()
             return
         self._refuse_infeasible()
@@ -398,7 +398,10 @@ class LeaseService:
                 # Not wait_for: before Python 3.12 it loses a cancellation that coincides with the grant.
                 await asyncio.wait({grant}, timeout=wait_s)
             if not grant.done():
-                raise self._store.lock_error or self.queue.why_not(queued, self._queries.candidates())
+                locked = self._store.check_lock()
+                if locked:
+                    raise locked
+                raise self.queue.why_not(queued, self._queries.candidates())
             lease = grant.result().lease
             why = await self.follow_destroyed(lease, is_new=True)
             if why and self.ledger.leases.get(lease.id) == lease:

@@ -137,7 +137,8 @@ def _restore(paths: Paths, store: Store) -> int:
             log.error("%s; %s", what, how)
     if store.has_lost_records:
         log.error(
-            "what was changed before is unknown, because it was recorded in the damaged state file only"
+            "the original compute modes, time slices and MIG layouts are unknown, because the state file was "
+            "damaged and had no copies; check them: nvidia-smi -q -d COMPUTE; nvidia-smi mig -lgi"
         )
         return 1
     if processes or is_left or not layouts_restored:

@@ -25,7 +25,7 @@ from yunion_mps.service.reload_losses import (
     NO_LOSSES,
     Listings,
     ReloadLosses,
-    clients_in_the_way,
+    losses_of_clients,
     refuse_unconfirmed,
 )
 from yunion_mps.supervisor import Change, Supervisor
@@ -284,7 +284,7 @@ class Reloader:
         plan, changes = self._supervisor.plan_for(preflight, self._ledger.lease_waits)
         forecast = await self._forecast(plan, preflight)
         changes = with_layout_effects(changes, forecast.effects)
-        losses = await self._clients_in_the_way(changes)
+        losses = await self._losses_of_clients(changes)
         losses = losses._replace(devices=self._rows_of(forecast.losses, preflight))
         return _Foreseen(plan, changes, forecast.losses, losses)
 
@@ -301,7 +301,7 @@ class Reloader:
     async def _why_no_server_is_ended(self, confirmed: Collection[str]) -> NotConfirmedError | None:
         """Look for jobs that have begun since the reload was accepted."""
         try:
-            refuse_unconfirmed(await self._clients_in_the_way(()), confirmed, _NO_SERVER_ENDED)
+            refuse_unconfirmed(await self._losses_of_clients(()), confirmed, _NO_SERVER_ENDED)
         except NotConfirmedError as error:
             return error
         return None
@@ -313,7 +313,7 @@ class Reloader:
             event = Event("info", "configuration", "reload", f"ends or removes {what}", cause)
             self._supervisor.event_log.record(event)
 
-    async def _clients_in_the_way(self, changes: Sequence[Change]) -> ReloadLosses:
+    async def _losses_of_clients(self, changes: Sequence[Change]) -> ReloadLosses:
         """The clients whose servers delay these changes, or those that are pending already."""
         snapshot = self._supervisor.snapshot()
         if all(change.at_once for change in changes) and not any(one.pending for one in snapshot.domains):
@@ -321,7 +321,7 @@ class Reloader:
         found = await self._clients.clients()
         snapshot = self._supervisor.snapshot()
         addresses = {str(gpu.uuid): gpu.address for gpu in snapshot.inventory.gpus}
-        return clients_in_the_way(found, changes, snapshot.domains, addresses)
+        return losses_of_clients(found, changes, snapshot.domains, addresses)
 
     async def _forecast(self, plan: Plan, preflight: Preflight) -> Forecast:
         """What the MIG layouts of a plan would remove, and when they take effect."""
@@ -423,7 +423,7 @@ class Reloader:
             "losses": [*losses.devices],
             "clients": [*losses.clients],
             "errors": [*losses.errors],
-            "confirmation": self._listings.token_of(losses),
+            "confirmation": self._listings.remember(losses),
         }
 
     async def _check_new_program(self, *, requires_driver: bool) -> None:

@@ -44,8 +44,8 @@ class ReloadLosses(NamedTuple):
                 found[loss["lease"]] = f"lease {short} on {loss['subject']} of {loss['holder']}"
             else:
                 found[loss["subject"]] = f"instance {loss['subject']} of {loss['holder']}"
-        for error in self.errors:
-            found[_UNKNOWN_CLIENTS] = f"clients that are not known ({error})"
+        if self.errors:
+            found[_UNKNOWN_CLIENTS] = f"clients that are not known ({'; '.join(self.errors)})"
         return found
 
 
@@ -59,21 +59,24 @@ class Listings:
         #: The names of the losses that each token confirms, in the order in which they were listed.
         self._listed: dict[str, frozenset[str]] = {}
 
-    def token_of(self, losses: ReloadLosses) -> str:
-        """Return the token that confirms these losses; empty if there are none."""
+    def remember(self, losses: ReloadLosses) -> str:
+        """Remember that these losses were listed; return the token that confirms them, empty for none."""
         names = frozenset(losses.described())
         if not names:
             return ""
-        token = os.urandom(_TOKEN_BYTES).hex()
-        for known, listed in self._listed.items():
-            if listed == names:
-                token = known
+        token = self._known_token(names) or os.urandom(_TOKEN_BYTES).hex()
         self._listed.pop(token, None)
         self._listed[token] = names
         if len(self._listed) > _REMEMBERED:
             oldest = next(iter(self._listed))
             del self._listed[oldest]
         return token
+
+    def _known_token(self, names: frozenset[str]) -> str:
+        for token, listed in self._listed.items():
+            if listed == names:
+                return token
+        return ""
 
     def confirmed_by(self, token: str) -> frozenset[str]:
         """Return the names of the losses that this token confirms; empty if it is no longer known."""
@@ -90,10 +93,10 @@ def refuse_unconfirmed(losses: ReloadLosses, confirmed: Collection[str], done: s
         named = "; ".join(others[:_NAMED])
         if len(others) > _NAMED:
             named += f"; and {len(others) - _NAMED} more"
-        raise NotConfirmedError(f"{done}: it would also end or remove what was not confirmed: {named}")
+        raise NotConfirmedError(f"{done}, because the reload would also end or remove: {named}")
 
 
-def clients_in_the_way(
+def losses_of_clients(
     clients: ClientList,
     changes: Iterable[Change],
     domains: Sequence[DomainStatus],

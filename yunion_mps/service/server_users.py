@@ -94,7 +94,7 @@ class ServerUsers:
         # Servers that fail for the last job are known before the next one is sent there.
         is_tick_due = False
         for domain in self._supervisor.domains:
-            is_tick_due |= domain.read_log()
+            is_tick_due |= domain.note_new_log_lines()
         if is_tick_due:
             self._tick()
         to_ask = self._to_ask(uid)

@@ -32,7 +32,9 @@ _GRACE_S = 10
 _MAX_ID = 2**32 - 2
 #: How much of a malformed variable an error shows.
 _SHOWN_LENGTH = 100
-_NOT_BY_SLURM = "set this hook in slurm.conf, so that Slurm runs it, and set no SLURM_ variables yourself"
+_HINT_SET_BY_SLURM = (
+    "set no SLURM_ variables in the job; if it sets none: only Slurm may run this hook (slurm.conf)"
+)
 
 
 class TaskShare(NamedTuple):
@@ -133,7 +135,7 @@ def job_id_of(environment: Mapping[str, str]) -> str:
     text = environment.get("SLURM_JOB_ID", "")
     if not re.fullmatch(JOB_ID, text):
         what = f"SLURM_JOB_ID: not set by Slurm (job id {_shown(text)})"
-        raise HostError(what, _NOT_BY_SLURM, INVALID_REQUEST)
+        raise HostError(what, _HINT_SET_BY_SLURM, INVALID_REQUEST)
     return text
 
 
@@ -141,11 +143,11 @@ def _number(environment: Mapping[str, str], name: str, highest: int) -> int:
     """The number in a variable that Slurm sets; raises HostError if it is none from 0 to `highest`."""
     text = environment.get(name)
     if text is None:
-        raise HostError(f"{name}: not set by Slurm", _NOT_BY_SLURM, INVALID_REQUEST)
+        raise HostError(f"{name}: not set by Slurm", _HINT_SET_BY_SLURM, INVALID_REQUEST)
     number = parse_number(text)
     if number is None or number > highest:
-        what = f"{name}: not a number of Slurm's: {_shown(text)}"
-        raise HostError(what, _NOT_BY_SLURM, INVALID_REQUEST)
+        what = f"{name} is {_shown(text)}, not a number from 0 to {highest}"
+        raise HostError(what, _HINT_SET_BY_SLURM, INVALID_REQUEST)
     return number
 
 
@@ -153,17 +155,16 @@ def indices_of(text: str) -> tuple[int, ...]:
     """Parse a list such as `0,1` or `0-3,6`; raises HostError. An empty text is an empty list."""
     if not text:
         return ()
+    if not _INDICES.fullmatch(text):
+        what = f"{_shown(text)} is not a list of device indices"
+        raise HostError(what, "remove AutoDetect from gres.conf: yunion-mps slurm gres-conf", INVALID_REQUEST)
     found: dict[int, None] = {}
-    is_list = _INDICES.fullmatch(text) is not None
-    for part in text.split(",") if is_list else ():
+    for part in text.split(","):
         first, _, last = part.partition("-")
         found.update(dict.fromkeys(range(int(first), int(last or first) + 1)))
         if len(found) > _MAX_INDICES:
-            is_list = False
-            break
-    if not is_list:
-        what = f"{_shown(text)} is not a list of device indices"
-        raise HostError(what, "remove AutoDetect from gres.conf: yunion-mps slurm gres-conf", INVALID_REQUEST)
+            what = f"{_shown(text)} has more than {_MAX_INDICES} device indices"
+            raise HostError(what, _HINT_SET_BY_SLURM, INVALID_REQUEST)
     return tuple(found)
 
 

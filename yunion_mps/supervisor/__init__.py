@@ -208,7 +208,7 @@ class Supervisor:
         restored = {one.gpu_uuid for one in self.desired.plan.layouts if one.restore}
         if store.has_lost_records and restored:
             what = "MIG layouts from before the state file was damaged are unknown, so they are not restored"
-            log.error("%s; %s", what, "change them by hand: nvidia-smi mig")
+            log.error("%s; %s", what, "see and change them by hand: nvidia-smi mig -lgi")
             return False
         return restored.isdisjoint(unreadable(store))
 
@@ -264,8 +264,7 @@ class Supervisor:
             what += "if render nodes have other numbers after a reboot, other GPUs would be divided"
             yield Reason(what, reasons.RECORD_DAMAGED)
         if self._store and self._store.has_lost_records:
-            what = "the state file was damaged, and its records had not been copied since the boot"
-            yield Reason(f"{what}; {RECORDS_LOST}", reasons.STATE_FILE_DAMAGED)
+            yield Reason(f"the state file was damaged; {RECORDS_LOST}", reasons.STATE_FILE_DAMAGED)
         for uuid, error in self._damaged.items():
             if uuid not in self.layouts.pending:
                 yield Reason(f"{name_of(uuid, self._gpus.inventory.gpus)}: {error.message}", error.code)

@@ -62,11 +62,11 @@ _FIELDS = 2 + len(Event._fields)
 #: What it means that the state file was rebuilt, with copies of its records and without.
 REBUILT = (
     "it was rebuilt from copies: the events since boot, the leases, the original settings of GPUs, and which "
-    "MIG instances are ours"
+    "MIG instances the daemon created"
 )
 RECORDS_LOST = (
-    "its records were not copied since the boot and are lost: leases by name, which MIG instances are ours, "
-    "and which MIG layouts are to be restored"
+    "there were no copies of its records, so these are lost: leases by name, which MIG instances the daemon "
+    "created, and the MIG layouts to restore"
 )
 
 

@@ -69,7 +69,7 @@ WRONG: list[tuple[str, str, str, dict[str, str]]] = [
     (PIPE, "not an absolute path", "write an absolute path", {"tmp/x": '"tmp/x"'}),
     (
         PIPE,
-        "where only the kernel makes files",
+        "which is a file system of the kernel",
         "use a directory of a file system, for example /tmp/nvidia-mps/pipe",
         {"/proc/x": '"/proc/x"', "/sys/fs/mps": '"/sys/fs/mps"'},
     ),

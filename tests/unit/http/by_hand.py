@@ -143,7 +143,7 @@ class _ByHand:
         self.done.append(what)
 
 
-MORE = "nothing was changed: it would also end or remove what was not confirmed: PID 4270"
+MORE = "nothing was changed, because the reload would also end or remove: PID 4270"
 
 
 class FakeReloader(_ByHand, Reloader):

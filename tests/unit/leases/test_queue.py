@@ -23,7 +23,7 @@ def queue(
 ) -> Queue:
     """Requests of one user that have waited so long."""
     allocator = record if isinstance(record, Allocator) else Allocator(record)
-    made = Queue(allocator, now_s=lambda: 1000.0 + waited_s)
+    made = Queue(allocator, clock=lambda: 1000.0 + waited_s)
     made.requests = [
         QueuedRequest(request, holder, position=number, since_s=1000.0)
         for number, request in enumerate(requests)

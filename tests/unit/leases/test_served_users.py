@@ -30,7 +30,7 @@ class Host:
 
     def __init__(self, gpus: int, *, each: bool = True, multiuser: bool = False) -> None:
         self.ledger = Ledger()
-        self.queue = Queue(Allocator(self.ledger), now_s=lambda: 0.0)
+        self.queue = Queue(Allocator(self.ledger), clock=lambda: 0.0)
         self.jobs: dict[str, list[ServedUser]] = {}
         names = [f"gpu-{gpu}" if each else "host" for gpu in range(gpus)]
         self._domains = {

@@ -111,13 +111,13 @@ def test_now_ends_no_server_if_a_job_began_after_the_reload_was_accepted(begin: 
         job: Any = by_hand.CLIENT
         looks = iter([NO_LOSSES, ReloadLosses([job])])
 
-        async def clients_in_the_way(_: object) -> ReloadLosses:
+        async def losses_of_clients(_: object) -> ReloadLosses:
             return next(looks)
 
-        reloader._clients_in_the_way = clients_in_the_way  # type: ignore[assignment, method-assign]
+        reloader._losses_of_clients = losses_of_clients  # type: ignore[assignment, method-assign]
 
     host.divide(2)
-    what = "the configuration was reloaded, but no MPS server was ended: .*PID 4260 of alice"
+    what = "the configuration was reloaded, but no MPS server was ended, because .*PID 4260 of alice"
     with pytest.raises(NotConfirmedError, match=what):
         reload(made, let_a_job_begin, now=True)
     assert (drained, made.available) == ([], 2)

@@ -9,7 +9,7 @@ from yunion_mps.errors import NotConfirmedError
 from yunion_mps.service.reload_losses import (
     Listings,
     ReloadLosses,
-    clients_in_the_way,
+    losses_of_clients,
     refuse_unconfirmed,
 )
 from yunion_mps.supervisor import Change
@@ -34,7 +34,7 @@ def pids_in_the_way(waiting: str, changes: list[Change], *clients: Any) -> list[
         domain._replace(pending="x", waits_for=(4250,)) if domain.plan.name == waiting else domain
         for domain in TWO.domains
     ]
-    found = clients_in_the_way(by_hand.clients(*clients), changes, domains, ADDRESSES)
+    found = losses_of_clients(by_hand.clients(*clients), changes, domains, ADDRESSES)
     return [client["pid"] for client in found.clients]
 
 
@@ -89,17 +89,17 @@ LISTED = ReloadLosses([FIRST], [LEASED, FOREIGN], ["domain host: it does not ans
 )
 def test_what_was_not_listed_is_not_lost(more: dict[str, Any], named: str) -> None:
     listings = Listings()
-    confirmed = listings.confirmed_by(listings.token_of(LISTED))
+    confirmed = listings.confirmed_by(listings.remember(LISTED))
     refuse_unconfirmed(LISTED, confirmed, "nothing was changed")
     with pytest.raises(NotConfirmedError) as refused:
         refuse_unconfirmed(LISTED._replace(**more), confirmed, "nothing was changed")
-    what = "nothing was changed: it would also end or remove what was not confirmed: "
+    what = "nothing was changed, because the reload would also end or remove: "
     assert refused.value.message == what + named
 
 
 def test_unknown_clients_have_to_be_confirmed() -> None:
     listings = Listings()
-    confirmed = listings.confirmed_by(listings.token_of(LISTED._replace(errors=())))
+    confirmed = listings.confirmed_by(listings.remember(LISTED._replace(errors=())))
     with pytest.raises(
         NotConfirmedError, match=r"clients that are not known \(domain host: it does not answer\)"
     ):
@@ -108,15 +108,15 @@ def test_unknown_clients_have_to_be_confirmed() -> None:
 
 def test_what_has_ended_since_the_list_needs_no_new_confirmation() -> None:
     listings = Listings()
-    confirmed = listings.confirmed_by(listings.token_of(LISTED))
+    confirmed = listings.confirmed_by(listings.remember(LISTED))
     refuse_unconfirmed(ReloadLosses([], [FOREIGN]), confirmed, "nothing was changed")
-    assert listings.token_of(ReloadLosses()) == ""
+    assert listings.remember(ReloadLosses()) == ""
 
 
 def test_a_confirmation_is_forgotten_after_many_other_lists() -> None:
     listings = Listings()
-    token = listings.token_of(LISTED)
+    token = listings.remember(LISTED)
     for pid in range(5000, 5064):
         other: Any = {**FIRST, "pid": pid}
-        listings.token_of(ReloadLosses([other]))
+        listings.remember(ReloadLosses([other]))
     assert listings.confirmed_by(token) == frozenset()

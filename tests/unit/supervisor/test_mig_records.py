@@ -41,7 +41,7 @@ def test_no_layout_changes_on_a_gpu_whose_record_cannot_be_read(mig_host: MakeMi
     host.store.write("UPDATE mig SET value = ? WHERE gpu_uuid = ?", [(text, uuid)])
     why = host.apply("all-1g.10gb")
     assert why.code == reasons.MIG_RECORD_DAMAGED
-    assert "which MIG instances are ours" in why
+    assert "which MIG instances the daemon created" in why
     assert host.has == "1 x 3g.40gb"
     assert host.store.recorded_mig(uuid) == text
 
@@ -115,7 +115,7 @@ def test_a_layout_is_restored_although_the_file_was_lost(begun: Begun, way: str)
     apply_layouts(again)
     assert again.supervisor.layouts.pending == {}
     (event,) = [one for one in again.events if one.code == reasons.STATE_FILE_DAMAGED]
-    assert "which MIG instances are ours" in event.consequence
+    assert "which MIG instances the daemon created" in event.consequence
     again.stop(restore=False)
     assert again.supervisor.close() is True
     assert not host.gpus[0].mig
