@@ -60,7 +60,7 @@ class MigRecord(NamedTuple):
             intent = _intent_in(value.get("intent"))  # earlier versions do not have it
             return cls(bool(value["enabled_before"]), known, created, value.get("compute_mode", ""), intent)
         except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
-            what = "the record of which MIG instances the daemon created, and of what it had before, cannot be read"
+            what = "the record of which MIG instances the daemon created and found cannot be read"
             raise HostError(what, hint_of(MIG_RECORD_DAMAGED), MIG_RECORD_DAMAGED) from None
 
     def write(self, store: Store, gpu_uuid: str) -> None:
