@@ -168,6 +168,8 @@ class _Daemon:
                 self._reexec(ReexecState(listener.socket.fileno(), self._lock, self._started_s))
             supervisor.report_late_jobs()
             self._record("info", "stopped", self._signals.stop)
+        except OSError as error:  # the next daemon adopts the control daemons
+            raise ShortageError(f"requests cannot be served: {error}") from None
         finally:
             listener.close()
 

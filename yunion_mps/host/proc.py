@@ -200,15 +200,16 @@ def uid_of(pid: int) -> int | None:
 
 
 def users_of(pid: int) -> frozenset[int]:
-    """Return the users whose process it is: its effective user, and who made the user namespaces it is in.
+    """Return the users whom the kernel lets signal the process; empty if it has ended.
 
-    The kernel lets the latter signal it, too (user_namespaces(7)); in a rootless container, most processes
-    run as users whom the host does not know. Empty if the process has ended.
+    These are its real and saved users (kill(2)), and who made the user namespaces it is in
+    (user_namespaces(7)): in a rootless container, most processes run as users whom the host does not know.
     """
-    uid = uid_of(pid)
-    if uid is None:
+    credentials = credentials_of(pid)
+    if credentials is None:
         return frozenset()
-    return frozenset({uid, *_owners_of_namespaces(pid)})
+    real, _, saved, *_ = credentials.uids
+    return frozenset({real, saved, *_owners_of_namespaces(pid)})
 
 
 def _owners_of_namespaces(pid: int) -> set[int]:

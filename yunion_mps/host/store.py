@@ -191,6 +191,8 @@ class Store:
         self._depth = 0
         self._file = paths.store
         self._former_modes = paths.former_modes
+        #: It shows that a daemon has run since the boot.
+        self._events_copy = paths.events_copy
         self._settings = SettingsCopy(paths.settings_copy)
         self._leases = LeaseCopies(paths.lease_copies, paths.lease_revision)
         self._lock = threading.RLock()
@@ -386,6 +388,8 @@ class Store:
     def _open(self) -> sqlite3.Connection:
         os.makedirs(os.path.dirname(self._file), mode=0o700, exist_ok=True)
         try:
+            if os.path.isdir(self._file):
+                return self._recreate("it was a directory")
             if _is_torn(self._file):
                 return self._recreate("it is shorter than its header says")
             return self._connect()
@@ -403,6 +407,7 @@ class Store:
         had_log = os.path.exists(f"{self._file}-wal")
         was_there = os.path.exists(self._file)
         connection = sqlite3.connect(self._file, isolation_level=None, timeout=0, check_same_thread=False)
+        connection.text_factory = _decode
         try:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             if version > _SCHEMA_VERSION:
@@ -429,9 +434,9 @@ class Store:
         if set_aside:
             what = f"the state file could not be read and was set aside as {set_aside}"
             self._note_rebuilt(Rebuilt(what, cause, copied.is_complete))
-        elif is_new and copied.exists:
+        elif is_new and (copied.exists or os.path.exists(self._events_copy)):
             what = f"the state file was {'empty' if was_there else 'missing'}"
-            self._note_rebuilt(Rebuilt(what, _REMOVED, copied.is_complete))
+            self._note_rebuilt(Rebuilt(what, _REMOVED, copied.exists and copied.is_complete))
         elif copied.differs:
             what = f"records in the state file differed from their copies ({', '.join(copied.differs)})"
             self._note_rebuilt(Rebuilt(what, _REPLACED, copied.is_complete))
@@ -656,6 +661,11 @@ def _insert_former(setting: str) -> str:
     """The statement that records a setting; it names the columns, because a newer version may have more."""
     columns = f"gpu_uuid, {_COLUMNS[setting]}, boot_id"
     return f"INSERT OR IGNORE INTO former_{setting} ({columns}) VALUES (?, ?, ?)"
+
+
+def _decode(text: bytes) -> str:
+    """Decode the text of a row; damaged bytes must not keep the other rows from being read."""
+    return text.decode(errors="replace")
 
 
 def _revision_in(connection: sqlite3.Connection, part: str) -> Revision:

@@ -26,6 +26,7 @@ from yunion_mps.inventory.driver import (
 from yunion_mps.inventory.running import MPS_CLIENTS, running_processes
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
 from yunion_mps.reasons import NO_REASON, Reason, hint_of
+from yunion_mps.text import printable
 
 T = TypeVar("T")
 
@@ -347,6 +348,8 @@ def _set_mode(handle: Any, mode: str) -> None:
     """Set the mode and read it back; the error's code says whether the driver supports no change of it."""
     _refuse_in_mig_mode(handle, mode)
     refuse_if_abandoned()
+    if mode not in _MODE_NUMBERS:
+        raise DriverError(f"the compute mode {printable(mode)} is not known to this version")
     try:
         pynvml.nvmlDeviceSetComputeMode(handle, _MODE_NUMBERS[mode])
     except pynvml.NVMLError as error:

@@ -17,6 +17,7 @@ from yunion_mps import reasons
 from yunion_mps.addresses import sort_key
 from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.files import read_text, write_atomically
+from yunion_mps.host.processes import refuse_if_no_file_can_be_opened
 from yunion_mps.inventory import sysfs
 from yunion_mps.inventory.driver import reason_of
 from yunion_mps.inventory.mig import Mig, instance_gpu
@@ -357,6 +358,8 @@ def _boot_id(paths: Paths) -> str:
 def machine_id(paths: Paths) -> str:
     """Return the host's machine-id(5), 32 hexadecimal digits; raises HostError if there is none."""
     text = read_text(paths.machine_id, 64).strip()
+    if not text:
+        refuse_if_no_file_can_be_opened(f"{paths.machine_id} cannot be read")
     if len(text) != 32 or set(text) - set("0123456789abcdef"):
         raise HostError(
             f"{paths.machine_id} contains no machine id, from which the device ids are derived",

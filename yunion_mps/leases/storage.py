@@ -65,6 +65,21 @@ _DEVICE_TYPES: Mapping[str, tuple[type, ...]] = {
     "reserve_mib": (int,),
     "sharing": (str,),
 }
+#: The largest PID and user id that Linux has.
+_MAX_PID, _MAX_UID = 4_194_304, 2**32 - 2
+#: The possible values of numbers; of all others, those that SQLite and the kernel can have.
+_ANY_NUMBER = (-(2**62), 2**62)
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "pid": (1, _MAX_PID),
+    "uid": (0, _MAX_UID),
+    "job_uid": (0, _MAX_UID),
+    "started": (0, 2**62),
+    "slot": (0, 2**31),
+    "memory_limit_mib": (0, 2**31),
+    "memory_total_mib": (0, 2**31),
+    "reserve_mib": (0, 2**31),
+    "thread_percentage": (0, 100),
+}
 #: What a device has instead of values that cannot be read: as much of its GPU as there may be.
 _UNKNOWN_BUDGET: Mapping[str, Any] = {
     "slot": 0,
@@ -229,8 +244,20 @@ def _members(value: Any, types: Mapping[str, tuple[type, ...]]) -> tuple[dict[st
     if not isinstance(value, dict):
         return {}, ["JSON object"]
     known = {name: value[name] for name in types if name in value}
-    wrong = [name for name, member in known.items() if not isinstance(member, types[name])]
+    wrong = [name for name, member in known.items() if not _is_valid(name, member, types[name])]
     return {name: member for name, member in known.items() if name not in wrong}, wrong
+
+
+def _is_valid(name: str, member: Any, types: tuple[type, ...]) -> bool:
+    """Whether the member has one of its types and a possible value; in Python, true is a number, too."""
+    if isinstance(member, bool):
+        return bool in types
+    if not isinstance(member, types):
+        return False
+    if isinstance(member, (int, float)):
+        lowest, highest = _RANGES.get(name, _ANY_NUMBER)
+        return lowest <= member <= highest
+    return True
 
 
 def _read_device(value: Any) -> tuple[Device | None, list[str]]:
@@ -333,7 +360,7 @@ class MemoryPeaks:
         """Continue with the previous daemon's peaks, or without them if they cannot be read."""
         with contextlib.suppress(HostError):
             rows = self._store.read("SELECT lease, device, mib FROM memory_peak")
-            self._mib = {(row[0], row[1]): row[2] for row in rows}
+            self._mib = {(row[0], row[1]): row[2] for row in rows if isinstance(row[2], int)}
 
     def note(self, used_mib: Mapping[str, int]) -> None:
         """Update the peaks from the current use of devices, by address; forget leases that have ended."""

@@ -249,9 +249,10 @@ class LeaseService:
         lease, is_new = self.ledger.find_repeated(queued), False
         if lease is None:
             await self._ask_users(queued.holder.user_uid)
-            queued = self._positions.place(self._admit(queued), time.time(), time.monotonic())
+            queued = self._positions.place(queued, time.time(), time.monotonic())
             while self._positions.has_to_wait(queued, time.monotonic()):  # noqa: ASYNC110 - for 10 s at most
                 await asyncio.sleep(_REPEAT_CHECK_S)
+            queued = self._admit(queued)  # now, because others may have been granted meanwhile
             lease, is_new, _ = await self._wait_for_grant(queued, wait_s)
         elif lease.holder.binding == "name" or lease.holder.is_awaited:
             lease = lease if lease.holder.is_awaited else self._renew(lease)

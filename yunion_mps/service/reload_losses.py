@@ -34,10 +34,12 @@ class ReloadLosses(NamedTuple):
     errors: Sequence[str] = ()
 
     def described(self) -> dict[str, str]:
-        """Describe each loss by its name: a PID, the id of a lease, or the address of an instance."""
+        """Describe each loss by its name: a PID with its start, a lease's id, or an instance's address."""
         found = {}
         for client in self.clients:
-            found[str(client["pid"])] = f"PID {client['pid']} of {client['user']} ({client['command']})"
+            process = f"PID {client['pid']}"
+            name = f"{process} since {client['started']}"
+            found[name] = f"{process} of {client['user']} ({client['command']})"
         for loss in self.devices:
             if loss["lease"]:
                 short = loss["lease"][:ID_LENGTH]

@@ -337,12 +337,12 @@ class EventTable:
         query = f"""{_SELECT} WHERE id < ? AND COALESCE(last_s, time_s) >= ? AND (? = '' OR kind = ?)
             ORDER BY id DESC LIMIT ?"""
         rows = self._store.read(query, before, since_s, kind, kind, limit)
-        return [_record(row) for row in reversed(rows)]
+        return _records(reversed(rows))
 
     def after(self, last: int, limit: int, kind: str = "") -> list[EventRecord]:
         """Return the oldest `limit` events with an id above `last`, oldest first."""
         query = f"{_SELECT} WHERE id > ? AND (? = '' OR kind = ?) ORDER BY id LIMIT ?"
-        return [_record(row) for row in self._store.read(query, last, kind, kind, limit)]
+        return _records(self._store.read(query, last, kind, kind, limit))
 
     def times(self, kind: str) -> tuple[float, dict[str, float]]:
         """Return the times of the oldest event of this kind and of the newest by subject, in s since 1970.
@@ -370,6 +370,15 @@ class EventTable:
         self._store.write(statement, [(oldest_s,)])
         statement = "DELETE FROM event_repeat WHERE event NOT IN (SELECT id FROM event)"
         self._store.write(statement, [()])
+
+
+def _records(rows: Iterable[Sequence[Any]]) -> list[EventRecord]:
+    """Return the events of the rows, without those whose numbers are damaged."""
+    records = []
+    for row in rows:
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
+            records.append(_record(row))
+    return records
 
 
 def _record(row: Sequence[Any]) -> EventRecord:

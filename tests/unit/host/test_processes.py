@@ -329,6 +329,19 @@ def test_a_process_in_a_user_namespace_is_also_that_of_its_maker() -> None:
             process.kill()
 
 
-def test_a_process_belongs_to_its_effective_user_and_after_its_end_to_none() -> None:
+@needs_root
+def test_a_process_belongs_to_its_real_and_saved_users_as_for_kill() -> None:
+    """The kernel lets no other user signal it, even if it acts as that one now."""
+    program = "import os, time; os.setresuid(0, 2000, 0); print('acts', flush=True); time.sleep(600)"
+    with subprocess.Popen(
+        [sys.executable, "-IS", "-c", program], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "acts\n"
+        assert users_of(process.pid) == {0}
+        process.kill()
+
+
+def test_a_process_belongs_to_its_user_and_after_its_end_to_none() -> None:
     assert users_of(os.getpid()) == {os.geteuid()}
     assert users_of(1 << 22) == frozenset()

@@ -220,10 +220,29 @@ def test_rows_are_written_all_or_none(store: OpenStore) -> None:
     assert opened.read("SELECT * FROM event") == []
 
 
-def test_a_directory_in_place_of_the_file_is_named(paths: Paths) -> None:
+def test_a_directory_in_place_of_the_file_is_set_aside(paths: Paths) -> None:
     os.makedirs(paths.store)
-    message = f"the state file {paths.store} cannot be used: unable to open database file"
-    assert error_of(paths).message == message
+    (rebuilt,) = Store(paths).rebuilt
+    assert rebuilt.what == f"the state file could not be read and was set aside as {paths.store}.unreadable"
+    assert rebuilt.cause == "it was a directory"
+    assert os.path.isfile(paths.store)
+
+
+def test_a_file_that_is_gone_with_its_copies_is_no_first_start(paths: Paths) -> None:
+    """The copy of the events shows that a daemon has run since the boot."""
+    os.makedirs(os.path.dirname(paths.events_copy))
+    Path(paths.events_copy).write_text("")
+    store = Store(paths)
+    assert [one.what for one in store.rebuilt] == ["the state file was missing"]
+    assert store.has_lost_records
+
+
+def test_a_text_that_is_no_utf_8_keeps_no_other_row_from_being_read(paths: Paths) -> None:
+    store = Store(paths)
+    store.record_lease("a", "{}")
+    store._connection.execute("UPDATE lease SET value = CAST(x'7bff7d' AS TEXT)")
+    store.record_lease("b", "{}")
+    assert store.read("SELECT id, value FROM lease ORDER BY id") == [("a", "{\ufffd}"), ("b", "{}")]
 
 
 def test_a_file_in_place_of_the_directory_is_named(paths: Paths, tmp_path: Path) -> None:

@@ -144,6 +144,14 @@ def test_a_compute_mode_that_cannot_be_set_is_an_error(
 
 
 @needs_root
+def test_a_mode_that_only_a_newer_version_knows_is_an_error(open_host: OpenHost) -> None:
+    """The mode of a record; the other GPUs are restored."""
+    host = open_host()
+    with pytest.raises(DriverError, match="the compute mode SHARED_V2 is not known to this version"):
+        host.nvml.set_compute_mode(host.sim.gpus[0].uuid, "SHARED_V2")
+
+
+@needs_root
 def test_a_mode_that_mig_mode_forbids_is_not_one_that_nothing_can_change(open_host: OpenHost) -> None:
     host = open_host([{"kind": "h100", "mig": True}])
     with pytest.raises(DriverError, match="in MIG mode") as caught:

@@ -108,7 +108,7 @@ def test_nothing_is_leased_beside_a_lease_of_unknown_devices() -> None:
     assert ledger.leased_gpus() is None
     with pytest.raises(HostError, match="it is not known which devices these leases have: b") as caught:
         ledger.refuse_if_any_is_unknown()
-    assert caught.value.hint.endswith("yunion-mps lease release b")
+    assert caught.value.hint.startswith("as root, once its job has ended: yunion-mps lease release b")
     ledger.set_unknown([])
     ledger.refuse_if_any_is_unknown()
 

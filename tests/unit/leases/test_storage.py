@@ -146,6 +146,13 @@ def test_columns_of_a_newer_version_are_left_alone(paths: Paths, store: Store, s
         ("lease", "since_s", "now"),
         ("lease", "environment", {"A": 1}),
         ("lease", "ends_s", "soon"),
+        ("holder", "started", True),
+        ("holder", "pid", 10**30),
+        ("holder", "pid", -1),
+        ("device", "thread_percentage", float("inf")),
+        ("device", "thread_percentage", float("nan")),
+        ("device", "memory_limit_mib", -1),
+        ("lease", "since_s", 1e300),
     ],
 )
 def test_a_row_with_a_value_of_the_wrong_type_keeps_its_device(

@@ -106,6 +106,14 @@ def test_unknown_clients_have_to_be_confirmed() -> None:
         refuse_unconfirmed(LISTED, confirmed, "nothing was changed")
 
 
+def test_a_confirmed_pid_that_another_job_has_now_is_not_confirmed() -> None:
+    listings = Listings()
+    confirmed = listings.confirmed_by(listings.remember(ReloadLosses([FIRST])))
+    reused: Any = {**FIRST, "started": "2026-08-29T11:00:00.000Z"}
+    with pytest.raises(NotConfirmedError, match="PID 4260"):
+        refuse_unconfirmed(ReloadLosses([reused]), confirmed, "nothing was changed")
+
+
 def test_what_has_ended_since_the_list_needs_no_new_confirmation() -> None:
     listings = Listings()
     confirmed = listings.confirmed_by(listings.remember(LISTED))

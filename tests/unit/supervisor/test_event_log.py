@@ -123,6 +123,13 @@ def test_the_newest_events_are_shown_before_they_are_written(disk: Disk, event_l
     assert whats(event_log) == ["a", "b", "c"]
 
 
+def test_a_row_with_a_damaged_number_hides_no_other_event(disk: Disk, event_log: EventLog) -> None:
+    for what in "ab":
+        event_log.record(event(what))
+    disk.store.write("UPDATE event SET time_s = 'x' WHERE what = ?", [("a",)])
+    assert [one.event.what for one in event_log.after(0, 9)] == ["b"]
+
+
 def test_events_are_written_by_a_timer_once_they_can_be(disk: Disk, event_log: EventLog) -> None:
     asked: list[str] = []
     event_log.not_written = lambda: asked.append("x")

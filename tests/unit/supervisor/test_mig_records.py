@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sqlite3
 from contextlib import closing
@@ -139,6 +138,6 @@ def test_records_lost_with_the_file_are_a_warning_and_fail_the_stop(begun: Begun
 def test_a_stop_fails_if_the_state_file_cannot_be_read(begun: Begun) -> None:
     _, made = begun(RESTORED)
     made.stop(restore=False)
-    os.unlink(made.paths.store)
-    os.mkdir(made.paths.store)
+    shutil.rmtree(made.paths.state_directory)
+    Path(made.paths.state_directory).write_text("")
     assert made.supervisor.close() is False
