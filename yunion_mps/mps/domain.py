@@ -224,10 +224,13 @@ class Domain(StateMachine):
             self._holds_modes = holds
             self._changed()
 
-    def drain(self, now_s: float, *, force: bool) -> None:
-        """Shut down the servers that a change waits for: after their clients, with `force` at once."""
+    def drain(self, now_s: float, *, force: bool = False, ends_orphans: bool = False) -> None:
+        """Shut down the servers that a change waits for: after their clients, with `force` at once.
+
+        `ends_orphans` ends those of earlier control daemons at once.
+        """
         self._is_due = True
-        self._rollover.request_end(now_s, force=force)
+        self._rollover.request_end(now_s, force=force, ends_orphans=force or ends_orphans)
         self._changed()
 
     def note_use(self, *, in_use: bool | None, polled_s: float | None = None) -> None:

@@ -36,7 +36,7 @@ _STOP = "its jobs did not end in time"
 #: How often awaited servers without clients are asked to shut down.
 _END_REQUEST_INTERVAL_S = 10.0
 #: How long a forced shutdown is attempted, if the control daemon does not receive it at once.
-FORCE_WITHIN_S = 60.0
+FORCE_WITHIN_S = 5.0
 
 #: How long no job must have been seen, because a job uses the GPU some time after it has attached.
 IDLE_S = 15.0
@@ -164,13 +164,14 @@ class Rollover:
         own = self._servers() if every else self._limits.old_servers
         return (*own, *self.orphans.pids)
 
-    def request_end(self, now_s: float, *, force: bool) -> None:
+    def request_end(self, now_s: float, *, force: bool, ends_orphans: bool) -> None:
         """Request the shutdown of blocking servers: after their clients have ended, with `force` at once.
 
-        Orphans can only be forced. Other servers are shut down by a command once the control daemon is
-        reachable, but with `force` only within a minute, because ending jobs later would be a surprise.
+        Orphans, which get no new clients, can only be ended at once. Other servers are shut down by a command
+        once the control daemon is reachable, but with `force` only within `FORCE_WITHIN_S`, because new jobs
+        may attach until then.
         """
-        if force:
+        if ends_orphans:
             self.orphans.end(now_s, "requested by reload --now")
         self._end_requested_s = now_s
         self._end_requests = dict.fromkeys(self._servers(), force)

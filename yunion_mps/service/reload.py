@@ -139,9 +139,9 @@ class Reloader:
             self._supervisor.apply(asyncio.get_running_loop().time())
             self._control.tick()
             await self._settle()
-            refusal = await self._why_no_server_is_ended(confirmed) if now else None
-            if (drain or now) and not refusal:
-                self._supervisor.fleet.drain(asyncio.get_running_loop().time(), force=now)
+            refusal = await self._end_servers(confirmed) if now else None
+            if drain:
+                self._supervisor.fleet.drain(asyncio.get_running_loop().time())
                 self._control.tick()
             done += await self.set_modes()  # of GPUs whose control daemons have ended meanwhile
             done += await self.apply_layouts()
@@ -298,12 +298,21 @@ class Reloader:
             raise
         return foreseen
 
-    async def _why_no_server_is_ended(self, confirmed: Collection[str]) -> NotConfirmedError | None:
-        """Look for jobs that have begun since the reload was accepted."""
+    async def _end_servers(self, confirmed: Collection[str]) -> NotConfirmedError | None:
+        """End the servers that delay a change; return the error if jobs have begun that are not confirmed.
+
+        Servers whose clients have all ended are not forced to end: a job that attaches just now continues,
+        and the change waits for it.
+        """
+        left = await self._losses_of_clients(())
         try:
-            refuse_unconfirmed(await self._losses_of_clients(()), confirmed, _NO_SERVER_ENDED)
+            refuse_unconfirmed(left, confirmed, _NO_SERVER_ENDED)
         except NotConfirmedError as error:
             return error
+        has_clients = bool(left.clients or left.errors)
+        now_s = asyncio.get_running_loop().time()
+        self._supervisor.fleet.drain(now_s, force=has_clients, ends_orphans=True)
+        self._control.tick()
         return None
 
     def _record_losses(self, requester: str, losses: ReloadLosses) -> None:

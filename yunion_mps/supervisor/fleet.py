@@ -172,10 +172,13 @@ class Fleet:
     def known_directories(self) -> set[str]:
         return {domain.in_effect.pipe_directory for domain in self.domains if domain.status().pid is not None}
 
-    def drain(self, now_s: float, *, force: bool) -> None:
-        """End the servers that a pending change waits for: after their jobs, or now with `force`."""
+    def drain(self, now_s: float, *, force: bool = False, ends_orphans: bool = False) -> None:
+        """End the servers that a pending change waits for: after their jobs, or now with `force`.
+
+        `ends_orphans` ends those of earlier control daemons at once.
+        """
         for domain in self.domains:
-            domain.drain(now_s, force=force)
+            domain.drain(now_s, force=force, ends_orphans=ends_orphans)
 
     def take_poll_request(self) -> bool:
         """Whether the GPUs should be polled now; true only once for each cause."""

@@ -121,3 +121,25 @@ def test_now_ends_no_server_if_a_job_began_after_the_reload_was_accepted(begin: 
     with pytest.raises(NotConfirmedError, match=what):
         reload(made, let_a_job_begin, now=True)
     assert (drained, made.available) == ([], 2)
+
+
+@pytest.mark.parametrize(("clients", "force"), [([], False), ([by_hand.CLIENT], True)])
+def test_now_forces_no_server_whose_clients_have_ended(begin: Begin, clients: list[Any], force: bool) -> None:
+    """A job that attaches just then continues; orphans, which get no new clients, end at once."""
+    host, made = begin(TWO, 4)
+    drained = []
+    made.supervisor.fleet.drain = lambda *_, **how: drained.append(how)  # type: ignore[method-assign]
+
+    def have_clients(reloader: Reloader) -> None:
+        losses = ReloadLosses(clients)
+        confirmed = frozenset(losses.described())
+        reloader._listings.confirmed_by = lambda token: confirmed  # type: ignore[method-assign]
+
+        async def losses_of_clients(_: object) -> ReloadLosses:
+            return losses
+
+        reloader._losses_of_clients = losses_of_clients  # type: ignore[assignment, method-assign]
+
+    host.divide(2)
+    reload(made, have_clients, now=True)
+    assert drained == [{"force": force, "ends_orphans": True}]
