@@ -207,7 +207,7 @@ def test_a_user_has_only_so_many_requests_that_wait_for_events(crowded: Serve) -
     assert_ended(first)
     with host.connect(NOBODY) as client:
         assert_served(client)
-    eventually(lambda: len(host.server.pool._awaiting[NOBODY]) == 2, "the others wait on")
+    eventually(lambda: len(host.server.pool._awaiting.get(NOBODY, ())) == 2, "the others wait on")
     for client in (*others, third):
         client.close()
     eventually(lambda: NOBODY not in host.server.pool._awaiting, "nothing is kept")
@@ -216,4 +216,4 @@ def test_a_user_has_only_so_many_requests_that_wait_for_events(crowded: Serve) -
 def test_root_may_wait_for_events_on_all_of_its_connections(crowded: Serve) -> None:
     host = crowded(awaiting_events=2)
     fill(host, 5, send=WAIT)
-    eventually(lambda: len(host.server.pool._awaiting[0]) == 5, "all wait")
+    eventually(lambda: len(host.server.pool._awaiting.get(0, ())) == 5, "all wait")

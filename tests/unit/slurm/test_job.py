@@ -53,7 +53,7 @@ def test_indices_are_read_from_lists_and_ranges() -> None:
 
 @pytest.mark.parametrize("text", ["4" * 5000, "0-99999", ",".join(["0-9999", "10000-19999"]), "²"])
 def test_a_list_of_more_indices_than_any_node_has_is_refused(text: str) -> None:
-    with pytest.raises(HostError, match="has more than 10000 device indices") as caught:
+    with pytest.raises(HostError, match=r"(has more than 10000|is not a list of) device indices$") as caught:
         indices_of(text)
     assert len(caught.value.message) < 200
 
