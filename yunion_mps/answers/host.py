@@ -53,7 +53,7 @@ class Domain(TypedDict):
     ]
     multiuser: Annotated[bool, Field("Whether it serves all users at once.")]
     serves: Annotated[
-        ServedUser | None, Field("The user whom it serves now; null if it serves no user yet, or all users.")
+        ServedUser | None, Field("The user that it serves now; null if it serves no user yet, or all users.")
     ]
 
 

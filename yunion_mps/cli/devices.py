@@ -156,7 +156,7 @@ def is_free(record: Device) -> bool:
 
 
 def describe_state(record: Device) -> str:
-    """Return its state, and for whom it is free if not for all users: `free for alice`."""
+    """Return the state of the device; if it is free for one user only, `free for alice`."""
     if record["free_for"]:
         return f"free for {record['free_for']}"
     if record["free_for"] is not None:
