@@ -224,8 +224,12 @@ class ServerStarts:
 
     def blocking_servers(self, running: Collection[int], now_s: float) -> tuple[int, ...]:
         """Return the `running` servers if an order waits for them; those without clients are to end."""
-        is_waiting = self._ordered_uid is None and self._surplus is None and self._next_uid(now_s) is not None
-        return tuple(running) if is_waiting and now_s >= self._ask_at_s else ()
+        if self._surplus is not None or now_s < self._ask_at_s:
+            return ()
+        # An order that is not delivered waits for a server that has started meanwhile.
+        is_undelivered = self._ordered_uid is not None and self._awaited_until_s is None
+        is_due = self._ordered_uid is None and self._next_uid(now_s) is not None
+        return tuple(running) if is_undelivered or is_due else ()
 
     def blocking_servers_asked(self, now_s: float) -> None:
         """Note that they were asked, and shut down if they have none; the others are asked again later."""

@@ -274,6 +274,15 @@ def test_an_overdue_order_does_not_keep_idle_servers_for_good() -> None:
     assert starts.commands(5.0 + ATTEMPT_S, is_idle=True) == START
 
 
+def test_an_undelivered_order_does_not_keep_idle_servers_for_good() -> None:
+    """A job of another user begins after the order was chosen, and before the control daemon has it."""
+    starts = failing()
+    assert starts.commands(5.0, is_idle=True) == START
+    assert starts.commands(6.0, is_idle=False) == []
+    assert starts.blocking_servers([4], 6.0) == (4,)
+    assert starts.commands(7.0, is_idle=True) == START
+
+
 def test_failed_starts_are_quiet_only_for_users_who_are_tried() -> None:
     starts = failing_for_one()
     starts.note([OTHER_FAILED], 0.0)
