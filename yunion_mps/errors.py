@@ -98,6 +98,10 @@ class HostError(YunionError):
     code = reasons.HOST_ERROR
 
 
+class UnsafePathError(HostError):
+    """A directory cannot be used because of other users: an owner, a mode, a symlink, or a file in it."""
+
+
 class BusyError(HostError):
     """The daemon cannot do this now: it is stopping or has too much to do."""
 

@@ -56,7 +56,7 @@ def symlink(scene: Scene) -> None:
     scene.serve()
     pipes, elsewhere = _elsewhere(scene)
     scene.inject(lambda: _replace(pipes, elsewhere, owner=65534))
-    scene.expect_report("is a symlink, which is not followed")
+    scene.expect_report("is a symlink of nobody, which is not followed")
     scene.repair(pipes.unlink, "it is removed")
     scene.serves_again()
     assert list(elsewhere.iterdir()) == [], "it was not followed"

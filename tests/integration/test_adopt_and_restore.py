@@ -38,6 +38,21 @@ def test_it_becomes_ours_and_stays_so_through_a_crash_and_a_reexec(
     assert daemon.host.gpus[0].compute_mode == "default", "we have changed it, so it is restored"
 
 
+def test_one_is_adopted_in_a_directory_that_its_script_opened_to_all(
+    daemon: Daemon, stranger: subprocess.Popen[str]
+) -> None:
+    """It may have jobs, so no other directory is used, as it would be without it."""
+    daemon.pipe_directory.chmod(0o777)
+    assert daemon.run("--adopt", str(stranger.pid)) == 0, daemon.log
+    daemon.start().wait_ready()
+    assert daemon.control_pid() == stranger.pid
+    codes = [problem["code"] for problem in daemon.status()["problems"]]
+    assert "pipe_directory" in codes
+    assert "directory_taken" not in codes
+    assert daemon.stop() == 0
+    assert stranger.wait(60) == 0, daemon.log
+
+
 def test_restore_cleans_up_after_a_killed_daemon(daemon: Daemon, stranger: subprocess.Popen[str]) -> None:
     assert daemon.run("--adopt", str(stranger.pid)) == 0, daemon.log
     daemon.start().wait_ready()

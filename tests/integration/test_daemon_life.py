@@ -8,7 +8,10 @@ import re
 import shutil
 import signal
 import stat
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from yunion_mps import version_line
@@ -333,21 +336,59 @@ def test_limits_that_are_not_in_effect_are_never_ready(daemon: Daemon) -> None:
 def test_if_one_domain_cannot_serve_the_others_do_and_it_says_why(daemon: Daemon) -> None:
     host = daemon.host
     daemon.configure(cuda_mps_scope="gpu")
-    link = daemon.pipe_directory / host.gpus[0].uuid
-    link.parent.mkdir(parents=True)
-    link.symlink_to(host.root)
-    os.lchown(link, 65534, 65534)
-    link.parent.chmod(0o1777)
-    os.chmod(link.parent, 0o755)
+    file = daemon.pipe_directory / host.gpus[0].uuid
+    file.parent.mkdir(parents=True)
+    file.touch()
     daemon.start()
     daemon.wait_ready()
     status = daemon.status()
     assert [domain["state"] for domain in status["domains"]] == ["failed", "ready"]
-    assert status["domains"][0]["reason"] == f"{link} is a symlink, which is not followed"
+    assert status["domains"][0]["reason"] == f"{file} is not a directory"
     counts = {"total": 8, "available": 4, "unavailable": 4, "pending": 0, "reserved": 0}
     counts |= {"used": 0, "free": 4}
     assert status["devices"] == counts
     assert any("4 of 8 devices available, 1 of 2" in line for line in daemon.notifications)
+    assert daemon.stop() == 0
+
+
+def taken_directories(daemon: Daemon) -> list[Any]:
+    return [problem for problem in daemon.status()["problems"] if problem["code"] == "directory_taken"]
+
+
+def _open_to_all(pipes: Path) -> str:
+    pipes.parent.chmod(0o777)
+    return f"{pipes.parent} is writable by other users (mode 777)"
+
+
+def _put_file(pipes: Path) -> str:
+    (pipes / "control").touch()
+    os.chown(pipes / "control", 65534, 65534)
+    return f"{pipes}/control belongs to another user (nobody)"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("spoil", [_open_to_all, _put_file])
+def test_a_pipe_directory_that_others_made_unsafe_stops_no_service(
+    daemon: Daemon, spoil: Callable[[Path], str]
+) -> None:
+    pipes = daemon.pipe_directory
+    pipes.mkdir(parents=True)
+    what = spoil(pipes)
+    daemon.start().wait_ready()
+    (problem,) = taken_directories(daemon)
+    assert problem["level"] == "warning"
+    assert problem["text"].startswith(f"{what}: the daemon uses /run/nvidia-mps/pipe instead of ")
+    found = daemon.host.run(["yunion-mps", "doctor", "-o", "json"]).stdout
+    said = {line["what"]: line["code"] for line in json.loads(found)["checks"]}
+    assert said[problem["text"]] == "directory_taken", "doctor says the same"
+    served = f"{daemon.host.root}/run/nvidia-mps/pipe"
+    assert f"{served}: all users have access" in said
+    command = problem["text"].partition("; then ")[2].partition(", or ")[0]
+    subprocess.run(command, shell=True, check=True)
+    assert daemon.ask("POST", "/v1/reload")[0] == 200
+    eventually((pipes / "control").is_socket, "the control daemon where it is configured")
+    eventually(lambda: daemon.status()["state"] == "ready", "ready")
+    assert taken_directories(daemon) == []
     assert daemon.stop() == 0
 
 
@@ -360,8 +401,7 @@ def test_a_user_who_makes_the_pipe_directory_first_stops_no_service(daemon: Daem
     daemon.start().wait_ready()
     what = f"{taken} belongs to another user (nobody): the daemon uses /run/nvidia-mps/pipe instead of"
     assert what in daemon.log
-    found = [one for one in daemon.status()["problems"] if one["code"] == "directory_taken"]
-    assert [one["text"].startswith(what) for one in found] == [True]
+    assert [problem["text"].startswith(what) for problem in taken_directories(daemon)] == [True]
     (device, *_) = daemon.get("/v1/devices")[1]["isolated_devices"]
     place = daemon.get(f"/v1/devices/{device['id']}")[1]["client_environment"]["CUDA_MPS_PIPE_DIRECTORY"]
     assert place == f"{daemon.host.root}/run/nvidia-mps/pipe"
@@ -371,7 +411,7 @@ def test_a_user_who_makes_the_pipe_directory_first_stops_no_service(daemon: Daem
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     eventually((taken / "pipe/control").exists, "the control daemon where it is configured")
     eventually(lambda: daemon.status()["state"] == "ready", "ready")
-    assert "directory_taken" not in [one["code"] for one in daemon.status()["problems"]]
+    assert taken_directories(daemon) == []
     assert daemon.stop() == 0
 
 

@@ -152,7 +152,7 @@ def test_no_directory_that_another_user_laid_out_is_followed(daemon: Daemon) -> 
     os.chown(theirs, STRANGER, STRANGER)  # the link stays root's, as a hard link to one would be
     daemon.configure(metrics_textfile="/srv/theirs/metrics/a.prom")
     daemon.start().wait_ready()
-    wrong = f"{theirs}/metrics is a symlink, which is not followed"
+    wrong = f"{theirs}/metrics is a symlink of root, which is not followed"
     warning = eventually(lambda: [one for one in daemon.warnings() if wrong in one], "the warning")
     assert warning == [f"cannot write metrics_textfile {theirs}/metrics/a.prom: {wrong}"]
     assert daemon.stop() == 0

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import HostError, ShortageError
-from yunion_mps.host.proc import started_ticks
+from yunion_mps.host.proc import environment_of, started_ticks
 from yunion_mps.host.processes import Process, Watchable, describe_exit, spawn, wake
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps import directories
@@ -283,6 +283,17 @@ def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningD
     group = plan.pipe_group if directories.is_member(daemon.pid, plan.pipe_group) else ""
     served = plan._replace(log_directory=log_directory, pipe_group=group).for_gpus(daemon.gpu_uuids)
     return RunningDaemon(process, served, order)
+
+
+def is_serving(pipe_directory: str) -> bool:
+    """Whether root's control daemon, ours or another program's, serves from the directory it was started for.
+
+    A socket there that only leads to another control daemon does not count: any user can make such a link.
+    """
+    peer = peer_of(pipe_directory)
+    if peer is None or not could_be_ours(peer.pid):
+        return False
+    return pipe_directory_in(environment_of(peer.pid)) == pipe_directory
 
 
 def in_running_order(plan: DomainPlan, running: DomainPlan) -> DomainPlan:

@@ -17,9 +17,8 @@ import logging
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from yunion_mps.errors import HostError, ShortageError
+from yunion_mps.errors import HostError, ShortageError, UnsafePathError
 from yunion_mps.host.proc import credentials_of, user_name
 from yunion_mps.text import printable
 
@@ -40,6 +39,8 @@ _MAX_LINKS = 40
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+#: Directories that every user may write to.
+_FOR_ALL = ("/tmp", "/var/tmp", "/dev/shm")
 
 #: The file of the record; empty if none is kept.
 _record = ""
@@ -55,13 +56,13 @@ def set_record_file(path: str) -> None:
 def use(path: str) -> Iterator[int]:
     """A descriptor of the directory while it is used; it and its parents are created if missing (0755).
 
-    Raises HostError for any OSError, and if a component is a symlink, belongs to another user, or is writable
-    by others. Existing directories keep their modes.
+    Raises HostError for any OSError, and UnsafePathError if a component is a symlink, belongs to another
+    user, or is writable by others. Existing directories keep their modes.
     """
     if ".." in path.split("/"):
         raise HostError(f"{path} contains ..", "write the path without ..")
     try:
-        directory = _walk(path, make=True)
+        directory = _walk(path, make=True, checks=True)
     except OSError as error:
         raise _host_error(error, f"{path} cannot be created or opened") from None
     try:
@@ -72,29 +73,21 @@ def use(path: str) -> Iterator[int]:
         os.close(directory)
 
 
-class Foreign(NamedTuple):
-    """A part of a path that belongs to another user."""
+def find_obstacle(path: str) -> UnsafePathError | None:
+    """Return what `use` or `check_entries` would raise because of other users; None if nothing.
 
-    path: str
-    user: str
-
-
-def find_foreign(path: str) -> Foreign | None:
-    """Return the first existing part of the path that belongs to another user; None if there is none.
-
-    Only says what `use` would refuse for this reason, so that another path can be chosen; `use` decides.
+    Changes nothing, and does not look behind parts that are missing. Other errors are left to `use`.
     """
-    at = ""
-    for name in filter(None, path.split("/")):
-        at = f"{at}/{name}"
+    try:
+        directory = _walk(path, make=False, checks=True)
         try:
-            info = os.lstat(at)
-        except OSError:  # missing, or a part that is not a directory
-            return None
-        if info.st_uid not in _trusted_uids():
-            return Foreign(at, user_name(info.st_uid))
-        if stat.S_ISLNK(info.st_mode):
-            at = os.path.realpath(at)
+            check_entries(directory, path)
+        finally:
+            os.close(directory)
+    except UnsafePathError as error:
+        return error
+    except (OSError, HostError):
+        return None
     return None
 
 
@@ -160,14 +153,15 @@ def directory_of(file: str) -> Iterator[tuple[int, str]]:
     Raises OSError, and HostError if a component is a symlink that is not the administrator's.
     """
     parent, name = os.path.split(file)
-    directory = _walk(parent, make=False)
+    directory = _walk(parent, make=False, checks=False)
     try:
         yield directory, name
     finally:
         os.close(directory)
 
 
-def _walk(path: str, *, make: bool) -> int:
+def _walk(path: str, *, make: bool, checks: bool) -> int:
+    """Open the directory; may create and record what is missing, and may check each part of the path."""
     names = [name for name in path.split("/") if name][::-1]
     directory = os.open("/", _OPEN)
     links = 0
@@ -175,7 +169,7 @@ def _walk(path: str, *, make: bool) -> int:
     try:
         while names:
             name = names.pop()
-            child = _open_child(directory, name, f"{at}/{name}", last=not names, make=make)
+            child = _open_child(directory, name, f"{at}/{name}", last=not names, make=make, checks=checks)
             if isinstance(child, str):
                 links += 1
                 if links > _MAX_LINKS:
@@ -189,7 +183,7 @@ def _walk(path: str, *, make: bool) -> int:
                 continue
             os.close(directory)
             directory, at = child, f"{at}/{name}"
-            if make:
+            if checks:
                 _check_directory(directory, at, last=not names)
         if make:
             _record_use(directory, at)
@@ -199,7 +193,7 @@ def _walk(path: str, *, make: bool) -> int:
     return directory
 
 
-def _open_child(directory: int, name: str, path: str, *, last: bool, make: bool) -> int | str:
+def _open_child(directory: int, name: str, path: str, *, last: bool, make: bool, checks: bool) -> int | str:
     """Open the child, created if missing and `make`; or return the target of a symlink to follow."""
     try:
         try:
@@ -214,6 +208,8 @@ def _open_child(directory: int, name: str, path: str, *, last: bool, make: bool)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             return _read_trusted_link(directory, name, path)
+        if checks and error.errno == errno.EACCES:  # a directory that its owner has closed to us
+            _check_owner(os.stat(name, dir_fd=directory, follow_symlinks=False), path)
         if not make:
             raise
         raise _host_error(error, f"{path} cannot be created or opened") from None
@@ -269,25 +265,42 @@ def _write_record(before: Sequence[str] | None, lines: Sequence[str]) -> None:
 def _read_trusted_link(directory: int, name: str, path: str) -> str:
     link = os.stat(name, dir_fd=directory, follow_symlinks=False)
     if not stat.S_ISLNK(link.st_mode):
+        if is_foreign(link):
+            raise _unsafe(path, f"is not a directory, and belongs to {user_name(link.st_uid)}", "rm")
         raise HostError(f"{path} is not a directory", f"check it (ls -ld {path}), and remove it")
     place = os.fstat(directory)
-    if not {link.st_uid, place.st_uid} <= {*_trusted_uids()} or place.st_mode & _OTHERS_WRITE:
-        hint = f"check its owner (ls -l {path}), and remove it: others can write there"
-        raise HostError(f"{path} is a symlink, which is not followed", hint)
+    if is_foreign(link) or is_foreign(place) or place.st_mode & _OTHERS_WRITE:
+        raise _symlink_error(link, path)
     return os.readlink(name, dir_fd=directory)
 
 
 def _check_directory(directory: int, path: str, *, last: bool) -> None:
     info = os.fstat(directory)
     _check_owner(info, path)
-    sticky = info.st_mode & stat.S_ISVTX
-    if info.st_mode & _OTHERS_WRITE and (last or not sticky):
-        hint = f"check it (ls -la {path}); then chmod go-w {path}, or choose another directory"
-        raise HostError(f"{path} is writable by other users", hint)
+    if is_writable_by_others(info, last=last):
+        mode = stat.S_IMODE(info.st_mode)
+        # Every user needs a directory such as /tmp, which lacks its sticky bit then.
+        command = "chmod +t" if path in _FOR_ALL else "chmod go-w"
+        raise _unsafe(path, f"is writable by other users (mode {mode:o})", command)
+
+
+def is_foreign(info: os.stat_result) -> bool:
+    """Whether the file belongs to another user than root and ours."""
+    return info.st_uid not in (0, os.geteuid())
+
+
+def is_writable_by_others(info: os.stat_result, *, last: bool) -> bool:
+    """Whether others can replace what is in the directory.
+
+    The sticky bit prevents that, but not what others create first, so it does not suffice for the last
+    directory of a path.
+    """
+    is_protected = info.st_mode & stat.S_ISVTX and not last
+    return bool(info.st_mode & _OTHERS_WRITE and not is_protected)
 
 
 def check_entries(directory: int, path: str) -> None:
-    """Raise HostError if something in the directory is a symlink or belongs to another user."""
+    """Raise UnsafePathError if something in the directory is a symlink or belongs to another user."""
     try:
         for name in os.listdir(directory):
             entry = f"{path}/{printable(name)}"
@@ -296,16 +309,30 @@ def check_entries(directory: int, path: str) -> None:
             except FileNotFoundError:  # removed meanwhile, perhaps by a control daemon that ends
                 continue
             if stat.S_ISLNK(info.st_mode):
-                raise HostError(f"{entry} is a symlink, which is not followed", f"remove it: rm {entry}")
+                raise _symlink_error(info, entry)
             _check_owner(info, entry)
     except OSError as error:
         raise _host_error(error, f"{path} cannot be read") from None
 
 
 def _check_owner(info: os.stat_result, path: str) -> None:
-    if info.st_uid not in _trusted_uids():
-        hint = f"check it (ls -la {path}); remove it, or choose another directory"
-        raise HostError(f"{path} belongs to another user ({user_name(info.st_uid)})", hint)
+    if is_foreign(info):
+        raise _unsafe(path, f"belongs to another user ({user_name(info.st_uid)})", "rm -r")
+
+
+def _symlink_error(link: os.stat_result, path: str) -> UnsafePathError:
+    what = f"is a symlink of {user_name(link.st_uid)}, which is not followed"
+    return _unsafe(path, what, "rm", look="ls -ld")
+
+
+def _unsafe(path: str, what: str, command: str, *, look: str = "ls -la") -> UnsafePathError:
+    """Return the error; the operator checks the path with `look`, and mends it with `command`."""
+    import shlex  # few hosts need it
+
+    # Another user may have chosen the name, and root pastes the command.
+    quoted = shlex.quote(path)
+    hint = f"check it ({look} {quoted}); then {command} {quoted}, or choose another directory"
+    return UnsafePathError(f"{path} {what}", hint)
 
 
 def open_log(directory: int, path: str, name: str) -> int:
@@ -317,7 +344,7 @@ def open_log(directory: int, path: str, name: str) -> int:
         what = f"{path}/{name} cannot be written: {error.strerror}"
         raise HostError(what, f"check it: ls -l {path}") from None
     info = os.fstat(log)
-    if not stat.S_ISREG(info.st_mode) or info.st_uid not in _trusted_uids():
+    if not stat.S_ISREG(info.st_mode) or is_foreign(info):
         os.close(log)
         raise HostError(
             f"{path}/{name} was not created by yunion-mps", f"check it (ls -l {path}), and remove it"
@@ -336,7 +363,3 @@ def _host_error(error: OSError, what: str) -> HostError:
             "written"
         )
     return HostError(f"{what}: {error.strerror}", hint)
-
-
-def _trusted_uids() -> tuple[int, int]:
-    return 0, os.geteuid()

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from yunion_mps.host.proc import user_name
+from yunion_mps.mps.directories import is_foreign, is_writable_by_others
 
 _ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ALL_WRITE = 0o222
 
 
@@ -67,12 +67,12 @@ def _check_directory(path: str, info: os.stat_result, *, last: bool, closed: boo
     elif not closed and info.st_mode & _ALL_ENTER != _ALL_ENTER:
         what = f"{path} is not accessible to other users: their programs cannot reach the control daemon"
         yield AccessProblem(f"{what}, and neither can their MPS servers", f"chmod a+x {path}")
-    if info.st_uid not in (0, os.geteuid()):
+    if is_foreign(info):
         what = f"{path} belongs to {user_name(info.st_uid)}, who can replace the control daemon's sockets"
         yield AccessProblem(
             what, f"check its contents (ls -la {path}); remove it, or choose another directory"
         )
-    elif info.st_mode & _OTHERS_WRITE and (last or not info.st_mode & stat.S_ISVTX):
+    elif is_writable_by_others(info, last=last):
         what = f"{path} is writable by other users, who can replace the control daemon's sockets"
         yield AccessProblem(what, f"chmod go-w {path}")
 

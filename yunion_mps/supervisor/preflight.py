@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from yunion_mps import reasons
 from yunion_mps.config import load
 from yunion_mps.enums import KEEP, MPS, SHARING
-from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
+from yunion_mps.errors import ConfigError, DriverError, HostError, Problem, UnsafePathError
 from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.host.store import COMPUTE_MODE, Store
 from yunion_mps.identity import gpu_uuids_in
@@ -23,9 +23,9 @@ from yunion_mps.inventory.driver import reason_of
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_saved
 from yunion_mps.models import EXCLUSIVE_PROCESS, DomainPlan, Driver, Gpu, Inventory, Plan
-from yunion_mps.mps.control_daemon import MULTIUSER
+from yunion_mps.mps.control_daemon import MULTIUSER, is_serving
 from yunion_mps.mps.conversation import peer_of
-from yunion_mps.mps.directories import Foreign, find_foreign
+from yunion_mps.mps.directories import find_obstacle
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.processes import (
     PROGRAM,
@@ -80,7 +80,7 @@ class Preflight(NamedTuple):
     nvml: Nvml | None
     driver_error: DriverError | None
     warnings: tuple[Reason, ...] = ()
-    #: The directories that are not used because another user has them, as they are written, by key.
+    #: The directories that are not used because of other users, as they are written, by key.
     taken: Mapping[str, str] = {}
 
     @property
@@ -144,9 +144,9 @@ def run_preflight(
     config, problems = load(paths)
     config = config._replace(enable_cuda_mps=config.enable_cuda_mps or even_if_disabled)
     config, warnings = _without_multiuser(config, paths)
-    config, taken, taken_warnings = _with_own_directories(config, paths)
     nvml, inventory, driver_error = None, Inventory(Driver("", None), ()), None
     plan, host_problems = Plan(""), list[Problem]()
+    taken, taken_warnings = dict[str, str](), list[Reason]()
     if config.enable_cuda_mps:
         try:
             nvml = opened or Nvml()
@@ -163,6 +163,9 @@ def run_preflight(
             lost = (gpu._replace(reason=reason_of(driver_error)) for gpu in inventory.gpus)
             inventory = inventory._replace(gpus=tuple(lost), driver_reason=reason_of(driver_error))
         plan, host_problems = make_plan(config, inventory, host)
+        config, taken, taken_warnings = _with_own_directories(config, plan, paths)
+        if taken:
+            plan, host_problems = make_plan(config, inventory, host)
         kept = (g for g in inventory.gpus if g.pci_address not in gone or g.pci_address in plan.unavailable)
         inventory = inventory._replace(gpus=tuple(kept))
     device_file = paths.under(config.container_device_config_file)
@@ -183,27 +186,48 @@ def run_preflight(
     )
 
 
-def _with_own_directories(config: Config, paths: Paths) -> tuple[Config, dict[str, str], list[Reason]]:
-    """Use directories in /run instead of those that another user has made first, as any user can in /tmp.
+def _with_own_directories(
+    config: Config, plan: Plan, paths: Paths
+) -> tuple[Config, dict[str, str], list[Reason]]:
+    """Use directories in /run instead of those that are unsafe, as any user can make those in /tmp.
 
     Returns the changed configuration, the directories as they are written, by key, and a warning for each
-    place that is another user's. Nothing there is used, changed or removed.
+    obstacle. Nothing of another user's is used, changed or removed.
     """
+    pipe_directories = [config.cuda_mps_pipe_directory]
+    log_directories = [config.cuda_mps_log_directory]
+    for domain in (*plan.domains, *plan.parked):
+        pipe_directories.append(domain.pipe_directory)
+        log_directories.append(domain.log_directory)
+    found: dict[str, UnsafePathError] = {}
+    obstacle = _find_obstacle(pipe_directories, paths)
+    # A running control daemon needs no new directory: it may have jobs, or be adopted with them.
+    if obstacle and not any(is_serving(paths.under(directory)) for directory in pipe_directories):
+        found["cuda_mps_pipe_directory"] = obstacle
+    obstacle = _find_obstacle(log_directories, paths)
+    if obstacle:
+        found["cuda_mps_log_directory"] = obstacle
     taken: dict[str, str] = {}
-    instead: dict[Foreign, list[str]] = {}
-    if config.enable_cuda_mps:
-        for key, own in OWN_DIRECTORIES.items():
-            written = getattr(config, key)
-            foreign = find_foreign(paths.under(written))
-            if foreign and written != own:
-                taken[key] = written
-                instead.setdefault(foreign, []).append(f"{own} instead of {written}")
+    uses: dict[tuple[str, str], list[str]] = {}
+    for key, obstacle in found.items():
+        written, own = getattr(config, key), OWN_DIRECTORIES[key]
+        if written != own:
+            taken[key] = written
+            uses.setdefault((obstacle.message, obstacle.hint), []).append(f"{own} instead of {written}")
     warnings = []
-    for foreign, uses in instead.items():
-        what = f"{foreign.path} belongs to another user ({foreign.user})"
-        warnings.append(Reason(f"{what}: the daemon uses {', and '.join(uses)}", reasons.DIRECTORY_TAKEN))
+    for (what, hint), changes in uses.items():
+        text = f"{what}: the daemon uses {', and '.join(changes)}; {hint}"
+        warnings.append(Reason(text, reasons.DIRECTORY_TAKEN))
     own_directories: dict[str, Any] = {key: OWN_DIRECTORIES[key] for key in taken}
     return config._replace(**own_directories), taken, warnings
+
+
+def _find_obstacle(directories: Iterable[str], paths: Paths) -> UnsafePathError | None:
+    for directory in directories:
+        obstacle = find_obstacle(paths.under(directory))
+        if obstacle:
+            return obstacle
+    return None
 
 
 def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[Reason, ...]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.mps.directories import check_entries, find_foreign, open_log, set_access, use
+from yunion_mps.mps.directories import check_entries, find_obstacle, open_log, set_access, use
 from yunion_mps.reasons import SHORTAGE, hint_of
 
 from descriptors import open_descriptors
@@ -129,13 +129,14 @@ def test_a_strangers_symlink_is_refused_at_every_level(tmp: Path, place: Path, l
     link.symlink_to(place / "victim")
     os.lchown(link, STRANGER, STRANGER)
     error = refused(tmp / LEVELS[-1], place)
-    assert error.message == f"{link} is a symlink, which is not followed"
-    assert error.hint == f"check its owner (ls -l {link}), and remove it: others can write there"
+    assert error.message == f"{link} is a symlink of nobody, which is not followed"
+    assert error.hint == f"check it (ls -ld {link}); then rm {link}, or choose another directory"
 
 
 def test_a_symlink_of_root_in_a_world_writable_directory_is_refused(tmp: Path, place: Path) -> None:
     (tmp / "nvidia-mps").symlink_to(place)
-    assert "is a symlink, which is not followed" in refused(tmp / "nvidia-mps/pipe", place).message
+    error = refused(tmp / "nvidia-mps/pipe", place)
+    assert error.message == f"{tmp}/nvidia-mps is a symlink of root, which is not followed"
 
 
 @pytest.mark.parametrize("target", ["{place}/real", "../real", "./../real/."])
@@ -170,29 +171,7 @@ def test_a_strangers_directory_is_refused_at_every_level(tmp: Path, level: str, 
     os.chown(path, STRANGER, STRANGER)
     error = refused(tmp / LEVELS[-1], tmp)
     assert error.message == f"{path} belongs to another user (nobody)"
-    assert error.hint == f"check it (ls -la {path}); remove it, or choose another directory"
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_strangers_part_of_a_path_is_found_with_its_owner(tmp: Path, level: str) -> None:
-    path = tmp / level
-    assert find_foreign(str(tmp / LEVELS[-1])) is None, "nothing is there yet"
-    path.mkdir(parents=True)
-    assert find_foreign(str(tmp / LEVELS[-1])) is None
-    os.chown(path, STRANGER, STRANGER)
-    assert find_foreign(str(tmp / LEVELS[-1])) == (str(path), "nobody")
-
-
-def test_a_strangers_link_or_file_in_the_path_is_found(tmp: Path) -> None:
-    path = tmp / "nvidia-mps"
-    path.symlink_to("/run")
-    assert find_foreign(f"{path}/pipe") is None, "the administrator's links are followed"
-    os.lchown(path, STRANGER, STRANGER)
-    assert find_foreign(f"{path}/pipe") == (str(path), "nobody")
-    path.unlink()
-    path.write_text("precious")
-    os.chown(path, STRANGER, STRANGER)
-    assert find_foreign(f"{path}/pipe") == (str(path), "nobody")
+    assert error.hint == f"check it (ls -la {path}); then rm -r {path}, or choose another directory"
 
 
 def test_a_stranger_without_a_name_is_named_by_number(tmp: Path) -> None:
@@ -209,7 +188,7 @@ def test_a_writable_directory_is_refused_unless_sticky_on_the_way(place: Path, m
     path.mkdir()
     path.chmod(mode)
     error = refused(path if last else path / "pipe", place)
-    assert error.message == f"{path} is writable by other users"
+    assert error.message == f"{path} is writable by other users (mode {mode:o})"
     assert error.hint == f"check it (ls -la {path}); then chmod go-w {path}, or choose another directory"
 
 
@@ -247,7 +226,9 @@ def test_something_of_a_stranger_in_the_directory_is_refused(
     with pytest.raises(HostError) as caught:
         check(place / "pipe")
     assert caught.value.message == f"{control} belongs to another user (nobody)"
-    assert caught.value.hint == f"check it (ls -la {control}); remove it, or choose another directory"
+    assert (
+        caught.value.hint == f"check it (ls -la {control}); then rm -r {control}, or choose another directory"
+    )
     assert everything_below(place) == before
 
 
@@ -256,8 +237,106 @@ def test_a_symlink_in_the_directory_is_refused_even_when_it_is_ours(place: Path)
     log.symlink_to("/etc/passwd")
     with pytest.raises(HostError) as caught:
         check(place / "pipe")
-    assert caught.value.message == f"{log} is a symlink, which is not followed"
-    assert caught.value.hint == f"remove it: rm {log}"
+    assert caught.value.message == f"{log} is a symlink of root, which is not followed"
+    assert caught.value.hint == f"check it (ls -ld {log}); then rm {log}, or choose another directory"
+
+
+# -- what others have made unsafe is known before the directory is used
+
+
+def chown_to_stranger(path: Path) -> None:
+    os.chown(path, STRANGER, STRANGER)
+
+
+def close_to_others(path: Path) -> None:
+    chown_to_stranger(path)
+    path.chmod(0o700)
+
+
+def open_to_all(path: Path) -> None:
+    path.chmod(0o777)
+
+
+def replace_by_link(path: Path) -> None:
+    path.rmdir()
+    path.symlink_to("/run")
+
+
+def replace_by_strangers_file(path: Path) -> None:
+    path.rmdir()
+    path.write_text("precious")
+    chown_to_stranger(path)
+
+
+OBSTACLES = (chown_to_stranger, close_to_others, open_to_all, replace_by_link, replace_by_strangers_file)
+
+
+@pytest.mark.parametrize("spoil", OBSTACLES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_others_have_spoilt_is_the_obstacle_that_a_use_meets(
+    tmp: Path, level: str, spoil: Callable[[Path], None]
+) -> None:
+    (tmp / "nvidia-mps").mkdir()
+    (tmp / "nvidia-mps").chmod(0o1777)  # so that a link in it is not followed, like one in /tmp
+    path = tmp / LEVELS[-1]
+    assert find_obstacle(str(path)) is None, "nothing is there yet"
+    path.mkdir(parents=True)
+    (tmp / LEVELS[1]).chmod(0o1777)
+    assert find_obstacle(str(path)) is None
+    rmtree_below(tmp / level)
+    spoil(tmp / level)
+    before = everything_below(tmp)
+    obstacle = find_obstacle(str(path))
+    assert everything_below(tmp) == before
+    assert obstacle is not None
+    error = refused(path, tmp)
+    assert (obstacle.message, obstacle.hint) == (error.message, error.hint)
+
+
+def rmtree_below(path: Path) -> None:
+    for inner in sorted(path.rglob("*"), reverse=True):
+        inner.rmdir()
+
+
+@pytest.mark.parametrize("put", [put_file, put_socket, Path.mkdir, os.mkfifo])
+def test_something_of_a_stranger_in_the_directory_is_an_obstacle(
+    place: Path, put: Callable[[Path], None]
+) -> None:
+    control = make(place / "pipe") / "control"
+    put(control)
+    assert find_obstacle(str(place / "pipe")) is None
+    chown_to_stranger(control)
+    obstacle = find_obstacle(str(place / "pipe"))
+    assert obstacle is not None
+    assert obstacle.message == f"{control} belongs to another user (nobody)"
+
+
+def test_what_is_wrong_without_other_users_is_no_obstacle(place: Path) -> None:
+    (place / "file").touch()
+    (place / "circle").symlink_to(place / "circle")
+    for path in (place / "file/pipe", place / "circle/pipe", place / "x/../pipe"):
+        assert find_obstacle(str(path)) is None
+        assert refused(path, place)
+
+
+def test_a_name_that_a_stranger_chose_is_quoted_in_the_command(place: Path) -> None:
+    entry = make(place / "pipe") / "a b;reboot"
+    entry.touch()
+    chown_to_stranger(entry)
+    obstacle = find_obstacle(str(place / "pipe"))
+    assert obstacle is not None
+    assert f"then rm -r '{entry}', or" in obstacle.hint
+
+
+@pytest.mark.parametrize("spoil", OBSTACLES[2:4])
+def test_the_hints_command_removes_the_obstacle(tmp: Path, spoil: Callable[[Path], None]) -> None:
+    path = make(tmp / "pipe")
+    spoil(path)
+    obstacle = find_obstacle(str(path))
+    assert obstacle is not None
+    command = obstacle.hint.partition("; then ")[2].partition(", or ")[0]
+    subprocess.run(command, shell=True, check=True)
+    assert find_obstacle(str(path)) is None
 
 
 def test_an_entry_that_vanishes_after_the_listing_is_ignored() -> None:
