@@ -100,6 +100,24 @@ def test_holders_and_events_are_paged_and_idle_gpus_folded(make_host: MakeHost, 
         assert page.errors() == []
 
 
+def test_leases_move_no_xid_off_the_first_page_of_events(make_host: MakeHost, browser: Chromium) -> None:
+    host = make_host([{"kind": "h100", "virtual_number": 20}])
+    with scene_on(host) as scene:
+        page = browser.page(scene.served.url)
+        page.wait_text("Events", "#events")
+        host.gpus[0].xid(13)
+        page.wait_text("Xid 13", "#list")
+        assert page.ask("document.querySelector('#earlier').hidden")
+        names = take(scene.daemon, 18)
+        page.wait_text(f"granted to {names[-1]}", "#list")
+        page.wait_text("Xid 13", "#earlier")
+        later = browser.page(scene.served.url)
+        later.wait_text("Xid 13", "#earlier")
+        click(later, "#event-pages", "Older")
+        later.wait("document.querySelector('#earlier').hidden")
+        assert [*page.errors(), *later.errors()] == []
+
+
 def click(page: Page, where: str, name: str) -> None:
     buttons = f"[...document.querySelectorAll('{where} button')]"
     page.ask(f"{buttons}.find((one) => one.textContent === '{name}').click()")

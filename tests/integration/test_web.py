@@ -118,7 +118,8 @@ def test_nothing_can_be_changed_and_only_events_and_usage_are_relayed(page: Serv
     for name in ("v1/leases", "v1/clients", "v1/devices", "v1/plan", "v1/openapi.json", "metrics", "../x"):
         assert ask(page, f"/{name}").status == 404
     assert ask(page, "/v1/usage").json["step_s"] == 60
-    assert ask(page, "/v1/events?limit=1").json["events"]
+    for query in ("limit=1", "limit=1&severe_first=true"):
+        assert ask(page, f"/v1/events?{query}").json["events"]
     assert ask(page, "/", "HEAD").body == b""
 
 

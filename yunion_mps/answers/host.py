@@ -156,6 +156,9 @@ class EventList(TypedDict):
 
     events: list[Event]
     last: Annotated[Count, Field("The value of `after` to continue from; 0 before the first event.")]
+    omitted: Annotated[
+        Count, Field("How many events after the first one listed are not listed, because of `severe_first`.")
+    ]
 
 
 class MinuteUse(TypedDict):

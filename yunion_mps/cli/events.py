@@ -19,6 +19,7 @@ from yunion_mps.enums import EVENT_KINDS
 from yunion_mps.http.operations import GET_EVENTS, MAX_EVENTS
 from yunion_mps.http.parameters import LATEST_S
 from yunion_mps.http.transport import follow_events, iterate_blocking
+from yunion_mps.text import count
 from yunion_mps.units import duration_s, rfc3339, seconds
 
 if TYPE_CHECKING:
@@ -85,12 +86,15 @@ class PointInTime(click.ParamType):
 )  # fmt: skip
 @click.option(
     "--limit", type=Number(1, MAX_EVENTS), metavar="N",
-    help=f"Show at most the N newest events. Default: {_NEWEST}; with --follow {_NEWEST_TO_FOLLOW}, "
+    help=f"Show at most N events, the newest ones. Default: {_NEWEST}; with --follow {_NEWEST_TO_FOLLOW}, "
     f"with --since {MAX_EVENTS}.",
 )  # fmt: skip
 @output_option
 def show_events(follow: bool, since: int | None, kind: str | None, limit: int | None, output: str) -> None:
     """Show what happened on this host, with cause and consequence, oldest first.
+
+    If there are more than N events, warnings and errors of the last day (with --since, of all that time) take
+    precedence over others. With --kind or --follow, only the newest are shown.
 
     TIME is an age (90, 90s, 10m, 2h, 1d), today, yesterday, a date (2026-11-20), a local time
     ("2026-11-20 13:45"), or 2026-11-20T13:45:00Z.
@@ -104,18 +108,25 @@ def show_events(follow: bool, since: int | None, kind: str | None, limit: int | 
     """
     default = MAX_EVENTS if since is not None else _NEWEST_TO_FOLLOW if follow else _NEWEST
     begin = None if since is None else rfc3339(since)
-    answer = call(GET_EVENTS, limit=limit or default, since=begin, kind=kind)
+    severe_first = not (kind or follow)
+    answer = call(GET_EVENTS, limit=limit or default, since=begin, kind=kind, severe_first=severe_first)
     if follow:
         _follow(answer, kind, output)
     rows = [_row(event) for event in answer["events"]]
-    show(answer, output, FIELDS, rows, lambda: _whole_text(answer["events"], limit or default))
+    show(answer, output, FIELDS, rows, lambda: _whole_text(answer, limit or default))
 
 
-def _whole_text(events: list[Event], limit: int) -> str:
+def _whole_text(answer: EventList, limit: int) -> str:
+    events, omitted = answer["events"], answer["omitted"]
     if not events:
         return "No events.\n"
-    cut = f"(showing the newest {limit} events; for older ones, use --limit or --since)\n"
-    return (cut if len(events) == limit else "") + _text(events)
+    text = ""
+    if len(events) == limit:
+        text = f"(showing the newest {limit} events; for older ones, use --limit or --since)\n"
+    if omitted:
+        text += f"(warnings and errors first: {count(omitted, 'other event')} of this time not shown; "
+        text += f"for those of a kind: yunion-mps events --kind lease --limit {MAX_EVENTS})\n"
+    return text + _text(events)
 
 
 def _text(events: list[Event]) -> str:

@@ -44,8 +44,14 @@ yunion_mps_up 0
 #: A proxy may have a shorter timeout than the daemon's 60 s.
 _MAX_WAIT_S = 25
 _ANSWER_S = 10.0
-#: The parameters of requests for events that are relayed, with their maximums.
-_EVENT_MAXIMUMS = {"after": MAX_NUMBER, "before": MAX_NUMBER, "limit": 200, "wait_s": _MAX_WAIT_S}
+#: The parameters of requests for events that are relayed, with the maximums of numbers.
+_EVENT_MAXIMUMS = {
+    "after": MAX_NUMBER,
+    "before": MAX_NUMBER,
+    "limit": 200,
+    "severe_first": 0,
+    "wait_s": _MAX_WAIT_S,
+}
 _INDEX = "index.html"
 _KINDS = {
     "html": "text/html; charset=utf-8",

@@ -118,12 +118,20 @@ class Handlers:
         since: float,
         limit: int,
         kind: str | None,
+        severe_first: bool,
         wait_s: int,
     ) -> answers.EventList:
         """The matching events; if there are none, the first that are recorded within `wait_s`."""
         if wait_s:
             request.await_event()
-        event_filter = EventFilter(after, since, limit, kind or "", before)
+        event_filter = EventFilter(
+            after=after,
+            since_s=since,
+            limit=limit,
+            kind=kind or "",
+            before=before,
+            severe_first=severe_first,
+        )
         return await self._services.events.wait(event_filter, wait_s)
 
     async def get_usage(self, _: Request, *, gpu: str | None, devices: bool) -> answers.Usage:

@@ -267,6 +267,9 @@ GET_EVENTS: Operation[answers.EventList] = Operation(
     Parameter("since", "Only the newest events since this RFC 3339 time.", "time", 0),
     _number("limit", "Maximum number of events.", 1, MAX_EVENTS, 100),
     Parameter("kind", "Only events of this kind.", choices=EVENT_KINDS),
+    _flag("severe_first", "Whether warnings and errors of the last day, or since `since`, fill the list of "
+          "the newest events before others. It is in order all the same; `omitted` is how many of that time "
+          "are left out. Ignored with `after`."),
     _number("wait_s", "If no event matches, wait up to this many seconds for one. Ignored if `after` is "
             "above the last id.", 0, MAX_EVENT_WAIT_S, 0),
     refusals=(409,),

@@ -59,7 +59,8 @@ class LongPolls:
 class EventFilter(NamedTuple):
     """Selects events after an id (the oldest first), or the newest since a time (s since 1970).
 
-    `before` selects those with a lower id among the newest.
+    `before` selects those with a lower id among the newest. With `severe_first`, warnings and errors fill the
+    list of the newest first.
     """
 
     after: int | None = None
@@ -67,6 +68,7 @@ class EventFilter(NamedTuple):
     limit: int = 100
     kind: str = ""
     before: int | None = None
+    severe_first: bool = False
 
 
 class EventService(LongPolls):
@@ -77,12 +79,18 @@ class EventService(LongPolls):
 
     def find(self, event_filter: EventFilter) -> answers.EventList:
         """The events, oldest first, and the newest one's id; raises HostError."""
-        if event_filter.after is None:
-            records = self._event_log.newest(
-                event_filter.since_s, event_filter.limit, event_filter.kind, event_filter.before
-            )
+        after, since_s, limit, kind, before, severe_first = event_filter
+        omitted = 0
+        if after is not None:
+            records = self._event_log.after(after, limit, kind)
         else:
-            records = self._event_log.after(event_filter.after, event_filter.limit, event_filter.kind)
+            records = self._event_log.newest(since_s, limit, kind, before, severe_first=severe_first)
+            if severe_first and len(records) == limit:
+                in_this_time = self._event_log.count_from(records[0].id, since_s, kind, before)
+                omitted = max(0, in_this_time - len(records))
+        last = self._event_log.last_id()
+        if records and not omitted:
+            last = records[-1].id
         return {
             "events": [
                 {
@@ -100,7 +108,8 @@ class EventService(LongPolls):
                 }
                 for record in records
             ],
-            "last": records[-1].id if records else self._event_log.last_id(),
+            "last": last,
+            "omitted": omitted,
         }
 
     async def wait(self, event_filter: EventFilter, wait_s: float) -> answers.EventList:

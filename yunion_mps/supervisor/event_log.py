@@ -6,7 +6,7 @@ waits for them.
 
 Users can cause events at will: leases, processes that fail. Such events displace only their like, because
 the number of events is bounded for each kind and severity; and frequent ones of one cause are counted in one
-row.
+row. Nor do they hide warnings and errors in a list of the newest events that is asked for with those first.
 """
 
 from __future__ import annotations
@@ -57,6 +57,13 @@ _MAX_EVENT_ID = 1 << 62
 _COLUMNS = "id, time_s, severity, kind, subject, what, cause, consequence, code"
 _INSERT = f"INSERT OR IGNORE INTO event ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _SELECT = f"SELECT {_COLUMNS}, count, last_s FROM event LEFT JOIN event_repeat ON event = id"
+#: How recent warnings and errors have to be to come first in a list that does not begin at a given time.
+_SEVERE_S = 86_400.0
+#: The order in which events are chosen: recent warnings and errors first, and those of users after others.
+_SEVERE_FIRST = f"""CASE WHEN severity = 'info' OR COALESCE(last_s, time_s) < ? THEN 2
+    WHEN kind IN {_OF_USERS} THEN 1 ELSE 0 END"""
+#: Which events are among the newest: with an id below one, since a time, and of a kind.
+_NEWEST = "id < ? AND COALESCE(last_s, time_s) >= ? AND (? = '' OR kind = ?)"
 #: How many fields a line of the copy has.
 _FIELDS = 2 + len(Event._fields)
 #: What it means that the state file was rebuilt, with copies of its records and without.
@@ -229,17 +236,36 @@ class EventLog:
         return [*written, *self._not_written_since(last, 0.0, kind)][:limit]
 
     def newest(
-        self, since_s: float, limit: int, kind: str = "", before: int | None = None
+        self,
+        since_s: float,
+        limit: int,
+        kind: str = "",
+        before: int | None = None,
+        *,
+        severe_first: bool = False,
     ) -> list[EventRecord]:
         """Return the newest `limit` events since `since_s` (s since 1970), oldest first; raises HostError.
 
-        Those with an id below `before`, unless it is None.
+        before: only those with a lower id, unless it is None
+        severe_first: fill the list with warnings and errors first, of the last day if `since_s` is 0; those
+            that users can cause at will come after the others
         """
         self.last_id()
         before = _MAX_EVENT_ID if before is None else before
-        written = EventTable(self._store()).newest(since_s, limit, kind, before)
-        unwritten = [one for one in self._not_written_since(0, since_s, kind) if one.id < before]
+        severe_since_s = None
+        if severe_first:
+            severe_since_s = since_s or time.time() - _SEVERE_S
+        unwritten = [record for record in self._not_written_since(0, since_s, kind) if record.id < before]
+        room = max(0, limit - len(unwritten))
+        written = EventTable(self._store()).newest(since_s, room, kind, before, severe_since_s)
         return [*written, *unwritten][-limit:]
+
+    def count_from(self, first: int, since_s: float, kind: str = "", before: int | None = None) -> int:
+        """Return how many events `newest` can choose from that do not precede `first`; raises HostError."""
+        before = _MAX_EVENT_ID if before is None else before
+        unwritten = self._not_written_since(first - 1, since_s, kind)
+        unwritten = [record for record in unwritten if record.id < before]
+        return EventTable(self._store()).count_from(first, since_s, kind, before) + len(unwritten)
 
     def not_recorded(self, kind: str, since_s: Mapping[str, float]) -> set[str]:
         """Return the subjects without an event since their time, if events of that age are still kept.
@@ -331,13 +357,31 @@ class EventTable:
         return int(rows[0][0]) if rows else 0
 
     def newest(
-        self, since_s: float, limit: int, kind: str = "", before: int = _MAX_EVENT_ID
+        self,
+        since_s: float,
+        limit: int,
+        kind: str = "",
+        before: int = _MAX_EVENT_ID,
+        severe_since_s: float | None = None,
     ) -> list[EventRecord]:
-        """Return the newest `limit` events since `since_s` with an id below `before`, oldest first."""
-        query = f"""{_SELECT} WHERE id < ? AND COALESCE(last_s, time_s) >= ? AND (? = '' OR kind = ?)
-            ORDER BY id DESC LIMIT ?"""
-        rows = self._store.read(query, before, since_s, kind, kind, limit)
-        return _records(reversed(rows))
+        """Return the newest `limit` events since `since_s` with an id below `before`, oldest first.
+
+        Warnings and errors since `severe_since_s`, unless it is None, are chosen before others.
+        """
+        values: list[object] = [before, since_s, kind, kind]
+        order = "id DESC"
+        if severe_since_s is not None:
+            values.append(severe_since_s)
+            order = f"{_SEVERE_FIRST}, {order}"
+        query = f"{_SELECT} WHERE {_NEWEST} ORDER BY {order} LIMIT ?"
+        return _records(sorted(self._store.read(query, *values, limit)))
+
+    def count_from(self, first: int, since_s: float, kind: str, before: int) -> int:
+        """Return how many events `newest` can choose from that do not precede the id `first`."""
+        query = f"""SELECT COUNT(*) FROM event LEFT JOIN event_repeat ON event = id
+            WHERE id >= ? AND {_NEWEST}"""
+        rows = self._store.read(query, first, before, since_s, kind, kind)
+        return int(rows[0][0])
 
     def after(self, last: int, limit: int, kind: str = "") -> list[EventRecord]:
         """Return the oldest `limit` events with an id above `last`, oldest first."""

@@ -103,9 +103,11 @@ def test_on_a_narrow_terminal_lines_are_folded_and_no_word_is_broken(happened: C
         (["--since", "yesterday"], [DIED, BACK, REFUSED, GPU]),
         (["--since", "today"], []),
         (["--since", "0s"], []),
-        (["--since", "30d", "--limit", "2"], [REFUSED, GPU]),
+        (["--since", "30d", "--limit", "2"], [DIED, REFUSED]),
+        (["--since", "30d", "--limit", "3"], [DIED, REFUSED, GPU]),
+        (["--since", "30d", "--limit", "1", "--kind", "domain"], [BACK]),
         (["--since", str(int(THEN_S) + 7200), "--kind", "gpu"], [GPU]),
-        (["--limit", "1"], [GPU]),
+        (["--limit", "1"], [REFUSED]),
     ],
 )
 def test_only_the_events_that_are_asked_for_are_shown(
@@ -121,12 +123,26 @@ def test_without_events_it_says_so(happened: Cli) -> None:
 
 def test_if_there_may_be_more_it_says_so_and_shows_the_newest(happened: Cli) -> None:
     cut = "(showing the newest 1 events; for older ones, use --limit or --since)\n"
-    assert happened.good("events", "--limit", "1") == cut + TEXT.splitlines(keepends=True)[-1]
+    gpus = ("events", "--kind", "gpu")
+    assert happened.good(*gpus, "--limit", "1") == cut + TEXT.splitlines(keepends=True)[-1]
     for number in range(100):
         happened.host.record(GPU._replace(subject=str(number)), THEN_S + 3600 * 4)
-    assert happened.good("events").startswith("(showing the newest 100 events; ")
-    assert len(happened.good("events").splitlines()) == 101
+    assert happened.good(*gpus).startswith("(showing the newest 100 events; ")
+    assert len(happened.good(*gpus).splitlines()) == 101
     assert happened.good("events", "--since", "yesterday").startswith(TEXT)
+
+
+def test_leases_hide_no_xid_and_it_says_how_many_are_left_out(own: Cli) -> None:
+    own.host.record(Event("warning", "gpu", "00:06.0", "Xid 48"))
+    for number in range(120):
+        own.host.record(Event("info", "lease", "00:06.0-1", f"granted to job-{number} of alice"))
+    newest, others, xid, *_ = own.good("events").splitlines()
+    assert newest == "(showing the newest 100 events; for older ones, use --limit or --since)"
+    where = "for those of a kind: yunion-mps events --kind lease --limit 1000"
+    assert others == f"(warnings and errors first: 21 other events of this time not shown; {where})"
+    assert "WARNING  gpu 00:06.0: Xid 48" in xid
+    assert "Xid 48" in own.good("events", "--since", "1h", "--limit", "10")
+    assert own.good("events", "--kind", "lease", "--limit", "1000").count("granted to job-") == 120
 
 
 def test_events_are_printed_for_programs_too(happened: Cli) -> None:

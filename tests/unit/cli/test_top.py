@@ -36,6 +36,7 @@ def poll(snapshot: Snapshot, *leases: Any, clients: Any = NO_CLIENTS, events: in
     event: Any = {
         "id": 1,
         "time": rfc3339(NOW_S - 30),
+        "last_time": rfc3339(NOW_S - 30),
         **Event("info", "gpu", "00:06.0", "available")._asdict(),
     }
     gpus = service.gpus()["gpus"]
@@ -82,6 +83,17 @@ def test_from_80_x_24_on_every_part_is_there_and_the_keys_are_last(scene: Scene)
             word for word in ("GPU", "DEVICE", "EVENTS") if any(line.startswith(word) for line in lines)
         ]
         assert begins == ["GPU", "DEVICE", *(["EVENTS"] if scene.events else [])]
+
+
+def test_recent_warnings_have_room_before_other_events() -> None:
+    (event, *_) = BUSY.events
+    xid: Any = {**event, "severity": "warning", "what": "Xid 48"}
+    old: Any = {**xid, "what": "Xid 31", "last_time": rfc3339(NOW_S - 86_400)}
+    others: list[Any] = [{**event, "id": number} for number in range(4, 20)]
+    events = [{**old, "id": 1}, {**xid, "id": 2}, *others]
+    text = "\n".join(lines_of(BUSY._replace(events=events), 80, 24))
+    assert "Xid 48" in text
+    assert "Xid 31" not in text
 
 
 def test_rows_that_have_no_room_are_counted_in_the_heading() -> None:

@@ -42,7 +42,7 @@ def waiting(host: ServerHost, count: int = 1, target: str = WAIT) -> list[RawCli
 
 
 def test_events_are_asked_for_by_time_kind_and_number(host: ServerHost) -> None:
-    assert host.ask("GET", "/v1/events").json() == {"events": [], "last": 0}
+    assert host.ask("GET", "/v1/events").json() == {"events": [], "last": 0, "omitted": 0}
     now_s = int(time.time())
     for before_s, event in ((300.5, LOST), (200, READY), (100, BACK)):
         host.record(event, now_s - before_s)
@@ -50,6 +50,7 @@ def test_events_are_asked_for_by_time_kind_and_number(host: ServerHost) -> None:
     assert host.ask("GET", "/v1/events?limit=1").json() == {
         "events": [{"id": 3, **times, **BACK._asdict(), "count": 1}],
         "last": 3,
+        "omitted": 0,
     }
     for query, expected in {
         "": [LOST.what, READY.what, BACK.what],
@@ -76,6 +77,23 @@ def test_events_are_asked_for_by_time_kind_and_number(host: ServerHost) -> None:
     assert host.ask("GET", "/v1/events?after=1&kind=lease").json()["last"] == 3
 
 
+def test_warnings_come_first_if_asked_and_following_loses_nothing(host: ServerHost) -> None:
+    for event in (LOST, READY, BACK):
+        host.record(event)
+    answer = host.ask("GET", "/v1/events?severe_first=true&limit=1")
+    assert whats(answer) == [LOST.what]
+    assert (answer.json()["last"], answer.json()["omitted"]) == (3, 2)
+    host.record(READY)
+    assert whats(host.ask("GET", "/v1/events?after=3")) == [READY.what]
+    answer = host.ask("GET", "/v1/events?severe_first=true&limit=2&before=4")
+    assert whats(answer) == [LOST.what, BACK.what]
+    assert answer.json()["omitted"] == 1
+    answer = host.ask("GET", "/v1/events?severe_first=true")
+    assert (len(whats(answer)), answer.json()["omitted"]) == (4, 0)
+    answer = host.ask("GET", "/v1/events?severe_first=true&after=1&limit=1")
+    assert (whats(answer), answer.json()["last"]) == ([READY.what], 2)
+
+
 def test_a_request_that_waits_for_one_kind_gets_no_other(host: ServerHost) -> None:
     (client,) = waiting(host, target=WAIT + "&kind=gpu")
     host.record(READY)
@@ -90,7 +108,7 @@ def test_the_time_to_wait_ends(host: ServerHost) -> None:
 
 def test_a_request_beyond_the_last_event_does_not_wait(host: ServerHost) -> None:
     host.record(LOST)
-    assert host.ask("GET", "/v1/events?after=2&wait_s=60").json() == {"events": [], "last": 1}
+    assert host.ask("GET", "/v1/events?after=2&wait_s=60").json() == {"events": [], "last": 1, "omitted": 0}
 
 
 def test_many_that_wait_cost_others_nothing(serve: Serve) -> None:

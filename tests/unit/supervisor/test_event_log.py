@@ -266,6 +266,60 @@ def test_leases_displace_neither_xids_nor_deaths(event_log: EventLog, disk: Disk
     assert MAX_EVENTS <= len(found) <= MAX_EVENTS + 300
 
 
+@pytest.fixture
+def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The wall clock of the event log, as its only item."""
+    now_s = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now_s[0])
+    return now_s
+
+
+XID = Event("warning", "gpu", "00:06.0", "Xid 31")
+FAILED = Event("error", "client", "host", "MPS server failed")
+
+
+def test_what_users_cause_hides_no_warning_in_the_newest(
+    event_log: EventLog, disk: Disk, now_s: list[float]
+) -> None:
+    event_log.record(XID)
+    events = [EventRecord(number, now_s[0], leased(number)) for number in range(2, 5000)]
+    clients = [EventRecord(number, now_s[0], FAILED) for number in range(5000, 5010)]
+    EventTable(disk.store).add([*events, *clients])
+    plain = event_log.newest(0.0, 100)
+    assert [record.id for record in plain] == [*range(4910, 5010)]
+    shown = event_log.newest(0.0, 100, severe_first=True)
+    assert [record.id for record in shown] == [1, *range(4911, 5010)], "in order of time"
+    few = event_log.newest(0.0, 3, severe_first=True)
+    assert [record.id for record in few] == [1, 5008, 5009], "failures of jobs are caused at will, too"
+    assert event_log.count_from(1, 0.0) == 5009
+    assert event_log.count_from(1, 0.0, "gpu") == 1
+    assert event_log.count_from(2, 0.0, before=10) == 8
+
+
+def test_warnings_come_first_for_a_day_or_from_a_given_time_on(
+    event_log: EventLog, now_s: list[float]
+) -> None:
+    begin_s = now_s[0]
+    for recorded_event in (XID, leased(1), leased(2)):
+        event_log.record(recorded_event)
+    now_s[0] += 86_400
+    assert [record.id for record in event_log.newest(0.0, 2, severe_first=True)] == [1, 3]
+    now_s[0] += 1
+    assert [record.id for record in event_log.newest(0.0, 2, severe_first=True)] == [2, 3]
+    assert [record.id for record in event_log.newest(begin_s, 2, severe_first=True)] == [1, 3]
+
+
+def test_unwritten_events_leave_room_for_warnings(event_log: EventLog, disk: Disk) -> None:
+    for recorded_event in (XID, leased(1), leased(2)):
+        event_log.record(recorded_event)
+    written = disk.store.write
+    disk.store.write = _full  # type: ignore[method-assign]
+    event_log.record(leased(3))
+    disk.store.write = written  # type: ignore[method-assign]
+    assert [record.id for record in event_log.newest(0.0, 2, severe_first=True)] == [1, 4]
+    assert event_log.count_from(1, 0.0) == 4
+
+
 def test_leases_displace_no_other_event_from_memory(event_log: EventLog, disk: Disk) -> None:
     disk.full = True
     event_log.record(event("Xid 31", "gpu"))
@@ -295,14 +349,6 @@ def test_leases_displace_no_other_event_from_the_copy(tmp_path: Path) -> None:
     assert [one.id for one in kept if one.event.kind == "gpu"] == [1, 20_100]
     assert [one.id for one in kept] == sorted(one.id for one in kept)
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 1_200_000
-
-
-@pytest.fixture
-def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The wall clock of the event log, as its only item."""
-    now_s = [1000.0]
-    monkeypatch.setattr(time, "time", lambda: now_s[0])
-    return now_s
 
 
 def test_many_events_of_one_cause_are_counted_in_one_row(

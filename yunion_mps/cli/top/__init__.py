@@ -100,7 +100,7 @@ def _once(first: Poll) -> str:
 def poll(before: Poll | None = None) -> Poll:
     """Query the daemon; raises YunionError. The devices are those of `before` if nothing has happened."""
     status = call(GET_STATUS)
-    events = call(GET_EVENTS, limit=_NEWEST_EVENTS)
+    events = call(GET_EVENTS, limit=_NEWEST_EVENTS, severe_first=True)
     leases = call(GET_LEASES)
     devices_s, seen = time.monotonic(), (events["last"], status["devices"], status["gpus"], status["started"])
     if before and seen == before.seen and devices_s - before.devices_s < _STALE_S:

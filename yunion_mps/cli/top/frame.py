@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.cli.output import age, cell, display_width, fit, hidden_columns
 from yunion_mps.cli.top.rows import ORDERS, Row, Scene, sort_devices, sort_gpus
@@ -12,6 +12,9 @@ from yunion_mps.enums import NOTICE, PROBLEM
 from yunion_mps.overview import with_hints
 from yunion_mps.text import count
 from yunion_mps.units import seconds
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Event
 
 #: Text with a style; "" is the terminal's own style.
 Line = list[tuple[str, str]]
@@ -316,10 +319,11 @@ def _gib(number_mib: int | None) -> str:
 
 
 def _events(scene: Scene, state: ViewState, room: int, now_s: float) -> list[Line]:
-    """Format the events, newest first."""
-    newest = list(reversed(scene.events))[: max(room - 1, 0)]
-    lines = [_heading("EVENTS", state)] if newest else []
-    for event in newest:
+    """Format the events, newest first; recent warnings and errors take the room before others."""
+    chosen = sorted(scene.events, key=lambda event: (_is_severe(event, now_s), event["id"]), reverse=True)
+    chosen = chosen[: max(room - 1, 0)]
+    lines = [_heading("EVENTS", state)] if chosen else []
+    for event in sorted(chosen, key=lambda event: event["id"], reverse=True):
         then_s = seconds(event["time"])
         form = "%H:%M:%S" if now_s - then_s < 86400 else "%d %b  "
         when = time.strftime(form, time.localtime(then_s))
@@ -329,6 +333,11 @@ def _events(scene: Scene, state: ViewState, room: int, now_s: float) -> list[Lin
         what = f"{event['kind']} {event['subject']}".rstrip() + f": {event['what']}{cause}"
         lines.append([(f"{when} ", ""), (f"{severity:7} ", style), (what, "")])
     return lines
+
+
+def _is_severe(event: Event, now_s: float) -> bool:
+    """Whether it is a warning or an error of the last day."""
+    return event["severity"] != "info" and now_s - seconds(event["last_time"]) < 86400
 
 
 def _heading(text: str, state: ViewState) -> Line:

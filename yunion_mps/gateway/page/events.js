@@ -1,10 +1,11 @@
 // The events, newest first, one page at a time.
 
 import { byId, hide, Keyed, make, Pages, text } from "./dom.js";
-import { clock } from "./words.js";
+import { clock, secondsSince } from "./words.js";
 
 const ROWS = 8;
 const MOST = 200;
+const DAY_S = 86_400;
 const SIGNS = { info: "", warning: "!", error: "✕" };
 
 export class Events {
@@ -14,14 +15,18 @@ export class Events {
     this.events = [];
     this.last = 0;
     this.whole = false; // whether all older events have been loaded
+    this.severe = []; // recent warnings and errors, which many others may have moved to later pages
     this.list = new Keyed(byId("list"), makeEvent);
+    this.earlier = new Keyed(byId("severe"), makeEvent);
     this.pages = new Pages(byId("event-pages"), ROWS, (first) => this.turn(first));
   }
 
   /** Load the newest. */
   async begin() {
     const { events, last } = await this.get(`limit=${2 * ROWS}`);
+    const first = await this.get(`limit=${ROWS}&severe_first=true`);
     this.events = events.reverse();
+    this.severe = first.events.reverse().filter(isSevere);
     this.last = last;
     this.pages.first = 0;
     this.draw();
@@ -32,9 +37,10 @@ export class Events {
     this.events = [...[...events].reverse(), ...this.events];
     if (this.pages.first) this.pages.first += events.length; // older events that a user is reading stay in view
     else if (this.events.length > MOST) [this.events.length, this.whole] = [MOST, false];
-    this.draw();
-    const heard = events.filter((one) => one.severity !== "info");
+    const heard = events.filter(isSevere);
+    this.severe = [...[...heard].reverse(), ...this.severe].slice(0, ROWS);
     if (heard.length) text(byId("said"), heard.map((one) => `${one.severity}: ${one.subject}: ${one.what}`).join("; "));
+    this.draw();
   }
 
   async turn(first) {
@@ -53,8 +59,17 @@ export class Events {
     hide(byId("no-events"), this.events.length > 0);
     hide(byId("list"), !this.events.length);
     const more = this.events.length > 0 && this.events.at(-1).id > 1 && !this.whole;
-    this.list.show(this.pages.of(this.events, more).map((one) => [one.id, one]));
+    const shown = this.pages.of(this.events, more);
+    this.list.show(shown.map((one) => [one.id, one]));
+    const isEarlier = (one) => one.id < shown.at(-1).id && secondsSince(one.last_time) < DAY_S;
+    const earlier = this.pages.first || !shown.length ? [] : this.severe.filter(isEarlier);
+    this.earlier.show(earlier.map((one) => [one.id, one]));
+    hide(byId("earlier"), !earlier.length);
   }
+}
+
+function isSevere(event) {
+  return event.severity !== "info";
 }
 
 function makeEvent(event) {

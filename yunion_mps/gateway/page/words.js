@@ -30,8 +30,11 @@ export function setNow(time) {
   aheadMs = Date.parse(time) - Date.now();
 }
 
-/** The age of a time of the host (RFC 3339) by the host's clock. */
-export const ago = (time) => duration((Date.now() + aheadMs - Date.parse(time)) / 1000);
+/** The age in seconds of a time of the host (RFC 3339), by the host's clock. */
+export const secondsSince = (time) => (Date.now() + aheadMs - Date.parse(time)) / 1000;
+
+/** The same as text. */
+export const ago = (time) => duration(secondsSince(time));
 
 /** A time (RFC 3339, or ms since 1970) as text, with the date unless it is today. */
 export function clock(moment) {
