@@ -34,12 +34,13 @@ from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.models import DomainPlan, DomainStatus, Event
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask
 from yunion_mps.mps.conversation import UnresponsiveError
+from yunion_mps.mps.forced_end import EndOrder, EndRefusal, ForcedEnd
 from yunion_mps.mps.health import HealthMonitor, LimitsChangedError
 from yunion_mps.mps.lifecycle import Recovery, Shutdown, Startup
 from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
 from yunion_mps.mps.log_file import failing_user_events, failure_cause, log_hint
 from yunion_mps.mps.processes import FindProcesses, MpsProcess, our_processes
-from yunion_mps.mps.rollover import POLL_S, Rollover
+from yunion_mps.mps.rollover import FORCE_WITHIN_S, POLL_S, Rollover
 from yunion_mps.mps.server_history import Outcome
 from yunion_mps.mps.server_starts import ServerStarts
 from yunion_mps.mps.states import STABLE_S, StateMachine, after_failure
@@ -90,6 +91,11 @@ class Domain(StateMachine):
         self._failing_users: dict[int, Reason] = {}
         self._failures_of_users: dict[int, Outcome] = {}
         self._task: ControlTask | None = None
+        #: The order to end servers by force if only confirmed clients end with them, and how it is carried
+        #: out: instead of the task, whose turn it is after that. Then the servers that were not ended so.
+        self._end_order: EndOrder | None = None
+        self._forced_end: ForcedEnd | None = None
+        self._end_refusals: list[EndRefusal] = []
         self._deadline_s = 0.0
         #: The number of failures since it last served for a long time.
         self._failures = 0
@@ -125,7 +131,10 @@ class Domain(StateMachine):
     def watched(self) -> list[Watchable]:
         """What to watch for reading: the control daemon's end, and pending answers."""
         end: list[Watchable] = [self.control.process] if self.control.has_process else []
-        return [*end, *self._task.watched()] if self._task else end
+        for task in (self._task, self._forced_end):
+            if task:
+                end += task.watched()
+        return end
 
     @property
     def is_occupied(self) -> bool:
@@ -179,6 +188,7 @@ class Domain(StateMachine):
         if self.state in (STOPPED, STOPPING):
             return
         self._cancel_task()
+        self._end_order = None
         if spare_adopted:
             self._rollover.orphans.detach()
             if self.control.has_process and self.control.was_adopted:  # it may have jobs
@@ -224,14 +234,39 @@ class Domain(StateMachine):
             self._holds_modes = holds
             self._changed()
 
-    def drain(self, now_s: float, *, force: bool = False, ends_orphans: bool = False) -> None:
+    def drain(
+        self,
+        now_s: float,
+        *,
+        force: bool = False,
+        ends_orphans: bool = False,
+        may_end: Callable[[int], bool] | None = None,
+    ) -> None:
         """Shut down the servers that a change waits for: after their clients, with `force` at once.
 
-        `ends_orphans` ends those of earlier control daemons at once.
+        `ends_orphans` ends those of earlier control daemons at once. With `force`, a server with a client
+        (PID) for which `may_end` is false is shut down after its clients; see `take_end_refusals`.
         """
         self._is_due = True
-        self._rollover.request_end(now_s, force=force, ends_orphans=force or ends_orphans)
+        is_selective = force and may_end is not None
+        self._rollover.request_end(
+            now_s, force=force, ends_orphans=force or ends_orphans, by_command=not is_selective
+        )
+        self._close_forced_end()
+        self._end_order, self._end_refusals = None, []
+        if force and may_end is not None and self.control.servers():
+            self._end_order = EndOrder(may_end, now_s + FORCE_WITHIN_S)
         self._changed()
+
+    def is_forcing(self, now_s: float) -> bool:
+        """Whether it is not yet known which servers are not ended because of `may_end`."""
+        is_ordered = self._end_order is not None and now_s <= self._end_order.until_s
+        return is_ordered or self._forced_end is not None
+
+    def take_end_refusals(self) -> list[EndRefusal]:
+        """Return the servers that were not ended because of `may_end`; only once."""
+        refusals, self._end_refusals = self._end_refusals, []
+        return refusals
 
     def note_use(self, *, in_use: bool | None, polled_s: float | None = None) -> None:
         """Note whether processes other than servers use its GPUs, by a poll of NVML begun at `polled_s`."""
@@ -333,6 +368,10 @@ class Domain(StateMachine):
             return self._step(now_s)
         self._rollover.note_ended(self.control.target)
         every = self._ends_all_servers or self.is_draining
+        if self._end_order and not monitor.is_busy:
+            due_s = self._tick_forced_end(now_s, self._end_order, every=every)
+            if due_s is not None:
+                return due_s
         if self._starts.due_s(now_s) is not None:
             self._read_log(now_s)
         # A server that is ordered must not delay the end of the domain, or of what uses the GPUs.
@@ -367,6 +406,17 @@ class Domain(StateMachine):
         if every or self.limits_in_effect.old_servers:
             due_s = min(due_s, now_s + POLL_S)
         return earliest((due_s, self._starts.due_s(now_s)))
+
+    def _tick_forced_end(self, now_s: float, order: EndOrder, *, every: bool) -> float | None:
+        """Carry out the order; return when to be called again, None if that is done."""
+        if self._forced_end is None:
+            servers = self._rollover.own_blocking_servers(every=every)
+            self._forced_end = ForcedEnd(self.control, servers, order)
+        due_s = self._forced_end.tick(now_s)
+        if due_s is None:
+            self._close_forced_end()
+            self._end_order = None
+        return due_s
 
     def _note_outcomes(self, now_s: float) -> None:
         outcomes = self.control.log.take_outcomes()
@@ -451,9 +501,16 @@ class Domain(StateMachine):
     # -- the current operation on the control daemon
 
     def _cancel_task(self) -> None:
+        self._close_forced_end()
         if self._task:
             self._task.close()
             self._task = None
+
+    def _close_forced_end(self) -> None:
+        if self._forced_end:
+            self._end_refusals += self._forced_end.refusals
+            self._forced_end.close()
+            self._forced_end = None
 
     def _idle_control(self) -> ControlDaemon:
         """The control daemon, after canceling its current task."""

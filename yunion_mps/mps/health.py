@@ -71,6 +71,11 @@ class HealthMonitor(ControlTask):
         self._asking = [] if commands else [pid for pid in idle_servers if not is_stopped(pid)]
         return min(due_s, self._start_conversation(now_s, commands))
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is connected to the control daemon, which serves no other connection meanwhile."""
+        return bool(self._conversation or self._probe)
+
     def _tick_probe(self, now_s: float) -> float:
         probe = self._probe
         if probe is None:

@@ -271,6 +271,20 @@ def servers_without_clients(servers: Sequence[int], answer: Sequence[str]) -> li
     return [pid for pid, number in zip(servers, clients) if number == 0]
 
 
+def parse_client_lists(servers: Sequence[int], answer: Sequence[str]) -> dict[int, list[int]]:
+    """Return the clients (PIDs) of each server, by the answer to lists of them in this order.
+
+    Before each list comes a percentage, as `25.0`. Lines that are no PID are left out.
+    """
+    lists: list[list[int]] = []
+    for line in answer:
+        if "." in line:
+            lists.append([])
+        elif lists and line.strip().isdigit():
+            lists[-1].append(int(line))
+    return dict(zip(servers, lists))
+
+
 def memory_text(memory_mib: int) -> str:
     """A memory limit as the control daemon prints it: in whole G from 1 GiB on, so 5760M is `5G`."""
     return f"{memory_mib // 1024}G" if memory_mib >= 1024 else f"{memory_mib}M"

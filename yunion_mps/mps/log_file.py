@@ -77,6 +77,24 @@ def log_hint(plan: DomainPlan) -> str:
     return f"see its log: {path}" + "".join(f"\n  {line}" for line in lines[-_LAST_LINES:])
 
 
+def log_size(plan: DomainPlan) -> int:
+    """Return the size of the log in bytes; 0 if there is none."""
+    try:
+        return os.stat(os.path.join(plan.log_directory, LOG_NAME)).st_size
+    except OSError:
+        return 0
+
+
+def log_since(plan: DomainPlan, start: int) -> bytes:
+    """Return what the log has from this offset on, the first 256 KiB of it; empty if it cannot be read."""
+    try:
+        with open_regular(os.path.join(plan.log_directory, LOG_NAME)) as file:
+            file.seek(start)
+            return file.read(_MAX_BYTES)
+    except (OSError, MemoryError):
+        return b""
+
+
 # -- its size
 
 

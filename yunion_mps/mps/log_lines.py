@@ -99,6 +99,16 @@ def parse_server_lines(log: bytes) -> Iterator[LogLine]:
         yield from parse_line(line.decode(errors="replace"))
 
 
+def served_clients(log: bytes, command: str) -> list[int] | None:
+    """Return the PIDs of clients that got a running server, by this part of control.log.
+
+    None if it does not have this command, and so perhaps not all that came before.
+    """
+    if f"] Cmd:{command}\n".encode() not in log:
+        return None
+    return [line.pid for line in parse_lines(log) if line.kind == CLIENT_SERVED]
+
+
 def parse_line(line: str) -> Iterator[LogLine]:
     """Parse a line of either log: one message, and before it another one without a header if it has that."""
     line = line.replace("\0", "").strip()  # a truncated file may begin with NULs on some file systems

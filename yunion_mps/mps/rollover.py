@@ -161,25 +161,29 @@ class Rollover:
 
     def blocking_servers(self, *, every: bool) -> tuple[int, ...]:
         """The servers that a pending change waits for, including orphans; `every` includes all its own."""
-        own = self._servers() if every else self._limits.old_servers
-        return (*own, *self.orphans.pids)
+        return (*self.own_blocking_servers(every=every), *self.orphans.pids)
 
-    def request_end(self, now_s: float, *, force: bool, ends_orphans: bool) -> None:
+    def own_blocking_servers(self, *, every: bool) -> tuple[int, ...]:
+        """Those of the current control daemon."""
+        return self._servers() if every else self._limits.old_servers
+
+    def request_end(self, now_s: float, *, force: bool, ends_orphans: bool, by_command: bool = True) -> None:
         """Request the shutdown of blocking servers: after their clients have ended, with `force` at once.
 
         Orphans, which get no new clients, can only be ended at once. Other servers are shut down by a command
         once the control daemon is reachable, but with `force` only within `FORCE_WITHIN_S`, because new jobs
-        may attach until then.
+        may attach until then. Not `by_command`: a `ForcedEnd` shuts down those of now.
         """
         if ends_orphans:
             self.orphans.end(now_s, "requested by reload --now")
         self._end_requested_s = now_s
-        self._end_requests = dict.fromkeys(self._servers(), force)
-        self.drains, self._drained = True, {*self._end_requests}
+        servers = self._servers()
+        self._end_requests = dict.fromkeys(servers, force) if by_command else {}
+        self.drains, self._drained = True, {*servers}
 
     def commands(self, now_s: float, *, every: bool) -> list[str]:
         """The commands to send to the control daemon until delivered; `every`: all servers must end."""
-        awaited = self._servers() if every else self._limits.old_servers
+        awaited = self.own_blocking_servers(every=every)
         late = now_s > self._end_requested_s + FORCE_WITHIN_S
         if every and self.drains:  # clients that waited for a server get one more, as does a leased job
             started = {pid: False for pid in awaited if pid not in self._drained}
@@ -198,7 +202,7 @@ class Rollover:
         """
         if self._end_requests or in_use is not False or now_s < self._next_request_s:
             return ()
-        return self._servers() if every else self._limits.old_servers
+        return self.own_blocking_servers(every=every)
 
     def idle_servers_asked(self, now_s: float) -> None:
         """The servers without clients have been shut down; the others are asked again later."""

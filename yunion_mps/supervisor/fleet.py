@@ -20,6 +20,7 @@ from yunion_mps.host.store import Store
 from yunion_mps.models import DirectGpu, DomainPlan, Event
 from yunion_mps.mps.control_daemon import start_error
 from yunion_mps.mps.domain import Domain
+from yunion_mps.mps.forced_end import EndRefusal
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.processes import MpsProcess, is_server, our_processes
 from yunion_mps.planning.division import enforces_budgets
@@ -172,13 +173,32 @@ class Fleet:
     def known_directories(self) -> set[str]:
         return {domain.in_effect.pipe_directory for domain in self.domains if domain.status().pid is not None}
 
-    def drain(self, now_s: float, *, force: bool = False, ends_orphans: bool = False) -> None:
+    def drain(
+        self,
+        now_s: float,
+        *,
+        force: bool = False,
+        ends_orphans: bool = False,
+        may_end: Callable[[int], bool] | None = None,
+    ) -> None:
         """End the servers that a pending change waits for: after their jobs, or now with `force`.
 
-        `ends_orphans` ends those of earlier control daemons at once.
+        `ends_orphans` ends those of earlier control daemons at once. With `force`, those that have a client
+        (PID) for which `may_end` is false end after their jobs; see `take_end_refusals`.
         """
         for domain in self.domains:
-            domain.drain(now_s, force=force, ends_orphans=ends_orphans)
+            domain.drain(now_s, force=force, ends_orphans=ends_orphans, may_end=may_end)
+
+    def is_forcing(self, now_s: float) -> bool:
+        """Whether it is not yet known which servers are not ended because of `may_end`."""
+        return any(domain.is_forcing(now_s) for domain in self.domains)
+
+    def take_end_refusals(self) -> list[EndRefusal]:
+        """Return the servers that were not ended because of `may_end`; only once."""
+        refusals = []
+        for domain in self.domains:
+            refusals += domain.take_end_refusals()
+        return refusals
 
     def take_poll_request(self) -> bool:
         """Whether the GPUs should be polled now; true only once for each cause."""

@@ -9,6 +9,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -107,9 +108,9 @@ class Faults(RuleBasedStateMachine):
         self.run.domain.change(self.plan, self.run.now_s)
         self.let(0.5)
 
-    @rule(force=st.booleans())
-    def renew(self, *, force: bool) -> None:
-        self.run.domain.drain(self.run.now_s, force=force)
+    @rule(force=st.booleans(), may_end=st.sampled_from([None, lambda _: True, lambda _: False]))
+    def renew(self, *, force: bool, may_end: Callable[[int], bool] | None) -> None:
+        self.run.domain.drain(self.run.now_s, force=force, may_end=may_end)
         self.let(1.0)
 
     @rule(in_use=st.sampled_from([None, True, False]))

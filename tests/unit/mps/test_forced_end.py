@@ -1,0 +1,209 @@
+"""Servers that are ended by force: only if each of their clients may be ended, whenever it attached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from yunion_mps.models import DomainPlan
+from yunion_mps.mps.forced_end import LOG_WITHIN_S, EndRefusal
+from yunion_mps.mps.limits import LimitsInEffect
+from yunion_mps.mps.log_file import LOG_NAME
+from yunion_mps.mps.log_lines import served_clients
+
+from simhost.mps import Client
+
+from .driving import Bench, DomainRun
+
+HEADER = "[2026-11-29 08:52:44.510 Control  2984]"
+#: In the place of the front-end: it stops after the lists of clients, until a file is there.
+STOPS_AFTER_THE_LISTS = """\
+cat >{place}/commands
+if grep -q '^get_client_list' {place}/commands; then
+    sed '/^shutdown_server/,$d' {place}/commands | {program}
+    touch {place}/listed
+    until [ -e {place}/go ]; do sleep 0.01; done
+    sed -n '/^shutdown_server/,$p' {place}/commands | {program}
+else
+    {program} <{place}/commands
+fi"""
+#: It is rejected once with the command that ends a server by force, as if another one were connected.
+IS_REJECTED_ONCE = """\
+cat >{place}/commands
+if grep -q ' -f$' {place}/commands && ! [ -e {place}/rejected ]; then
+    touch {place}/rejected
+else
+    {program} <{place}/commands
+fi"""
+#: Its last list, whose line in the log shows that the log has all before, is never asked for.
+LEAVES_OUT_THE_MARK = "grep -Ev '^get_client_list [0-9]{{10}}$' | {program}"
+
+
+def wrap(run: DomainRun, bench: Bench, script: str) -> None:
+    run.domain.configure(bench.script(script.format(place=bench.place, program=bench.jobs.program)), 10)
+
+
+def force(run: DomainRun, *clients: Client) -> None:
+    """Order the end of the servers, and of no clients but these."""
+    pids = [client.pid for client in clients]
+    run.domain.drain(run.now_s, force=True, may_end=lambda pid: pid in pids)
+
+
+def force_with_a_gap(run: DomainRun, bench: Bench, job: Client, in_between: Callable[[], None]) -> None:
+    """Order the end of the job's server, and do something after its clients were listed."""
+    wrap(run, bench, STOPS_AFTER_THE_LISTS)
+    force(run, job)
+    run.until_it(lambda: (bench.place / "listed").exists())
+    in_between()
+    (bench.place / "go").touch()
+    run.until_it(lambda: not run.domain.is_forcing(run.now_s))
+
+
+def test_a_server_ends_at_once_if_all_its_clients_may_end(
+    run: DomainRun, bench: Bench, other: DomainPlan
+) -> None:
+    job = bench.jobs.begin()
+    run.change(other)
+    force(run, job)
+    run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
+    assert job.says() == "server gone"
+    assert run.domain.take_end_refusals() == []
+
+
+def test_a_server_with_another_client_ends_only_after_its_clients(
+    run: DomainRun, bench: Bench, other: DomainPlan
+) -> None:
+    job = bench.jobs.begin()
+    later = bench.jobs.begin()
+    run.change(other)
+    (server,) = bench.jobs.servers()
+    force(run, job)
+    run.until_it(lambda: not run.domain.is_forcing(run.now_s))
+    assert run.domain.take_end_refusals() == [EndRefusal((server,), (later.pid,))]
+    assert run.domain.take_end_refusals() == []
+    assert bench.jobs.servers() == [server]
+    bench.jobs.end(job, later)
+    run.domain.note_use(in_use=False)
+    run.turn(10).until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
+
+
+def test_a_client_that_attaches_after_the_list_does_not_end(
+    run: DomainRun, bench: Bench, other: DomainPlan
+) -> None:
+    job = bench.jobs.begin()
+    run.change(other)
+    (server,) = bench.jobs.servers()
+    later: list[Client] = []
+    force_with_a_gap(run, bench, job, lambda: later.append(bench.jobs.begin()))
+    assert run.domain.take_end_refusals() == [EndRefusal((server,), (later[0].pid,))]
+    assert bench.jobs.servers() == [server]
+
+
+def test_a_client_that_attaches_after_the_list_may_end_if_confirmed(
+    run: DomainRun, bench: Bench, other: DomainPlan
+) -> None:
+    """As when it is one that has attached again."""
+    job = bench.jobs.begin()
+    run.change(other)
+    wrap(run, bench, STOPS_AFTER_THE_LISTS)
+    run.domain.drain(run.now_s, force=True, may_end=lambda _: True)
+    run.until_it(lambda: (bench.place / "listed").exists())
+    later = bench.jobs.begin()
+    (bench.place / "go").touch()
+    run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
+    assert (job.says(), later.says()) == ("server gone", "server gone")
+
+
+def test_a_line_that_a_user_wrote_into_the_log_ends_no_job(
+    run: DomainRun, bench: Bench, other: DomainPlan
+) -> None:
+    job = bench.jobs.begin()
+    run.change(other)
+    (server,) = bench.jobs.servers()
+    line = f"\n{HEADER} NEW CLIENT 1 from user 0: Server already exists\n"
+
+    def forge() -> None:
+        with Path(bench.plan.log_directory, LOG_NAME).open("a") as log:
+            log.write(line)
+
+    force_with_a_gap(run, bench, job, forge)
+    assert run.domain.take_end_refusals() == [EndRefusal((server,), (1,))]
+    assert bench.jobs.servers() == [server]
+
+
+def test_no_server_ends_by_force_if_the_log_does_not_show_all(
+    run: DomainRun, bench: Bench, other: DomainPlan
+) -> None:
+    """As on a full disk."""
+    job = bench.jobs.begin()
+    run.change(other)
+    (server,) = bench.jobs.servers()
+    wrap(run, bench, LEAVES_OUT_THE_MARK)
+    force(run, job)
+    run.until_said()
+    run.turn(LOG_WITHIN_S).until_it(lambda: not run.domain.is_forcing(run.now_s))
+    assert run.domain.take_end_refusals() == [EndRefusal((server,), ())]
+    assert bench.jobs.servers() == [server]
+
+
+def test_an_order_that_was_not_received_is_repeated_with_a_list(
+    run: DomainRun, bench: Bench, other: DomainPlan
+) -> None:
+    """Before 550, that list is empty; from 550 on, it has what has attached meanwhile."""
+    job = bench.jobs.begin()
+    run.change(other)
+    (server,) = bench.jobs.servers()
+    wrap(run, bench, IS_REJECTED_ONCE)
+    force(run, job)
+    run.until_it(lambda: (bench.place / "rejected").exists()).until_said()
+    assert bench.jobs.servers() == [server]
+    later = bench.jobs.wait()
+    if bench.jobs.stand_ins.asked:
+        assert later.says() == "attached"
+    run.turn(1).until_it(lambda: not run.domain.is_forcing(run.now_s))
+    if bench.jobs.stand_ins.asked:
+        assert run.domain.take_end_refusals() == [EndRefusal((server,), (later.pid,))]
+        assert bench.jobs.servers() == [server]
+    else:
+        assert (job.says(), later.says()) == ("server gone", "attached")
+        assert run.domain.take_end_refusals() == []
+
+
+def test_a_server_without_clients_is_not_forced(run: DomainRun, bench: Bench, other: DomainPlan) -> None:
+    bench.jobs.end(bench.jobs.begin())
+    run.change(other)
+    force(run)
+    run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
+    log = Path(bench.plan.log_directory, LOG_NAME).read_text()
+    assert " -f\n" not in log
+    assert run.domain.take_end_refusals() == []
+
+
+def test_an_order_with_a_condition_is_given_up_after_some_seconds(
+    run: DomainRun, bench: Bench, other: DomainPlan
+) -> None:
+    job = bench.jobs.begin()
+    run.change(other)
+    (server,) = bench.jobs.servers()
+    leave = bench.hold_front_end()
+    force(run, job)
+    run.turns(9, 1)
+    assert not run.domain.is_forcing(run.now_s)
+    leave()
+    run.turns(3, 10)
+    assert (bench.jobs.servers(), run.domain.take_end_refusals()) == ([server], [])
+
+
+def test_a_domain_without_servers_keeps_nobody_waiting(run: DomainRun) -> None:
+    force(run)
+    assert not run.domain.is_forcing(run.now_s)
+
+
+def test_clients_count_once_the_log_has_the_command() -> None:
+    first = f"{HEADER} NEW CLIENT 7 from user 0: Server already exists\n"
+    waiting = f"{HEADER} NEW CLIENT 8 from user 0: Server is not ready, push client to pending list\n"
+    command = f"{HEADER} Cmd:get_client_list 1000000001\n"
+    log = f"{first}{waiting}{command}{first.replace('7', '9')}".encode()
+    assert served_clients(log, "get_client_list 1000000001") == [7, 9]
+    assert served_clients(log, "get_client_list 100000000") is None
+    assert served_clients(b"", "get_client_list 1000000001") is None
