@@ -92,6 +92,17 @@ def _booted_s() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+def is_gone(pid: int) -> bool:
+    """Whether no process has this PID, not even a zombie; works without free descriptors."""
+    try:
+        os.stat(f"/proc/{pid}")
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def is_exiting(pid: int, proc: str = "/proc") -> bool:
     """Whether the process is exiting, is a zombie or is gone.
 

@@ -296,7 +296,8 @@ RELOAD: Operation[answers.ChangeList] = Operation(
               "clients; `now` ends them and their clients. By default, they run until they have no clients.",
               choices=RELOAD_MODES),
     Parameter("confirmation", "For `now`: the `confirmation` of the plan whose losses are accepted. If more "
-              "would be lost now, the reload is refused with the code `not_confirmed`."),
+              "would be lost now, the reload is refused with the code `not_confirmed`; a server that gets "
+              "another client meanwhile ends after its clients."),
     access=ROOT, refusals=(409, 422), uninterruptible=True, timeout_s=SLOW_S,
 )  # fmt: skip
 REEXEC: Operation[answers.Reexec] = Operation(

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.enums import APPLYING, STARTING
 from yunion_mps.errors import ConfigError, HostError, NotConfirmedError, ShortageError, YunionError
+from yunion_mps.host.proc import command_of, is_gone, name_of, started_s, uid_of, user_name
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.leases.holders import describe_holder
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event, Plan
+from yunion_mps.mps.forced_end import EndRefusal
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import GPU_NEEDS, MODE_NEEDS, NO_REASON, Reason, hint_of
 from yunion_mps.service.clients import ClientService
@@ -25,8 +27,10 @@ from yunion_mps.service.reload_losses import (
     NO_LOSSES,
     Listings,
     ReloadLosses,
+    client_name,
     losses_of_clients,
     refuse_unconfirmed,
+    unconfirmed_error,
 )
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import as_made, with_layout_effects, without_refused
@@ -36,7 +40,8 @@ from yunion_mps.supervisor.mig_forecast import Forecast, effects_of
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 from yunion_mps.supervisor.time_slices import TIME_SLICE, read_time_slices
 from yunion_mps.text import count, decode_line
-from yunion_mps.users import AT_ONCE
+from yunion_mps.units import rfc3339
+from yunion_mps.users import AT_ONCE, describe_servers
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -48,6 +53,9 @@ _SETTLE_TIMEOUT_S = 15.0
 #: How long the new program may take to check the configuration.
 _CHECK_TIMEOUT_S = 90.0
 _NO_SERVER_ENDED = "the configuration was reloaded, but no MPS server was ended"
+_LAST_CLIENTS_UNKNOWN = (
+    "clients that are not known (the control daemon's log does not show which attached last)"
+)
 
 
 class LoopControl(NamedTuple):
@@ -302,18 +310,24 @@ class Reloader:
         """End the servers that delay a change; return the error if jobs have begun that are not confirmed.
 
         Servers whose clients have all ended are not forced to end: a job that attaches just now continues,
-        and the change waits for it.
+        and the change waits for it. So does one that attaches to a server whose clients are confirmed, which
+        are listed once more right before the end (`ForcedEnd` says which job may end nevertheless). Only if
+        the end of unknown clients is confirmed, nothing is listed again.
         """
         left = await self._losses_of_clients(())
         try:
             refuse_unconfirmed(left, confirmed, _NO_SERVER_ENDED)
         except NotConfirmedError as error:
             return error
+        fleet, loop = self._supervisor.fleet, asyncio.get_running_loop()
         has_clients = bool(left.clients or left.errors)
-        now_s = asyncio.get_running_loop().time()
-        self._supervisor.fleet.drain(now_s, force=has_clients, ends_orphans=True)
+        may_end = None if left.errors else _confirmed_client(confirmed)
+        fleet.drain(loop.time(), force=has_clients, ends_orphans=True, may_end=may_end)
         self._control.tick()
-        return None
+        while fleet.is_forcing(loop.time()):  # noqa: ASYNC110 - ticks bring it about
+            await asyncio.sleep(0.005)
+        refusals = fleet.take_end_refusals()
+        return _not_forced(refusals) if refusals else None
 
     def _record_losses(self, requester: str, losses: ReloadLosses) -> None:
         """Record what the operator has agreed to lose, because its holders will ask."""
@@ -457,3 +471,35 @@ def _with(changes: Sequence[Change], others: Iterable[Change]) -> list[Change]:
     """Return the changes and those `others` that concern something else."""
     listed = {(change.kind, change.subject) for change in changes}
     return [*changes, *(one for one in others if (one.kind, one.subject) not in listed)]
+
+
+def _confirmed_client(confirmed: Collection[str]) -> Callable[[int], bool]:
+    """Return whether a client (PID) may be ended: its end is confirmed, or it has ended by itself."""
+
+    def may_end(pid: int) -> bool:
+        if pid > 0 and is_gone(pid):  # 0 is one of another PID namespace
+            return True
+        begun_s = started_s(pid)
+        started = None if begun_s is None else rfc3339(begun_s)
+        return client_name(pid, started) in confirmed
+
+    return may_end
+
+
+def _not_forced(refusals: Iterable[EndRefusal]) -> NotConfirmedError:
+    """Return the error for servers that were not ended by force, because of their clients."""
+    servers: list[int] = []
+    others: list[str] = []
+    for refusal in refusals:
+        servers += refusal.servers
+        others += [_describe_client(pid) for pid in refusal.clients] or [_LAST_CLIENTS_UNKNOWN]
+    ends = "ends only after its jobs" if len(servers) == 1 else "end only after their jobs"
+    done = f"the configuration was reloaded, but {describe_servers(servers)} {ends}"
+    return unconfirmed_error(list(dict.fromkeys(others)), done)
+
+
+def _describe_client(pid: int) -> str:
+    uid = uid_of(pid)
+    if uid is None:
+        return f"PID {pid}"
+    return f"PID {pid} of {user_name(uid)} ({command_of(pid) or name_of(pid)})"

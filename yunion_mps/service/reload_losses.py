@@ -37,9 +37,8 @@ class ReloadLosses(NamedTuple):
         """Describe each loss by its name: a PID with its start, a lease's id, or an instance's address."""
         found = {}
         for client in self.clients:
-            process = f"PID {client['pid']}"
-            name = f"{process} since {client['started']}"
-            found[name] = f"{process} of {client['user']} ({client['command']})"
+            name = client_name(client["pid"], client["started"])
+            found[name] = f"PID {client['pid']} of {client['user']} ({client['command']})"
         for loss in self.devices:
             if loss["lease"]:
                 short = loss["lease"][:ID_LENGTH]
@@ -52,6 +51,11 @@ class ReloadLosses(NamedTuple):
 
 
 NO_LOSSES = ReloadLosses()
+
+
+def client_name(pid: int, started: str | None) -> str:
+    """Return the name of a client as a loss; `started` is an RFC 3339 time, None if it is unknown."""
+    return f"PID {pid} since {started}"
 
 
 class Listings:
@@ -92,10 +96,15 @@ def refuse_unconfirmed(losses: ReloadLosses, confirmed: Collection[str], done: s
     """
     others = [what for name, what in losses.described().items() if name not in confirmed]
     if others:
-        named = "; ".join(others[:_NAMED])
-        if len(others) > _NAMED:
-            named += f"; and {len(others) - _NAMED} more"
-        raise NotConfirmedError(f"{done}, because the reload would also end or remove: {named}")
+        raise unconfirmed_error(others, done)
+
+
+def unconfirmed_error(losses: Sequence[str], done: str) -> NotConfirmedError:
+    """Return the error that describes losses that are not confirmed; `done` says what was done before."""
+    named = "; ".join(losses[:_NAMED])
+    if len(losses) > _NAMED:
+        named += f"; and {len(losses) - _NAMED} more"
+    return NotConfirmedError(f"{done}, because the reload would also end or remove: {named}")
 
 
 def losses_of_clients(

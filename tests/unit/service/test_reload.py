@@ -10,30 +10,35 @@ from typing import Any
 import pytest
 from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.errors import NotConfirmedError
+from yunion_mps.host.proc import started_s
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.reasons import COMPUTE_MODE_FIXED
 from yunion_mps.service.devices import devices_json
 from yunion_mps.service.queries import Queries
-from yunion_mps.service.reload import LoopControl, Reloader
-from yunion_mps.service.reload_losses import NO_LOSSES, ReloadLosses
+from yunion_mps.service.reload import LoopControl, Reloader, _confirmed_client
+from yunion_mps.service.reload_losses import NO_LOSSES, ReloadLosses, client_name
 from yunion_mps.service.services import Services
+from yunion_mps.units import rfc3339
 
+from integration.daemon_host import is_running
 from simhost.host import SHARED
 from unit.http import by_hand
-from unit.supervised import Begin, Supervised
+from unit.mps.front_ends import no_descriptor_left
+from unit.supervised import Begin, PutToWork, Supervised, attach
 
 pytestmark = pytest.mark.processes  # the control daemon is real
 
 #: Changes something about a Reloader before it reloads.
 Prepare = Callable[[Reloader], None]
 
-TWO = [{"kind": "v100"}, {"kind": "v100"}]
+V100 = [{"kind": "v100"}]
+TWO = [*V100, *V100]
 
 
 def reload(
     made: Supervised, prepare: Prepare = lambda _: None, *, now: bool = False
 ) -> list[tuple[str, str]]:
-    """Reload as a client does; returns the kind and the subject of each change."""
+    """Reload as a client does, with all that a plan lists; returns the kind and subject of each change."""
     supervisor = made.supervisor
 
     async def answer() -> Any:
@@ -42,13 +47,13 @@ def reload(
 
         def tick() -> None:
             supervisor.tick(loop.time())
-            if not supervisor.fleet.settled:
-                loop.call_later(0.01, tick)
+            loop.call_later(0.002, tick)
 
         control = LoopControl((), asyncio.Event(), tick, lambda: None)
         services = Services.of(made.paths, supervisor, queries, CdiPublisher(made.paths, supervisor), control)
+        confirmation = (await services.reloader.plan())["confirmation"] if now else ""
         prepare(services.reloader)
-        return await services.reloader.reload(now=now)
+        return await services.reloader.reload(now=now, confirmation=confirmation)
 
     changes = asyncio.run(answer())["changes"]
     return sorted((change["kind"], change["subject"]) for change in changes)
@@ -128,7 +133,11 @@ def test_now_forces_no_server_whose_clients_have_ended(begin: Begin, clients: li
     """A job that attaches just then continues; orphans, which get no new clients, end at once."""
     host, made = begin(TWO, 4)
     drained = []
-    made.supervisor.fleet.drain = lambda *_, **how: drained.append(how)  # type: ignore[method-assign]
+
+    def drain(*_: Any, force: bool, ends_orphans: bool, may_end: Any) -> None:
+        drained.append((force, ends_orphans))
+
+    made.supervisor.fleet.drain = drain  # type: ignore[assignment, method-assign]
 
     def have_clients(reloader: Reloader) -> None:
         losses = ReloadLosses(clients)
@@ -142,4 +151,39 @@ def test_now_forces_no_server_whose_clients_have_ended(begin: Begin, clients: li
 
     host.divide(2)
     reload(made, have_clients, now=True)
-    assert drained == [{"force": force, "ends_orphans": True}]
+    assert drained == [(force, True)]
+
+
+def test_now_ends_no_job_that_attached_after_the_last_look(put_to_work: PutToWork) -> None:
+    """Nor by a raw client, which has no lease that could be seen before."""
+    host, jobs, made, job = put_to_work(V100, 4)
+    drain = made.supervisor.fleet.drain
+    later = []
+
+    def attach_and_drain(*arguments: Any, **how: Any) -> None:
+        later.append(attach(jobs, host))
+        drain(*arguments, **how)
+
+    made.supervisor.fleet.drain = attach_and_drain  # type: ignore[method-assign]
+    (server,) = jobs.servers()
+    host.divide(2)
+    what = rf"but the MPS server \(PID {server}\) ends only after its jobs, because .*: PID (\d+) of "
+    with pytest.raises(NotConfirmedError, match=what) as refused:
+        reload(made, now=True)
+    assert f"PID {later[0].pid} of " in refused.value.message
+    assert f"PID {job.pid} of " not in refused.value.message
+    assert (is_running(job.pid), is_running(later[0].pid), jobs.servers()) == (True, True, [server])
+
+
+def test_a_client_may_end_if_it_is_confirmed_or_has_ended() -> None:
+    me = os.getpid()
+    name = client_name(me, rfc3339(started_s(me) or 0.0))
+    assert _confirmed_client({name})(me)
+    assert not _confirmed_client({client_name(me, None)})(me), "its PID was that of another process"
+    assert _confirmed_client(set())(1_000_000_000), "there is no such process"
+    assert [_confirmed_client(names)(0) for names in (set(), {client_name(0, None)})] == [False, True]
+
+
+def test_without_a_descriptor_no_client_counts_as_ended() -> None:
+    with no_descriptor_left():
+        assert not _confirmed_client(set())(os.getpid())
