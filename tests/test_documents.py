@@ -15,11 +15,14 @@ from yunion_mps.mps.domain import Domain
 from yunion_mps.supervisor import changes
 from yunion_mps.supervisor.changes import PLANNED_KEYS
 
+from documents import code_blocks, without_code
 from unit.builders import config, gpu, inventory, planned
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 PACKAGE = CHECKOUT / "yunion_mps"
 PAGES = [*CHECKOUT.glob("*.md"), *sorted(CHECKOUT.glob("docs/**/*.md"))]
+#: Of blocks of code, as GitHub knows them.
+LANGUAGES = {"console", "ini", "json", "mermaid", "promql", "python", "sh", "text", "toml", "yaml"}
 ARCHITECTURE = (CHECKOUT / "docs/architecture.md").read_text()
 
 #: Another value of each key whose change shows in the plan.
@@ -68,6 +71,14 @@ def test_each_row_of_a_table_is_on_one_line(page: Path) -> None:
         if line.strip().startswith("| ") and not line.rstrip().endswith("|")
     ]
     assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
+def test_code_is_fenced_and_its_language_is_named(page: Path) -> None:
+    text = page.read_text()
+    assert {block.language for block in code_blocks(text)} <= LANGUAGES
+    indented = re.findall(r"\n\n {4,}(?![-*] |\d+\. )\S.*", "\n".join(without_code(text)))
+    assert indented == []
 
 
 def test_events_have_only_listed_kinds_and_severities() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from documents import code_blocks
 from engines.slurm import HOOKS, Slurm
 from engines.test_slurm_mig import DIVISIONS
 from integration.daemon_host import Daemon
@@ -26,9 +27,9 @@ EXAMPLES: dict[str, tuple[list[dict[str, str]], list[object], list[str]]] = {
 
 
 def blocks_with(text: str) -> list[list[str]]:
-    """The page's indented blocks with this text, as their lines without comments at their end."""
-    found = re.findall(r"(?:^ {4,}\S.*\n)+", PAGE, re.MULTILINE)
-    return [[line.partition("  #")[0].strip() for line in one.splitlines()] for one in found if text in one]
+    """The page's blocks of code with this text, as their lines without comments at their end."""
+    blocks = [block.text for block in code_blocks(PAGE) if text in block.text]
+    return [[line.partition("  #")[0].strip() for line in block.splitlines()] for block in blocks]
 
 
 def written(lines: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from documents import code_blocks
 from integration.daemon_host import Daemon, eventually
 from simhost import SimHost
 
@@ -25,9 +26,8 @@ def _load_is_known(daemon: Daemon) -> bool:
 
 @pytest.mark.parametrize("page", GPUS)
 def test_the_first_example_of_the_page_prints_what_the_page_says(page: str) -> None:
-    blocks = re.findall(r"(?:^    .*\n|(?<=\n)\n(?=    ))+", (DOCS / page).read_text(), re.MULTILINE)
-    example = re.sub(r"^    ", "", blocks[0], flags=re.MULTILINE)
-    file, *commands = re.split(r"^# (?=yunion-mps)", example, flags=re.MULTILINE)
+    file, session = (block.text for block in code_blocks((DOCS / page).read_text())[:2])
+    commands = re.split(r"^# (?=yunion-mps)", session, flags=re.MULTILINE)[1:]
     with SimHost.create([GPUS[page]]) as host, Daemon(host) as daemon:
         (host.root / "etc/yunion/host_container_device.yml").write_text(file)
         daemon.configure()

@@ -100,7 +100,7 @@ class Rpm(Family):
     def purge(self) -> None:
         """Do what docs/install.md says, because RPM has no purge."""
         self.remove()
-        said = re.search(r"RPM has no purge.*?\n    # (.+?)\n", _INSTALL.read_text(), re.DOTALL)
+        said = re.search(r"RPM has no purge.*?\n# (.+?)\n", _INSTALL.read_text(), re.DOTALL)
         assert said, f"{_INSTALL} does not say how to remove everything"
         self.machine.shell(said[1])
 

@@ -11,6 +11,7 @@ from yunion_mps.config import KEYS
 from yunion_mps.host.processes import PROGRAM_DIRECTORIES
 from yunion_mps.reasons import CODES
 
+from documents import code_blocks, without_code
 from unit.generated import CHECKOUT
 
 DOCS = CHECKOUT / "docs"
@@ -18,10 +19,9 @@ TASKS = ("install", "configure", "run-jobs", "containers", "monitor", "troublesh
 INSTALL = (DOCS / "install.md").read_text()
 TROUBLESHOOT = (DOCS / "troubleshoot.md").read_text()
 SOURCES = "".join(path.read_text() for path in sorted(CHECKOUT.glob("yunion_mps/**/*.py")))
-#: A command line within backquotes, or in a line of code.
-_COMMAND = re.compile(
-    r"(?:`|^(?: {4,}|\$ )(?:[#$] )?)yunion-mps ([a-z-][^`|;)#\n]*)(?=[`|;)#\n])", re.MULTILINE
-)
+#: A command line within backquotes, and one in a line of code.
+_QUOTED_COMMAND = re.compile(r"`yunion-mps ([a-z-][^`|;)#\n]*)(?=[`|;)#\n])")
+_COMMAND_OF_CODE = re.compile(r"^(?:[#$] )?yunion-mps ([a-z-][^`|;)#\n]*)(?=[`|;)#\n])", re.MULTILINE)
 #: What users paste into a search.
 CUDA_ERRORS = (
     "CUDA_ERROR_MPS_CONNECTION_FAILED",
@@ -97,10 +97,18 @@ def test_the_install_page_has_the_program_directories_and_defaults() -> None:
     assert f"`cuda_mps_stop_timeout_s` ({KEYS['cuda_mps_stop_timeout_s'].default})" in INSTALL
 
 
+def _commands(page: str) -> list[str]:
+    """The arguments of each call of yunion-mps in the page."""
+    commands = _QUOTED_COMMAND.findall("\n".join(without_code(page)))
+    for block in code_blocks(page):
+        commands += _COMMAND_OF_CODE.findall(block.text + "\n")
+    return commands
+
+
 def test_the_documents_name_commands_and_options_that_exist() -> None:
     root = click.Context(cli, **cli.context_settings)  # click keeps the help option that is made first
     pages = [CHECKOUT / "README.md", *DOCS.glob("*.md")]
-    said = [(page.name, match[1]) for page in pages for match in _COMMAND.finditer(page.read_text())]
+    said = [(page.name, command) for page in pages for command in _commands(page.read_text())]
     assert len(said) > 100
     for page, words in said:
         group: click.Command = cli
