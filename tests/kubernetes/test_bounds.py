@@ -45,7 +45,7 @@ from kubernetes.peers import their_server
 T = TypeVar("T")
 #: By when the kubelet has to be told of a change, and after which it takes DRA devices for unhealthy, in s.
 NOTICED_S, DRA_HEALTH_TIMEOUT_S = 1.0, 30.0
-#: By when slices are current once the API server is back, as docs/kubernetes.md says: a timeout and a delay.
+#: By when slices are current once the API server is back (docs/kubernetes-dra.md): a timeout and a delay.
 PUBLISHED_S = 90.0
 HOUR_S, WATCH_S = 3600.0, 300.0
 #: The pauses between attempts grow to 30 s and more.

@@ -27,7 +27,7 @@ def test_every_key_has_a_default(tmp_path: Path, read: Read) -> None:
 
 
 def test_the_page_explains_every_key_with_its_default() -> None:
-    page = Path(__file__).parents[2].joinpath("docs/kubernetes.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs/kubernetes-device-plugin.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", page, re.MULTILINE))
     written = {"False": "false", "None": "not set"}
     defaults = {name: str(key.default) for name, key in KEYS.items()}
