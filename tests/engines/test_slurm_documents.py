@@ -1,4 +1,4 @@
-"""docs/slurm.md: Slurm takes every request and setting of the page, and commands print what the page says."""
+"""docs/slurm*.md: Slurm takes each request and setting of the pages, and commands print what they say."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from integration.lease_host import ADDRESSES, given
 from simhost import SimHost
 from simhost.environment import CHECKOUT
 
-PAGE = (CHECKOUT / "docs/slurm.md").read_text()
+#: Both pages, the one for the start first.
+PAGE = "".join((CHECKOUT / f"docs/{name}.md").read_text() for name in ("slurm", "slurm-operations"))
 V100, H100 = {"kind": "v100"}, {"kind": "h100"}
 #: The hosts of the examples of gres.conf, in the page's order: the GPUs, their entries, and an option.
 EXAMPLES: dict[str, tuple[list[dict[str, str]], list[object], list[str]]] = {
@@ -102,8 +103,8 @@ def test_slurm_takes_the_requests_of_the_page(daemon: Daemon, version: str) -> N
 
 @pytest.mark.gpus(V100)
 def test_leases_are_taken_and_ended_by_hand_as_the_page_says(daemon: Daemon) -> None:
-    (take,) = re.findall(r"`(yunion-mps lease take slurm:.*?)`", PAGE)
-    (reconcile,) = re.findall(r"`(yunion-mps lease reconcile .*?)`", PAGE)
+    ((take,),) = blocks_with("yunion-mps lease take slurm:")
+    ((reconcile,),) = blocks_with("yunion-mps lease reconcile")
     take = take.replace("--user alice", "--user nobody")  # a user that every machine has
     daemon.start().wait_ready()
     ids = set()
