@@ -1,6 +1,6 @@
-"""Faults and what came of them: the registry of scenarios, and the table in docs/reliability.md.
+"""Faults and what came of them: the registry of scenarios, and the tables in docs/faults.md.
 
-The table is written on demand, and compared with what was seen.
+The tables are written on demand, and compared with what was seen.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from simhost.environment import CHECKOUT
 
-PAGE = CHECKOUT / "docs/reliability.md"
+PAGE = CHECKOUT / "docs/faults.md"
 WRITE_VARIABLE = "YUNION_MPS_WRITE_RELIABILITY"
 _BEGIN, _END = "<!-- from here on written by tests/faults -->", "<!-- up to here -->"
 _HEAD = "| fault | lost | recovery | what the operator saw first |\n|---|---|---|---|\n"
