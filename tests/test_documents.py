@@ -15,12 +15,16 @@ from yunion_mps.mps.domain import Domain
 from yunion_mps.supervisor import changes
 from yunion_mps.supervisor.changes import PLANNED_KEYS
 
-from documents import code_blocks, without_code
+from documents import code_blocks, paragraphs, without_code
 from unit.builders import config, gpu, inventory, planned
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 PACKAGE = CHECKOUT / "yunion_mps"
 PAGES = [*CHECKOUT.glob("*.md"), *sorted(CHECKOUT.glob("docs/**/*.md"))]
+#: Without decisions, which stay as they were written.
+PAGES_TO_READ = [page for page in PAGES if page.parent.name != "decisions"]
+#: What a page says that tells what it has been tested on.
+TESTED = re.compile(r"\bTested (?:on|with)\b|\b[Nn]ot tested\b")
 #: Of blocks of code, as GitHub knows them.
 LANGUAGES = {"console", "ini", "json", "mermaid", "promql", "python", "sh", "text", "toml", "yaml"}
 ARCHITECTURE = (CHECKOUT / "docs/architecture.md").read_text()
@@ -79,6 +83,23 @@ def test_code_is_fenced_and_its_language_is_named(page: Path) -> None:
     assert {block.language for block in code_blocks(text)} <= LANGUAGES
     indented = re.findall(r"\n\n {4,}(?![-*] |\d+\. )\S.*", "\n".join(without_code(text)))
     assert indented == []
+
+
+@pytest.mark.parametrize("page", PAGES_TO_READ, ids=lambda page: str(page.relative_to(CHECKOUT)))
+def test_a_paragraph_has_at_most_six_lines(page: Path) -> None:
+    """So has an item of a list. A line has at most 150 characters."""
+    found = list(paragraphs(page.read_text()))
+    assert [paragraph.line for paragraph in found if len(paragraph.lines) > 6] == []
+    wide = [paragraph.line for paragraph in found if max(map(len, paragraph.lines)) > 150]
+    assert wide == []
+
+
+@pytest.mark.parametrize("page", sorted(CHECKOUT.glob("docs/*.md")), ids=lambda page: page.name)
+def test_what_was_tested_is_at_the_end_of_a_page(page: Path) -> None:
+    lines = without_code(page.read_text())
+    heading = lines.index("## Tested on") if "## Tested on" in lines else len(lines)
+    assert [line for line in lines[:heading] if TESTED.search(line) and "](" not in line] == []
+    assert [line for line in lines[heading + 1 :] if line.startswith("#")] == []
 
 
 def test_events_have_only_listed_kinds_and_severities() -> None:
