@@ -71,10 +71,24 @@ def test_each_operation_has_its_row_in_the_documentation() -> None:
 def test_each_row_of_a_table_is_on_one_line(page: Path) -> None:
     broken = [
         f"{number}: {line[:60]}"
-        for number, line in enumerate(page.read_text().splitlines(), 1)
+        for number, line in enumerate(without_code(page.read_text()), 1)
         if line.strip().startswith("| ") and not line.rstrip().endswith("|")
     ]
     assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
+def test_the_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
+    """A bar that is not escaped ends a cell, even in code; a table begins after an empty line."""
+    before, cells = "", 0
+    for number, line in enumerate(without_code(page.read_text()), 1):
+        if line.startswith("|"):
+            bars = len(re.findall(r"(?<!\\)\|", line))
+            if not before.startswith("|"):
+                assert before == "", number
+                cells = bars
+            assert bars == cells, number
+        before = line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
