@@ -107,40 +107,16 @@ def test_a_job_that_inherited_another_lease_s_variable_counts_for_its_own(work: 
         assert is_running(child)
 
 
-def client_of_a_device(work: AtWork) -> tuple[dict[str, str], int]:
-    """The environment of a client of the device that does not name its lease, and its budget in MiB."""
-    lease = take(work.daemon, f"devices={DEVICE}&holder.name=job&holder.ttl_s=600")
-    assert work.daemon.ask("DELETE", "/v1/leases/job")[0] == 200
-    variables = {name: value for name, value in lease["environment"].items() if not name.startswith("YUNION")}
-    return variables, lease["budgets"][0]["memory_mib"]
-
-
 def test_a_process_that_removes_the_variable_still_counts(work: AtWork) -> None:
-    variables, budget_mib = client_of_a_device(work)
+    free = take(work.daemon, f"devices={DEVICE}&holder.name=job&holder.ttl_s=600")
+    assert work.daemon.ask("DELETE", "/v1/leases/job")[0] == 200
+    variables = {name: value for name, value in free["environment"].items() if not name.startswith("YUNION")}
+    budget_mib = free["budgets"][0]["memory_mib"]
     with child_of_holder(work, DEVICE, variables, budget_mib + 1) as (lease, child):
         eventually(lambda: work.daemon.polls() and not is_running(child), "its end")
         work.daemon.host.gpus[0].remove_process(child)
         event = termination(work.daemon, work.daemon.host.gpus[0].uuid)
         assert f"lease {lease['id'][:8]} together use {budget_mib + 1} of" in event["cause"]
-
-
-def test_a_process_that_hides_its_lease_is_terminated_before_the_job(work: AtWork) -> None:
-    daemon, gpu = work.daemon, work.daemon.host.gpus[0]
-    variables, budget_mib = client_of_a_device(work)
-    with child_of_holder(work, DEVICE, variables, budget_mib) as (lease, child):
-        with started(daemon.host, *JOB, variables=variables) as hidden:
-            gpu.add_process(hidden.pid, 512, "M+C")
-            uses = {one["pid"]: one["lease"] for one in daemon.get("/v1/clients")[1]["clients"]}
-            assert uses == {child: lease["id"], hidden.pid: None, work.job.pid: None}
-            eventually(lambda: daemon.polls() and not is_running(hidden.pid), "its end")
-        gpu.remove_process(hidden.pid)
-        event = termination(daemon, gpu.uuid)
-        what = "the processes of user root, with those that belong to no lease, together use"
-        assert event["cause"].startswith(f"{what} {budget_mib + 512} of {budget_mib} MiB ({DEVICE})")
-        for _ in range(3):
-            daemon.polls()
-        assert is_running(child)
-        assert is_running(work.job.pid), "it was started before the lease"
 
 
 def test_a_reload_applies_the_key_of_an_entry_without_a_new_control_daemon(make_at_work: MakeAtWork) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ _MAX_ENVIRONMENT = 6 << 20
 #: Kernel flag (include/linux/sched.h) in stat; also set for a zombie.
 _PF_EXITING = 0x4
 _PF_KTHREAD = 0x200000
+#: Positions of fields of stat (proc_pid_stat(5)) after the process's name.
+_STATE, _PARENT, _GROUP, _SESSION, _FLAGS, _THREADS, _STARTED = 0, 1, 2, 3, 6, 17, 19
 #: The control group of an instance of systemd/yunion-mps-job@.service, or a group below it.
 _JOB_UNIT = re.compile(r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*(yunion-mps-job@[^/]*\.service)(?=/|$)")
 #: Requests to a namespace's descriptor (ioctl_ns(2)): its parent, and the user who made it.
@@ -71,13 +74,48 @@ def _stat_fields(pid: int, proc: str = "/proc") -> list[str]:
     return _read(pid, "stat", proc=proc).decode(errors="replace").rpartition(")")[2].split()
 
 
+def _has_ended(pid: int, stat: Sequence[str], proc: str = "/proc") -> bool:
+    """Whether the process, with these fields of stat, has ended."""
+    if len(stat) <= _STARTED:
+        return True
+    return stat[_STATE] in "ZX" and not _has_running_thread(pid, stat, proc)
+
+
+def _has_running_thread(pid: int, stat: Sequence[str], proc: str) -> bool:
+    """Whether a thread of the process goes on although its main thread is exiting or a zombie.
+
+    A program can end its main thread alone (pthread_exit(3)).
+    """
+    if int(stat[_THREADS]) <= 1:
+        return False
+    try:
+        threads = os.listdir(f"{proc}/{pid}/task")
+    except OSError:
+        return False
+    for thread in threads:
+        thread_stat = _stat_fields(int(thread), f"{proc}/{pid}/task")
+        if len(thread_stat) > _FLAGS and not int(thread_stat[_FLAGS]) & _PF_EXITING:
+            return True
+    return False
+
+
 def started_ticks(pid: int) -> int | None:
     """Return the process's start time in clock ticks since boot; None also for a zombie.
 
     PID and start time together identify a process, because PIDs are reused.
     """
-    fields = _stat_fields(pid)
-    return int(fields[19]) if len(fields) > 19 and fields[0] not in "ZX" else None
+    stat = _stat_fields(pid)
+    return None if _has_ended(pid, stat) else int(stat[_STARTED])
+
+
+def group_leaders_of(pid: int) -> tuple[int, ...]:
+    """Return the PIDs of those that made the process's group and its session; empty if it has ended.
+
+    They may have ended, but no other process gets these PIDs as long as the process is in the group and the
+    session (credentials(7)).
+    """
+    stat = _stat_fields(pid)
+    return () if _has_ended(pid, stat) else (int(stat[_GROUP]), int(stat[_SESSION]))
 
 
 def started_s(pid: int) -> float | None:
@@ -108,8 +146,10 @@ def is_exiting(pid: int, proc: str = "/proc") -> bool:
 
     An exit can take seconds if much memory is to be freed.
     """
-    fields = _stat_fields(pid, proc)
-    return len(fields) < 7 or bool(int(fields[6]) & _PF_EXITING)
+    stat = _stat_fields(pid, proc)
+    if len(stat) <= _STARTED:
+        return True
+    return bool(int(stat[_FLAGS]) & _PF_EXITING) and not _has_running_thread(pid, stat, proc)
 
 
 def job_unit_of(pid: int, proc: str = "/proc", mounts: str = MOUNTS) -> str | None:
@@ -172,7 +212,7 @@ def dies_of(pid: int, number: int) -> bool:
 
 def name_of(pid: int) -> str:
     """Return the kernel's name of the process, at most 15 characters unescaped; "" also for a zombie."""
-    if _stat_fields(pid)[:1] in ([], ["Z"], ["X"]):
+    if _has_ended(pid, _stat_fields(pid)):
         return ""
     return decode_line(_read(pid, "comm").removesuffix(b"\n"))
 

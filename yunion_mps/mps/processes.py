@@ -151,7 +151,9 @@ def _is_trusted(pid: int, *, is_server: bool) -> bool:
     owner = credentials_of(pid)
     if owner is None:
         return False
-    return {0, os.geteuid()}.issuperset(owner.uids) or (is_server and {os.getegid()}.issuperset(owner.gids))
+    if {0, os.geteuid()}.issuperset(owner.uids):
+        return True
+    return is_server and {0, os.getegid()}.issuperset(owner.gids)
 
 
 def _identify(pid: int, program: str, recorded: MpsProcess | None) -> MpsProcess | None:
@@ -317,8 +319,11 @@ def server_pids(control_pid: int) -> list[int]:
 
 
 def is_server(pid: int) -> bool:
-    """Whether the process is an MPS server, even before exec."""
-    return name_of(pid) == _NAME
+    """Whether the process is an MPS server of a control daemon that root or our user runs, even before exec.
+
+    Every user can give a process the name of one.
+    """
+    return name_of(pid) == _NAME and _is_trusted(pid, is_server=True)
 
 
 def running_servers(pids: Iterable[int]) -> tuple[int, ...]:

@@ -13,7 +13,15 @@ from typing import NamedTuple, Protocol
 
 from yunion_mps.containers.lookup import ContainerGroup, Containers
 from yunion_mps.host.control_groups import ControlGroup, control_groups_of
-from yunion_mps.host.proc import job_unit_of, parent_of, started_ticks, uid_of, users_of, variable_of
+from yunion_mps.host.proc import (
+    group_leaders_of,
+    job_unit_of,
+    parent_of,
+    started_ticks,
+    uid_of,
+    users_of,
+    variable_of,
+)
 from yunion_mps.models import LEASE_VARIABLE, Lease
 
 #: How many ancestors of a process are searched for the holder of a lease.
@@ -35,6 +43,10 @@ class Origin(Protocol):
 
     @property
     def parent(self) -> int: ...
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The PIDs of those that made its process group and its session."""
+
     @property
     def unit(self) -> str:
         """Its job's unit, empty if it is in none."""
@@ -70,6 +82,10 @@ class ProcessOrigin:
     @cached_property
     def parent(self) -> int:
         return parent_of(self._pid)
+
+    @cached_property
+    def leaders(self) -> tuple[int, ...]:
+        return group_leaders_of(self._pid)
 
     @cached_property
     def unit(self) -> str:
@@ -139,7 +155,10 @@ class Attribution:
         if named and not _may_use(origin, named):
             named = None
         known = self._known_leases(pid)
-        if named and (not known or named in known or self._is_deliberate(origin, known)):
+        if named and known and named not in known:
+            is_its_own = _is_on_all(named, gpus) and self._is_deliberate(origin, known)
+            named = named if is_its_own else None
+        if named:
             return named.id
         if len(known) > 1:
             known = [lease for lease in known if _is_on(lease, gpus)]
@@ -160,13 +179,21 @@ class Attribution:
         return of_unit if len(of_unit) == 1 else []
 
     def _nearest_holder(self, pid: int) -> int | None:
-        """Return the PID of the process, or of its nearest ancestor, that holds a lease."""
+        """Return the PID of the process, or of its nearest ancestor, that holds a lease.
+
+        Without one, as after the end of its parent, the holder of its process group or session is returned:
+        such a process descends from that holder, because no other process can be in these.
+        """
+        ancestor = pid
         for _ in range(_MAX_ANCESTORS):
-            if pid in self._by_pid:
-                return pid
-            if pid <= 1:
+            if ancestor in self._by_pid:
+                return ancestor
+            if ancestor <= 1:
                 break
-            pid = self._origin(pid).parent
+            ancestor = self._origin(ancestor).parent
+        for leader in self._origin(pid).leaders:
+            if leader in self._by_pid:
+                return leader
         return None
 
     def _containers_around(self, pid: int) -> list[_LeasedContainer]:
@@ -215,6 +242,11 @@ def _may_use(origin: Origin, lease: Lease) -> bool:
     if unit and origin.unit and unit != origin.unit:
         return False
     return uid is None or origin.uid in (0, None) or uid in origin.users
+
+
+def _is_on_all(lease: Lease, gpus: Collection[str]) -> bool:
+    own = {device.gpu_address for device in lease.devices}
+    return own.issuperset(gpus)
 
 
 def _is_on(lease: Lease, gpus: Collection[str]) -> bool:

@@ -11,22 +11,23 @@ import asyncio
 import logging
 import signal
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import is_exiting
 from yunion_mps.host.stderr import write_to_stderr
 from yunion_mps.reasons import OVER_BUDGET_TERMINATED
-from yunion_mps.service.holdings import ID_LENGTH, user_of
+from yunion_mps.service.holdings import ID_LENGTH
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.observer import Observer
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.terminate import TERM, Terminator
 from yunion_mps.settings import Config
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.units import seconds, total_mib
+from yunion_mps.units import total_mib
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientList, LeaseRecord, MpsClient
@@ -35,44 +36,36 @@ log = logging.getLogger(__name__)
 
 #: If samples are further apart than this, the job may have been within its budget in between.
 MAX_GAP_S = 5.0
-#: The kernel tells when a process was started in clock ticks, rounded down.
-_START_PRECISION_S = 0.01
 #: Once its server has disconnected it, a process that ignores SIGTERM is safe to kill.
 _KILL = (signal.SIGKILL,)
 
 
 class JobBudget(NamedTuple):
-    """Whose memory of a GPU is counted together: one user's processes of a lease.
+    """The memory of a GPU that the processes of one user share through a lease.
 
-    An empty `lease` stands for all of the user's leases on the GPU. Each user's processes are counted
-    separately: a user who names another user's lease in a process's environment endangers only that process.
+    Each user's processes are counted separately: a user who names another user's lease in a process's
+    environment endangers only that process.
     """
 
     lease: str
     gpu: str
     uid: int
+    memory_mib: int
 
 
 class Excess(NamedTuple):
-    """Processes that together use more memory than their budget.
-
-    devices: those of the budget, on its GPU
-    processes: those of which the newest may be terminated
-    """
+    """Processes that together use more memory than their budget; `devices` are those of the GPU."""
 
     budget: JobBudget
     devices: tuple[str, ...]
-    budget_mib: int
     used_mib: int
     processes: tuple[MpsClient, ...]
 
     @property
     def text(self) -> str:
-        lease, user = self.budget.lease, self.processes[0]["user"]
-        whose = f"lease {lease[:ID_LENGTH]}" if lease else f"user {user}, with those that belong to no lease,"
         return (
-            f"the processes of {whose} together use {self.used_mib} of {self.budget_mib} MiB "
-            f"({', '.join(self.devices)})"
+            f"the processes of lease {self.budget.lease[:ID_LENGTH]} together use {self.used_mib} of "
+            f"{self.budget.memory_mib} MiB ({', '.join(self.devices)})"
         )
 
     @property
@@ -88,86 +81,25 @@ def find_excesses(
     A lease's processes are those that belong to it (`service/attribution.py`). One that only names a device
     does not count: it may be left over from an earlier lease. Neither does a process outside MPS, or one that
     has ended, or one whose holder has several leases on the GPU, unless it is known which is its own.
-
-    A process that belongs to no lease, perhaps because it has hidden to which, counts together with all
-    leases of its user on the GPU, and is terminated before any process that belongs to one.
     """
-    leases = list(leases)
     counted = [client for client in clients if client["mps"] is not False and client["started"]]
     found: dict[JobBudget, Excess] = {}
-    for gpu in gpus:
-        on_gpu = [lease for lease in leases if gpu in lease["gpus"]]
-        using = [client for client in counted if _mib(client, gpu)]
-        for lease in on_gpu:
-            for excess in _excesses_of_lease(lease, using, gpu):
-                found[excess.budget] = excess
-        for excess in _excesses_of_users(on_gpu, using, gpu):
-            found[excess.budget] = excess
+    leases = list(leases)
+    for lease in leases:
+        own = [client for client in counted if client["lease"] == lease["id"]]
+        users = {client["uid"] for client in own if client["uid"] is not None}
+        for gpu, uid in product(gpus & set(lease["gpus"]), users):
+            shares = [share for share in lease["budgets"] if share["gpu"] == gpu]
+            budget_mib = total_mib(share["memory_mib"] for share in shares)
+            if budget_mib is None:
+                continue
+            budget = JobBudget(lease["id"], gpu, uid, budget_mib)
+            processes = tuple(client for client in own if client["uid"] == uid and _mib(client, gpu))
+            used_mib = sum(_mib(client, gpu) for client in processes)
+            if used_mib > budget.memory_mib:
+                devices = tuple(share["addr"] for share in shares)
+                found[budget] = Excess(budget, devices, used_mib, processes)
     return found
-
-
-def _excesses_of_lease(lease: LeaseRecord, clients: Iterable[MpsClient], gpu: str) -> Iterator[Excess]:
-    by_uid: dict[int, list[MpsClient]] = {}
-    for client in clients:
-        if client["lease"] == lease["id"] and client["uid"] is not None:
-            by_uid.setdefault(client["uid"], []).append(client)
-    for uid, own in by_uid.items():
-        budget = JobBudget(lease["id"], gpu, uid)
-        yield from _excess(budget, [lease], own, own)
-
-
-def _excesses_of_users(
-    leases: Sequence[LeaseRecord], clients: Iterable[MpsClient], gpu: str
-) -> Iterator[Excess]:
-    """Yield the excesses of users with processes that belong to no lease."""
-    leases_of: dict[str, list[LeaseRecord]] = {}
-    for lease in leases:
-        user = _only_user_of(lease)
-        if user is not None:
-            leases_of.setdefault(user, []).append(lease)
-    clients_of: dict[tuple[int, str], list[MpsClient]] = {}
-    for client in clients:
-        if client["uid"] is not None and client["user"] in leases_of:
-            clients_of.setdefault((client["uid"], client["user"]), []).append(client)
-    for (uid, user), own in clients_of.items():
-        since_s = min(seconds(lease["since"]) for lease in leases_of[user])
-        ids = {lease["id"] for lease in leases_of[user]}
-        leased = [client for client in own if client["lease"] in ids]
-        strays = [client for client in own if client["lease"] is None and not _is_older(client, since_s)]
-        if strays:
-            yield from _excess(JobBudget("", gpu, uid), leases_of[user], [*leased, *strays], strays)
-
-
-def _is_older(client: MpsClient, since_s: float) -> bool:
-    """Whether the process was started before that time, and so is left over from an earlier lease."""
-    return client["started"] is None or seconds(client["started"]) + _START_PRECISION_S < since_s
-
-
-def _only_user_of(lease: LeaseRecord) -> str | None:
-    """Return the user whose processes use the lease; None if any user's may, as in root's containers."""
-    if lease["for_user"] is None and lease["uid"] == 0 and lease["binding"] in ("name", "container"):
-        return None
-    return user_of(lease)
-
-
-def _excess(
-    budget: JobBudget,
-    leases: Iterable[LeaseRecord],
-    counted: Iterable[MpsClient],
-    processes: Iterable[MpsClient],
-) -> Iterator[Excess]:
-    """Yield the excess if the counted processes use more than the leases' devices on the GPU have.
-
-    None if a budget is unknown.
-    """
-    shares = []
-    for lease in leases:
-        shares += [share for share in lease["budgets"] if share["gpu"] == budget.gpu]
-    budget_mib = total_mib(share["memory_mib"] for share in shares)
-    used_mib = sum(_mib(client, budget.gpu) for client in counted)
-    if budget_mib is not None and used_mib > budget_mib:
-        devices = tuple(share["addr"] for share in shares)
-        yield Excess(budget, devices, budget_mib, used_mib, tuple(processes))
 
 
 def _mib(client: MpsClient, gpu: str) -> int:
@@ -209,14 +141,11 @@ class ExcessClock:
         ]
         return min(due)[1] if due else None
 
-    def restart(self, job: JobBudget | None = None) -> None:
-        """Restart the time of a user's budgets of the same lease, on all GPUs; or of all budgets."""
-        if job is None:
-            self._spans = {}
-            return
-        for budget in list(self._spans):
-            if (budget.lease, budget.uid) == (job.lease, job.uid):
-                del self._spans[budget]
+    def restart(self, lease: str | None = None) -> None:
+        """Restart the time of a lease's budgets, or of all budgets."""
+        self._spans = {
+            budget: span for budget, span in self._spans.items() if lease not in (None, budget.lease)
+        }
 
 
 class BudgetEnforcer:
@@ -292,7 +221,7 @@ class BudgetEnforcer:
             log.warning("%s, but no process was terminated: %s", excess.text, error.message)
         finally:
             self._is_terminating = False
-            self._clock.restart(excess.budget)
+            self._clock.restart(excess.budget.lease)
 
     async def _terminate(self, excess: Excess, config: Config) -> None:
         budget = excess.budget

@@ -24,7 +24,7 @@ from yunion_mps.host.threads import on_thread
 from yunion_mps.models import Event
 from yunion_mps.mps.clients import BusyServerError, terminate
 from yunion_mps.mps.conversation import OccupiedError
-from yunion_mps.mps.processes import find_control_program, running_servers
+from yunion_mps.mps.processes import find_control_program, is_server
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.holdings import clients_of_lease, refuse_if_unknown
 from yunion_mps.service.permissions import is_privileged
@@ -319,7 +319,7 @@ def _refuse_unless_job(pid: int, domains: Sequence[Domain]) -> None:
         what = "is this daemon"
     elif any(pid == domain.status().pid for domain in domains):
         what = "is a control daemon"
-    elif any(pid in domain.server_pids() for domain in domains) or running_servers([pid]):
+    elif any(pid in domain.server_pids() for domain in domains) or is_server(pid):
         what = "is an MPS server"
     else:
         return

@@ -16,6 +16,9 @@ import pytest
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import (
     environment_of,
+    group_leaders_of,
+    is_exiting,
+    name_of,
     program_of,
     started_s,
     started_ticks,
@@ -24,6 +27,7 @@ from yunion_mps.host.proc import (
 )
 from yunion_mps.host.processes import Process, describe_exit, find_program, spawn
 
+from integration.daemon_host import eventually
 from unit.as_user import needs_root
 
 PATIENCE_MS = 60_000
@@ -163,6 +167,37 @@ def test_the_start_of_a_process_is_known_until_its_end(null: int) -> None:
     assert child_s - own_s == pytest.approx(ticks / os.sysconf("SC_CLK_TCK"))
     child.kill()
     assert started_s(child.pid) is None
+
+
+#: Ends its main thread alone, as pthread_exit(3) does, while another thread goes on.
+_WITHOUT_MAIN_THREAD = """
+import ctypes, platform, threading, time
+threading.Thread(target=time.sleep, args=(1000,)).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
+"""
+
+
+def test_a_process_without_its_main_thread_has_not_ended() -> None:
+    with subprocess.Popen([sys.executable, "-ISc", _WITHOUT_MAIN_THREAD]) as process:
+        stat = Path(f"/proc/{process.pid}/stat")
+        eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")
+        try:
+            assert started_ticks(process.pid) is not None
+            assert not is_exiting(process.pid)
+            assert name_of(process.pid)
+        finally:
+            process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert started_ticks(process.pid) is None
+        assert is_exiting(process.pid)
+        assert name_of(process.pid) == ""
+
+
+def test_the_makers_of_a_process_s_group_and_session_are_known(null: int) -> None:
+    child = start("exec sleep 1000", {"PATH": "/usr/bin:/bin"}, null)
+    assert group_leaders_of(child.pid) == (child.pid, child.pid)
+    child.kill()
+    assert group_leaders_of(os.getpid()) == (os.getpgrp(), os.getsid(0))
 
 
 def test_a_process_that_has_ended_cannot_be_adopted() -> None:

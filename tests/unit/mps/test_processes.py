@@ -27,6 +27,7 @@ from yunion_mps.mps.processes import (
     PROGRAM,
     SERVER,
     control_environment,
+    is_server,
     our_processes,
     plan_from_json,
     record,
@@ -301,3 +302,27 @@ def test_a_server_that_outlives_its_control_daemon_is_still_ours(bench: Bench) -
     left = [one for one in our_processes() if one.pipe_directory == bench.plan.pipe_directory]
     assert [(one.pid, one.is_server, one.gpu_uuids) for one in left] == [(server, True, bench.plan.gpu_uuids)]
     assert str(left[0]) == f"an MPS server (PID {server})"
+
+
+_NAMED_LIKE_A_SERVER = """
+import ctypes, time
+ctypes.CDLL(None).prctl(15, b"nvidia-cuda-mps")
+print(flush=True)
+time.sleep(1000)
+"""
+
+
+@as_root
+@pytest.mark.parametrize(("uid", "gid", "expected"), [(STRANGER, STRANGER, False), (STRANGER, 0, True)])
+def test_only_with_the_group_of_a_control_daemon_is_it_an_mps_server(
+    uid: int, gid: int, expected: bool
+) -> None:
+    """Every user can give a process that name, so that it would not count as a job."""
+    command = [sys.executable, "-ISc", _NAMED_LIKE_A_SERVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, user=uid, group=gid, extra_groups=[]) as process:
+        assert process.stdout
+        process.stdout.readline()
+        try:
+            assert is_server(process.pid) is expected
+        finally:
+            process.kill()

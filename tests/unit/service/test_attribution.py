@@ -24,6 +24,7 @@ class FakeOrigin(NamedTuple):
     """A process, of alice unless the test says otherwise; it started at 7."""
 
     parent: int = 1
+    leaders: tuple[int, ...] = ()
     variable: str = ""
     uid: int | None = ALICE
     users: frozenset[int] = frozenset({ALICE})
@@ -68,6 +69,24 @@ def test_a_descendant_without_the_variable_belongs_to_its_ancestor_s_lease() -> 
     processes = {10: FakeOrigin(variable="job"), 20: FakeOrigin(parent=15), 15: FakeOrigin(parent=10)}
     assert attributed([JOB], processes, 20) == "job"
     assert attributed([JOB], {**processes, 10: FakeOrigin(started=8)}, 20) is None, "the PID was reused"
+
+
+@pytest.mark.parametrize("leaders", [(10, 1), (15, 10)], ids=["group", "session"])
+def test_a_process_whose_parent_ended_first_belongs_to_its_group_s_lease(leaders: tuple[int, int]) -> None:
+    assert attributed([JOB], {20: FakeOrigin(leaders=leaders)}, 20) == "job"
+    assert attributed([JOB], {20: FakeOrigin(leaders=leaders), 10: FakeOrigin(started=8)}, 20) is None
+
+
+def test_an_ancestor_s_lease_comes_before_that_of_the_group() -> None:
+    inner = lease("inner", "process", 15)
+    processes = {20: FakeOrigin(parent=15, leaders=(10, 10)), 15: FakeOrigin(parent=10)}
+    assert attributed([JOB, inner], processes, 20) == "inner"
+
+
+def test_a_variable_does_not_hide_use_of_the_holder_s_gpu() -> None:
+    other = lease("other", "name", gpu=2)
+    processes = {10: FakeOrigin(variable="job"), 20: FakeOrigin(parent=10, variable="other")}
+    assert attributed([JOB, other], processes, 20) == "job"
 
 
 def test_a_variable_that_the_holder_has_inherited_does_not_count() -> None:

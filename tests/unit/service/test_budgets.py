@@ -35,11 +35,6 @@ def found(*processes: Any, lease: Any = LEASE) -> list[Excess]:
     return list(find_excesses([lease], processes, {GPU}).values())
 
 
-def stray(mib: int, pid: int = NEW, **fields: Any) -> Any:
-    """A process of the lease's user that belongs to no lease, and was started after the lease began."""
-    return {**process(mib, pid, lease=None), "started": "2026-08-29T10:41:07.000Z", **fields}
-
-
 # -- what counts
 
 
@@ -47,14 +42,14 @@ def test_the_processes_of_a_lease_are_over_budget_together() -> None:
     within, over = (process(2880, OLD), process(2880)), (process(2880, OLD), process(2881))
     assert found(*within) == []
     (excess,) = found(*over)
-    assert excess.budget == JobBudget(LEASE["id"], GPU, 1000)
+    assert excess.budget == JobBudget(LEASE["id"], GPU, 1000, 5760)
     assert excess.text == "the processes of lease 7c1f0e7a together use 5761 of 5760 MiB (00:06.0-1)"
 
 
 def test_devices_of_one_gpu_are_one_budget() -> None:
     two = {**LEASE, **lease_of({"00:06.0-1": 5760, "00:06.0-2": 5760})}
     assert found(process(5760, OLD), process(5760), lease=two) == []
-    assert found(process(5760, OLD), process(5761), lease=two)[0].budget_mib == 11520
+    assert found(process(5760, OLD), process(5761), lease=two)[0].budget.memory_mib == 11520
 
 
 def test_each_gpu_has_a_budget_of_its_own() -> None:
@@ -71,6 +66,7 @@ def test_each_gpu_has_a_budget_of_its_own() -> None:
         {"mps": False},
         {"started": None},
         {"lease": OTHER},
+        {"lease": None},
         {"uid": 1001},
         {"gpus": ["00:07.0"]},
         {"memory_by_gpu_mib": [None]},
@@ -79,6 +75,7 @@ def test_each_gpu_has_a_budget_of_its_own() -> None:
         "outside MPS",
         "ended",
         "an earlier lease",
+        "no lease",
         "another user",
         "GPU",
         "unknown",
@@ -99,50 +96,6 @@ def test_the_newest_process_is_the_one_that_started_last() -> None:
         process(3000, 20, started="2026-08-29T10:41:00.510Z"),  # PIDs have begun again
     )
     assert excess.newest["pid"] == 20
-
-
-# -- processes that belong to no lease
-
-
-def test_a_process_without_a_lease_counts_with_the_leases_of_its_user() -> None:
-    assert found(process(5000, OLD), stray(760)) == []
-    (excess,) = found(process(5000, OLD), stray(761))
-    assert excess.budget == JobBudget("", GPU, 1000)
-    assert excess.text == (
-        "the processes of user alice, with those that belong to no lease, together use 5761 of 5760 MiB "
-        "(00:06.0-1)"
-    )
-
-
-def test_no_process_of_a_lease_is_terminated_for_one_without() -> None:
-    (excess,) = found(process(5760, OLD, started="2026-08-29T10:59:00.000Z"), stray(100))
-    assert excess.newest["pid"] == NEW
-
-
-def test_a_process_without_a_lease_may_use_what_its_user_has_left() -> None:
-    second: Any = {**LEASE, **lease_of({"00:06.0-2": 5760}), "id": OTHER}
-    uses = [process(5760, OLD), stray(5760)]
-    assert find_excesses([LEASE, second], uses, {GPU}) == {}
-    (excess,) = find_excesses([LEASE, second], [*uses, stray(1, 77)], {GPU}).values()
-    assert (excess.used_mib, excess.budget_mib) == (11521, 11520)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"started": "2026-08-29T10:40:59.000Z"}, {"uid": 1001, "user": "bob"}, {"gpus": ["00:07.0"]}],
-    ids=["of an earlier lease", "another user's", "another GPU"],
-)
-def test_a_process_without_a_lease_may_be_no_part_of_the_job(fields: dict[str, Any]) -> None:
-    assert found(process(5760, OLD), stray(5760, **fields)) == []
-
-
-@pytest.mark.parametrize("binding", ["name", "container"])
-def test_roots_leases_for_any_user_do_not_count_for_its_own_processes(binding: str) -> None:
-    roots = {**LEASE, "uid": 0, "user": "root", "for_user": None, "binding": binding}
-    of_root: Any = {"uid": 0, "user": "root"}
-    assert found(process(5760, OLD, **of_root), stray(5760, **of_root), lease=roots) == []
-    named = {**roots, "for_user": "alice"}
-    assert found(process(5760, OLD), stray(1), lease=named)
 
 
 # -- when
@@ -295,6 +248,12 @@ def test_a_daemon_that_is_stopping_terminates_no_process(world: World) -> None:
     world.terminate_all = stopping  # type: ignore[method-assign]
     assert world.follow(100, 110, *OVER) == 110
     assert world.enforcer.terminations[GPU] == 0
+
+
+def test_a_changed_budget_starts_the_time_again(world: World) -> None:
+    assert world.follow(100, 109, *OVER) is None
+    world.leases = [{**LEASE, **lease_of({"00:06.0-1": 5000})}]
+    assert world.follow(110, 119, *OVER) is None
 
 
 def test_a_restarted_daemon_starts_the_time_again(world: World) -> None:
