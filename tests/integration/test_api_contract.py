@@ -24,7 +24,8 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from urllib3.connection import HTTPConnection
 from urllib3.connectionpool import HTTPConnectionPool
 from yunion_mps.http.openapi import document
-from yunion_mps.http.operations import MAX_CHANGE_WAIT_S, MAX_EVENT_WAIT_S, MAX_WAIT_S
+from yunion_mps.http.operation import MAX_CHANGE_WAIT_S
+from yunion_mps.http.operations import MAX_EVENT_WAIT_S, MAX_WAIT_S
 
 from integration.daemon_host import Daemon, eventually
 from simhost import SimHost

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 
 import pytest
-from yunion_mps.http.operations import MAX_CHANGE_WAIT_S
+from yunion_mps.http.operation import MAX_CHANGE_WAIT_S
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running

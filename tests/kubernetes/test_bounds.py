@@ -13,7 +13,8 @@ from typing import Any, TypeVar, cast
 import pytest
 from yunion_mps.errors import NotFoundError, UnreachableError
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.http.operations import GET_CLIENTS, Operation
+from yunion_mps.http.operation import Operation
+from yunion_mps.http.operations import GET_CLIENTS
 from yunion_mps.kubernetes import dra_api
 from yunion_mps.kubernetes.api_objects import Resource
 from yunion_mps.kubernetes.api_server import TIMEOUT_S, ApiServer, MissingObjectError

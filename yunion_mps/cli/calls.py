@@ -10,7 +10,8 @@ from yunion_mps.addresses import is_on_instance
 from yunion_mps.cli.output import print_notice
 from yunion_mps.enums import WHY_UNENFORCED
 from yunion_mps.errors import YunionError
-from yunion_mps.http.operations import GET_DEVICES, Operation
+from yunion_mps.http.operation import Operation
+from yunion_mps.http.operations import GET_DEVICES
 from yunion_mps.http.parameters import Value
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, NOT_FREE

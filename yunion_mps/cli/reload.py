@@ -15,6 +15,7 @@ from yunion_mps.cli.output import Column, hint_text, notes, output_option, print
 from yunion_mps.cli.who import clients_table
 from yunion_mps.enums import NOTICE, PROBLEM
 from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.http.operation import SLOW_S
 from yunion_mps.http.operations import (
     GET_CLIENTS,
     GET_EVENTS,
@@ -23,7 +24,6 @@ from yunion_mps.http.operations import (
     GET_STATUS,
     REEXEC,
     RELOAD,
-    SLOW_S,
     TERMINATE_CLIENT,
 )
 from yunion_mps.http.transport import Retrier, run_blocking

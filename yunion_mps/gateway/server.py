@@ -24,7 +24,8 @@ from yunion_mps.host.files import read_text
 from yunion_mps.host.log import Failures
 from yunion_mps.http.listener import listen_on
 from yunion_mps.http.messages import EventualResponse, Request, Response, problem, response_of
-from yunion_mps.http.operations import GET_EVENTS, GET_METRICS, GET_USAGE, MAX_NUMBER, Operation
+from yunion_mps.http.operation import Operation
+from yunion_mps.http.operations import GET_EVENTS, GET_METRICS, GET_USAGE, MAX_NUMBER
 from yunion_mps.http.parameters import BadRequestError, Parameter, query_arguments
 from yunion_mps.http.pool import Application, Limits
 from yunion_mps.http.server import Server

@@ -16,7 +16,7 @@ import h11
 
 from yunion_mps.errors import ConfigError, NotAllowedError, UnreachableError, YunionError
 from yunion_mps.http.messages import STATUSES, Response
-from yunion_mps.http.operations import EncodedRequest, Operation
+from yunion_mps.http.operation import EncodedRequest, Operation
 from yunion_mps.http.parameters import Value
 from yunion_mps.paths import Paths
 

@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from yunion_mps import __version__
-from yunion_mps.http.operations import GET_READINESS, OPERATIONS, ROUTES, Operation
+from yunion_mps.http.operation import Operation
+from yunion_mps.http.operations import GET_READINESS, OPERATIONS, ROUTES
 from yunion_mps.http.parameters import Parameter, members_schema
 
 Schema = Mapping[str, object]

@@ -16,7 +16,8 @@ from yunion_mps.errors import ShortageError, YunionError
 from yunion_mps.exposition import Histogram
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.messages import EventualResponse, Request, Response, problem, problem_of, response_of
-from yunion_mps.http.operations import OPERATIONS, ROOT, ROUTES, WATCH_PARAMETERS, Operation
+from yunion_mps.http.operation import ROOT, WATCH_PARAMETERS, Operation
+from yunion_mps.http.operations import OPERATIONS, ROUTES
 from yunion_mps.http.parameters import Value
 from yunion_mps.identity import fingerprint
 from yunion_mps.service.facts import RequestCounts

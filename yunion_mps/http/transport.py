@@ -22,7 +22,8 @@ from yunion_mps.errors import (
     UnreachableError,
     YunionError,
 )
-from yunion_mps.http.operations import END_LEASE, GET_EVENTS, MAX_EVENTS, TAKE_LEASE, Operation
+from yunion_mps.http.operation import Operation
+from yunion_mps.http.operations import END_LEASE, GET_EVENTS, MAX_EVENTS, TAKE_LEASE
 from yunion_mps.http.parameters import Value
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from yunion_mps.errors import YunionError
 from yunion_mps.http.client import AsyncDaemonClient, NoAnswerError
-from yunion_mps.http.operations import GET_DEVICES, GET_HEALTH, GET_POOLS, Operation
+from yunion_mps.http.operation import Operation
+from yunion_mps.http.operations import GET_DEVICES, GET_HEALTH, GET_POOLS
 from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes.metrics import DAEMON, Counts
 from yunion_mps.kubernetes.resources import KnownDevice

@@ -17,7 +17,8 @@ from weakref import WeakValueDictionary
 from yunion_mps.enums import IDLE, IN_USE, KUBERNETES, OVER_BUDGET
 from yunion_mps.errors import HostError, NotFoundError, UnreachableError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE, Operation
+from yunion_mps.http.operation import Operation
+from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE
 from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes.api_objects import InvalidObjectError, Resource
 from yunion_mps.kubernetes.api_server import ApiServer, MissingObjectError

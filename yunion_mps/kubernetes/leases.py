@@ -15,7 +15,8 @@ from yunion_mps.containers.nodes import INSTANCE_CAPABILITIES, capability_nodes
 from yunion_mps.enums import IN_USE, KUBERNETES, OVER_BUDGET
 from yunion_mps.errors import HostError, NothingFreeError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.http.operations import END_LEASE, GET_GPUS, GET_LEASES, TAKE_LEASE, Operation
+from yunion_mps.http.operation import Operation
+from yunion_mps.http.operations import END_LEASE, GET_GPUS, GET_LEASES, TAKE_LEASE
 from yunion_mps.http.parameters import Value
 from yunion_mps.http.transport import Retrier
 from yunion_mps.kubernetes import grpc, kubelet_api

@@ -15,6 +15,7 @@ from yunion_mps.addresses import gpu_of
 from yunion_mps.enums import IN_USE, NO_SIGNAL, OVER_BUDGET, SLURM
 from yunion_mps.errors import NotFoundError, NothingFreeError, YunionError
 from yunion_mps.http.client import DaemonClient
+from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import (
     END_LEASE,
     GET_DEVICE,
@@ -23,7 +24,6 @@ from yunion_mps.http.operations import (
     GET_STATUS,
     TAKE_LEASE,
     TERMINATE_LEASE,
-    Operation,
 )
 from yunion_mps.http.parameters import Value
 from yunion_mps.http.transport import BlockingTransport, OnMessage, Retrier, run_blocking

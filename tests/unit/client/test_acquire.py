@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.errors import NothingFreeError, YunionError
-from yunion_mps.http.operations import Operation
+from yunion_mps.http.operation import Operation
 from yunion_mps.http.transport import run_blocking, take
 
 LEASE = {"id": "a lease"}

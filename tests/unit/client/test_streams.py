@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from yunion_mps.errors import UnreachableError
 from yunion_mps.http.client import Exchange, conditional_result_of
-from yunion_mps.http.operations import GET_DEVICES, EncodedRequest, Operation
+from yunion_mps.http.operation import EncodedRequest, Operation
+from yunion_mps.http.operations import GET_DEVICES
 from yunion_mps.http.transport import iterate_blocking, watch
 
 UNREACHABLE = UnreachableError("it is away")

@@ -20,7 +20,8 @@ from yunion_mps.errors import (
 )
 from yunion_mps.http.client import BadConfigurationError, DaemonClient, NoAnswerError
 from yunion_mps.http.listener import listen
-from yunion_mps.http.operations import GET_EVENTS, GET_STATUS, REEXEC, Operation
+from yunion_mps.http.operation import Operation
+from yunion_mps.http.operations import GET_EVENTS, GET_STATUS, REEXEC
 from yunion_mps.models import Event
 from yunion_mps.paths import Paths
 

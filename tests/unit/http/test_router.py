@@ -14,7 +14,8 @@ from yunion_mps import answers
 from yunion_mps.http import operations
 from yunion_mps.http.handlers import Handlers, RequestedHolder
 from yunion_mps.http.messages import Request, Response
-from yunion_mps.http.operations import OPERATIONS, WATCH_PARAMETERS, Operation
+from yunion_mps.http.operation import WATCH_PARAMETERS, Operation
+from yunion_mps.http.operations import OPERATIONS
 from yunion_mps.http.router import OTHER, Router
 from yunion_mps.service.queries import Queries
 
