@@ -24,7 +24,11 @@ KEYS = ("metrics_listen", "web_listen")
 
 def publish_addresses(paths: Paths, config: Config) -> None:
     """Write the TCP addresses to serve; the file exists while there are any."""
-    addresses = {key: getattr(config, key) for key in KEYS if getattr(config, key)}
+    addresses: dict[str, str] = {}
+    for key in KEYS:
+        address: str | None = getattr(config, key)
+        if address:
+            addresses[key] = address
     if not addresses:
         remove_addresses(paths)
         return
@@ -41,9 +45,12 @@ def remove_addresses(paths: Paths) -> None:
 
 
 def read_addresses(paths: Paths) -> dict[str, str]:
+    """Return the published addresses by key of host.conf; empty if there are none, or none can be read."""
     try:
         with open(paths.gateway, encoding="utf-8") as file:
             addresses = json.load(file)
     except (OSError, ValueError):
         return {}
-    return {key: str(addresses[key]) for key in KEYS if isinstance(addresses, dict) and addresses.get(key)}
+    if not isinstance(addresses, dict):
+        return {}
+    return {key: str(addresses[key]) for key in KEYS if addresses.get(key)}

@@ -51,9 +51,11 @@ async def get_from_daemon(
 
 
 class Overview(NamedTuple):
-    """The contents of the web page at a time (RFC 3339), and a mark that changes with them."""
+    """The contents of the web page at a time."""
 
+    #: Changes with the contents.
     mark: str
+    #: When the daemon was queried (RFC 3339).
     taken: str
     contents: Mapping[str, object]
 
@@ -69,7 +71,8 @@ class OverviewCache:
         self._paths = paths
         #: None if the last query failed.
         self._overview: Overview | None = None
-        self._begun_s = self._taken_s = 0.0
+        self._begun_s = 0.0
+        self._taken_s = 0.0
         self._last_event = 0
         self._query: asyncio.Task[None] | None = None
         self._devices_key: tuple[object, ...] = ()
@@ -101,7 +104,8 @@ class OverviewCache:
 
     async def _refresh(self) -> None:
         await asyncio.sleep(self._taken_s + _MIN_INTERVAL_S - time.monotonic())
-        begun_s, overview = time.monotonic(), None
+        begun_s = time.monotonic()
+        overview = None
         try:
             last: int = (await self._call(GET_EVENTS, limit=1))["last"]
             contents = page(HostOverview.of(await self._query_all(last)))
@@ -109,7 +113,9 @@ class OverviewCache:
             overview = Overview(mark, rfc3339(time.time()), contents)
             self._last_event = last
         finally:
-            self._overview, self._begun_s, self._taken_s = overview, begun_s, time.monotonic()
+            self._overview = overview
+            self._begun_s = begun_s
+            self._taken_s = time.monotonic()
 
     async def _query_all(self, last: int) -> HostAnswers:
         status = await self._call(GET_STATUS)
@@ -117,10 +123,18 @@ class OverviewCache:
         devices_key = (last, status["devices"], status["gpus"], status["started"])
         if devices_key != self._devices_key or time.monotonic() - self._listed_s > _DEVICES_MAX_AGE_S:
             self._devices = (await self._call(GET_DEVICES, limit=0))["isolated_devices"]
-            self._devices_key, self._listed_s = devices_key, time.monotonic()
+            self._devices_key = devices_key
+            self._listed_s = time.monotonic()
         gpus = (await self._call(GET_GPUS))["gpus"]
         clients = await self._call(GET_CLIENTS, seen=True)
-        return HostAnswers(status, gpus, self._devices, leases["leases"], leases["waiting"], clients)
+        return HostAnswers(
+            status=status,
+            gpus=gpus,
+            devices=self._devices,
+            leases=leases["leases"],
+            waiting=leases["waiting"],
+            clients=clients,
+        )
 
     async def _call(self, operation: Operation[T], **arguments: Value) -> T:
         target = operation.encode(arguments).target

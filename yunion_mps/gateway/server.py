@@ -14,7 +14,7 @@ import re
 from collections.abc import Awaitable, Mapping
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from yunion_mps.errors import UnreachableError
@@ -74,28 +74,38 @@ _HEADERS = (
 )
 
 
-#: Requests that are relayed to the daemon: the operation and its allowed parameters, by path.
-_RELAYED: dict[str, tuple[Operation[Any], tuple[Parameter, ...]]] = {
-    GET_EVENTS.path: (
-        GET_EVENTS,
-        tuple(
-            parameter._replace(maximum=_EVENT_MAXIMUMS[parameter.name], default=None)
-            for parameter in GET_EVENTS.query_parameters
-            if parameter.name in _EVENT_MAXIMUMS
-        ),
-    ),
-    GET_USAGE.path: (
-        GET_USAGE,
-        tuple(
-            parameter._replace(default=None, pattern="^[0-9a-zA-Z:.-]{0,64}$")
-            for parameter in GET_USAGE.parameters
-        ),
-    ),
-}
+class _RelayedRequest(NamedTuple):
+    operation: Operation[Any]
+    #: Those that a browser may send; the daemon has the defaults.
+    parameters: tuple[Parameter, ...]
+
+
+def _relayed_requests() -> dict[str, _RelayedRequest]:
+    """Return the requests that are relayed to the daemon, by path."""
+    for_events: list[Parameter] = []
+    for parameter in GET_EVENTS.query_parameters:
+        if parameter.name in _EVENT_MAXIMUMS:
+            for_events.append(parameter._replace(maximum=_EVENT_MAXIMUMS[parameter.name], default=None))
+    for_usage: list[Parameter] = []
+    for parameter in GET_USAGE.parameters:
+        for_usage.append(parameter._replace(default=None, pattern="^[0-9a-zA-Z:.-]{0,64}$"))
+    return {
+        GET_EVENTS.path: _RelayedRequest(GET_EVENTS, tuple(for_events)),
+        GET_USAGE.path: _RelayedRequest(GET_USAGE, tuple(for_usage)),
+    }
+
+
+_RELAYED = _relayed_requests()
 _ADDRESS = re.compile(r"\[[0-9a-f:.]+\]|[0-9]{1,3}(\.[0-9]{1,3}){3}")
 _OVERVIEW = (
     Parameter("mark", "The mark of the overview that the page already has."),
-    Parameter("event", "Return an overview that is newer than this event.", "integer", 0, 0, MAX_NUMBER),
+    Parameter(
+        "event",
+        "Return an overview that is newer than this event.",
+        type="integer",
+        default=0,
+        maximum=MAX_NUMBER,
+    ),
 )
 
 
@@ -194,9 +204,9 @@ class WebPage(ReadOnlyHandler):
 
     def handle(self, request: Request) -> EventualResponse:
         response = super().handle(request)
-        return (
-            _with_security_headers(response) if isinstance(response, Response) else self._run_async(response)
-        )
+        if isinstance(response, Response):
+            return _with_security_headers(response)
+        return self._run_async(response)
 
     def _route(self, url: SplitResult, request: Request) -> EventualResponse:
         if url.path in self._files:
@@ -220,9 +230,9 @@ class WebPage(ReadOnlyHandler):
     def _respond_with_overview(self, mark: Any, event: Any) -> EventualResponse:
         """Answer immediately if the cached overview is current, which frees the connection soon."""
         overview = self._overview.current(event)
-        return (
-            self._next_overview(mark, event) if overview is None else self._overview_response(mark, overview)
-        )
+        if overview is None:
+            return self._next_overview(mark, event)
+        return self._overview_response(mark, overview)
 
     async def _next_overview(self, mark: str | None, event: int) -> Response:
         return self._overview_response(mark, await self._overview.overview(event))
@@ -235,12 +245,13 @@ class WebPage(ReadOnlyHandler):
         return response_of(shown)
 
     def _relay(self, url: SplitResult, request: Request) -> Awaitable[Response]:
-        operation, parameters = _RELAYED[url.path]
-        arguments = query_arguments(url.query, parameters)
+        relayed = _RELAYED[url.path]
+        arguments = query_arguments(url.query, relayed.parameters)
         wait_s = int(str(arguments.get("wait_s") or 0))
         if wait_s:
             request.await_event()
-        return get_from_daemon(self._paths, operation.encode(arguments).target, timeout_s=wait_s + _ANSWER_S)
+        target = relayed.operation.encode(arguments).target
+        return get_from_daemon(self._paths, target, timeout_s=wait_s + _ANSWER_S)
 
 
 def _files() -> dict[str, Response]:

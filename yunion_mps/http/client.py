@@ -60,12 +60,17 @@ class Exchange:
         self._http = h11.Connection(h11.CLIENT)
         # A client of the gateway may send any bytes as Accept.
         headers = [(b"Host", b"localhost"), (b"Accept", accept.encode("latin-1"))]
-        headers += [] if keep_alive else [(b"Connection", b"close")]
-        headers += [(name.encode(), value.encode()) for name, value in sent.headers]
-        headers += [(b"Content-Length", b"%d" % len(sent.body))] if method == "POST" else []
+        if not keep_alive:
+            headers.append((b"Connection", b"close"))
+        for name, value in sent.headers:
+            headers.append((name.encode(), value.encode()))
+        if method == "POST":
+            headers.append((b"Content-Length", b"%d" % len(sent.body)))
         events: list[h11.Event] = [h11.Request(method=method, target=sent.target, headers=headers)]
-        events += [h11.Data(data=sent.body)] if sent.body else []
-        self.request = b"".join(self._http.send(event) or b"" for event in (*events, h11.EndOfMessage()))
+        if sent.body:
+            events.append(h11.Data(data=sent.body))
+        events.append(h11.EndOfMessage())
+        self.request = b"".join(self._http.send(event) or b"" for event in events)
         self._status = 0
         self._content_type = ""
         self._etag = ""
@@ -123,8 +128,9 @@ class DaemonClient:
         return result
 
     def is_visible(self, timeout_s: float) -> bool:
-        """Whether our PID namespace shows the daemon's process; raises YunionError if it cannot be reached.
+        """Return whether our PID namespace shows the daemon's process.
 
+        Raises YunionError if the daemon cannot be reached.
         Otherwise the kernel reports its PID as 0 (unix(7), SO_PEERCRED), and its PIDs are not ours.
         """
         with self._connect(timeout_s) as connection:
@@ -132,11 +138,13 @@ class DaemonClient:
         return bool(_CREDENTIALS.unpack(credentials)[0])
 
     def call_if_changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
-        """The answer, None if its ETag is still `if_none_match`, and its ETag."""
+        """Return the answer, None if its ETag is still `if_none_match`, and its ETag.
+
+        Raises the YunionError of a failure.
+        """
         exchange = Exchange(operation.method, operation.encode(arguments))
-        return conditional_result_of(
-            self._send(exchange, default_timeout_s(operation, arguments), until_closed=False)
-        )
+        response = self._send(exchange, default_timeout_s(operation, arguments), until_closed=False)
+        return conditional_result_of(response)
 
     def _send(self, exchange: Exchange, timeout_s: float, *, until_closed: bool) -> Response:
         deadline_s = time.monotonic() + timeout_s
@@ -185,12 +193,16 @@ class AsyncDaemonClient:
         return result
 
     async def call_if_changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
-        """The answer and its ETag, as `DaemonClient.call_if_changed` returns them."""
+        """Return the answer and its ETag, as `DaemonClient.call_if_changed` does; raises YunionError."""
         exchange = Exchange(operation.method, operation.encode(arguments))
-        return conditional_result_of(await self._send(exchange, default_timeout_s(operation, arguments)))
+        response = await self._send(exchange, default_timeout_s(operation, arguments))
+        return conditional_result_of(response)
 
     async def wait_for_change(self, operation: Operation[Any], **arguments: Value) -> str:
-        """Wait for a change; return the new ETag. The answer is not decoded: that can take much memory."""
+        """Wait for a change; return the new ETag. Raises the YunionError of a failure.
+
+        The answer is not decoded, because that can take much memory.
+        """
         exchange = Exchange(operation.method, operation.encode(arguments))
         response = await self._send(exchange, default_timeout_s(operation, arguments))
         if response.status not in (*_DONE, 304):
@@ -235,10 +247,12 @@ async def send_to(path: str, exchange: Exchange) -> Response:
 
 
 def default_timeout_s(operation: Operation[T], arguments: Mapping[str, Value]) -> float:
+    """Return how long to wait for the answer, in s: as long as the daemon may wait, too."""
     return operation.timeout_s + int(str(arguments.get("wait_s") or 0))
 
 
 def unreachable_error(path: str, error: OSError) -> YunionError:
+    """Return the error for a socket that cannot be connected to, with what starts the daemon."""
     if error.errno in (errno.EACCES, errno.EPERM):
         return NotAllowedError(f"permission denied: cannot connect to {path}", _join_hint(os.geteuid()))
     if error.errno == errno.ENOENT:
@@ -286,13 +300,16 @@ def _receive(connection: socket.socket, deadline_s: float) -> bytes:
 
 
 def conditional_result_of(response: Response) -> tuple[Any, str]:
-    """The value of the response, None if it has not changed, and its ETag; raises what `result_of` raises."""
+    """Return the value of the response, None if it has not changed, and its ETag.
+
+    Raises the YunionError of a failure.
+    """
     value = None if response.status == 304 else result_of(response)
     return value, dict(response.headers).get("ETag", "")
 
 
 def result_of(response: Response, *, is_text: bool = False) -> Any:
-    """The value, or the text, of the response; raises the YunionError of a failure."""
+    """Return the value, or the text, of the response; raises the YunionError of a failure."""
     if response.status in _DONE and is_text:
         return response.body.decode(errors="replace")
     try:

@@ -78,7 +78,15 @@ class Handlers:
         numa_node: int | None,
         unused: bool,
     ) -> answers.DeviceList:
-        filters = Filters(dev_type, model, addr, device_path, vendor_device_id, numa_node, unused)
+        filters = Filters(
+            dev_type=dev_type,
+            model=model,
+            addr=addr,
+            device_path=device_path,
+            vendor_device_id=vendor_device_id,
+            numa_node=numa_node,
+            unused=unused,
+        )
         return self._services.queries.devices(filters, limit, offset)
 
     def get_device(self, _: Request, *, id: str) -> answers.DeviceDetails:  # noqa: A002 - it is the parameter's name
@@ -121,7 +129,7 @@ class Handlers:
         severe_first: bool,
         wait_s: int,
     ) -> answers.EventList:
-        """The matching events; if there are none, the first that are recorded within `wait_s`."""
+        """Return the matching events; if there are none, the first that are recorded within `wait_s`."""
         if wait_s:
             request.await_event()
         event_filter = EventFilter(
@@ -157,9 +165,10 @@ class Handlers:
         return await self._services.terminator.terminate_client(pid, request.uid, signals=SIGNALS[signals])
 
     async def terminate_lease(self, request: Request, *, lease: str, signals: str) -> answers.TerminationList:
-        return _list(
-            await self._services.lease_terminator.terminate(lease, _caller(request).owner, SIGNALS[signals])
+        terminations = await self._services.lease_terminator.terminate(
+            lease, _caller(request).owner, SIGNALS[signals]
         )
+        return _list(terminations)
 
     async def terminate_device(
         self,
@@ -169,14 +178,15 @@ class Handlers:
         signals: str,
     ) -> answers.TerminationList:
         address = self._services.queries.device(id)["addr"]
-        choose = partial(clients_of_device, address)
         sent = SIGNALS[signals]
         is_careful = bool(sent) and signal.SIGKILL not in sent
-        return _list(
-            await self._services.terminator.terminate_all(
-                choose, request.uid, signals=sent, all_known_on=(gpu_of(address),) if is_careful else ()
-            )
+        terminations = await self._services.terminator.terminate_all(
+            partial(clients_of_device, address),
+            request.uid,
+            signals=sent,
+            all_known_on=(gpu_of(address),) if is_careful else (),
         )
+        return _list(terminations)
 
     async def get_leases(self, _: Request) -> answers.LeaseList:
         return await self._services.status.leases()
@@ -204,6 +214,11 @@ class Handlers:
         holder: RequestedHolder,
         idempotency_key: str | None,
     ) -> answers.LeaseRecord | CreatedResource:
+        """Lease devices, or show what would be leased.
+
+        Parameters that exclude or require one another are checked here; each by itself is checked already.
+        Raises BadRequestError, NotAllowedError, and the errors of the use case.
+        """
         if memory_mib is not None and memory_units is not None:
             raise BadRequestError("memory_mib and memory_units are mutually exclusive", "use one of them")
         if devices and (count > 1 or memory_mib is not None or memory_units is not None):
@@ -216,9 +231,16 @@ class Handlers:
         mib = (memory_mib or 0) + (memory_units or 0) * self._services.leases.memory_unit_mib
         if reserved_for:
             refuse_unprivileged(request.uid, f"request devices that are reserved for {reserved_for}")
-        names, use = tuple(devices or ()), reserved_for or ""
         requested = LeaseRequest(
-            count, names, gpu or "", across, placement, mib, allow_unlimited, use, thread_percentage or 0
+            number=count,
+            devices=tuple(devices or ()),
+            gpu=gpu or "",
+            across=across,
+            placement=placement,
+            memory_mib=mib,
+            allow_unlimited=allow_unlimited,
+            reserved_for=reserved_for or "",
+            thread_percentage=thread_percentage or 0,
         )
         holder_of_lease = _with_user(_holder(request, holder), holder["uid"], request.uid)
         queued = QueuedRequest(requested, holder_of_lease, idempotency_key or "", cdi)
@@ -250,7 +272,7 @@ def _caller(request: Request) -> Caller:
 
 
 def _with_user(holder: Holder, uid: int | None, caller_uid: int) -> Holder:
-    """The holder with the user whose processes will use the devices, if root has named one."""
+    """Return the holder with the user whose processes will use the devices, if root has named one."""
     if uid is None:
         return holder
     if holder.binding not in ("name", "container"):
@@ -261,17 +283,16 @@ def _with_user(holder: Holder, uid: int | None, caller_uid: int) -> Holder:
 
 
 def _holder(request: Request, members: RequestedHolder) -> Holder:
-    """The holder that the members name; raises BadRequestError, NotFoundError, NotAllowedError."""
-    kind, pid, command = members["kind"], members["pid"], members["command"]
-    name, ttl_s = members["name"], members["ttl_s"]
-    if (kind or (name and "name")) == "name":
-        if not name or ttl_s is None:
-            what = "a holder of kind name requires both name and ttl_s"
-            raise BadRequestError(what, 'write "holder": {"name": "job-17", "ttl_s": 600}')
-        for member, value in (("pid", pid), ("command", command)):
-            if value is not None:
-                raise BadRequestError(f"holder.{member} does not apply to kind name", "omit one of them")
-        return named_holder(_caller(request), name, ttl_s)
+    """Return the holder that the members name; raises BadRequestError, NotFoundError, NotAllowedError."""
+    kind = members["kind"]
+    pid = members["pid"]
+    command = members["command"]
+    name = members["name"]
+    ttl_s = members["ttl_s"]
+    if kind is None and name:
+        kind = "name"
+    if kind == "name":
+        return _named_holder(request, members)
     if ttl_s is not None:
         raise BadRequestError("holder.ttl_s requires kind name", "omit one of them")
     if name is not None:
@@ -286,3 +307,15 @@ def _holder(request: Request, members: RequestedHolder) -> Holder:
         raise BadRequestError("holder.pid requires kind process or container", "omit one of them")
     holder = process_holder(_caller(request), kind or "process", request.pid if pid is None else pid)
     return holder._replace(command=printable((command or "")[:COMMAND_LENGTH]))
+
+
+def _named_holder(request: Request, members: RequestedHolder) -> Holder:
+    name = members["name"]
+    ttl_s = members["ttl_s"]
+    if not name or ttl_s is None:
+        what = "a holder of kind name requires both name and ttl_s"
+        raise BadRequestError(what, 'write "holder": {"name": "job-17", "ttl_s": 600}')
+    for member, value in (("pid", members["pid"]), ("command", members["command"])):
+        if value is not None:
+            raise BadRequestError(f"holder.{member} does not apply to kind name", "omit one of them")
+    return named_holder(_caller(request), name, ttl_s)

@@ -86,7 +86,7 @@ def listen(paths: Paths) -> socket.socket:
 
 
 def group_id() -> int:
-    """The gid of the group that may connect; root's gid if there is no such group."""
+    """Return the gid of the group that may connect; root's gid if there is no such group."""
     import grp
 
     try:
@@ -105,7 +105,7 @@ def _refuse_non_socket(path: str) -> None:
 
 
 def is_disconnected(connection: socket.socket) -> bool:
-    """Whether the peer has closed the connection, rather than only shut down sending."""
+    """Return whether the peer has closed the connection, rather than only shut down sending."""
     poll = select.poll()
     poll.register(connection.fileno(), 0)
     return any(event & select.POLLHUP for _, event in poll.poll(0))

@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """A request, and the user, process and systemd unit that sent it, according to the kernel.
-
-    The names of `headers` are in lower case. `keep_open` registers a function to call when the connection
-    ends, and exempts it from the idle timeout. `await_event` is called if the answer waits for an event.
-    """
+    """A request, and the user, process and systemd unit that sent it, according to the kernel."""
 
     method: str
+    #: The path with its query.
     target: str
     uid: int
     pid: int = 0
     unit: str | None = ""
+    #: Registers a function to call when the connection ends, and exempts it from the idle timeout.
     keep_open: Callable[[Callable[[], None]], None] = lambda _: None
+    #: Their names are in lower case.
     headers: Mapping[str, str] = {}
     body: bytes = b""
+    #: Called if the answer waits for an event.
     await_event: Callable[[], None] = lambda: None
 
 
@@ -74,7 +74,7 @@ EventualResponse = Union[Response, Awaitable[Response]]
 def problem(
     status: int, detail: str, hint: str, headers: tuple[tuple[str, str], ...] = (), code: str = ""
 ) -> Response:
-    """An error as problem details; `code` is the reason code, by default the status's."""
+    """Return an error as problem details; `code` is the reason code, by default the status's."""
     from http import HTTPStatus  # 3 ms, which a client need not pay
 
     title = HTTPStatus(status).phrase
@@ -91,11 +91,19 @@ def problem(
 
 
 def problem_of(error: YunionError) -> Response:
-    status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), OTHER_STATUS)
-    return problem(status, error.message, error.hint, code=error.code)
+    """Return the error as problem details, with the status of its class."""
+    return problem(_status_of(error), error.message, error.hint, code=error.code)
+
+
+def _status_of(error: YunionError) -> int:
+    for kind, status in STATUSES.items():
+        if isinstance(error, kind):
+            return status
+    return OTHER_STATUS
 
 
 def response_of(value: object) -> Response:
+    """Return the response for what a handler returned: as it is, 201 if created, otherwise 200 with JSON."""
     if isinstance(value, Response):
         return value
     if isinstance(value, CreatedResource):
@@ -104,5 +112,8 @@ def response_of(value: object) -> Response:
 
 
 def encode(value: object) -> bytes:
-    """The value as JSON in UTF-8; an unpaired surrogate, which UTF-8 cannot encode, is a JSON escape."""
+    """Return the value as JSON in UTF-8.
+
+    An unpaired surrogate, which UTF-8 cannot encode, becomes a JSON escape.
+    """
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")

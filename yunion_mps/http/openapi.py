@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -60,38 +60,25 @@ closed."""
 
 
 def document() -> dict[str, object]:
+    """Return the document of all operations."""
     schemas: dict[str, Any] = json.loads(_SCHEMAS)
     paths: dict[str, dict[str, Schema]] = {}
     for operation in OPERATIONS:
-        content: Schema = {"application/json": {"schema": {"type": "object"}}}
-        if operation.media_types:
-            content = {kind: {"schema": {"type": "string"}} for kind in operation.media_types}
-        elif operation.answer:
-            example = schemas[operation.answer]["examples"][0]
-            content = {"application/json": {"schema": _ref(operation.answer), "example": example}}
-        answer: dict[str, Any] = {"description": f"{operation.summary}.", "content": content}
-        answers = {"200": answer}
-        if operation.creates:
-            answers["201"] = {**answer, "description": "Created.", "headers": _LOCATION}
-            answer["description"] = "The lease already exists from the same request, or `dry_run` is set."
-        if operation.watchable:
-            answer["headers"] = _ETAG
-            answers["304"] = {"description": "Nothing has changed.", "headers": _ETAG}
-        refusals = sorted({*_ANY_REQUEST, *operation.refusals, *((415,) if operation.has_body else ())})
+        content = _content(operation, schemas)
+        answers = _answers(operation, content)
+        refusals = _refusals(operation)
         refs = {str(status): _ref(str(status), "responses") for status in refusals}
         if operation is GET_READINESS:
             refs["503"] = _problem(503, f"Not ready: one line for each reason. {_PROBLEMS[503]}", content)
-        first, *words = operation.name.split("_")
-        name = "".join(map(str.title, words))
+        verb, *nouns = operation.name.split("_")
+        subject = "".join(map(str.title, nouns))
         item = paths.setdefault(operation.path, {})
         item[operation.method.lower()] = _operation(
-            operation, first + name, operation.summary, {**answers, **refs}
+            operation, verb + subject, operation.summary, {**answers, **refs}
         )
         if operation.method == "GET":
-            without_body = {str(status): {"description": _PROBLEMS[status]} for status in refusals}
-            heads = {status: {**response, "content": {}} for status, response in answers.items()}
             summary = f"{operation.summary} (headers only)"
-            item["head"] = _operation(operation, "head" + name, summary, {**heads, **without_body})
+            item["head"] = _operation(operation, "head" + subject, summary, _without_body(answers, refusals))
     return {
         "openapi": "3.1.0",
         "info": {
@@ -109,13 +96,58 @@ def document() -> dict[str, object]:
     }
 
 
+def _content(operation: Operation[Any], schemas: Mapping[str, Any]) -> Schema:
+    if operation.media_types:
+        return {kind: {"schema": {"type": "string"}} for kind in operation.media_types}
+    if operation.answer:
+        example = schemas[operation.answer]["examples"][0]
+        return {"application/json": {"schema": _ref(operation.answer), "example": example}}
+    return {"application/json": {"schema": {"type": "object"}}}
+
+
+def _answers(operation: Operation[Any], content: Schema) -> dict[str, Schema]:
+    """Return the responses of an operation that succeeds, by status."""
+    answer: dict[str, Any] = {"description": f"{operation.summary}.", "content": content}
+    answers: dict[str, Schema] = {"200": answer}
+    if operation.creates:
+        answers["201"] = {**answer, "description": "Created.", "headers": _LOCATION}
+        answer["description"] = "The lease already exists from the same request, or `dry_run` is set."
+    if operation.watchable:
+        answer["headers"] = _ETAG
+        answers["304"] = {"description": "Nothing has changed.", "headers": _ETAG}
+    return answers
+
+
+def _refusals(operation: Operation[Any]) -> list[int]:
+    statuses = {*_ANY_REQUEST, *operation.refusals}
+    if operation.has_body:
+        statuses.add(415)
+    return sorted(statuses)
+
+
+def _without_body(answers: Mapping[str, Schema], refusals: Iterable[int]) -> dict[str, Schema]:
+    """Return the responses to HEAD."""
+    responses: dict[str, Schema] = {}
+    for status, answer in answers.items():
+        responses[status] = {**answer, "content": {}}
+    for refusal in refusals:
+        responses[str(refusal)] = {"description": _PROBLEMS[refusal]}
+    return responses
+
+
 def _operation(operation: Operation[Any], name: str, summary: str, responses: Mapping[str, Schema]) -> Schema:
+    located = {
+        "path": operation.path_parameters,
+        "query": operation.query_parameters,
+        "header": operation.headers,
+    }
+    parameters: list[Schema] = []
+    for location, those in located.items():
+        parameters += [_parameter(parameter, location) for parameter in those]
     item: dict[str, object] = {
         "operationId": name,
         "summary": summary,
-        "parameters": [_parameter(parameter, "path") for parameter in operation.path_parameters]
-        + [_parameter(parameter, "query") for parameter in operation.query_parameters]
-        + [_parameter(parameter, "header") for parameter in operation.headers],
+        "parameters": parameters,
         "responses": responses,
     }
     if operation.has_body:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Union
 
 from yunion_mps.errors import YunionError
@@ -32,21 +32,23 @@ class MediaTypeError(BadRequestError):
 
 
 class Parameter(NamedTuple):
-    """One parameter: its type, its constraints and its default.
-
-    The type is `string`, `integer`, `boolean`, `time`, `array` (of `minimum` to `maximum` strings), or, in a
-    body, `object` with `members`.
-    """
+    """One parameter: its type, its constraints and its default."""
 
     name: str
     description: str
+    #: `string`, `integer`, `boolean`, `time`, `array` of strings or, in a body, `object` with `members`.
     type: str = "string"
     default: Value = None
+    #: The lowest and the highest value of an integer, or the fewest and the most strings of an array.
     minimum: int = 0
     maximum: int = 0
+    #: All possible values of a string.
     choices: tuple[str, ...] = ()
+    #: The regular expression of a string, as in JSON Schema.
     pattern: str = ""
+    #: How to correct an invalid string.
     hint: str = ""
+    #: Only of a parameter in the path.
     example: Value = None
     members: tuple[Parameter, ...] = ()
 
@@ -60,10 +62,10 @@ class Parameter(NamedTuple):
         value: Value = text
         if self.type == "boolean":
             value = {"true": True, "false": False}.get(text, text)
-        elif self.type == "integer" and re.fullmatch(
-            f"{'-?' if self.minimum < 0 else ''}[0-9]{{1,11}}", text
-        ):
-            value = int(text)
+        elif self.type == "integer":
+            sign = "-?" if self.minimum < 0 else ""
+            if re.fullmatch(f"{sign}[0-9]{{1,11}}", text):
+                value = int(text)
         return self._check(value, self.name, repr(text[:_SHOWN_LENGTH]))
 
     def member(self, value: Any, path: str) -> Value:
@@ -72,8 +74,7 @@ class Parameter(NamedTuple):
             return members_of(value, self.members, path)
         if self.type == "array":
             if isinstance(value, list) and self.minimum <= len(value) <= self.maximum:
-                item = self._replace(type="string")
-                return tuple(str(item.member(entry, f"{path}[{index}]")) for index, entry in enumerate(value))
+                return tuple(self._items(value, path))
             raise BadRequestError(
                 f"invalid value for {path}: {_shown(value)}",
                 f"write a list of {self.minimum} to {self.maximum} strings",
@@ -82,6 +83,11 @@ class Parameter(NamedTuple):
             value = int(value)  # in JSON, 2.0 is an integer
         return self._check(value, path, _shown(value))
 
+    def _items(self, values: list[Any], path: str) -> Iterator[str]:
+        item = self._replace(type="string")
+        for index, value in enumerate(values):
+            yield str(item.member(value, f"{path}[{index}]"))
+
     def _check(self, value: Value, path: str, shown: str) -> Value:
         hint = self.hint
         if self.type == "boolean":
@@ -89,11 +95,8 @@ class Parameter(NamedTuple):
                 return value
             hint = "write true or false"
         elif self.type == "integer":
-            if (
-                isinstance(value, int)
-                and not isinstance(value, bool)
-                and self.minimum <= value <= self.maximum
-            ):
+            is_boolean = isinstance(value, bool)  # which Python counts among the integers
+            if isinstance(value, int) and not is_boolean and self.minimum <= value <= self.maximum:
                 return value
             hint = f"write a whole number from {self.minimum} to {self.maximum}"
         elif self.type == "time":
@@ -129,17 +132,15 @@ class Parameter(NamedTuple):
 
 
 def members_schema(members: Iterable[Parameter]) -> dict[str, object]:
-    properties = {
-        member.name: member.schema()
-        if member.type == "object"
-        else {"description": member.description, **member.schema()}
-        for member in members
-    }
+    """Return the JSON Schema of an object with these members."""
+    properties: dict[str, object] = {}
+    for member in members:
+        properties[member.name] = {"description": member.description, **member.schema()}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def query_arguments(query: str, parameters: Iterable[Parameter]) -> dict[str, Value]:
-    """The value of every parameter of a query; raises BadRequestError."""
+    """Return the value of every parameter of a query; raises BadRequestError."""
     from urllib.parse import parse_qsl
 
     try:
@@ -157,11 +158,17 @@ def query_arguments(query: str, parameters: Iterable[Parameter]) -> dict[str, Va
     for name in given:
         if name not in by_name:
             raise _unknown("parameter", name, by_name)
-    return {name: p.value(given[name]) if name in given else p.default for name, p in by_name.items()}
+    arguments: dict[str, Value] = {}
+    for name, parameter in by_name.items():
+        arguments[name] = parameter.value(given[name]) if name in given else parameter.default
+    return arguments
 
 
 def body_arguments(body: bytes, content_type: str, members: Iterable[Parameter]) -> dict[str, Value]:
-    """The value of every member of a JSON body, which may be empty; raises BadRequestError."""
+    """Return the value of every member of a JSON body, which may be empty.
+
+    Raises MediaTypeError if the body is not declared as JSON, and BadRequestError if it is invalid.
+    """
     if not body:
         return members_of({}, members)
     kind = content_type.partition(";")[0].strip().lower()
@@ -173,7 +180,7 @@ def body_arguments(body: bytes, content_type: str, members: Iterable[Parameter])
 
 
 def members_of(value: Any, members: Iterable[Parameter], path: str = "") -> dict[str, Value]:
-    """The value of every member of an object at this path of a body; raises BadRequestError."""
+    """Return the value of every member of an object at this path of a body; raises BadRequestError."""
     if not isinstance(value, dict):
         raise BadRequestError(
             f"{path or 'the body'} is not a JSON object: {_shown(value)}", "write a JSON object: {…}"

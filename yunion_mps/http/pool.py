@@ -40,7 +40,7 @@ class Application(Protocol):
     """Handles requests: the API's router, or the gateway's pages."""
 
     def handle(self, request: Request) -> EventualResponse:
-        """The response, or an awaitable one; never raises."""
+        """Return the response, or an awaitable one; never raises."""
 
 
 class PooledConnection(Protocol):
@@ -103,9 +103,7 @@ class ConnectionPool:
     def _admit(self, connection: PooledConnection) -> bool:
         candidates = self._replaceable_for(connection.client)
         if candidates is not None:
-            replaced = next((connection for connection in candidates if connection.is_replaceable), None)
-            if replaced is None and self.limits.waiting:
-                replaced = next((connection for connection in candidates if connection.was_answered), None)
+            replaced = self._to_replace(candidates)
             if replaced is None:
                 return False
             self._remove(replaced)
@@ -115,16 +113,27 @@ class ConnectionPool:
         connection.begin()
         return True
 
+    def _to_replace(self, candidates: list[PooledConnection]) -> PooledConnection | None:
+        for connection in candidates:
+            if connection.is_replaceable:
+                return connection
+        if self.limits.waiting:
+            for connection in candidates:
+                if connection.was_answered:
+                    return connection
+        return None
+
     def _admit_waiting(self) -> None:
         while self.waiting and self._admit(self.waiting[0]):
             self.waiting.popleft()
 
     def _replaceable_for(self, client: int | str) -> list[PooledConnection] | None:
-        """The connections of which one must be closed to admit the client; None if the pool is not full."""
-        limits, has = self.limits, self.by_client[client]
-        if client != _ROOT and has >= limits.per_user:
+        """Return the connections of which one must be closed to admit the client; None if there is room."""
+        limits = self.limits
+        own = self.by_client[client]
+        if client != _ROOT and own >= limits.per_user:
             return [connection for connection in self.connections if connection.client == client]
-        room = limits.connections - (limits.reserved_for_new_clients if has else 0)
+        room = limits.connections - (limits.reserved_for_new_clients if own else 0)
         not_roots = len(self.connections) - self.by_client[_ROOT]
         if client != _ROOT and not_roots >= room - limits.reserved_for_root:
             return [connection for connection in self.connections if connection.client != _ROOT]

@@ -58,16 +58,16 @@ class Router:
         self._latencies = Histogram(_BOUNDS_S)
 
     def handle(self, request: Request) -> EventualResponse:
-        """The response, or an awaitable one; never raises."""
+        """Return the response, or an awaitable one; never raises."""
         began_s = time.perf_counter()
         route, response = self._dispatch(request)
         if isinstance(response, Response):
             self._count(route, request, response, time.perf_counter() - began_s)
             return response
 
-        def count(done: asyncio.Future[Response]) -> None:
-            if not done.cancelled() and not done.exception():  # otherwise there is no answer
-                self._count(route, request, done.result(), time.perf_counter() - began_s)
+        def count(answered: asyncio.Future[Response]) -> None:
+            if not answered.cancelled() and not answered.exception():  # otherwise there is no answer
+                self._count(route, request, answered.result(), time.perf_counter() - began_s)
 
         pending = asyncio.ensure_future(response)
         pending.add_done_callback(count)
@@ -85,7 +85,8 @@ class Router:
         version = self._handlers.version
         if version != self._cached_for or self._cached_bytes > _CACHED_BYTES:
             self._cached.clear()
-            self._cached_for, self._cached_bytes = version, 0
+            self._cached_for = version
+            self._cached_bytes = 0
         cached = self._cached.get(request.target) if request.method in _READ else None
         if cached:
             return cached[0], self._conditional(request, cached[1])
@@ -102,8 +103,8 @@ class Router:
         operation = match.methods.get(request.method)
         if operation is None:
             allowed = ", ".join(match.methods)
-            what, hint = f"{request.method} is not supported here", f"use {allowed}"
-            return match.route, problem(405, what, hint, (("Allow", allowed),))
+            what = f"{request.method} is not supported here"
+            return match.route, problem(405, what, f"use {allowed}", (("Allow", allowed),))
 
         def work() -> Any:
             return self._call_handler(operation, request, match.arguments, url.query)
@@ -118,7 +119,7 @@ class Router:
         return match.route, self._conditional(request, response)
 
     def _conditional(self, request: Request, response: Response) -> EventualResponse:
-        """The response, or 304 if the caller has it already, possibly after waiting for a change."""
+        """Return the response, or 304 if the caller has it already, possibly after waiting for a change."""
         etag = dict(response.headers).get("ETag")
         if etag is None or not _matches(request.headers.get("if-none-match", ""), etag):
             return response
@@ -130,7 +131,7 @@ class Router:
         return self._await_change(request, etag, wait_s)
 
     async def _await_change(self, request: Request, etag: str, wait_s: float) -> Response:
-        """The response once it differs from the caller's; 304 if it does not within `wait_s`."""
+        """Return the response once it differs from the caller's; 304 if it does not within `wait_s`."""
         unconditional = request._replace(headers={})
 
         def evaluate() -> Response:
@@ -183,20 +184,35 @@ def _match(path: str) -> _Match | None:
         return _Match(path, ROUTES[path], {})
     parts = path.split("/")
     for route, template in _TEMPLATES.items():
-        pairs = list(zip(template, parts)) if len(parts) == len(template) else []
-        named = {name[1:-1]: part for name, part in pairs if name.startswith("{")}
-        if named and all(name == part for name, part in pairs if not name.startswith("{")):
-            methods = ROUTES[route]
-            parameters = next(iter(methods.values())).path_parameters
-            values = {
-                parameter.name: _path_value(parameter.type, named[parameter.name]) for parameter in parameters
-            }
-            return None if None in values.values() else _Match(route, methods, values)
+        texts = _parts_by_name(template, parts)
+        if texts is None:
+            continue
+        methods = ROUTES[route]
+        values: dict[str, Value] = {}
+        for parameter in next(iter(methods.values())).path_parameters:
+            value = _path_value(parameter.type, texts[parameter.name])
+            if value is None:
+                return None
+            values[parameter.name] = value
+        return _Match(route, methods, values)
     return None
 
 
+def _parts_by_name(template: list[str], parts: list[str]) -> dict[str, str] | None:
+    """Return what stands in the path for each `{name}` of the template; None if the path differs from it."""
+    if len(parts) != len(template):
+        return None
+    texts: dict[str, str] = {}
+    for expected, part in zip(template, parts):
+        if expected.startswith("{"):
+            texts[expected[1:-1]] = part
+        elif expected != part:
+            return None
+    return texts
+
+
 def _path_value(kind: str, text: str) -> Value:
-    """The value of a path parameter; None if it is invalid."""
+    """Return the value of a path parameter; None if it is invalid."""
     if kind == "integer":
         return int(text) if re.fullmatch("[0-9]{1,10}", text) else None
     return unquote(text) or None

@@ -178,7 +178,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _process(self) -> None:
         """Handle one turn; the rest waits for the next turn, and nothing is read until then."""
-        had_to_wait, self._turn = self._turn is not None, None
+        had_to_wait = self._turn is not None
+        self._turn = None
         if self._transport is None or self._transport.is_closing() or self._blocked or self._pending:
             return
         if not self._is_admitted:
@@ -246,11 +247,21 @@ class Connection(asyncio.BufferedProtocol):
     def _dispatch(self) -> None:
         assert self._request is not None
         request = self._request
-        method, target = request.method.decode(), request.target.decode("ascii", "replace")
+        method = request.method.decode()
+        target = request.target.decode("ascii", "replace")
         pairs = reversed(list(request.headers))  # of repeated headers the first counts
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
-        peer = (self.uid, self.pid, self.unit)
-        asked = Request(method, target, *peer, self.keep_open, headers, self._body, self.await_event)
+        asked = Request(
+            method=method,
+            target=target,
+            uid=self.uid,
+            pid=self.pid,
+            unit=self.unit,
+            keep_open=self.keep_open,
+            headers=headers,
+            body=self._body,
+            await_event=self.await_event,
+        )
         self._body = b""
         response = self._pool.application.handle(asked)
         if isinstance(response, Response):
@@ -271,11 +282,10 @@ class Connection(asyncio.BufferedProtocol):
         failure = awaited.exception()
         if failure:  # without an answer, the client would wait forever
             log.error("a request could not be answered", exc_info=failure)
-        self._respond(
-            problem(500, "internal error", "see the service's log: journalctl -u 'yunion-mps-*'")
-            if failure
-            else awaited.result()
-        )
+            hint = "see the service's log: journalctl -u 'yunion-mps-*'"
+            self._respond(problem(500, "internal error", hint))
+        else:
+            self._respond(awaited.result())
         if not self._transport.is_closing():
             self._process()
 
@@ -400,4 +410,5 @@ class Server:
         if self._server:
             await self._pause_accepting()
             self._server.close()
-            self._server = self._listener = None
+            self._server = None
+            self._listener = None

@@ -50,10 +50,10 @@ _PRIVATE_PLACES = ("/tmp/", "/var/tmp/")
 
 class Transport(Protocol):
     async def call(self, operation: Operation[T], timeout_s: float | None = None, **arguments: Value) -> T:
-        """The answer, as `DaemonClient.call` returns it; raises YunionError."""
+        """Return the answer, as `DaemonClient.call` does; raises YunionError."""
 
     async def call_if_changed(self, operation: Operation[T], **arguments: Value) -> tuple[T | None, str]:
-        """The answer and its ETag, as `DaemonClient.call_if_changed` returns them; raises YunionError."""
+        """Return the answer and its ETag, as `DaemonClient.call_if_changed` does; raises YunionError."""
 
     async def sleep(self, delay_s: float) -> None: ...
 
@@ -75,11 +75,14 @@ class BlockingTransport:
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that uses a BlockingTransport; returns its result."""
+    """Run a coroutine that uses a BlockingTransport; return its result.
+
+    Raises what the coroutine raises, and AssertionError if it suspends, because it uses another transport.
+    """
     try:
         coroutine.send(None)
-    except StopIteration as done:
-        result: T = done.value
+    except StopIteration as end:
+        result: T = end.value
         return result
     coroutine.close()
     raise AssertionError("the transport has suspended instead of blocking")
@@ -175,11 +178,10 @@ async def take(
     """
     request = {**request, "idempotency_key": os.urandom(16).hex()}
     end_s = time.monotonic() + wait_s
-    unreachable, busy = (
-        Retrier(transport, min(RECONNECT_TIMEOUT_S, wait_s), on_message),
-        Retrier(transport, wait_s, on_message),
-    )
-    is_connected = is_announced = False
+    unreachable = Retrier(transport, min(RECONNECT_TIMEOUT_S, wait_s), on_message)
+    busy = Retrier(transport, wait_s, on_message)
+    is_connected = False
+    is_announced = False
     while True:
         left_s = max(0, round(end_s - time.monotonic()))
         try:
@@ -218,12 +220,15 @@ async def _release_unconfirmed(transport: Transport, request: RequestMembers) ->
 
 
 async def preview(transport: Transport, request: RequestMembers) -> LeaseRecord:
-    """The lease that the request would get now, without taking it; raises as `take` does."""
+    """Return the lease that the request would get now, without taking it; raises as `take` does."""
     return await transport.call(TAKE_LEASE, **request, dry_run=True)
 
 
 async def _wait_reason(transport: Transport, request: RequestMembers) -> str:
-    """Why the request would have to wait, empty if it would not; raises YunionError if waiting is useless."""
+    """Return why the request would have to wait, empty if it would not.
+
+    Raises YunionError if waiting is useless.
+    """
     try:
         await preview(transport, request)
     except InfeasibleError:
@@ -244,13 +249,12 @@ def without_devices(inherited: Mapping[str, str], environment: Mapping[str, str]
     Otherwise a process would have the budget, or use the control daemon, of the devices that its parent was
     started with.
     """
-    dropped = {*BUDGET_VARIABLES, *([JAX_VARIABLE] if MEMORY_VARIABLE in inherited else ())}
-    uses_mps = not environment or _PIPE_DIRECTORY in environment
-    return {
-        name: value
-        for name, value in inherited.items()
-        if name not in dropped and (uses_mps or not name.startswith("CUDA_MPS_"))
-    }
+    dropped = set(BUDGET_VARIABLES)
+    if MEMORY_VARIABLE in inherited:  # otherwise the user has set JAX's variable
+        dropped.add(JAX_VARIABLE)
+    if environment and _PIPE_DIRECTORY not in environment:  # a device that is shared without MPS
+        dropped.update(name for name in inherited if name.startswith("CUDA_MPS_"))
+    return {name: value for name, value in inherited.items() if name not in dropped}
 
 
 def refuse_unreachable(environment: Mapping[str, str]) -> None:
