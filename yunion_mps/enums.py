@@ -22,7 +22,8 @@ SEVERITIES = ("info", "warning", "error")
 #: What ends a lease.
 BINDINGS = ("process", "connection", "name", "container")
 #: Which GPUs are preferred: the fullest, or the emptiest.
-BINPACK, SPREAD = "binpack", "spread"
+BINPACK = "binpack"
+SPREAD = "spread"
 PLACEMENTS = (BINPACK, SPREAD)
 #: Client priorities; their indices are the values of CUDA_MPS_CLIENT_PRIORITY (nvidia-cuda-mps-control(1),
 #: set_default_client_priority). They are hints to the CUDA driver.
@@ -33,11 +34,15 @@ CHANGE_KINDS = (
 )  # fmt: skip
 RELOAD_MODES = ("drain", "now")
 #: What a client is sent after its MPS server has disconnected it: nothing, SIGTERM, or also SIGKILL.
-NO_SIGNAL, SIGNAL_TERM, SIGNAL_KILL = "none", "term", "kill"
+NO_SIGNAL = "none"
+SIGNAL_TERM = "term"
+SIGNAL_KILL = "kill"
 CLIENT_SIGNALS = (NO_SIGNAL, SIGNAL_TERM, SIGNAL_KILL)
 
 #: The ways of sharing a GPU, as NVIDIA's label nvidia.com/gpu.sharing-strategy names them.
-MPS, TIME_SLICING, NOT_SHARED = "mps", "time-slicing", "none"
+MPS = "mps"
+TIME_SLICING = "time-slicing"
+NOT_SHARED = "none"
 SHARING = (MPS, TIME_SLICING, NOT_SHARED)
 #: A GPU is shared by its MIG instances, each of which is shared in one of those ways.
 MIG = "mig"
@@ -52,23 +57,35 @@ WHY_UNENFORCED = {MPS: "older than Volta or of unknown compute capability", TIME
 TIME_SLICES = ("default", "short", "medium", "long")
 
 #: The states of a GPU.
-AVAILABLE, UNAVAILABLE, NOT_USED = "available", "unavailable", "not used"
+AVAILABLE = "available"
+UNAVAILABLE = "unavailable"
+NOT_USED = "not used"
 #: What devices can be reserved for.
-KUBERNETES, SLURM = "kubernetes", "slurm"
+KUBERNETES = "kubernetes"
+SLURM = "slurm"
 RESERVATIONS = (KUBERNETES, SLURM)
-#: The states of a device. A pending one is added or removed once leases of a previous division have ended; a
-#: reserved one can be leased, but only for what it is reserved for.
-FREE, RESERVED, LEASED, NO_MEMORY, PENDING = "free", "reserved", "leased", "no memory", "pending"
+#: The states of a device.
+FREE = "free"
+RESERVED = "reserved"  # it can be leased, but only for what it is reserved for
+LEASED = "leased"
+NO_MEMORY = "no memory"
+PENDING = "pending"  # it is added or removed once leases of a previous division have ended
 DEVICE_STATES = (FREE, RESERVED, LEASED, NO_MEMORY, PENDING, UNAVAILABLE)
 #: The states of a lease. A lease has the first of these states that any of its devices has.
-IN_USE, IDLE, OVER_BUDGET = "in use", "idle", "over budget"
+IN_USE = "in use"
+IDLE = "idle"
+OVER_BUDGET = "over budget"
 LEASE_STATES = (UNAVAILABLE, OVER_BUDGET, PENDING, IN_USE, IDLE)
 #: What the daemon does about a lease that is over its budget.
-REPORT, TERMINATE = "report", "terminate"
+REPORT = "report"
+TERMINATE = "terminate"
 #: What the daemon does about the compute mode of a GPU: it sets one, or leaves it alone.
-SET_EXCLUSIVE, KEEP = "exclusive_process", "keep"
+SET_EXCLUSIVE = "exclusive_process"
+KEEP = "keep"
 #: The levels of a problem that `status` shows, in order.
-NOTICE, PROBLEM, WARNING = "notice", "problem", "warning"
+NOTICE = "notice"
+PROBLEM = "problem"
+WARNING = "warning"
 PROBLEM_LEVELS = (NOTICE, PROBLEM, WARNING, PENDING)
 
 #: What a process may use of each of its GPUs, in MiB, for frameworks; the least if that differs.

@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 from yunion_mps.enums import OPENMETRICS
 from yunion_mps.text import printable
 
-GAUGE, COUNTER, INFO, HISTOGRAM = "gauge", "counter", "info", "histogram"
+GAUGE = "gauge"
+COUNTER = "counter"
+INFO = "info"
+HISTOGRAM = "histogram"
 
 OPENMETRICS_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
 PLAIN_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -27,14 +30,16 @@ _NAME = "prometheus_client"
 _SUFFIXES = {COUNTER: "_total", INFO: "_info"}
 _END = b"# EOF\n"
 
-#: The labels' values, then the arguments of the family's `add_metric` for this kind.
+#: The labels' values, then the value; for a histogram, its buckets and then the sum.
 Sample = tuple[Any, ...]
 
 
 class Family(NamedTuple):
-    """A metric with its samples; `name` includes the suffix of its kind."""
+    """A metric with its samples."""
 
+    #: GAUGE, COUNTER, INFO or HISTOGRAM.
     kind: str
+    #: Includes the suffix of its kind, such as `_total`.
     name: str
     help: str
     labels: tuple[str, ...]
@@ -70,21 +75,25 @@ _library: _Library | None = None
 
 
 def wants_openmetrics(accept: str) -> bool:
-    """Whether an Accept header asks for OpenMetrics, as Prometheus' does and curl's does not."""
+    """Return whether an Accept header asks for OpenMetrics, as Prometheus' does and curl's does not."""
     return OPENMETRICS in accept
 
 
 def exposition_of(families: Iterable[Family], program: str, *, openmetrics: bool) -> bytes:
-    """The families that have samples, and the usual metrics of a process, as `PROGRAM_process_...`."""
+    """Format the families that have samples, and the usual metrics of a process, as `PROGRAM_process_...`.
+
+    Raises ImportError without prometheus_client.
+    """
     library = _load()
-    made = (_family(library, family) for family in families)
+    library_families = (_family(library, family) for family in families)
     process = library.process(namespace=program, registry=None)
-    parts = [
-        _format(library, family, openmetrics=openmetrics)
-        for family in chain(made, process.collect())
-        if family.samples
-    ]
-    return b"".join([*parts, _END] if openmetrics else parts)
+    parts: list[bytes] = []
+    for family in chain(library_families, process.collect()):
+        if family.samples:
+            parts.append(_format(library, family, openmetrics=openmetrics))
+    if openmetrics:
+        parts.append(_END)
+    return b"".join(parts)
 
 
 def _family(library: _Library, metric: Family) -> Any:
@@ -92,13 +101,17 @@ def _family(library: _Library, metric: Family) -> Any:
     name = metric.name[: -len(suffix)] if suffix else metric.name
     family = library.families[metric.kind](name, metric.help, labels=metric.labels)
     seen = set()
-    for labels, *value in metric.samples:
+    for labels, value, *total in metric.samples:
         # Two domains may have the same name for a while, during a replacement.
-        if value[0] is not None and labels not in seen:
-            seen.add(labels)
-            if metric.kind == INFO:  # the only text from elsewhere: driver versions, GPU names
-                value = [{key: printable(text) for key, text in value[0].items()}]
-            family.add_metric(labels, *value)
+        if value is None or labels in seen:
+            continue
+        seen.add(labels)
+        if metric.kind == INFO:  # the only text from elsewhere: driver versions, GPU names
+            value = {key: printable(text) for key, text in value.items()}
+        if metric.kind == HISTOGRAM:
+            family.add_metric(labels, buckets=value, sum_value=total[0])
+        else:
+            family.add_metric(labels, value)
     return family
 
 

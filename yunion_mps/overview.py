@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Iterator, Sequence
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
@@ -42,6 +42,8 @@ REEXEC = "yunion-mps daemon-reexec"
 
 
 class HostAnswers(NamedTuple):
+    """The daemon's answers of about the same time."""
+
     status: Status
     gpus: Sequence[Gpu]
     devices: Sequence[Device]
@@ -51,21 +53,24 @@ class HostAnswers(NamedTuple):
 
 
 class HostOverview(NamedTuple):
-    """The answers, and who has what according to them; the MiB that processes use are by GPU address.
-
-    What they use of a MIG instance counts for its GPU, too, so only GPUs without `parent` can be added up.
-    """
+    """The answers, and who has what according to them."""
 
     answers: HostAnswers
     holdings: list[Holding]
     problems: list[StatusProblem]
+    #: What processes use, in MiB, by GPU address. What they use of a MIG instance counts for its GPU, too, so
+    #: only GPUs without `parent` can be added up.
     memory_by_gpu: dict[str, int]
 
     @classmethod
     def of(cls, answers: HostAnswers) -> HostOverview:
         clients = answers.clients["clients"]
-        held = holdings(answers.devices, answers.leases, clients)
-        return cls(answers, held, problems_of(answers.status), _memory(answers.gpus, clients))
+        return cls(
+            answers=answers,
+            holdings=holdings(answers.devices, answers.leases, clients),
+            problems=problems_of(answers.status),
+            memory_by_gpu=_memory(answers.gpus, clients),
+        )
 
 
 def _memory(gpus: Sequence[Gpu], clients: Sequence[MpsClient]) -> dict[str, int]:
@@ -99,7 +104,8 @@ def page(host: HostOverview) -> dict[str, object]:
 
     A part of a GPU has no fields for unknown values.
     """
-    answers, status = host.answers, host.answers.status
+    answers = host.answers
+    status = answers.status
     free_for = {holding.gpu: holding.free_for for holding in host.holdings if holding.free_for is not None}
     return {
         "state": status["state"],
@@ -109,45 +115,55 @@ def page(host: HostOverview) -> dict[str, object]:
         "devices": status["devices"],
         "leases": len(answers.leases),
         "clients": len(answers.clients["clients"]),
-        "problems": [
-            {"title": problem.title, "text": problem.text, "hint": hint}
-            for problem, hint in with_hints(fold_problems(host.problems))
-        ],
+        "problems": _problems(host),
         "wrong": len(host.problems),
         "errors": answers.clients["errors"],
-        "gpus": [
-            _gpu(gpu, host.memory_by_gpu.get(gpu["addr"], 0), free_for.get(gpu["addr"]))
-            for gpu in answers.gpus
-        ],
+        "gpus": [_gpu(host, gpu, free_for.get(gpu["addr"])) for gpu in answers.gpus],
         "parts": [_part(holding) for holding in host.holdings],
-        "waiting": [
-            {
-                **{field: request[field] for field in ("user", "requested", "since", "reason")},
-                "command": _cut(
-                    in_container(request["name"] or request["container"], request["command"] or "")
-                ),
-            }
-            for request in answers.waiting[:_MAX_WAITING]
-        ],
+        "waiting": [_queued(request) for request in answers.waiting[:_MAX_WAITING]],
         "queued": len(answers.waiting),
     }
 
 
-def _gpu(gpu: Gpu, used_mib: int, free_for: str | None) -> dict[str, object]:
+def _problems(host: HostOverview) -> list[dict[str, str]]:
+    problems: list[dict[str, str]] = []
+    for problem, hint in with_hints(fold_problems(host.problems)):
+        problems.append({"title": problem.title, "text": problem.text, "hint": hint})
+    return problems
+
+
+def _queued(request: QueuedRequest) -> dict[str, object]:
+    command = in_container(request["name"] or request["container"], request["command"] or "")
+    return {
+        "user": request["user"],
+        "requested": request["requested"],
+        "since": request["since"],
+        "reason": request["reason"],
+        "command": _cut(command),
+    }
+
+
+def _gpu(host: HostOverview, gpu: Gpu, free_for: str | None) -> dict[str, object]:
     """Return a GPU; `free_for` is the only user who can lease its free devices, None for everybody."""
-    names = (
-        "addr", "parent", "state", "reason", "memory_mib", "memory_free_mib", "reserved_for",
-        "budget_enforced", "utilization", "temperature_c", "power_w", "power_limit_w",
-    )  # fmt: skip
-    shown: Mapping[str, object] = gpu
-    known_mib = None if is_memory_unknown(gpu) else used_mib
-    computed = {
+    used_mib = None if is_memory_unknown(gpu) else host.memory_by_gpu.get(gpu["addr"], 0)
+    return {
+        "addr": gpu["addr"],
+        "parent": gpu["parent"],
+        "state": gpu["state"],
+        "reason": gpu["reason"],
+        "memory_mib": gpu["memory_mib"],
+        "memory_free_mib": gpu["memory_free_mib"],
+        "reserved_for": gpu["reserved_for"],
+        "budget_enforced": gpu["budget_enforced"],
+        "utilization": gpu["utilization"],
+        "temperature_c": gpu["temperature_c"],
+        "power_w": gpu["power_w"],
+        "power_limit_w": gpu["power_limit_w"],
         "name": short_name(gpu),
         "way": notable_way(gpu),
-        "memory_used_mib": known_mib,
+        "memory_used_mib": used_mib,
         "free_for": free_for,
     }
-    return {**{field: shown[field] for field in names}, **computed}
 
 
 def _part(holding: Holding) -> dict[str, object]:
@@ -202,7 +218,7 @@ def version_mismatch(status: Status) -> str:
 
 
 def problems_of(status: Status) -> list[StatusProblem]:
-    """The problems in the status, and that it is of another version, which only its reader knows."""
+    """Return the problems in the status, and that it is of another version, which only its reader knows."""
     mismatch = version_mismatch(status)
     if not mismatch:
         return status["problems"]
@@ -226,7 +242,9 @@ def fold_problems(problems: Sequence[StatusProblem], limit: int = 3) -> list[Sho
     counts = Counter((problem["level"], problem["code"]) for problem in problems)
     shown: dict[tuple[str, str], list[ShownProblem]] = {}
     for problem in problems:
-        level, code, hint = problem["level"], problem["code"], problem["hint"]
+        level = problem["level"]
+        code = problem["code"]
+        hint = problem["hint"]
         alike = shown.setdefault((level, code), [])
         if len(alike) < limit:
             alike.append(ShownProblem(level, code, problem["text"], hint))
@@ -235,7 +253,7 @@ def fold_problems(problems: Sequence[StatusProblem], limit: int = 3) -> list[Sho
             text = f"and {more} more of the same kind (all: yunion-mps status -o json)"
             hint = hint if hint == alike[-1].hint else hint_of(code)
             alike.append(ShownProblem(level, code, text, hint, more))
-    return [problem for alike in shown.values() for problem in alike]
+    return list(chain.from_iterable(shown.values()))
 
 
 def with_hints(problems: Sequence[ShownProblem]) -> Iterator[tuple[ShownProblem, str]]:

@@ -21,6 +21,8 @@ _CLOSE = 0.7
 
 
 def version_option(program: str) -> Callable[[F], F]:
+    """Return the decorator that adds `--version` to a command."""
+
     def show_version(context: click.Context, _: click.Parameter, value: object) -> None:
         if value and not context.resilient_parsing:
             click.echo(version_line(program))
@@ -39,7 +41,11 @@ def program_command(
     statuses: str,
     *options: Callable[[click.Command], click.Command],
 ) -> click.Command:
-    """Return the command of a program without subcommands, with these options and `--version`."""
+    """Return the command of a program without subcommands, with these options and `--version`.
+
+    about: what `--help` says of the program.
+    statuses: what `--help` says of its exit statuses.
+    """
     command = click.Command(
         name, callback=callback, help=about, epilog=statuses, context_settings=CONTEXT_SETTINGS
     )
@@ -51,7 +57,8 @@ def program_command(
 def run_command(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> object:
     """Return the result of the callback, or 0 after `--help` and `--version`.
 
-    `arguments` are by default those of the process. Raises YunionError, also for wrong usage.
+    arguments: by default those of the process.
+    Raises YunionError, also for wrong usage.
     """
     try:
         result: object = command.main(arguments, prog_name=program, standalone_mode=False)

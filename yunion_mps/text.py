@@ -19,7 +19,11 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    return "".join(_escaped(character) for character in text)
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else repr(character)[1:-1]
 
 
 def command_line(words: Sequence[str]) -> str:

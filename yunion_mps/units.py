@@ -51,11 +51,16 @@ def duration_s(text: str) -> int | None:
 
 def duration_text(whole_s: int) -> str:
     """Format a duration in the largest unit up to days that divides it, as people type it: `1000d`, `90m`."""
-    unit = next(unit for unit in "dhms" if whole_s % _UNITS_S[unit] == 0)
-    return f"{whole_s // _UNITS_S[unit]}{unit}"
+    for unit in ("d", "h", "m"):
+        if whole_s % _UNITS_S[unit] == 0:
+            return f"{whole_s // _UNITS_S[unit]}{unit}"
+    return f"{whole_s}s"
 
 
 def mebibytes(amount: str) -> int | None:
     """Convert `8GiB` or `512MiB` to MiB; None if it is not such an amount."""
     match = re.fullmatch(r"([0-9]{1,9})(MiB|GiB)", amount)
-    return int(match[1]) * (1024 if match[2] == "GiB" else 1) if match else None
+    if not match:
+        return None
+    factor = 1024 if match[2] == "GiB" else 1
+    return int(match[1]) * factor

@@ -45,6 +45,8 @@ from yunion_mps.units import rfc3339
 
 
 class ClientQueries:
+    """The queries of both clients, written once as coroutines; each raises YunionError."""
+
     def __init__(self, transport: Transport, on_message: OnMessage) -> None:
         self._call = transport.call
         self._transport = transport
@@ -64,19 +66,23 @@ class ClientQueries:
         return DeviceDetails.of(answer)
 
     async def gpus(self) -> list[Gpu]:
-        return [Gpu.of(gpu) for gpu in (await self._call(GET_GPUS))["gpus"]]
+        answer = await self._call(GET_GPUS)
+        return [Gpu.of(gpu) for gpu in answer["gpus"]]
 
     async def pools(self) -> list[Pool]:
-        return [Pool.of(pool) for pool in (await self._call(GET_POOLS))["pools"]]
+        answer = await self._call(GET_POOLS)
+        return [Pool.of(pool) for pool in answer["pools"]]
 
     async def status(self) -> Status:
         return Status.of(await self._call(GET_STATUS))
 
     async def leases(self) -> list[LeaseDetails]:
-        return [LeaseDetails.of(lease) for lease in (await self._call(GET_LEASES))["leases"]]
+        answer = await self._call(GET_LEASES)
+        return [LeaseDetails.of(lease) for lease in answer["leases"]]
 
     async def queue(self) -> list[QueuedRequest]:
-        return [QueuedRequest.of(queued) for queued in (await self._call(GET_LEASES))["waiting"]]
+        answer = await self._call(GET_LEASES)
+        return [QueuedRequest.of(queued) for queued in answer["waiting"]]
 
     async def events(
         self, *, since: datetime | timedelta | None = None, kind: str | None = None, follow: bool = False
@@ -86,13 +92,16 @@ class ClientQueries:
         for event in answer["events"]:
             yield Event.of(event)
         if follow:
-            async for some in follow_events(self._transport, answer["last"], kind, self._on_message):
-                for event in some:
+            async for new in follow_events(self._transport, answer["last"], kind, self._on_message):
+                for event in new:
                     yield Event.of(event)
 
 
 def format_since(since: datetime | timedelta | None) -> str | None:
-    """The start time of a query for events, as the API takes it; raises YunionError."""
+    """Return the start time of a query for events, as the API takes it.
+
+    Raises YunionError if it is not a time with a time zone.
+    """
     if since is None:
         return None
     moment = datetime.now(timezone.utc) - since if isinstance(since, timedelta) else since
@@ -104,7 +113,7 @@ def format_since(since: datetime | timedelta | None) -> str | None:
 
 
 def ignore_message(text: str) -> None:
-    """The default of `on_message`."""
+    """Do nothing: the default of `on_message`."""
 
 
 class Client(LeaseMethod[Lease]):
@@ -121,7 +130,7 @@ class Client(LeaseMethod[Lease]):
         self._queries = ClientQueries(self._transport, on_message)
 
     def devices(self, *, unused: bool = False) -> list[Device]:
-        """All devices in PCI order, or those that can be used now and are free."""
+        """Return all devices in PCI order, or those that can be used now and are free."""
         return run_blocking(self._queries.devices(unused=unused))
 
     def watch_devices(self) -> Iterator[list[Device]]:
@@ -132,27 +141,27 @@ class Client(LeaseMethod[Lease]):
         return iterate_blocking(self._queries.watch_devices())
 
     def device(self, name: str) -> DeviceDetails:
-        """One device by id, address or a unique prefix of either; raises NotFoundError."""
+        """Return one device by id, address or a unique prefix of either; raises NotFoundError."""
         return run_blocking(self._queries.device(name))
 
     def gpus(self) -> list[Gpu]:
-        """All GPUs of the host in PCI order; an unusable one has a reason."""
+        """Return all GPUs of the host in PCI order; an unusable one has a reason."""
         return run_blocking(self._queries.gpus())
 
     def pools(self) -> list[Pool]:
-        """The GPUs whose memory is leased in units, in PCI order; an unusable one has a reason."""
+        """Return the GPUs whose memory is leased in units, in PCI order; an unusable one has a reason."""
         return run_blocking(self._queries.pools())
 
     def status(self) -> Status:
-        """The state of the daemon, the control daemons and the devices."""
+        """Return the state of the daemon, the control daemons and the devices."""
         return run_blocking(self._queries.status())
 
     def leases(self) -> list[LeaseDetails]:
-        """All leases of the host."""
+        """Return all leases of the host."""
         return run_blocking(self._queries.leases())
 
     def queue(self) -> list[QueuedRequest]:
-        """The queued requests, in the order in which they are served."""
+        """Return the queued requests, in the order in which they are served."""
         return run_blocking(self._queries.queue())
 
     def events(

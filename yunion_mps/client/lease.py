@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, TypeVar
 
 from yunion_mps.addresses import gpu_of
 from yunion_mps.client.values import LeaseRecord
+from yunion_mps.enums import UNAVAILABLE
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.http.operations import (
     END_LEASE,
@@ -56,10 +57,12 @@ _PARAMETERS["ttl_s"] = _PARAMETERS["ttl_s"]._replace(minimum=1)
 
 
 class LeaseArguments(NamedTuple):
-    """The members of a request except `wait_s`, and the time to live of a named lease."""
+    """What the arguments of `lease` ask for."""
 
+    #: The body of the request, without `wait_s`.
     members: RequestMembers
     wait_s: int
+    #: The time to live of a named lease.
     ttl_s: int | None
 
 
@@ -83,22 +86,24 @@ class LeaseMethod(Generic[TakenT]):
     ) -> TakenT:
         """Lease devices; they are released at the end of a `with` block, or when this process exits.
 
-        `memory` is the size of each device, as in "6GiB", on a GPU whose memory is handed out in units, and
-        `thread_percentage` its part of the SM threads if the GPU's entry has that key. The `count` devices
-        are on one GPU or, with `across`, on one GPU each. `devices` (ids or addresses) and `gpu` (UUID or
-        address) restrict the choice. The `placement` "spread" prefers the GPU with the least memory leased,
-        as a share of its total, "binpack" the one with the most. GPUs that do not enforce budgets
-        (time-sliced, or older than Volta) are used only with `allow_unlimited`. `wait_s` is how long to wait
-        in the queue, `math.inf` for no limit.
-
-        A lease with a `name` is bound to the name instead of this process: it is renewed while this process
-        runs, and expires `ttl_s` (60) seconds after that.
-
-        Raises NothingFreeError if nothing is free within that time, InfeasibleError if the request can never
-        be satisfied, and HostError if this user could not use the devices.
-
         With AsyncClient, await the result, or use it in `async with`. If the task is cancelled while it
         waits, the request leaves the queue and no lease is held.
+
+        memory: the size of each device, as in "6GiB", on a GPU whose memory is handed out in units.
+        thread_percentage: with `memory`, the part of the SM threads, if the GPU's entry has that key.
+        count: the number of devices, which are all on one GPU.
+        across: take each device from a different GPU.
+        devices: exactly these devices (ids or addresses).
+        gpu: only devices of this GPU (UUID or address).
+        placement: "spread" prefers the GPU with the least memory leased, as a share of its total, "binpack"
+            the one with the most.
+        allow_unlimited: also GPUs that do not enforce budgets (time-sliced, or older than Volta).
+        wait_s: how long to wait in the queue; `math.inf` for no limit.
+        name: binds the lease to this name instead of this process: it is renewed while this process runs.
+        ttl_s: how long a lease with a name is kept after that, in seconds (60).
+
+        Raises NothingFreeError if nothing is free within that time, InfeasibleError if the request can never
+        be satisfied, HostError if this user could not use the devices, and YunionError for wrong arguments.
         """
         if ttl_s is not None and name is None:
             raise _invalid("ttl_s: only a lease with a name has a time to live", "add a name, or omit ttl_s")
@@ -108,8 +113,14 @@ class LeaseMethod(Generic[TakenT]):
             raise _invalid(
                 f"devices: {devices!r} is not a list of devices", "write a list, such as ['00:06.0-1']"
             )
-        given = {"count": count, "gpu": gpu, "placement": placement, "name": name, "ttl_s": ttl_s}
-        given["thread_percentage"] = thread_percentage
+        given = {
+            "count": count,
+            "gpu": gpu,
+            "placement": placement,
+            "name": name,
+            "ttl_s": ttl_s,
+            "thread_percentage": thread_percentage,
+        }
         for argument, value in given.items():
             if value is not None:
                 _refuse_out_of_bounds(argument, value)
@@ -150,7 +161,10 @@ def _memory(amount: str) -> int:
 
 
 def whole_seconds(wait_s: float) -> int:
-    """The time to wait in whole seconds, rounded up and at most the API's; raises YunionError."""
+    """Return the time to wait in whole seconds, rounded up and at most the API's.
+
+    Raises YunionError for what is no time.
+    """
     if not isinstance(wait_s, (int, float)) or math.isnan(wait_s):
         raise _invalid(f"wait_s: {wait_s!r} is not a number", "write seconds, or math.inf")
     if wait_s < 0:
@@ -160,6 +174,11 @@ def whole_seconds(wait_s: float) -> int:
 
 def _invalid(message: str, hint: str) -> YunionError:
     return YunionError(message, hint, INVALID_REQUEST)
+
+
+def _unavailable(address: str, reason: str, code: str) -> HostError:
+    hint = hint_of(code, gpu=gpu_of(address))
+    return HostError(f"device {address} is unavailable: {reason}", hint, code)
 
 
 class BaseLease:
@@ -205,7 +224,10 @@ class BaseLease:
             threads.start(lambda: self._renew(ttl_s), threads.ignore_outcome)
 
     def environ(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The environment for a process that uses the devices: `base` (or this process's own) and theirs."""
+        """Return the environment for a process that uses the devices.
+
+        base: the variables to start from; by default, those of this process.
+        """
         return with_devices(os.environ if base is None else base, self.environment)
 
     def __repr__(self) -> str:
@@ -240,17 +262,17 @@ class BaseLease:
 
     async def _check(self) -> None:
         leases = (await self._transport.call(GET_LEASES))["leases"]
-        if all(row["id"] != self.id for row in leases):
+        if self.id not in [lease["id"] for lease in leases]:
             hint = "take a new one; see what ended it: yunion-mps events --kind lease"
             raise NotFoundError(f"the lease of {', '.join(self.devices)} has ended", hint)
         listed = (await self._transport.call(GET_DEVICES, limit=0))["isolated_devices"]
-        reasons = {row["addr"]: (row["reason"], row["reason_code"]) for row in listed}
-        usable = {row["addr"] for row in listed if row["state"] != "unavailable"}
+        by_address = {device["addr"]: device for device in listed}
         for address in self.devices:
-            if address not in usable:
-                reason, code = reasons.get(address, ("its GPU is no longer present", GPU_GONE))
-                hint = hint_of(code, gpu=gpu_of(address))
-                raise HostError(f"device {address} is unavailable: {reason}", hint, code)
+            device = by_address.get(address)
+            if device is None:
+                raise _unavailable(address, "its GPU is no longer present", GPU_GONE)
+            if device["state"] == UNAVAILABLE:
+                raise _unavailable(address, device["reason"], device["reason_code"])
 
     def _renew(self, ttl_s: int) -> None:
         wait_s = ttl_s / _RENEWALS

@@ -53,7 +53,12 @@ def _converter_for(kind: Any) -> Callable[[Any], Any]:
     if not issubclass(get_origin(kind) or kind, AnswerValue):
         return lambda json: json
     converters = [(name, _converter_for(type_)) for name, type_ in members(kind).items()]
-    return lambda json: kind(**{name: _convert(convert, json, name) for name, convert in converters})
+
+    def convert_members(json: Any) -> Any:
+        values = {name: _convert(convert, json, name) for name, convert in converters}
+        return kind(**values)
+
+    return convert_members
 
 
 def _convert(convert: Callable[[Any], Any], answer: Mapping[str, Any], member: str) -> Any:

@@ -25,7 +25,7 @@ from yunion_mps.enums import (
     SEVERITIES,
     UNAVAILABLE,
 )
-from yunion_mps.exposition import COUNTER, GAUGE, HISTOGRAM, INFO, Sample
+from yunion_mps.exposition import COUNTER, GAUGE, HISTOGRAM, INFO, Family, Sample
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
@@ -45,13 +45,25 @@ _GPU = ("gpu", "gpu_uuid")
 
 
 class Metric(NamedTuple):
-    """A metric; `name` includes the suffix of its kind, and an info's value adds its own labels."""
+    """The declaration of a metric."""
 
+    #: GAUGE, COUNTER, INFO or HISTOGRAM.
     kind: str
+    #: Includes the suffix of its kind, such as `_total`.
     name: str
     help: str
+    #: The value of an info adds labels of its own.
     labels: tuple[str, ...]
     samples: Callable[[Facts], Iterable[Sample]]
+
+    def family(self, facts: Facts) -> Family:
+        return Family(
+            kind=self.kind,
+            name=self.name,
+            help=self.help,
+            labels=self.labels,
+            samples=self.samples(facts),
+        )
 
 
 def _host(name: str, help_: str, value: Callable[[Facts], Any], kind: str = GAUGE) -> Metric:
@@ -60,7 +72,8 @@ def _host(name: str, help_: str, value: Callable[[Facts], Any], kind: str = GAUG
 
 def _gpu(name: str, help_: str, value: Callable[[Facts, Gpu], Any], kind: str = GAUGE) -> Metric:
     def samples(facts: Facts) -> Iterator[Sample]:
-        return ((_of_gpu(gpu), value(facts, gpu)) for gpu in facts.gpus)
+        for gpu in facts.gpus:
+            yield _of_gpu(gpu), value(facts, gpu)
 
     return Metric(kind, name, help_, _GPU, samples)
 
@@ -92,7 +105,8 @@ def _device(name: str, help_: str, value: Callable[[Facts, Device], Any], kind: 
 
 def _domain(name: str, help_: str, value: Callable[[Facts, DomainStatus], Any], kind: str = GAUGE) -> Metric:
     def samples(facts: Facts) -> Iterator[Sample]:
-        return (((domain.plan.name,), value(facts, domain)) for domain in facts.domains)
+        for domain in facts.domains:
+            yield (domain.plan.name,), value(facts, domain)
 
     return Metric(kind, name, help_, ("domain",), samples)
 
@@ -119,6 +133,48 @@ def _events(facts: Facts) -> Iterator[Sample]:
         yield (kind, severity), facts.events.get((kind, severity), 0)
 
 
+def _problems(facts: Facts) -> Iterator[Sample]:
+    counts = Counter((problem["level"], problem["code"]) for problem in facts.status["problems"])
+    yield from counts.items()
+
+
+def _leases(facts: Facts) -> Iterator[Sample]:
+    for binding in BINDINGS:
+        yield (binding,), facts.queue.leases.get(binding, 0)
+
+
+def _requests(facts: Facts) -> Iterator[Sample]:
+    for (route, method, status), number in facts.requests.answers.items():
+        yield (route, method, str(status)), number
+
+
+def _reasons_of_gpus(state: str) -> Callable[[Facts], Iterator[Sample]]:
+    """Return what makes a sample for each GPU in this state, with the reason code."""
+
+    def samples(facts: Facts) -> Iterator[Sample]:
+        for gpu in facts.gpus:
+            if gpu["state"] == state:
+                yield (*_of_gpu(gpu), gpu["reason_code"]), 1
+
+    return samples
+
+
+def _gpu_states(facts: Facts) -> Iterator[Sample]:
+    for gpu in facts.gpus:
+        yield (*_of_gpu(gpu), gpu["state"])
+
+
+def _domain_states(facts: Facts) -> Iterator[Sample]:
+    for domain in facts.domains:
+        yield domain.plan.name, domain.state
+
+
+def _is_enforced(gpu: Gpu) -> int | None:
+    if gpu["state"] == NOT_USED or gpu["sharing"] == MIG or gpu["compute_capability"] is None:
+        return None
+    return int(gpu["budget_enforced"])
+
+
 def _load(facts: Facts, gpu: Gpu) -> GpuLoad:
     return facts.latest.load.gpus.get(gpu["uuid"] or "", GpuLoad())
 
@@ -138,8 +194,8 @@ def _domain_use(facts: Facts, domain: DomainStatus) -> DomainUsage | None:
 
 
 def _budget(facts: Facts, device: Device) -> tuple[int | None, float]:
-    now = device["memory_mib"], device["thread_percentage"]
-    return facts.leased_budgets.get(device["addr"], now)
+    unleased = device["memory_mib"], device["thread_percentage"]
+    return facts.leased_budgets.get(device["addr"], unleased)
 
 
 def _bytes(mib: int | None) -> int | None:
@@ -169,10 +225,8 @@ CATALOGUE = (
            "State of the service as in yunion-mps status: 1 for the current state, 0 for all others.",
            HOST_STATES, lambda facts: [(facts.status["state"],)]),
     Metric(GAUGE, "yunion_mps_problems", "Number of problems in yunion-mps status, by level and reason code.",
-           ("level", "reason"), lambda facts: Counter(
-               (problem["level"], problem["code"]) for problem in facts.status["problems"]).items()),
-    Metric(GAUGE, "yunion_mps_leases", "Number of leases, by binding.", ("binding",),
-           lambda facts: (((binding,), facts.queue.leases.get(binding, 0)) for binding in BINDINGS)),
+           ("level", "reason"), _problems),
+    Metric(GAUGE, "yunion_mps_leases", "Number of leases, by binding.", ("binding",), _leases),
     _host("yunion_mps_queued_requests", "Number of queued requests for devices.",
           lambda facts: facts.queue.waiting),
     _host("yunion_mps_queue_longest_wait_seconds",
@@ -183,8 +237,7 @@ CATALOGUE = (
            ("kind", "severity"), _events),
     Metric(COUNTER, "yunion_mps_http_requests_total",
            "Total number of API requests, by route, method and status code.", ("route", "method", "code"),
-           lambda facts: (((route, method, str(status)), number)
-                          for (route, method, status), number in facts.requests.answers.items())),
+           _requests),
     Metric(HISTOGRAM, "yunion_mps_http_request_duration_seconds",
            "Time taken to answer API requests, including the time that callers chose to wait.",
            ("route",), lambda facts: facts.requests.latencies),
@@ -201,19 +254,16 @@ CATALOGUE = (
                          "parent": gpu["parent"] or "", "mig_profile": gpu["mig_profile"] or ""}, INFO),
     _state("yunion_mps_gpu_state",
            "State of the GPU as in yunion-mps gpus: 1 for the current state, 0 for all others.",
-           (AVAILABLE, PENDING, UNAVAILABLE, NOT_USED),
-           lambda facts: ((*_of_gpu(gpu), gpu["state"]) for gpu in facts.gpus), _GPU),
+           (AVAILABLE, PENDING, UNAVAILABLE, NOT_USED), _gpu_states, _GPU),
     _gpu("yunion_mps_gpu_usable",
          "Whether the GPU itself can be used (1) or not (0), regardless of the state of its control daemon.",
          lambda facts, gpu: None if gpu["state"] == NOT_USED else int(gpu["addr"] not in facts.unusable)),
     Metric(GAUGE, "yunion_mps_gpu_unavailable",
            "1 for each GPU that is unavailable, with the reason code.",
-           (*_GPU, "reason"), lambda facts: (((*_of_gpu(gpu), gpu["reason_code"]), 1) for gpu in facts.gpus
-                                           if gpu["state"] == UNAVAILABLE)),
+           (*_GPU, "reason"), _reasons_of_gpus(UNAVAILABLE)),
     Metric(GAUGE, "yunion_mps_gpu_pending",
            "1 for each GPU with a pending change, with the reason code; its remaining devices can be leased.",
-           (*_GPU, "reason"), lambda facts: (((*_of_gpu(gpu), gpu["reason_code"]), 1) for gpu in facts.gpus
-                                           if gpu["state"] == PENDING)),
+           (*_GPU, "reason"), _reasons_of_gpus(PENDING)),
     _gpu("yunion_mps_gpu_utilization_ratio",
          "Fraction of the time in which a kernel ran on the GPU, over the driver's last sample period.",
          lambda facts, gpu: _ratio(_load(facts, gpu).utilization)),
@@ -243,9 +293,7 @@ CATALOGUE = (
     _gpu("yunion_mps_gpu_budget_enforced",
          "Whether budgets of the GPU's devices are enforced (1) or not (0, before Volta, or time-sliced); "
          "missing in MIG mode, where its instances have the devices.",
-         lambda _, gpu: None if gpu["state"] == NOT_USED or gpu["sharing"] == MIG
-         or gpu["compute_capability"] is None
-         else int(gpu["budget_enforced"])),
+         lambda _, gpu: _is_enforced(gpu)),
     _gpu("yunion_mps_gpu_clients", "Number of processes that use the GPU, not counting those outside MPS.",
          lambda facts, gpu: (use := _gpu_use(facts, gpu)) and use.clients),
     _gpu("yunion_mps_gpu_processes_outside_mps",
@@ -287,7 +335,7 @@ CATALOGUE = (
 
     _state("yunion_mps_domain_state",
            "State of the domain: 1 for the current state, 0 for all others.", LEGAL_CHANGES,
-           lambda facts: ((domain.plan.name, domain.state) for domain in facts.domains), ("domain",)),
+           _domain_states, ("domain",)),
     _domain("yunion_mps_domain_state_timestamp_seconds",
             "Unix time at which the domain entered its state.", _state_since_s),
     _domain("yunion_mps_domain_start_time_seconds",

@@ -12,7 +12,7 @@ import os
 from collections.abc import Awaitable, Callable
 
 from yunion_mps.errors import HostError
-from yunion_mps.exposition import OPENMETRICS_TYPE, PLAIN_TYPE, Family, exposition_of, wants_openmetrics
+from yunion_mps.exposition import OPENMETRICS_TYPE, PLAIN_TYPE, exposition_of, wants_openmetrics
 from yunion_mps.host.files import write_atomically
 from yunion_mps.host.log import Failures
 from yunion_mps.host.threads import on_thread
@@ -122,5 +122,6 @@ def write(file: str, text: bytes) -> None:
 
 
 def text_of(facts: Facts, *, openmetrics: bool) -> bytes:
-    families = (Family(*metric[:-1], metric.samples(facts)) for metric in CATALOGUE)
+    """Format all metrics; raises ImportError without prometheus_client."""
+    families = (metric.family(facts) for metric in CATALOGUE)
     return exposition_of(families, "yunion_mps", openmetrics=openmetrics)
