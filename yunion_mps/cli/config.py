@@ -14,12 +14,12 @@ from yunion_mps.errors import ConfigError
 from yunion_mps.mig import DISABLED
 from yunion_mps.overview import way_of
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import RECORD_HIDDEN, hint_of
+from yunion_mps.reasons import NO_REASON, RECORD_HIDDEN, hint_of
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
-    from yunion_mps.models import Gpu, Plan
-    from yunion_mps.settings import Config, DeviceEntry, Source
+    from yunion_mps.models import DomainPlan, Gpu, MissingGpu, Plan
+    from yunion_mps.settings import Config, DeviceEntry, SliceEntry, Source
     from yunion_mps.supervisor.preflight import Preflight
 
 _FIELDS = ("key", "value", "from")
@@ -171,11 +171,9 @@ def show_config(output: str) -> None:
     config, problems = load(Paths.from_environment())
     if problems:
         raise ConfigError(problems)
-    entries = [
-        ("devices", f"{entry.path}: {_entry_text(entry)}", _source_text(entry.path_at))
-        for entry in config.devices
-    ]
-    rows = [*_setting_rows(config), *entries]
+    rows = _setting_rows(config)
+    for entry in config.devices:
+        rows.append(("devices", f"{entry.path}: {_entry_text(entry)}", _source_text(entry.path_at)))
     show(config_json(config), output, _FIELDS, rows, lambda: _config_text(config))
 
 
@@ -198,14 +196,7 @@ def _setting(value: object, source: Source) -> SettingRecord:
 def _entry_json(entry: DeviceEntry) -> EntryRecord:
     shown: _Division = {}
     if entry.slices:
-        shown["slices"] = [
-            {
-                "memory_mib": item.memory_mib,
-                "thread_percentage": item.thread_percentage,
-                "priority": item.priority,
-            }
-            for item in entry.slices
-        ]
+        shown["slices"] = [_slice_json(part) for part in entry.slices]
     elif entry.memory_unit_mib:
         shown["memory_unit"] = entry.memory_unit_mib
         shown["memory_reserve"] = entry.memory_reserve_mib
@@ -230,6 +221,14 @@ def _entry_json(entry: DeviceEntry) -> EntryRecord:
         "type": ENTRY_TYPES[entry.sharing],
         **shown,
         "from": _source_text(entry.path_at),
+    }
+
+
+def _slice_json(part: SliceEntry) -> SliceRecord:
+    return {
+        "memory_mib": part.memory_mib,
+        "thread_percentage": part.thread_percentage,
+        "priority": part.priority,
     }
 
 
@@ -263,7 +262,7 @@ def _entry_text(entry: DeviceEntry) -> str:
         each = f", {count(number, 'equal device')} each" if number else ""
         return f"MIG: {' + '.join(entry.mig)}{each}{sliced}{details}"
     if entry.slices:
-        return ", ".join(f"{item.memory_mib} MiB" for item in entry.slices) + details
+        return ", ".join(f"{part.memory_mib} MiB" for part in entry.slices) + details
     if entry.memory_unit_mib:
         each = f", {entry.thread_percentage} % of the threads each" if entry.thread_percentage else ""
         return f"units of {entry.memory_unit_mib} MiB{each}{details}"
@@ -297,48 +296,53 @@ def check_config(output: str) -> None:
 
 
 def plan_json(preflight: Preflight) -> PlanRecord:
+    """Return the plan as `config check --output json` prints it."""
     plan = preflight.plan
     return {
         "notice": _notice(preflight),
         "users": _users(preflight),
         "warnings": list(plan.warnings),
-        "missing": [
-            {
-                "path": entry.path,
-                "place": entry.place,
-                "reason": entry.reason,
-                "reason_code": entry.reason.code,
-            }
-            for entry in plan.missing
-        ],
+        "missing": [_missing_record(entry) for entry in plan.missing],
         "driver": preflight.inventory.driver.version or None,
         "host_id": plan.host_id,
         "gpus": gpu_records(preflight),
-        "domains": [
-            {
-                "name": domain.name,
-                "pipe_directory": domain.pipe_directory,
-                "gpus": list(domain.gpu_uuids),
-                "memory_limits_mib": list(domain.memory_limits_mib),
-                "thread_percentage": domain.thread_percentage,
-                "multiuser": domain.multiuser,
-            }
-            for domain in plan.domains
-        ],
+        "domains": [_domain_record(domain) for domain in plan.domains],
         "configuration": config_json(preflight.configured),
+    }
+
+
+def _missing_record(entry: MissingGpu) -> MissingRecord:
+    return {
+        "path": entry.path,
+        "place": entry.place,
+        "reason": entry.reason,
+        "reason_code": entry.reason.code,
+    }
+
+
+def _domain_record(domain: DomainPlan) -> DomainRecord:
+    return {
+        "name": domain.name,
+        "pipe_directory": domain.pipe_directory,
+        "gpus": list(domain.gpu_uuids),
+        "memory_limits_mib": list(domain.memory_limits_mib),
+        "thread_percentage": domain.thread_percentage,
+        "multiuser": domain.multiuser,
     }
 
 
 def _notice(preflight: Preflight) -> str:
     config = preflight.config
-    why = f"MPS is disabled: enable_cuda_mps is false{config.also_disabled}"
-    notices = [] if config.enable_cuda_mps else [why]
+    notices: list[str] = []
+    if not config.enable_cuda_mps:
+        notices.append(f"MPS is disabled: enable_cuda_mps is false{config.also_disabled}")
     if preflight.driver_error:
         notices.append(f"the NVIDIA driver does not work now: {preflight.driver_error.message}")
     return "; ".join([*notices, *preflight.warnings])
 
 
 def gpu_records(preflight: Preflight) -> list[GpuRecord]:
+    """Return what the plan makes of each GPU of the host."""
     after = preflight.plan_with_layouts()
     return [_gpu_record(gpu, preflight.plan, after) for gpu in preflight.inventory.gpus]
 
@@ -349,19 +353,21 @@ def _gpu_record(gpu: Gpu, plan: Plan, after: Plan) -> GpuRecord:
     from yunion_mps.planning.mig import describe_layout
 
     devices = [device for device in after.devices if is_part(device.addr, gpu.address)]
-    domain = next((d.name for d in plan.domains if gpu.uuid in d.gpu_uuids), None)
     sharing = plan.sharing.get(gpu.pci_address)
     if any(layout.enabled and layout.gpu_uuid == gpu.uuid for layout in plan.layouts):
         sharing = MIG
-    budgets = {(device.memory_limit_mib, device.thread_percentage) for device in devices}
-    memory_mib, percentage = budgets.pop() if len(budgets) == 1 else (None, None)
+    memory_mib: int | None = None
+    percentage: float | None = None
+    if len({(device.memory_limit_mib, device.thread_percentage) for device in devices}) == 1:
+        memory_mib = devices[0].memory_limit_mib
+        percentage = devices[0].thread_percentage
     mode = plan.compute_modes.get(gpu.uuid or "")
     changes = mode and mode != gpu.compute_mode
-    is_enforced = (
-        enforces_budgets(gpu)
-        and sharing != TIME_SLICING
-        and all(device.budget_enforced for device in devices)
-    )
+    is_enforced = enforces_budgets(gpu) and sharing != TIME_SLICING
+    is_enforced = is_enforced and all(device.budget_enforced for device in devices)
+    reason: str = gpu.reason or plan.unavailable.get(gpu.pci_address, NO_REASON)
+    if not (reason or sharing or devices):
+        reason = _why_not_divided(plan)
     return {
         "addr": gpu.address,
         "uuid": gpu.uuid,
@@ -371,15 +377,20 @@ def _gpu_record(gpu: Gpu, plan: Plan, after: Plan) -> GpuRecord:
         "memory_limit_mib": memory_mib,
         "thread_percentage": percentage,
         "compute_mode": f"{gpu.compute_mode or 'unknown'} -> {mode}" if changes else gpu.compute_mode,
-        "domain": domain,
+        "domain": _domain_of(gpu, plan),
         "budget_enforced": is_enforced,
         "why_unenforced": why_unenforced(gpu, sharing or "") if not is_enforced else "",
         "sharing": sharing,
         "time_slice": plan.time_slices.get(gpu.uuid or ""),
-        "reason": gpu.reason
-        or plan.unavailable.get(gpu.pci_address, "")
-        or ("" if sharing or devices else _why_not_divided(plan)),
+        "reason": reason,
     }
+
+
+def _domain_of(gpu: Gpu, plan: Plan) -> str | None:
+    for domain in plan.domains:
+        if gpu.uuid in domain.gpu_uuids:
+            return domain.name
+    return None
 
 
 def _why_not_divided(plan: Plan) -> str:
@@ -394,7 +405,7 @@ def _plan_text(preflight: Preflight) -> str:
     if not hidden:
         text = "The configuration is valid:\n"
     text += _config_text(preflight.configured)
-    notice, gpus = _notice(preflight), gpu_records(preflight)
+    notice = _notice(preflight)
     if notice:
         text += f"{notice}.\n"
     for warning in preflight.plan.warnings:
@@ -403,12 +414,12 @@ def _plan_text(preflight: Preflight) -> str:
         what = f"Path {entry.path}" if entry in hidden else f"No GPU now for path {entry.path}"
         text += f"{what} ({entry.place}): {entry.reason}.\n"
         text += f"  {hint_of(entry.reason.code)}\n"
-    if not gpus:
+    gpus = gpu_records(preflight)
+    if not gpus or (hidden and not preflight.plan.sharing):
         return text
-    is_plain = all(gpu["sharing"] in (MPS, None) for gpu in gpus)
-    columns = [column for column in _GPU_COLUMNS if column is not _SHARING or not is_plain]
-    if hidden and not preflight.plan.sharing:
-        return text
+    columns = list(_GPU_COLUMNS)
+    if all(gpu["sharing"] in (MPS, None) for gpu in gpus):
+        columns.remove(_SHARING)
     text += "The daemon would divide the GPUs as follows:\n" + table(columns, gpus)
     text += notes((gpu["addr"], _note(gpu)) for gpu in gpus)
     for domain in preflight.plan.domains:

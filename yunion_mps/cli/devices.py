@@ -131,13 +131,14 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
     if gpu is not None:
         from yunion_mps.leases.request import index_of_gpu  # not needed by a plain list
 
-        chosen = gpus[index_of_gpu(gpu, [(record["addr"], record["uuid"] or "") for record in gpus])]["addr"]
+        names = [(record["addr"], record["uuid"] or "") for record in gpus]
+        chosen = gpus[index_of_gpu(gpu, names)]["addr"]
         gpus = [record for record in gpus if is_part(record["addr"], chosen)]
-    devices = [
-        record
-        for record in listed_devices()
-        if (not free or is_free(record)) and (gpu is None or is_part(record["addr"], chosen))
-    ]
+    devices = listed_devices()
+    if gpu is not None:
+        devices = [record for record in devices if is_part(record["addr"], chosen)]
+    if free:
+        devices = [record for record in devices if is_free(record)]
     answer = {"isolated_devices": devices, "total": len(devices), "limit": 0, "offset": 0}
     units = pools(gpus)
     none = "No devices match." if gpu or free else "No devices."
@@ -149,7 +150,7 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
 
 
 def is_free(record: Device) -> bool:
-    """Whether the user of this command can lease the device now."""
+    """Return whether the user of this command can lease the device now."""
     user = user_name(os.geteuid())
     is_for_user = record["free_for"] in (None, user) and user not in record["not_free_for"]
     return record["state"] == FREE and is_for_user
@@ -168,7 +169,7 @@ def describe_state(record: Device) -> str:
 
 def _devices_text(devices: list[Device], none: str, *, wide: bool) -> str:
     """Format a table, followed by what is wrong with devices, once for each GPU."""
-    gpu_notes = dict.fromkeys((gpu_of(record["addr"]), _note(record)) for record in devices)
+    gpu_notes = {(gpu_of(record["addr"]), _note(record)): None for record in devices}  # a set with an order
     return table(_DEVICES, devices, none=none, wide=wide) + notes(gpu_notes)
 
 
@@ -192,8 +193,10 @@ def _name(gpu: Gpu) -> str | None:
 
 def _power(gpu: Gpu) -> str | None:
     """Format `188 / 700`: power draw and limit."""
-    texts = [f"{watts:.0f}" for watts in (gpu["power_w"], gpu["power_limit_w"]) if watts is not None]
-    return " / ".join(texts) if gpu["power_w"] is not None else None
+    if gpu["power_w"] is None:
+        return None
+    drawn = f"{gpu['power_w']:.0f}"
+    return drawn if gpu["power_limit_w"] is None else f"{drawn} / {gpu['power_limit_w']:.0f}"
 
 
 def _numa(node: int | None) -> int | None:
@@ -255,7 +258,10 @@ def _cloudpods_row(device: Mapping[str, object]) -> list[object]:
 
 
 def footer(answer: DeviceList) -> str:
-    total, limit, offset = answer["total"], answer["limit"], answer["offset"]
+    """Return the line that Cloudpods prints below a list."""
+    total = answer["total"]
+    limit = answer["limit"]
+    offset = answer["offset"]
     size = limit or max(total, 1)
     pages = -(-total // size)
     return (
@@ -286,7 +292,7 @@ def _device_text(answer: DeviceDetails) -> str:
     why = WHY_UNENFORCED.get(answer["sharing"])
     unenforced = "" if answer["budget_enforced"] else f" (not enforced: the GPU is {why})"
     link = answer["pcie_info"]
-    lines = {
+    lines: dict[str, object] = {
         "Address": answer["addr"],
         "State": describe_state(answer) + (f": {answer['reason']}" if answer["reason"] else ""),
         "Holder": answer["holder"],
@@ -298,10 +304,13 @@ def _device_text(answer: DeviceDetails) -> str:
         "PCI IDs": answer["vendor_device_id"],
         "PCIe": link and f"{_link(link)}, {link['transfer_rate_per_lane']} per lane, {link['throughput']}",
         "NUMA node": _numa(answer["numa_node"]),
-        **({"Domain": answer["domain"]} if answer["domain"] else {"Sharing": answer["sharing"]}),
-        "Device ID": answer["id"],
-        "Host ID": answer["host_id"],
     }
+    if answer["domain"]:
+        lines["Domain"] = answer["domain"]
+    else:
+        lines["Sharing"] = answer["sharing"]
+    lines["Device ID"] = answer["id"]
+    lines["Host ID"] = answer["host_id"]
     return format_fields(lines) + environment_text(answer["client_environment"])
 
 
@@ -315,14 +324,20 @@ def _memory_of_all(device: Device) -> str:
 def format_fields(lines: Mapping[str, object]) -> str:
     """Format `Name:  value` lines with aligned values; unknown values are dashes."""
     indent = max(map(len, lines)) + 3
-    return "".join(
-        wrapped(f"{name + ':':{indent}}{cell(value) or '-'}", indent) for name, value in lines.items()
-    )
+    text = ""
+    for name, value in lines.items():
+        text += wrapped(f"{name + ':':{indent}}{cell(value) or '-'}", indent)
+    return text
 
 
 def environment_text(environment: Mapping[str, str]) -> str:
-    lines = (f"  {name}={cell(value)}\n" for name, value in environment.items())
-    return "Environment variables for processes on this device:\n" + "".join(lines) if environment else ""
+    """Format the variables below a heading; "" if there are none."""
+    if not environment:
+        return ""
+    text = "Environment variables for processes on this device:\n"
+    for name, value in environment.items():
+        text += f"  {name}={cell(value)}\n"
+    return text
 
 
 @click.command("gpus", short_help="List the GPUs.")
@@ -349,11 +364,11 @@ def _gpus_text(gpus: list[Gpu], *, wide: bool) -> str:
 
 def pools(gpus: Iterable[Gpu]) -> str:
     """Format the free memory of GPUs that are leased in units."""
-    return "".join(
-        hint_text(_pool(gpu), f"{gpu['addr']}: ")
-        for gpu in gpus
-        if gpu["memory_free_mib"] is not None and not gpu["reason"]
-    )
+    text = ""
+    for gpu in gpus:
+        if gpu["memory_free_mib"] is not None and not gpu["reason"]:
+            text += hint_text(_pool(gpu), f"{gpu['addr']}: ")
+    return text
 
 
 def _pool(gpu: Gpu) -> str:

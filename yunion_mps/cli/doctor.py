@@ -73,10 +73,9 @@ def doctor(
 
 def _summary(report: Report) -> str:
     """Return for example `Found 2 problems and 1 warning (2 skipped, 19 ok)`."""
-    bad = [count(report.counts[level], level) for level in ("problem", "warning") if report.counts[level]]
-    others = [
-        f"{report.counts[level]} {level}" for level in ("unknown", "skipped", "ok") if report.counts[level]
-    ]
+    counts = report.counts
+    bad = [count(counts[level], level) for level in ("problem", "warning") if counts[level]]
+    others = [f"{counts[level]} {level}" for level in ("unknown", "skipped", "ok") if counts[level]]
     summary = f"Found {' and '.join(bad)}" if bad else "No problems found"
     if report.state == "unknown":
         summary = "The state of this host is unknown"
@@ -104,7 +103,6 @@ def _report_text(report: Report, *, nagios: bool) -> str:
             text += wrapped(f"{begin} {finding.what}", _REPORT_INDENT)
             text += hint_text(finding.hint, f"{'':<8} Hint: ", _REPORT_INDENT)
         left = len(findings) - _MAX_ALIKE
-        text += (
-            wrapped(f"{begin} {left} more like this (list all: -o csv)", _REPORT_INDENT) if left > 0 else ""
-        )
+        if left > 0:
+            text += wrapped(f"{begin} {left} more like this (list all: -o csv)", _REPORT_INDENT)
     return text

@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 _PODMAN_WITH_CDI = [4, 1]
 ENGINE_TIMEOUT_S = 30
 #: The shortest and the longest interval between polls for the container, whose image may have to be pulled.
-_POLL_S, _MAX_POLL_S = 0.1, 2.0
+_POLL_S = 0.1
+_MAX_POLL_S = 2.0
 
 
 def run_container(
@@ -82,7 +84,8 @@ def _supports_cdi(engine: str, program: str) -> bool:
     """Whether the engine itself resolves the names of CDI devices."""
     if engine == "podman":
         version = output_of([program, "version", "--format", "{{.Client.Version}}"], ENGINE_TIMEOUT_S)
-        return [int(part) for part in version.split(".")[:2] if part.isdigit()] >= _PODMAN_WITH_CDI
+        numbers = [int(part) for part in version.split(".")[:2] if part.isdigit()]
+        return numbers >= _PODMAN_WITH_CDI
     # Docker 25 and 26 only if the feature is enabled; earlier versions do not have the field.
     directories = output_of([program, "info", "--format", "{{json .CDISpecDirs}}"], ENGINE_TIMEOUT_S)
     return directories.startswith('["')
@@ -96,13 +99,15 @@ def _options_without_cdi(lease: LeaseRecord) -> list[str]:
     shares = [(share["gpu"], share["memory_mib"], share["thread_percentage"]) for share in lease["budgets"]]
     is_shared = lease["sharing"] != NOT_SHARED
     environment = lease_variables(lease["environment"], shares, is_shared=is_shared)
-    words += [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
-    leased = [gpu for gpu in call(GET_GPUS)["gpus"] if gpu["addr"] in lease["gpus"]]
-    gpus = [Gpu(gpu["pci_address"], gpu["uuid"], minor=gpu["device_minor"]) for gpu in leased]
-    for missing in missing_nodes(paths, gpus).values():
-        raise HostError(*missing)
-    nodes = [*driver_nodes(paths), *(node for of_gpu in gpu_nodes(paths, gpus).values() for node in of_gpu)]
-    for node in nodes:
+    for name, value in environment.items():
+        words += ["--env", f"{name}={value}"]
+    gpus: list[Gpu] = []
+    for gpu in call(GET_GPUS)["gpus"]:
+        if gpu["addr"] in lease["gpus"]:
+            gpus.append(Gpu(gpu["pci_address"], gpu["uuid"], minor=gpu["device_minor"]))
+    for what, hint in missing_nodes(paths, gpus).values():
+        raise HostError(what, hint)
+    for node in chain(driver_nodes(paths), *gpu_nodes(paths, gpus).values()):
         words += ["--device", f"{node.host_path}:{node.path}"]
     return words
 

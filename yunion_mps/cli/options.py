@@ -132,22 +132,27 @@ def _leases() -> Iterator[str]:
 
 
 def _devices() -> Iterator[str]:
-    return (device["addr"] for device in call(GET_DEVICES, _COMPLETION_S, limit=0)["isolated_devices"])
+    for device in call(GET_DEVICES, _COMPLETION_S, limit=0)["isolated_devices"]:
+        yield device["addr"]
 
 
 def _gpus() -> Iterator[str]:
     """Yield the GPUs and MIG instances that can have devices."""
-    gpus = call(GET_GPUS, _COMPLETION_S)["gpus"]
-    return (gpu["addr"] for gpu in gpus if gpu["state"] != NOT_USED)
+    for gpu in call(GET_GPUS, _COMPLETION_S)["gpus"]:
+        if gpu["state"] != NOT_USED:
+            yield gpu["addr"]
 
 
 def _pids() -> Iterator[str]:
     clients = call(GET_CLIENTS, _COMPLETION_S, seen=True)
-    return (str(client["pid"]) for client in (*clients["clients"], *clients["waiting"]))
+    for process in (*clients["clients"], *clients["waiting"]):
+        yield str(process["pid"])
 
 
-complete_device, complete_gpu = _completing(_devices), _completing(_gpus)
-complete_lease, complete_pid = _completing(_leases), _completing(_pids)
+complete_device = _completing(_devices)
+complete_gpu = _completing(_gpus)
+complete_lease = _completing(_leases)
+complete_pid = _completing(_pids)
 #: The leases, devices and processes that can be terminated.
 complete_target = _completing(lambda: (*_pids(), *_leases(), *_devices()))
 
@@ -178,10 +183,10 @@ def refuse_unattended(yes: bool) -> None:
         raise click.UsageError("This ends jobs, and there is no terminal to ask for confirmation: add --yes.")
 
 
-def confirm(question: str, yes: bool, done: str = "nothing was changed, and no job was ended") -> None:
-    """Ask for confirmation unless `yes`; raises YunionError, with what was `done`, if it is denied."""
+def confirm(question: str, yes: bool, consequence: str = "nothing was changed, and no job was ended") -> None:
+    """Ask for confirmation unless `yes`; raises YunionError, with the `consequence`, if it is denied."""
     if not yes and not click.confirm(question, err=True):
-        raise YunionError(f"cancelled: {done}")
+        raise YunionError(f"cancelled: {consequence}")
 
 
 #: Formats of an environment.
@@ -204,7 +209,10 @@ class DurationOption(click.Option):
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         record = super().get_help_record(ctx)
-        return record and (record[0].replace(" [=", "[="), record[1])
+        if record is None:
+            return None
+        usage, help_text = record
+        return usage.replace(" [=", "[="), help_text
 
 
 def style_option(function: F) -> F:
@@ -287,15 +295,20 @@ class RequestCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Give a bare DurationOption its value; raises UsageError if a duration follows it."""
-        options = [option for option in self.params if isinstance(option, click.Option)]
-        bare_s = {option.opts[0]: option.bare_s for option in options if isinstance(option, DurationOption)}
-        valued = {name for option in options if not option.is_flag for name in option.opts}
+        bare_s: dict[str, int] = {}
+        valued: set[str] = set()
+        for option in self.params:
+            if isinstance(option, DurationOption):
+                bare_s[option.opts[0]] = option.bare_s
+            if isinstance(option, click.Option) and not option.is_flag:
+                valued.update(option.opts)
         index = 0
         while index < len(args) and args[index] != "--":
-            word, follower = args[index], args[index + 1 : index + 2]
+            word = args[index]
+            follower = args[index + 1] if index + 1 < len(args) else ""
             if word in bare_s:
-                if follower and _A_NUMBER.fullmatch(follower[0]) and not ctx.resilient_parsing:
-                    raise click.UsageError(_NEEDS_EQUALS.format(word, follower[0]), ctx)
+                if _A_NUMBER.fullmatch(follower) and not ctx.resilient_parsing:
+                    raise click.UsageError(_NEEDS_EQUALS.format(word, follower), ctx)
                 args[index] = f"{word}={bare_s[word]}"
             elif word in valued:
                 index += 1

@@ -41,23 +41,27 @@ ColumnValue = Union[str, int, Callable[[Any], object]]
 
 
 class Column(NamedTuple):
-    """A column of a table; `wide` columns are shown with `-o wide`.
+    """A column of a table.
 
-    If the terminal is too narrow, cells are cut, the longest first, but not below `least`; with `least` 0
-    they are never cut. If that is not enough, `short` replaces `value`, and then columns with `drop` are
-    omitted, the highest first.
+    If the terminal is too narrow, cells are cut, the longest first. If that is not enough, `short` replaces
+    `value`, and then columns are omitted.
     """
 
     header: str
     value: ColumnValue
+    #: Right-aligned.
     numeric: bool = False
+    #: The width below which cells are not cut; with 0, they are never cut.
     least: int = 0
+    #: The column may be omitted, the highest number first; 0: never.
     drop: int = 0
+    #: Shown only with `-o wide`.
     wide: bool = False
     short: ColumnValue | None = None
 
 
 def output_option(function: F, formats: Sequence[str] = FORMATS) -> F:
+    """Add the option `--output` to a command."""
     option = click.option(
         "-o", "--output", type=click.Choice(formats), default="table", metavar="FORMAT",
         help=f"Output format: {', '.join(formats)}. Default: table.",
@@ -77,9 +81,12 @@ def show(
     records: Sequence[Mapping[str, object] | Sequence[object]],
     table: Callable[[], str],
 ) -> None:
-    """Print `value` as JSON or YAML, the records' fields of the header as CSV, or the output of `table`.
+    """Print an answer in the format `output`.
 
-    A record that is a sequence has its fields in the order of the header.
+    value: what JSON and YAML show.
+    header: the names of the fields that CSV shows of each record.
+    records: a record that is a sequence has its fields in the order of the header.
+    table: returns what people are shown.
     """
     if output == "json":
         text = as_json(value, indent=2) + "\n"
@@ -90,13 +97,14 @@ def show(
         if not _is_printable(text):
             text = yaml.safe_dump(value, sort_keys=False)  # ASCII, with all other characters escaped
     elif output == "csv":
-        rows = (
-            [record[name] for name in header] if isinstance(record, Mapping) else record for record in records
-        )
-        text = csv_rows([header, *rows])
+        text = csv_rows([header, *(_in_order(record, header) for record in records)])
     else:
         text = table()
     sys.stdout.write(text)
+
+
+def _in_order(record: Mapping[str, object] | Sequence[object], header: Sequence[str]) -> Sequence[object]:
+    return [record[name] for name in header] if isinstance(record, Mapping) else record
 
 
 def show_pairs(value: Mapping[str, object], output: str, table: Callable[[], str]) -> None:
@@ -122,7 +130,9 @@ def csv_rows(rows: Iterable[Sequence[object]]) -> str:
     import io
 
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([cell(value) for value in row] for row in rows)
+    writer = csv.writer(text, lineterminator="\n")
+    for row in rows:
+        writer.writerow([cell(value) for value in row])
     return text.getvalue()
 
 
@@ -164,42 +174,53 @@ def table(
     wide: bool = False,
     boxed: bool = False,
 ) -> str:
-    """Format the records under the columns' headers, or the text `none` if there are no records.
+    """Format the records under the columns' headers.
 
-    Unknown values are dashes, or empty in a `boxed` table, which has borders. A `wide` or `boxed` table has
-    all columns in full, whatever the terminal's width.
+    none: the text if there are no records.
+    wide: show all columns in full, whatever the terminal's width.
+    boxed: the same with borders, and without the wide columns; unknown values are empty instead of dashes.
     """
     if none and not records:
         return wrapped(none)
     unknown = "" if boxed else "-"
     width = 0 if wide or boxed else terminal_size()[0]
-    cells = {
-        column: [_cell_text(column.value, record) or unknown for record in records]
-        for column in columns
-        if wide or not column.wide
-    }
+    cells: dict[Column, list[str]] = {}
+    for column in columns:
+        if wide or not column.wide:
+            cells[column] = _cell_texts(column.value, records, unknown)
     if width and _total_width(_min_widths(_widths(cells))) > width:
         for column in cells:
             if column.short is not None:
-                cells[column] = [_cell_text(column.short, record) or unknown for record in records]
+                cells[column] = _cell_texts(column.short, records, unknown)
     widths = _widths(cells)
     if width:
         _narrow(widths, width)
-    header = [fit(column.header, widths[column], right_aligned=column.numeric) for column in widths]
-    rows = (
-        [fit(cells[column][i], widths[column], right_aligned=column.numeric) for column in widths]
-        for i in range(len(records))
-    )
-    if boxed:
-        border = "+" + "+".join("-" * (taken + 2) for taken in widths.values()) + "+"
-        lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
-        lines = [border, lines[0], border, *lines[1:], border]
-    else:
-        lines = [(" " * _GAP).join(row).rstrip() for row in (header, *rows)]
+    rows = [_fitted_row([column.header for column in widths], widths)]
+    for index in range(len(records)):
+        rows.append(_fitted_row([cells[column][index] for column in widths], widths))
+    lines = _boxed(rows) if boxed else [(" " * _GAP).join(row).rstrip() for row in rows]
     hidden = [column.header for column in cells if column not in widths]
     if hidden:
         lines.append(hidden_columns(hidden, "-o csv", width))
     return "\n".join(lines) + "\n"
+
+
+def _cell_texts(value: ColumnValue, records: Sequence[Any], unknown: str) -> list[str]:
+    return [_cell_text(value, record) or unknown for record in records]
+
+
+def _fitted_row(texts: Sequence[str], widths: Mapping[Column, int]) -> list[str]:
+    fitted: list[str] = []
+    for text, (column, width) in zip(texts, widths.items()):
+        fitted.append(fit(text, width, right_aligned=column.numeric))
+    return fitted
+
+
+def _boxed(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table with borders, whose first row is its header."""
+    border = "+" + "+".join("-" * (len(text) + 2) for text in rows[0]) + "+"
+    header, *lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [border, header, border, *lines, border]
 
 
 def hidden_columns(headers: Sequence[str], all_of_them: str, width: int) -> str:
@@ -214,7 +235,10 @@ def _cell_text(value: ColumnValue, record: Any) -> str:
 
 
 def _widths(cells: Mapping[Column, Sequence[str]]) -> dict[Column, int]:
-    return {column: max(map(display_width, (column.header, *texts))) for column, texts in cells.items()}
+    widths: dict[Column, int] = {}
+    for column, texts in cells.items():
+        widths[column] = max(map(display_width, (column.header, *texts)))
+    return widths
 
 
 def _total_width(widths: Mapping[Column, int]) -> int:
@@ -222,10 +246,12 @@ def _total_width(widths: Mapping[Column, int]) -> int:
 
 
 def _min_widths(widths: Mapping[Column, int]) -> dict[Column, int]:
-    return {
-        column: min(taken, max(column.least, display_width(column.header))) if column.least else taken
-        for column, taken in widths.items()
-    }
+    least: dict[Column, int] = {}
+    for column, width in widths.items():
+        least[column] = width
+        if column.least:
+            least[column] = min(width, max(column.least, display_width(column.header)))
+    return least
 
 
 def _narrow(widths: dict[Column, int], width: int) -> None:
@@ -234,7 +260,8 @@ def _narrow(widths: dict[Column, int], width: int) -> None:
     for column in sorted(widths, key=lambda column: -column.drop):
         if not column.drop or _total_width(least) <= width:
             break
-        del widths[column], least[column]
+        del widths[column]
+        del least[column]
     while _total_width(widths) > width:
         able = [column for column in widths if widths[column] > least[column]]
         if not able:
@@ -248,7 +275,7 @@ def notes(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def wrapped(text: str, indent: int = 4, min_width: int = 0) -> str:
-    """Format a line; wrapped between words and indented if the terminal is too narrow."""
+    """Format a line, wrapped between words and indented if the terminal is too narrow."""
     return _wrapped(cell(text), indent, min_width)
 
 
@@ -290,9 +317,10 @@ def is_utf8() -> bool:
     from yunion_mps.host.proc import environment_of
 
     started_with = environment_of(os.getpid())
-    names = (started_with.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG"))
-    locale = next((name for name in names if name), "C")
-    return "utf-8" in locale.lower() or "utf8" in locale.lower()
+    variables = ("LC_ALL", "LC_CTYPE", "LANG")
+    locales = [started_with[name] for name in variables if started_with.get(name)]
+    locale = locales[0].lower() if locales else "c"
+    return "utf-8" in locale or "utf8" in locale
 
 
 def display_width(text: str) -> int:
@@ -318,7 +346,8 @@ def fit(text: str, width: int, *, utf8: bool | None = None, right_aligned: bool 
     if taken <= width:
         space = " " * (width - taken)
         return space + text if right_aligned else text + space
-    kept, taken = "", 0
+    kept = ""
+    taken = 0
     for character in text:
         taken += _character_width(character)
         if taken > width - 1:
@@ -330,17 +359,18 @@ def fit(text: str, width: int, *, utf8: bool | None = None, right_aligned: bool 
 
 def age(duration_s: float) -> str:
     """Format a duration: `42s`, `5m`, `2h10m`, `4d2h`; from ten days on without hours."""
-    whole = max(0, int(duration_s))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m"
-    (first, unit), (second, smaller) = (
-        ((whole // 3600, "h"), (whole // 60 % 60, "m"))
-        if whole < 86400
-        else ((whole // 86400, "d"), (whole // 3600 % 24, "h"))
-    )
-    return f"{first}{unit}" + (f"{second}{smaller}" if second and (unit == "h" or first < 10) else "")
+    whole_s = max(0, int(duration_s))
+    if whole_s < 60:
+        return f"{whole_s}s"
+    if whole_s < 3600:
+        return f"{whole_s // 60}m"
+    if whole_s < 86400:
+        hours = whole_s // 3600
+        minutes = whole_s // 60 % 60
+        return f"{hours}h{minutes}m" if minutes else f"{hours}h"
+    days = whole_s // 86400
+    hours = whole_s // 3600 % 24
+    return f"{days}d{hours}h" if hours and days < 10 else f"{days}d"
 
 
 def age_of(moment: str | None) -> str | None:
