@@ -41,19 +41,22 @@ def blocking_transport() -> BlockingTransport:
 def call(
     operation: Operation[T], timeout_s: float | None = None, *, until_closed: bool = False, **arguments: Value
 ) -> T:
-    """Call the daemon and return its answer; raises YunionError.
+    """Call the daemon and return its answer.
 
-    With `until_closed`, it returns once the answering program has been replaced by the next.
+    timeout_s: by default, the operation's.
+    until_closed: return once the answering program has been replaced by the next.
+    Raises YunionError.
     """
     return _daemon().call(operation, timeout_s, until_closed=until_closed, **arguments)
 
 
 def shares_pid_namespace(timeout_s: float) -> bool:
-    """Whether the daemon's PIDs are also ours; raises YunionError."""
+    """Return whether the daemon's PIDs are also ours; raises YunionError."""
     return _daemon().is_visible(timeout_s)
 
 
 def listed_devices() -> list[Device]:
+    """Return all devices of the host; raises YunionError."""
     return call(GET_DEVICES, limit=0)["isolated_devices"]
 
 
@@ -74,25 +77,29 @@ def preview(request: RequestMembers) -> LeaseRecord:
 
 @contextlib.contextmanager
 def add_option_hints(request: RequestMembers, wait_s: int = 0) -> Iterator[None]:
-    """Extend the hint of a refusal with the options that would help; the daemon does not know them."""
+    """Extend the hint of a refusal with the options that would help; the daemon does not know them.
+
+    Raises the YunionError of the block.
+    """
     try:
         yield
     except YunionError as error:
         if error.code == BUDGET_NOT_ENFORCED:
             error.hint = "use it anyway: --allow-unlimited"
         elif error.code in NOT_FREE:
-            hints = [] if wait_s else ["wait for it: --wait"]
-            hints.append(error.hint)
+            hints = [error.hint]
+            if not wait_s:
+                hints.insert(0, "wait for it: --wait")
             if not request.get("allow_unlimited") and _is_free({**request, "allow_unlimited": True}):
                 hints.append("use a GPU that does not enforce budgets: --allow-unlimited")
             error.hint = "; ".join(hints)
-        elif (
-            error.code == INFEASIBLE
-            and request.get("count")
-            and not (request.get("gpu") or request.get("across"))
-        ):
+        elif error.code == INFEASIBLE and _may_be_spread(request):
             error.hint += "; for different GPUs: --across"
         raise
+
+
+def _may_be_spread(request: RequestMembers) -> bool:
+    return bool(request.get("count")) and not request.get("gpu") and not request.get("across")
 
 
 def _is_free(request: RequestMembers) -> bool:
@@ -113,5 +120,6 @@ def print_warnings(lease: LeaseRecord) -> None:
 def warn_unenforced(gpus: Sequence[str], sharing: str) -> None:
     """Print a notice if there are GPUs, which share in this way, that do not enforce budgets."""
     if gpus:
-        which, whose = gpus_that_are(WHY_UNENFORCED[sharing], gpus), "its" if len(gpus) == 1 else "their"
+        which = gpus_that_are(WHY_UNENFORCED[sharing], gpus)
+        whose = "its" if len(gpus) == 1 else "their"
         print_notice(f"budgets are not enforced on {which}: a job can use all of {whose} memory")

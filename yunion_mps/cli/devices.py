@@ -169,7 +169,7 @@ def describe_state(record: Device) -> str:
 
 def _devices_text(devices: list[Device], none: str, *, wide: bool) -> str:
     """Format a table, followed by what is wrong with devices, once for each GPU."""
-    gpu_notes = {(gpu_of(record["addr"]), _note(record)): None for record in devices}  # a set with an order
+    gpu_notes = dict.fromkeys((gpu_of(record["addr"]), _note(record)) for record in devices)
     return table(_DEVICES, devices, none=none, wide=wide) + notes(gpu_notes)
 
 

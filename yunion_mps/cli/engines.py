@@ -10,7 +10,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -41,15 +40,21 @@ _MAX_POLL_S = 2.0
 def run_container(
     engine: str,
     request: RequestMembers,
+    *,
     wait_s: int,
     argv: Sequence[str],
     environment: Mapping[str, str],
     report_lease: Callable[[str], object],
 ) -> NoReturn:
-    """Take a lease, report its id and become `ENGINE run`; raises YunionError if that fails.
+    """Take a lease, report its id and become `ENGINE run`.
 
     The lease ends with the container: with CDI, our hook binds the lease to it; otherwise, a child process
     remains until the lease is bound.
+
+    argv: what follows `ENGINE run`.
+    environment: the engine's own.
+    report_lease: called with the lease's id once it is taken.
+    Raises YunionError if no lease can be taken or the engine cannot be started, and UsageError.
     """
     hint = "install it, or run the command without a container: yunion-mps run COMMAND"
     program = find_program(engine, hint, besides=())
@@ -107,7 +112,10 @@ def _options_without_cdi(lease: LeaseRecord) -> list[str]:
             gpus.append(Gpu(gpu["pci_address"], gpu["uuid"], minor=gpu["device_minor"]))
     for what, hint in missing_nodes(paths, gpus).values():
         raise HostError(what, hint)
-    for node in chain(driver_nodes(paths), *gpu_nodes(paths, gpus).values()):
+    nodes = list(driver_nodes(paths))
+    for nodes_of_gpu in gpu_nodes(paths, gpus).values():
+        nodes += nodes_of_gpu
+    for node in nodes:
         words += ["--device", f"{node.host_path}:{node.path}"]
     return words
 

@@ -29,9 +29,12 @@ FIELDS = ("time", "severity", "kind", "subject", "what", "cause", "consequence",
 
 _NEWEST = 100
 _NEWEST_TO_FOLLOW = 10
-_INDENT, _NARROWEST = 8, 40
+_INDENT = 8
+_NARROWEST = 40
 
 
+#: The `tm_isdst` with which mktime(3) determines from the date whether daylight saving time applies.
+_ZONE_OF_DATE = -1
 _FORMS = ("%Y-%m-%d", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S")
 _MOMENT_HINT = (
     "use an age (10m, 2h, 3d), today, yesterday, a date (2026-11-20), a local time "
@@ -49,14 +52,14 @@ def moment(text: str, now_s: float) -> int:
     if ago_s is not None:
         return max(0, int(now_s) - ago_s)
     if text in ("today", "yesterday"):
-        now = time.localtime(now_s)
-        day = now.tm_mday - (text == "yesterday")
-        return int(time.mktime((now.tm_year, now.tm_mon, day, 0, 0, 0, 0, 0, -1)))
+        local = time.localtime(now_s)
+        day = local.tm_mday - 1 if text == "yesterday" else local.tm_mday
+        midnight = (local.tm_year, local.tm_mon, day, 0, 0, 0, 0, 0, _ZONE_OF_DATE)
+        return int(time.mktime(midnight))
     for form in _FORMS:
         try:
             date = time.strptime(text.replace("T", " ", 1), form)
-            # -1: mktime(3) determines from the date whether daylight saving time applies.
-            return min(max(0, int(time.mktime((*date[:8], -1)))), LATEST_S)
+            return min(max(0, int(time.mktime((*date[:8], _ZONE_OF_DATE)))), LATEST_S)
         except (ValueError, OverflowError):
             continue
     raise ValueError(text)
@@ -106,7 +109,9 @@ def show_events(follow: bool, since: int | None, kind: str | None, limit: int | 
       yunion-mps events --follow --kind gpu
       yunion-mps events --since yesterday --output csv
     """
-    default = MAX_EVENTS if since is not None else _NEWEST_TO_FOLLOW if follow else _NEWEST
+    default = _NEWEST_TO_FOLLOW if follow else _NEWEST
+    if since is not None:
+        default = MAX_EVENTS
     begin = None if since is None else rfc3339(since)
     severe_first = not (kind or follow)
     answer = call(GET_EVENTS, limit=limit or default, since=begin, kind=kind, severe_first=severe_first)
@@ -135,8 +140,9 @@ def _text(events: list[Event]) -> str:
     for event in events:
         severity = event["severity"] if event["severity"] == "info" else event["severity"].upper()
         subject = f"{event['kind']} {event['subject']}".rstrip()
-        often = f" ({event['count']} times until {date_and_time(event['last_time'])})"
-        often = often if event["count"] > 1 else ""
+        often = ""
+        if event["count"] > 1:
+            often = f" ({event['count']} times until {date_and_time(event['last_time'])})"
         lines.append(f"{date_and_time(event['time'])}  {severity:7}  {subject}: {event['what']}{often}")
         for name, text in (("cause", event["cause"]), ("consequence", event["consequence"])):
             for number, line in enumerate(text.splitlines()):
@@ -146,8 +152,10 @@ def _text(events: list[Event]) -> str:
 
 def _row(event: Event) -> list[object]:
     values: Mapping[str, object] = event
-    texts = ("; ".join(str(values[name]).splitlines()) for name in FIELDS[1:])
-    return [event["time"], *texts]
+    row: list[object] = []
+    for name in FIELDS:
+        row.append("; ".join(str(values[name]).splitlines()))
+    return row
 
 
 def _follow(answer: EventList, kind: str | None, output: str) -> None:
@@ -162,7 +170,8 @@ def _follow(answer: EventList, kind: str | None, output: str) -> None:
 def _print(events: list[Event], output: str, *, begin: bool = False) -> None:
     """Print the events and flush the output; each event is complete by itself."""
     if output == "json":
-        sys.stdout.write("".join(as_json(event) + "\n" for event in events))
+        for event in events:
+            sys.stdout.write(as_json(event) + "\n")
     elif output == "yaml" and not events:
         pass  # an empty list would break the following output
     elif output == "csv" and not begin:

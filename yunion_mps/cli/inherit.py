@@ -21,8 +21,10 @@ from yunion_mps.reasons import MIG_FOREIGN_INSTANCE, MIG_INSTANCE_GONE, hint_of
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseDetails
 
-_DEVICE, _LEASE = "YUNION_MPS_DEVICE", "YUNION_MPS_LEASE"
-_VISIBLE, _PIPE_DIRECTORY = "CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY"
+_DEVICE = "YUNION_MPS_DEVICE"
+_LEASE = "YUNION_MPS_LEASE"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
 _LIMITS = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
 #: Codes of devices whose MIG instance no longer exists.
 _MISSING = (MIG_INSTANCE_GONE, MIG_FOREIGN_INSTANCE)
@@ -66,7 +68,7 @@ def _own_environment(why_own: str) -> Mapping[str, str]:
 
 
 def _required(own: Mapping[str, str]) -> Iterator[str]:
-    """The variables that hold the limits of the devices: without MPS, those of time-slicing or MIG."""
+    """Yield the variables that hold the limits of the devices: without MPS, those of time-slicing or MIG."""
     yield _VISIBLE
     are_whole_instances = all(gpu_of(address) == address for address in own[_DEVICE].split(","))
     if MEMORY_VARIABLE not in own and not are_whole_instances:
@@ -130,11 +132,16 @@ def _restrict(environment: Mapping[str, str]) -> Mapping[str, str]:
     Raises HostError if ours names fewer GPUs than the lease has, and one that it does not have: an instance
     that no longer exists.
     """
-    chosen, leased = os.environ.get(_VISIBLE, ""), environment[_VISIBLE]
-    names, known = chosen.split(","), leased.split(",")
-    if _PIPE_DIRECTORY in environment or not chosen or (len(names) >= len(known) and {*names} - {*known}):
+    chosen = os.environ.get(_VISIBLE, "")
+    leased = environment[_VISIBLE]
+    if _PIPE_DIRECTORY in environment or not chosen:
         return environment
-    if unknown := sorted({*names} - {*known}):
+    names = chosen.split(",")
+    known = leased.split(",")
+    unknown = sorted(set(names) - set(known))
+    if unknown and len(names) >= len(known):
+        return environment  # ours is out of date, and restricts nothing
+    if unknown:
         what = f"--inherit: {_VISIBLE} names {', '.join(unknown)}, but the GPUs of this lease are {leased}"
         raise HostError(what, f"set {_VISIBLE} to one of them, or unset it to use all", MIG_INSTANCE_GONE)
     return {**environment, _VISIBLE: chosen}

@@ -180,7 +180,9 @@ def show_lease(lease: str, output: str) -> None:
       yunion-mps lease show 7c1f0e7a
     """
     details = call(GET_LEASE, lease=_one_lease(lease))
-    state = (details["state"] or "unknown") + (f" ({details['reason']})" if details["reason"] else "")
+    state = details["state"] or "unknown"
+    if details["reason"]:
+        state += f" ({details['reason']})"
     show_pairs(details, output, lambda: _lease_text(details, state))
 
 
@@ -236,9 +238,8 @@ def _one_lease(lease: str) -> str:
 def _leases_text(answer: LeaseList, *, wide: bool) -> str:
     """Format a table of leases, why some are unavailable or pending, queued requests, and errors."""
     text = table(_COLUMNS, answer["leases"], none="No leases.", wide=wide)
-    text += "".join(
-        dict.fromkeys(wrapped(record["reason"]) for record in answer["leases"] if record["reason"])
-    )
+    reasons = dict.fromkeys(record["reason"] for record in answer["leases"] if record["reason"])
+    text += "".join(map(wrapped, reasons))
     return text + waiting_text(answer["waiting"]) + notes(("Incomplete", error) for error in answer["errors"])
 
 
@@ -255,30 +256,32 @@ def _lease_text(lease: LeaseRecord, state: str = "") -> str:
     }
     until = lease["expires"]
     expires = until and f"at {date_and_time(until)} ({_expires(until)}), unless renewed"
-    memory, peak_mib = mib(_process_memory_mib(lease)) or "unknown memory", _peak_mib(lease)
+    memory = mib(_process_memory_mib(lease)) or "unknown memory"
+    peak_mib = _peak_mib(lease)
     command = in_container(lease["container"], lease["command"] or "")
-    lines = {
-        "Lease": lease["id"],
-        "Holder": holder_label(lease),
-        **({"Command": command} if command else {}),
-        "Devices": ", ".join(lease["devices"]),
-        **({"State": state} if state else {}),
-        "Budget": f"{memory}, {cell(lease['thread_percentage'])} % of the SM threads{unenforced}",
-        **({"Peak memory": mib(peak_mib)} if peak_mib else {}),
-        "Since": f"{date_and_time(lease['since'])} ({age_of(lease['since'])} ago)",
-        "Ends": expires or ends.get(lease["binding"]),
-        "CDI device": lease["cdi"],
-    }
+    lines: dict[str, object] = {"Lease": lease["id"], "Holder": holder_label(lease)}
+    if command:
+        lines["Command"] = command
+    lines["Devices"] = ", ".join(lease["devices"])
+    if state:
+        lines["State"] = state
+    lines["Budget"] = f"{memory}, {cell(lease['thread_percentage'])} % of the SM threads{unenforced}"
+    if peak_mib:
+        lines["Peak memory"] = mib(peak_mib)
+    lines["Since"] = f"{date_and_time(lease['since'])} ({age_of(lease['since'])} ago)"
+    lines["Ends"] = expires or ends.get(lease["binding"])
+    lines["CDI device"] = lease["cdi"]
     return format_fields(lines) + environment_text(lease["environment"])
 
 
-def _in_words(lease: LeaseRecord, done: str) -> str:
+def _in_words(lease: LeaseRecord, result: str) -> str:
     """Begin a sentence about a lease: `Lease 7c1f0e7a (job-17) renewed`."""
-    return f"Lease {lease['id'][:ID_LENGTH]}" + (f" ({lease['name']})" if lease["name"] else "") + f" {done}"
+    name = f" ({lease['name']})" if lease["name"] else ""
+    return f"Lease {lease['id'][:ID_LENGTH]}{name} {result}"
 
 
 def _with_totals(lease: LeaseRecord) -> dict[str, object]:
-    """The fields of a lease, and those of its devices together."""
+    """Return the fields of a lease, and those of its devices together."""
     return {
         **lease,
         "memory_mib": _memory_mib(lease),
@@ -292,21 +295,29 @@ def _memory_mib(lease: LeaseRecord) -> int | None:
 
 
 def _process_memory_mib(lease: LeaseRecord) -> int | None:
-    """What a process may allocate: less than the sum of the devices if MPS combines only some of them."""
+    """Return what a process may allocate: less than the sum of the devices if MPS combines only some."""
     limits = re.findall(r"=(\d+)M", lease["environment"].get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", ""))
     return sum(map(int, limits)) if limits else _memory_mib(lease)
 
 
 def _peak_mib(lease: LeaseRecord) -> int | None:
-    peaks = [peak for budget in lease["budgets"] if (peak := budget["memory_peak_mib"]) is not None]
-    return sum(peaks) if peaks else None
+    """Return the sum of the peaks that are known; None if none is."""
+    sum_mib: int | None = None
+    for budget in lease["budgets"]:
+        peak_mib = budget["memory_peak_mib"]
+        if peak_mib is not None:
+            sum_mib = (sum_mib or 0) + peak_mib
+    return sum_mib
 
 
 def _utilization(lease: LeaseRecord) -> int | None:
-    """The highest among its devices, in percent; None if it is unknown."""
-    return max(
-        (sm for budget in lease["budgets"] if (sm := budget["sm_utilization"]) is not None), default=None
-    )
+    """Return the highest among its devices, in percent; None if it is unknown."""
+    highest: int | None = None
+    for budget in lease["budgets"]:
+        sm = budget["sm_utilization"]
+        if sm is not None:
+            highest = max(sm, highest or 0)
+    return highest
 
 
 def _expires(expires: str | None) -> str | None:
@@ -316,4 +327,5 @@ def _expires(expires: str | None) -> str | None:
 
 def in_time(left_s: float) -> str:
     """Format `in 50m`, rounded to minutes, so that a new lease of an hour expires in 1h, not in 59m."""
-    return f"in {age(left_s + 30 if left_s >= 60 else left_s)}"
+    rounded_s = left_s + 30 if left_s >= 60 else left_s
+    return f"in {age(rounded_s)}"

@@ -88,11 +88,11 @@ def start(options: tuple[str, ...]) -> None:
 
 def _resources() -> dict[str, int]:
     """Return this host's resources; raises HostError if there are none."""
-    found = resources_of(listed_devices(), call(GET_POOLS)["pools"])
-    if not found:
+    offered = resources_of(listed_devices(), call(GET_POOLS)["pools"])
+    if not offered:
         hint = "see which are unavailable or reserved: yunion-mps list"
         raise HostError("this host has no devices for Ray", hint)
-    return found
+    return offered
 
 
 def resources_of(devices: Sequence[Device], pools: Sequence[Pool]) -> dict[str, int]:
@@ -101,15 +101,18 @@ def resources_of(devices: Sequence[Device], pools: Sequence[Pool]) -> dict[str, 
     A pool's devices are only created for leases, so they are not counted.
     """
     in_units = {pool["gpu_uuid"] for pool in pools}
-    found = {
-        DEVICES: sum(_is_offered(device) for device in devices if device["gpu_uuid"] not in in_units),
-        MEMORY: sum(pool["memory_mib"] for pool in pools if _is_offered(pool)),
-    }
-    return {name: amount for name, amount in found.items() if amount}
+    number = sum(_is_offered(device) for device in devices if device["gpu_uuid"] not in in_units)
+    memory_mib = sum(pool["memory_mib"] for pool in pools if _is_offered(pool))
+    offered: dict[str, int] = {}
+    if number:
+        offered[DEVICES] = number
+    if memory_mib:
+        offered[MEMORY] = memory_mib
+    return offered
 
 
-def _is_offered(one: Device | Pool) -> bool:
-    return one["state"] != UNAVAILABLE and not one["reserved_for"] and one["budget_enforced"]
+def _is_offered(record: Device | Pool) -> bool:
+    return record["state"] != UNAVAILABLE and not record["reserved_for"] and record["budget_enforced"]
 
 
 def _split(options: Sequence[str]) -> tuple[dict[str, object], list[str]]:
@@ -128,9 +131,9 @@ def _split(options: Sequence[str]) -> tuple[dict[str, object], list[str]]:
 
 def _json_object(text: str) -> dict[str, object]:
     try:
-        found = json.loads(text)
+        resources = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        resources = None
+    if not isinstance(resources, dict):
         raise click.UsageError(f'{_OPTION}: {text!r} is not a JSON object such as {{"special": 1}}.')
-    return found
+    return resources

@@ -64,7 +64,9 @@ _INTERNAL = {
     "daemon-reexec": ("reload", "reexec"),
     "stop-job-unit": ("safe_stop", "stop_job_unit"),
 }
-COMMANDS = {name: place for section in (*SECTIONS.values(), _INTERNAL) for name, place in section.items()}
+COMMANDS: dict[str, tuple[str, str]] = {}
+for _section in (*SECTIONS.values(), _INTERNAL):
+    COMMANDS.update(_section)
 
 
 #: Click's script for bash cannot complete words with colons, such as device addresses, because bash splits
@@ -129,12 +131,11 @@ class LazyGroup(SuggestingGroup):
         """Write the commands of each task under a heading, aligned across tasks."""
         width = max(map(len, COMMANDS))
         for title, section in SECTIONS.items():
-            commands = [(name, self.get_command(ctx, name)) for name in section]
-            rows = [
-                (name.ljust(width), command.get_short_help_str(_LONGEST))
-                for name, command in commands
-                if command
-            ]
+            rows: list[tuple[str, str]] = []
+            for name in section:
+                command = self.get_command(ctx, name)
+                if command:
+                    rows.append((name.ljust(width), command.get_short_help_str(_LONGEST)))
             with formatter.section(title):
                 formatter.write_dl(rows)
 

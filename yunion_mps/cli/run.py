@@ -147,7 +147,14 @@ def run(
     if engine:
         from yunion_mps.cli.engines import run_container  # with what only containers need
 
-        run_container(engine, request, wait_s, argv, _inherit_environment(), report_lease)
+        run_container(
+            engine,
+            request,
+            wait_s=wait_s,
+            argv=argv,
+            environment=_inherit_environment(),
+            report_lease=report_lease,
+        )
     _become(argv, with_devices(_inherit_environment(), _environment_of_command(argv, request, wait_s)))
 
 
@@ -158,12 +165,20 @@ def _engine(ctx: click.Context, *, podman: bool, docker: bool, inherit: bool, pr
     if ctx.get_parameter_source("output") is ParameterSource.COMMANDLINE and not print_env:
         raise click.UsageError("--output requires --print-env.")
     if inherit:
-        options = {one.name: one.opts[0] for one in ctx.command.params if isinstance(one, click.Option)}
-        for name in options.keys() - {"inherit", "grace_s"}:
-            if ctx.get_parameter_source(str(name)) is ParameterSource.COMMANDLINE:
-                what = f"--inherit uses a device that has been leased already: omit {options[name]}."
-                raise click.UsageError(what)
-    return "podman" if podman else "docker" if docker else ""
+        _refuse_with_inherit(ctx)
+    if podman:
+        return "podman"
+    return "docker" if docker else ""
+
+
+def _refuse_with_inherit(ctx: click.Context) -> None:
+    """Raise UsageError for options that make no sense with `--inherit`."""
+    for option in ctx.command.params:
+        if not isinstance(option, click.Option) or option.name in (None, "inherit", "grace_s"):
+            continue
+        if ctx.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE:
+            what = f"--inherit uses a device that has been leased already: omit {option.opts[0]}."
+            raise click.UsageError(what)
 
 
 def _environment_of_command(argv: Sequence[str], request: RequestMembers, wait_s: int) -> Mapping[str, str]:
@@ -221,12 +236,12 @@ def _inherit_environment() -> dict[str, str]:
 
 def _budget(lease: LeaseRecord) -> str:
     """Format `5760 MiB of memory, 25 % of the SM threads`; the memory of each GPU if there are several."""
-    of_each = []
+    amounts: list[str] = []
     for gpu in lease["gpus"]:
-        own = total_mib(budget["memory_mib"] for budget in lease["budgets"] if budget["gpu"] == gpu)
-        what = "an unknown amount" if own is None else f"{own} MiB"
-        of_each.append(f"{what} of {gpu if len(lease['gpus']) > 1 else 'memory'}")
-    memory = " and ".join(of_each)
+        memory_mib = total_mib(budget["memory_mib"] for budget in lease["budgets"] if budget["gpu"] == gpu)
+        amount = "an unknown amount" if memory_mib is None else f"{memory_mib} MiB"
+        amounts.append(f"{amount} of {gpu if len(lease['gpus']) > 1 else 'memory'}")
+    memory = " and ".join(amounts)
     percentage = lease["environment"].get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
     if percentage:
         return f"{memory}, {percentage} % of the SM threads"

@@ -38,16 +38,19 @@ from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT, TERMINATE_
 from yunion_mps.text import printable
 
 #: How long the daemon has to disconnect the clients, and how soon it is asked again if it restarts.
-_DAEMON_S, _RETRY_S = 5.0, 0.2
+_DAEMON_S = 5.0
+_RETRY_S = 0.2
 #: How long a notice may take.
 _NOTICE_S = 1.0
 #: How soon to kill processes that were started meanwhile, and when to give up on those that cannot be killed.
-_KILL_AGAIN_S, _GIVE_UP_S = 1.0, 30.0
+_KILL_AGAIN_S = 1.0
+_GIVE_UP_S = 30.0
 #: How long an engine has to end after its container.
 _ENGINE_S = 10.0
 #: How long the processes of a job unit have after SIGTERM, as in yunion-mps-job@.service, and how often they
 #: are polled.
-_UNIT_GRACE_S, _POLL_S = 30, 0.1
+_UNIT_GRACE_S = 30
+_POLL_S = 0.1
 
 #: What messages call the command.
 _COMMAND = "COMMAND"
@@ -184,7 +187,9 @@ class _Parent:
         """COMMAND and the processes that it has started; of an engine, only itself."""
         command = [self._child] if self._status is None else []
         with contextlib.suppress(ShortageError):
-            return command if self._engine else [*dict.fromkeys([*command, *descendants_of(os.getpid())])]
+            if not self._engine:
+                # One whose parent ends meanwhile may be listed twice.
+                return list(dict.fromkeys([*command, *descendants_of(os.getpid())]))
         return command
 
     def _kill(self) -> None:
@@ -290,9 +295,10 @@ class _JobUnit(_Parent):
         self._send(signal.SIGTERM, self._descendants())
 
     def _descendants(self) -> list[int]:
-        return [
-            pid for pid in all_pids() if pid != os.getpid() and self._unit and job_unit_of(pid) == self._unit
-        ]
+        if not self._unit:
+            return []
+        others = [pid for pid in all_pids() if pid != os.getpid()]
+        return [pid for pid in others if job_unit_of(pid) == self._unit]
 
     def _await_change(self, timeout_s: float | None) -> None:
         del timeout_s  # they are not our children, whose ends are signalled

@@ -62,7 +62,8 @@ def gres_conf(node: str | None, installs: bool, shards: bool) -> None:
       yunion-mps slurm gres-conf --install >> /etc/slurm/gres.conf
       yunion-mps slurm gres-conf --shards --install
     """
-    paths, name = Paths.from_environment(), node or node_name()
+    paths = Paths.from_environment()
+    name = node or node_name()
     gpus = {gpu["addr"]: gpu["uuid"] for gpu in gpus_for_slurm(call(GET_GPUS)["gpus"])}
     if change := pending_change(gpus, call(GET_STATUS)["problems"]):
         what = f"gres.conf cannot be written yet: {change}"
@@ -77,8 +78,8 @@ def gres_conf(node: str | None, installs: bool, shards: bool) -> None:
     if installs:
         install(record, paths)
         print_notice(f"recorded {len(devices)} devices; if they changed, restart slurmctld and slurmd")
-    for index, some in enumerate(record.entries):
-        click.echo(f"# {index}: " + ", ".join(f"{device.addr} ({device.budget})" for device in some))
+    for index, entry in enumerate(record.entries):
+        click.echo(f"# {index}: " + ", ".join(f"{device.addr} ({device.budget})" for device in entry))
     for line in gres_lines(record, name, paths):
         click.echo(line)
     click.echo("# for slurm.conf; keep the order of the types:")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -74,16 +74,21 @@ def terminate(target: str, force: bool, yes: bool, output: str) -> None:
         answer = _terminate_process(int(target), force=force, yes=yes)
     else:
         answer = _terminate_all(target, force=force, yes=yes)
-    ended = [one for one in answer["terminations"] if one["ended"]]
+    ended: list[Termination] = []
+    running: list[Termination] = []
+    for termination in answer["terminations"]:
+        if termination["ended"]:
+            ended.append(termination)
+        else:
+            running.append(termination)
     show(answer, output, _FIELDS, answer["terminations"], lambda: "".join(map(_line, ended)))
-    if running := [one for one in answer["terminations"] if not one["ended"]]:
+    if running:
         raise _error(target, running, force=force)
 
 
 def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationList:
     answer = call(GET_CLIENTS)
-    listed: list[AnyClient] = [*answer["clients"], *answer["waiting"]]
-    client = next((one for one in listed if one["pid"] == pid), None)
+    client = _client_of(answer, pid)
     if client is None and answer["errors"]:
         if force:
             unknown = "; ".join(answer["errors"])
@@ -92,10 +97,10 @@ def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationList:
         # Without --force, the daemon asks again for a moment, and refuses if that is still not known.
         return _terminations(call(TERMINATE_CLIENT, pid=pid, signals=_signals(force)))
     if client is None:
-        lease = next((lease for lease in call(GET_LEASES)["leases"] if lease["pid"] == pid), None)
-        if lease:
-            what = f"PID {pid} uses no GPU, but holds lease {lease['id'][:ID_LENGTH]}"
-            raise NotFoundError(what, f"terminate it, and the lease ends as well: kill {pid}")
+        for lease in call(GET_LEASES)["leases"]:
+            if lease["pid"] == pid:
+                what = f"PID {pid} uses no GPU, but holds lease {lease['id'][:ID_LENGTH]}"
+                raise NotFoundError(what, f"terminate it, and the lease ends as well: kill {pid}")
         raise NotFoundError(f"PID {pid} is not an MPS client", "list the clients: yunion-mps who --clients")
     who = _describe(client)
     outside_mps = f"{who} runs outside MPS, so no MPS server disconnects it first. Terminate it?"
@@ -103,43 +108,59 @@ def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationList:
     return _terminations(call(TERMINATE_CLIENT, pid=pid, signals=_signals(force)))
 
 
-def _terminations(one: Termination) -> TerminationList:
-    return {"terminations": [one], "total": 1}
+def _client_of(answer: ClientList, pid: int) -> AnyClient | None:
+    listed: list[AnyClient] = [*answer["clients"], *answer["waiting"]]
+    for client in listed:
+        if client["pid"] == pid:
+            return client
+    return None
+
+
+def _terminations(termination: Termination) -> TerminationList:
+    return {"terminations": [termination], "total": 1}
 
 
 def _terminate_all(target: str, *, force: bool, yes: bool) -> TerminationList:
-    name, choose = _find(target)
+    kind, name, choose = _find(target)
+    described = f"{kind} {name}"
     answer = call(GET_CLIENTS)
     for error in answer["errors"]:
         print_notice(f"not all processes are known: {error}")
     clients = choose(answer)
     if not clients and not answer["errors"]:
-        print_notice(f"{' '.join(name)} has no processes")
+        print_notice(f"{described} has no processes")
         return {"terminations": [], "total": 0}
     for client in clients:
         print_notice(_describe(client))
     processes = count(len(clients), "process", "processes") if clients else "the processes"
-    confirm(f"Terminate {processes} of {' '.join(name)}?", yes)
-    kind, found = name
+    confirm(f"Terminate {processes} of {described}?", yes)
     if kind == "lease":
-        done = call(TERMINATE_LEASE, lease=found, signals=_signals(force))
+        terminated = call(TERMINATE_LEASE, lease=name, signals=_signals(force))
     else:
-        done = call(TERMINATE_DEVICE, id=found, signals=_signals(force))
-    if answer["errors"] and not done["terminations"]:
-        what = f"no process of {' '.join(name)} is known, so none was terminated"
+        terminated = call(TERMINATE_DEVICE, id=name, signals=_signals(force))
+    if answer["errors"] and not terminated["terminations"]:
+        what = f"no process of {described} is known, so none was terminated"
         raise HostError(what, "try again once the MPS server answers", PROCESSES_UNKNOWN)
-    return done
+    return terminated
 
 
 def _signals(force: bool) -> str:
     return SIGNAL_KILL if force else SIGNAL_TERM
 
 
-def _find(target: str) -> tuple[tuple[str, str], Callable[[ClientList], list[AnyClient]]]:
-    """Return `("lease", ID)` or `("device", ADDRESS)`, and what chooses its processes."""
+class _Target(NamedTuple):
+    #: `lease` or `device`.
+    kind: str
+    #: The lease's id, or the device's address.
+    name: str
+    #: Chooses its processes.
+    choose: Callable[[ClientList], list[AnyClient]]
+
+
+def _find(target: str) -> _Target:
     try:
         lease = call(GET_LEASE, lease=target)
-        return ("lease", lease["id"]), partial(clients_of_lease, lease)
+        return _Target("lease", lease["id"], partial(clients_of_lease, lease))
     except NotFoundError as error:
         no_lease = error
     try:
@@ -149,7 +170,7 @@ def _find(target: str) -> tuple[tuple[str, str], Callable[[ClientList], list[Any
         raise NotFoundError(
             what, "list leases and devices: yunion-mps who; list processes: yunion-mps who --clients"
         ) from None
-    return ("device", address), partial(clients_of_device, address)
+    return _Target("device", address, partial(clients_of_device, address))
 
 
 def _describe(process: AnyClient | Termination) -> str:
@@ -157,14 +178,14 @@ def _describe(process: AnyClient | Termination) -> str:
     return f"PID {process['pid']} ({cell(process['command'] or 'unknown')}) of {who}"
 
 
-def _line(one: Termination) -> str:
-    return wrapped(f"{_describe(one)}: {one['how']}")
+def _line(termination: Termination) -> str:
+    return wrapped(f"{_describe(termination)}: {termination['how']}")
 
 
 def _error(target: str, running: Sequence[Termination], *, force: bool) -> YunionError:
-    """The error for the processes that are still running."""
-    message = "\n".join(f"{_describe(one)}: {one['how']}" for one in running)
-    if all(one["reason_code"] == NOT_ALLOWED for one in running):
+    """Return the error for the processes that are still running."""
+    message = "\n".join(f"{_describe(process)}: {process['how']}" for process in running)
+    if all(process["reason_code"] == NOT_ALLOWED for process in running):
         return NotAllowedError(message, "retry as root")
     hint = "check whether it has ended: yunion-mps who --clients"
     return YunionError(message, hint if force else f"kill it: yunion-mps terminate {target} --force")

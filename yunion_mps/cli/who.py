@@ -35,6 +35,7 @@ from yunion_mps.reasons import (
 from yunion_mps.service.holdings import (
     ID_LENGTH,
     Holding,
+    ProcessUse,
     abbreviate_addresses,
     holdings,
     in_container,
@@ -155,8 +156,12 @@ def who(clients_only: bool, output: str) -> None:
     devices = listed_devices()
     leases = call(GET_LEASES)
     clients = call(GET_CLIENTS, seen=True)
-    in_use = [each for each in holdings(devices, leases["leases"], clients["clients"]) if each.in_use]
-    uses = [use for holding in in_use for use in _uses(holding)]
+    uses: list[Use] = []
+    used: set[str] = set()
+    for holding in holdings(devices, leases["leases"], clients["clients"]):
+        if holding.in_use:
+            uses += _uses(holding)
+            used.update(holding.devices)
     answer: UseList = {
         "uses": uses,
         "waiting": leases["waiting"],
@@ -164,33 +169,34 @@ def who(clients_only: bool, output: str) -> None:
         "errors": clients["errors"],
         "total": len(uses),
     }
-    used = {address for holding in in_use for address in holding.devices}
-    reasons = reasons_by_gpu(d for d in devices if d["addr"] in used and d["state"] == UNAVAILABLE)
+    used_devices = [device for device in devices if device["addr"] in used]
+    reasons = reasons_by_gpu(device for device in used_devices if device["state"] == UNAVAILABLE)
     show(answer, output, _FIELDS, uses, lambda: _who_text(answer, wide=output == "wide") + notes(reasons))
 
 
 def _uses(holding: Holding) -> list[Use]:
+    return [_use(holding, process) for process in holding.holders]
+
+
+def _use(holding: Holding, process: ProcessUse) -> Use:
     lease = holding.lease
-    return [
-        {
-            "devices": list(holding.devices),
-            "gpu": holding.gpu or None,
-            "lease": lease["id"] if lease else None,
-            "name": lease["name"] if lease else None,
-            "user": process.user,
-            "pid": process.pid,
-            "command": process.command,
-            "container": process.container,
-            "since": lease["since"] if lease else process.started,
-            "memory_used_mib": process.memory_mib,
-            "memory_budget_mib": holding.budget_mib,
-            "thread_percentage": lease["thread_percentage"] if lease else holding.threads,
-            "state": holding.state if holding.available else UNAVAILABLE,
-            "memory_peak_mib": holding.peak_mib,
-            "sm_utilization": process.sm,
-        }
-        for process in holding.holders
-    ]
+    return {
+        "devices": list(holding.devices),
+        "gpu": holding.gpu or None,
+        "lease": lease["id"] if lease else None,
+        "name": lease["name"] if lease else None,
+        "user": process.user,
+        "pid": process.pid,
+        "command": process.command,
+        "container": process.container,
+        "since": lease["since"] if lease else process.started,
+        "memory_used_mib": process.memory_mib,
+        "memory_budget_mib": holding.budget_mib,
+        "thread_percentage": lease["thread_percentage"] if lease else holding.threads,
+        "state": holding.state if holding.available else UNAVAILABLE,
+        "memory_peak_mib": holding.peak_mib,
+        "sm_utilization": process.sm,
+    }
 
 
 def _who_text(answer: UseList, *, wide: bool) -> str:
@@ -203,6 +209,7 @@ def _who_text(answer: UseList, *, wide: bool) -> str:
 
 
 def waiting_text(waiting: Sequence[QueuedRequest]) -> str:
+    """Format a line for each queued request, and a hint if another user's jobs delay one."""
     text = ""
     for request in waiting:
         user = f"{request['user']} (PID {request['pid']})" if request["pid"] else request["user"]
@@ -214,8 +221,10 @@ def waiting_text(waiting: Sequence[QueuedRequest]) -> str:
 
 def _memory(used_mib: int | None, budget_mib: int | None) -> str | None:
     """Format `512 / 5760 MiB`, or `512 MiB` without a budget; None if both are unknown."""
-    texts = [str(number) for number in (used_mib, budget_mib) if number is not None]
-    return f"{' / '.join(texts if used_mib is not None else ['-', *texts])} MiB" if texts else None
+    if budget_mib is None:
+        return mib(used_mib)
+    used = "-" if used_mib is None else str(used_mib)
+    return f"{used} / {budget_mib} MiB"
 
 
 def _abbreviate(use: Use) -> str | None:
@@ -238,29 +247,26 @@ def clients_table(clients: Sequence[MpsClient], *, wide: bool = False, none: str
 def _clients_text(answer: ClientList, *, wide: bool) -> str:
     """Format failed servers, clients, their servers, waiting clients, and errors."""
     servers = answer["servers"]
-    failed = notes(
-        (f"Fault: {_describe_server(server)}", "its jobs failed; it accepts new ones after they have exited")
-        for server in servers
-        if server["state"] == SERVER_FAULT
-    )
-    others = notes(
-        (_describe_server(server), server["state"] or "running")
-        for server in servers
-        if server["state"] != SERVER_FAULT
-    )
-    outside_mps = notes(
-        (f"PID {client['pid']}", "uses a GPU outside MPS, so no budget applies")
-        for client in answer["clients"]
-        if client["mps"] is False
-    )
-    unknown = notes(("Incomplete", error) for error in answer["errors"])
-    waiting = notes(("Waiting", _describe_waiting(client)) for client in answer["waiting"])
-    hint = hint_text(hint_of(CLIENT_WAITING)) if waiting else ""
     none = "No jobs use the GPUs." if servers else "No processes use the GPUs."  # servers are processes, too
     if answer["errors"]:
         none = "No jobs are known."
-    clients = clients_table(answer["clients"], wide=wide, none=none)
-    return failed + clients + outside_mps + others + waiting + hint + unknown
+    text = ""
+    for server in servers:
+        if server["state"] == SERVER_FAULT:
+            what = "its jobs failed; it accepts new ones after they have exited"
+            text += wrapped(f"Fault: {_describe_server(server)}: {what}")
+    text += clients_table(answer["clients"], wide=wide, none=none)
+    for client in answer["clients"]:
+        if client["mps"] is False:
+            text += wrapped(f"PID {client['pid']}: uses a GPU outside MPS, so no budget applies")
+    for server in servers:
+        if server["state"] != SERVER_FAULT:
+            text += wrapped(f"{_describe_server(server)}: {server['state'] or 'running'}")
+    for waiting in answer["waiting"]:
+        text += wrapped(f"Waiting: {_describe_waiting(waiting)}")
+    if answer["waiting"]:
+        text += hint_text(hint_of(CLIENT_WAITING))
+    return text + notes(("Incomplete", error) for error in answer["errors"])
 
 
 def _describe_waiting(client: WaitingClient) -> str:

@@ -53,7 +53,7 @@ AWAY = Outage(NOW_S - 60, "the daemon is not running", "start it")
 
 
 def lines_of(scene: Scene, columns: int, rows: int, outage: Outage | None = None, **look: Any) -> list[str]:
-    shown = frame(scene, ViewState(columns, rows, **look), outage, NOW_S, 2)
+    shown = frame(scene, ViewState(columns, rows, **look), outage=outage, now_s=NOW_S, interval_s=2)
     return ["".join(text for text, _ in line) for line in shown.lines]
 
 
@@ -101,7 +101,7 @@ def test_rows_that_have_no_room_are_counted_in_the_heading() -> None:
     assert any(line.startswith("GPU 1-2/10 ") for line in lines)
     assert any(line.startswith("DEVICE 1-7/480 ") for line in lines)
     assert any(line.startswith("DEVICE 5-11/480 ") for line in lines_of(MANY, 80, 24, offset=4))
-    last = frame(MANY, ViewState(80, 24), None, NOW_S, 2).last_offset
+    last = frame(MANY, ViewState(80, 24), outage=None, now_s=NOW_S, interval_s=2).last_offset
     assert any(line.startswith("DEVICE 474-480/480 ") for line in lines_of(MANY, 80, 24, offset=last))
 
 

@@ -8,7 +8,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Union
 
 import click
@@ -25,6 +25,8 @@ from yunion_mps.http.operations import GET_CLIENTS, GET_EVENTS, GET_GPUS, GET_LE
 from yunion_mps.overview import HostAnswers
 
 if TYPE_CHECKING:
+    from yunion_mps.answers import Device, Gpu
+
     _News = Union[Poll, BaseException]
 
 _HINT = "print everything once: yunion-mps top --once; or follow the events: yunion-mps events --follow"
@@ -90,9 +92,10 @@ def _refuse_without_screen() -> None:
 def _once(first: Poll) -> str:
     """Format everything, in the width of the terminal, or complete if there is none."""
     state = ViewState(terminal_size()[0] or _PIPE_COLUMNS, WHOLE, utf8=is_utf8())
-    shown = frame(scene(first), state, None, time.time(), 0)
+    shown = frame(scene(first), state, outage=None, now_s=time.time(), interval_s=0)
     text = ""
-    for line in ("".join(part for part, _ in line).rstrip() for line in shown.lines):
+    for styled in shown.lines:
+        line = "".join(part for part, _ in styled).rstrip()
         text += hint_text(line[len(HINT) :], HINT) if line.startswith(HINT) else wrapped(line)
     return text + notes(("Incomplete", error) for error in first.answers.clients["errors"])
 
@@ -102,13 +105,26 @@ def poll(before: Poll | None = None) -> Poll:
     status = call(GET_STATUS)
     events = call(GET_EVENTS, limit=_NEWEST_EVENTS, severe_first=True)
     leases = call(GET_LEASES)
-    devices_s, seen = time.monotonic(), (events["last"], status["devices"], status["gpus"], status["started"])
+    devices_s = time.monotonic()
+    seen = (events["last"], status["devices"], status["gpus"], status["started"])
+    gpus: Sequence[Gpu]
+    devices: Sequence[Device]
     if before and seen == before.seen and devices_s - before.devices_s < _STALE_S:
-        gpus, devices, devices_s = before.answers.gpus, before.answers.devices, before.devices_s
+        devices_s = before.devices_s
+        gpus = before.answers.gpus
+        devices = before.answers.devices
     else:
-        gpus, devices = call(GET_GPUS)["gpus"], listed_devices()
+        gpus = call(GET_GPUS)["gpus"]
+        devices = listed_devices()
     clients = call(GET_CLIENTS, seen=True)
-    answers = HostAnswers(status, gpus, devices, leases["leases"], leases["waiting"], clients)
+    answers = HostAnswers(
+        status=status,
+        gpus=gpus,
+        devices=devices,
+        leases=leases["leases"],
+        waiting=leases["waiting"],
+        clients=clients,
+    )
     return Poll(time.time(), answers, events["events"], seen, devices_s)
 
 
@@ -123,7 +139,8 @@ class _Poller:
         threads.start(self._repeat, threads.ignore_outcome)
 
     def _repeat(self) -> None:
-        is_broken, wait_s = False, self._interval_s
+        is_broken = False
+        wait_s: float = self._interval_s
         while not is_broken:
             time.sleep(wait_s)
             begin_s = time.monotonic()
@@ -195,7 +212,8 @@ class _View:
         self._scene: Scene | None = None
         self._last_offset = 0
         self._page = 1
-        self._state = ViewState(*terminal.size(), utf8=utf8)
+        columns, rows = terminal.size()
+        self._state = ViewState(columns, rows, utf8=utf8)
 
     def update(self, queued: queue.SimpleQueue[_News]) -> None:
         """Take the results of queries; raises an unexpected error of the polling thread."""
@@ -215,7 +233,8 @@ class _View:
 
     def press(self, key: str) -> bool:
         """Handle a key; return False if it means to quit."""
-        state, offset = self._state, min(self._state.offset, self._last_offset)
+        state = self._state
+        offset = min(state.offset, self._last_offset)
         moves = {
             "up": offset - 1, "k": offset - 1, "down": offset + 1, "j": offset + 1,
             "page up": offset - self._page, "page down": offset + self._page, " ": offset + self._page,
@@ -234,8 +253,15 @@ class _View:
         self._state = self._state._replace(columns=columns, rows=rows)
         if self._scene is None:
             self._scene = scene(self._last)
-        shown = frame(self._scene, self._state, self._outage(), time.time(), self._interval_s)
-        self._last_offset, self._page = shown.last_offset, shown.page
+        shown = frame(
+            self._scene,
+            self._state,
+            outage=self._outage(),
+            now_s=time.time(),
+            interval_s=self._interval_s,
+        )
+        self._last_offset = shown.last_offset
+        self._page = shown.page
         self._terminal.draw(shown.lines)
 
     def _outage(self) -> Outage | None:

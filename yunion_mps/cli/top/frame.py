@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.cli.output import age, cell, display_width, fit, hidden_columns
@@ -53,7 +54,8 @@ _WIDTHS = {
 #: Columns that a narrow terminal omits, the least useful first.
 _DROP = ("since", "threads", "pid", "bar", "command", "busy", "user", "peak")
 _RIGHT_ALIGNED = ("used", "of", "peak", "threads", "busy", "pid", "since")
-_WIDEST_BAR, _WIDEST_USER = 24, 14
+_WIDEST_BAR = 24
+_WIDEST_USER = 14
 #: With fewer rows below the problems, hidden columns are not named.
 _LEAST_ROWS = 5
 #: A bar warns from this share of the budget.
@@ -62,17 +64,23 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 class ViewState(NamedTuple):
+    """What the user sees: the terminal's size, and what the keys have chosen."""
+
     columns: int
     rows: int
     utf8: bool = True
+    #: One of ORDERS.
     order: str = ORDERS[0]
+    #: One of VIEWS.
     view: str = VIEWS[0]
+    #: How many rows are scrolled past.
     offset: int = 0
 
 
 class Outage(NamedTuple):
-    """Why there has been no answer since `since_s` (s since 1970), or if that is None, what is unknown."""
+    """Why there is no answer, or only an incomplete one."""
 
+    #: Since when there has been no answer (s since 1970); None if the answer is only incomplete.
     since_s: float | None
     why: str
     hint: str = ""
@@ -80,18 +88,27 @@ class Outage(NamedTuple):
 
 class Frame(NamedTuple):
     lines: list[Line]
+    #: The offset at which the last row is shown.
     last_offset: int
+    #: How many rows the keys PgUp and PgDn scroll.
     page: int
 
 
 class _Layout(NamedTuple):
+    """How many lines each part of the frame has, with its heading."""
+
     gpus: int
     devices: int
     events: int
 
 
-def frame(scene: Scene, state: ViewState, outage: Outage | None, now_s: float, interval_s: int) -> Frame:
-    """Draw the scene; with `outage`, it is out of date."""
+def frame(scene: Scene, state: ViewState, *, outage: Outage | None, now_s: float, interval_s: int) -> Frame:
+    """Draw the scene.
+
+    outage: why the scene is out of date or incomplete, if it is.
+    now_s: the time, in s since 1970.
+    interval_s: the time between updates, which the footer shows.
+    """
     whole = state.rows >= WHOLE
     top = _header(scene, outage, now_s)
     top += _problems(scene, len(scene.problems) * 2 if whole else state.rows // 6)
@@ -102,17 +119,30 @@ def frame(scene: Scene, state: ViewState, outage: Outage | None, now_s: float, i
     layout = _layout(scene, state, rows - len(hidden))
     view_gpus = state.view == "GPUs"
     gpus, gpus_over = _table(
-        "GPU", sort_gpus(scene.gpus, state.order), layout.gpus, state.offset if view_gpus else 0, widths,
-        state, now_s,
-    )  # fmt: skip
+        "GPU",
+        sort_gpus(scene.gpus, state.order),
+        room=layout.gpus,
+        offset=state.offset if view_gpus else 0,
+        widths=widths,
+        state=state,
+        now_s=now_s,
+    )
     devices, devices_over = _table(
-        "DEVICE", sort_devices(scene.devices, state.order), layout.devices, state.offset, widths, state, now_s
+        "DEVICE",
+        sort_devices(scene.devices, state.order),
+        room=layout.devices,
+        offset=state.offset,
+        widths=widths,
+        state=state,
+        now_s=now_s,
     )
     lines = [*top, *gpus, *devices, *hidden, *_events(scene, state, layout.events, now_s)]
     if whole:
-        fitted = [[(cell(text), style) for text, style in line] for line in lines]
+        fitted = [_printable(line) for line in lines]
     else:
-        lines = lines[: state.rows - 1] + [[]] * (state.rows - 1 - len(lines)) + footer
+        missing = state.rows - 1 - len(lines)
+        empty: list[Line] = [[]] * missing
+        lines = lines[: state.rows - 1] + empty + footer
         fitted = [_cut(line, state) for line in lines[: state.rows]]
     page = (layout.gpus if view_gpus else layout.devices) - 1
     return Frame(fitted, gpus_over if view_gpus else devices_over, max(page, 1))
@@ -123,8 +153,10 @@ def _header(scene: Scene, outage: Outage | None, now_s: float) -> list[Line]:
     begin = (f"yunion-mps {status['version']}  {clock(now_s)}  ", "bold")
     why: list[Line] = []
     if outage:
-        why = [[("Incomplete: " if outage.since_s is None else "Problem: ", "bad"), (outage.why, "")]]
-        why += [[(f"{HINT}{outage.hint}", "")]] if outage.hint else []
+        title = "Incomplete: " if outage.since_s is None else "Problem: "
+        why.append([(title, "bad"), (outage.why, "")])
+        if outage.hint:
+            why.append([(f"{HINT}{outage.hint}", "")])
         if outage.since_s is not None:
             old = f"no answer since {clock(outage.since_s)}; showing the last data"
             return [[begin, (old, "bad")], *why, _counts(scene)]
@@ -138,30 +170,32 @@ def _header(scene: Scene, outage: Outage | None, now_s: float) -> list[Line]:
 
 
 def clock(moment_s: float) -> str:
+    """Format a time in s since 1970 as `13:45:00`, in the local time zone."""
     return time.strftime("%H:%M:%S", time.localtime(moment_s))
 
 
 def _counts(scene: Scene) -> Line:
     answers = scene.host.answers
     devices = answers.status["devices"]
-    waiting, clients = len(answers.waiting), len(answers.clients["clients"])
     listed = {gpu["addr"] for gpu in answers.gpus}
     total = sum(len(holding.devices) for holding in scene.host.holdings if holding.gpu in listed)
-    pools = [
-        0 if gpu["reserved_for"] else gpu["memory_free_mib"]
-        for gpu in answers.gpus
-        if gpu["memory_free_mib"] is not None
-    ]
     instances = sum(gpu["parent"] is not None for gpu in answers.gpus)
-    parts = [
-        count(len(scene.gpus) - instances, "GPU")
-        + (f" with {count(instances, 'MIG instance')}" if instances else ""),
-        f"{count(total, 'device')}: {devices['used']} used, {devices['free']} free"
-        + (f", {devices['unavailable']} unavailable" if devices["unavailable"] else ""),
-        *([f"{_gib(sum(pools))} GiB free in pools"] if pools else []),
-        count(len(answers.leases), "lease") + (f", {count(waiting, 'request')} queued" if waiting else ""),
-        count(clients, "process", "processes"),
-    ]
+    gpus_text = count(len(scene.gpus) - instances, "GPU")
+    if instances:
+        gpus_text += f" with {count(instances, 'MIG instance')}"
+    devices_text = f"{count(total, 'device')}: {devices['used']} used, {devices['free']} free"
+    if devices["unavailable"]:
+        devices_text += f", {devices['unavailable']} unavailable"
+    parts = [gpus_text, devices_text]
+    pools = [gpu for gpu in answers.gpus if gpu["memory_free_mib"] is not None]
+    if pools:
+        free_mib = sum(gpu["memory_free_mib"] or 0 for gpu in pools if not gpu["reserved_for"])
+        parts.append(f"{_gib(free_mib)} GiB free in pools")
+    leases_text = count(len(answers.leases), "lease")
+    if answers.waiting:
+        leases_text += f", {count(len(answers.waiting), 'request')} queued"
+    parts.append(leases_text)
+    parts.append(count(len(answers.clients["clients"]), "process", "processes"))
     return [("; ".join(parts), "")]
 
 
@@ -174,7 +208,7 @@ def _problems(scene: Scene, limit: int) -> list[Line]:
         if hint and problem.level in (NOTICE, PROBLEM):
             blocks[-1].append([(f"{HINT}{hint}", "")])
     if sum(map(len, blocks)) <= limit:
-        return [line for block in blocks for line in block]
+        return list(chain.from_iterable(blocks))
     shown: list[Line] = []
     left = sum(problem.number for problem in scene.problems)
     for problem, block in zip(scene.problems, blocks):
@@ -225,10 +259,15 @@ def _widths(addresses: Iterable[str], columns: int) -> dict[str, int]:
 
 def _hidden(widths: dict[str, int], columns: int) -> list[Line]:
     """Name the columns that the terminal is too narrow for."""
-    hidden = [column for column in _WIDTHS if column not in widths]
-    names = [_HEADINGS[name][column] for column in hidden for name in _HEADINGS if column in _HEADINGS[name]]
-    text = hidden_columns(list(dict.fromkeys(names)), "yunion-mps top --once | cat", columns)
-    return [[(text, "")]] if names else []
+    names: dict[str, None] = {}  # a set with an order
+    for column in _WIDTHS:
+        if column not in widths:
+            for headings in _HEADINGS.values():
+                if column in headings:
+                    names[headings[column]] = None
+    if not names:
+        return []
+    return [[(hidden_columns(list(names), "yunion-mps top --once | cat", columns), "")]]
 
 
 def _total_width(widths: dict[str, int]) -> int:
@@ -238,6 +277,7 @@ def _total_width(widths: dict[str, int]) -> int:
 def _table(
     name: str,
     rows: Sequence[Row],
+    *,
     room: int,
     offset: int,
     widths: dict[str, int],
@@ -257,13 +297,15 @@ def _table(
 
 def _headings(name: str, range_text: str, widths: dict[str, int], state: ViewState) -> str:
     """Format a table's headings; `range_text` says which rows are shown."""
-    room = widths["address"] + (1 + widths["bar"] if "bar" in widths else 0)
-    cells = [
-        fit(_HEADINGS[name].get(column, ""), width, utf8=state.utf8, right_aligned=column in _RIGHT_ALIGNED)
-        for column, width in widths.items()
-        if column not in ("address", "bar")
-    ]
-    return " ".join([fit(name + range_text, room, utf8=state.utf8), *cells])
+    room = widths["address"]
+    if "bar" in widths:
+        room += 1 + widths["bar"]
+    cells = [fit(name + range_text, room, utf8=state.utf8)]
+    for column, width in widths.items():
+        if column not in ("address", "bar"):
+            heading = _HEADINGS[name].get(column, "")
+            cells.append(fit(heading, width, utf8=state.utf8, right_aligned=column in _RIGHT_ALIGNED))
+    return " ".join(cells)
 
 
 def _line(row: Row, widths: dict[str, int], state: ViewState, now_s: float) -> Line:
@@ -353,6 +395,10 @@ def _footer(state: ViewState, interval_s: int) -> Line:
     return [*line, (f" every {interval_s} s", "dim")]
 
 
+def _printable(line: Line) -> Line:
+    return [(cell(text), style) for text, style in line]
+
+
 def _cut(line: Line, state: ViewState) -> Line:
     left = state.columns
     fitted: Line = []
@@ -367,7 +413,8 @@ def _cut(line: Line, state: ViewState) -> Line:
 
 def encode(line: Line, columns: int, *, utf8: bool, colour: bool) -> bytes:
     """Return what draws the line in a row of a terminal."""
-    width, pieces = 0, []
+    width = 0
+    pieces: list[str] = []
     for text, style in line:
         width += len(text)
         code = _SGR.get(style) if colour else None

@@ -16,53 +16,59 @@ from yunion_mps.overview import (
     notable_way,
     short_name,
 )
-from yunion_mps.service.holdings import Holding, ProcessUse, distribute, is_memory_unknown
+from yunion_mps.service.holdings import Holding, distribute, is_memory_unknown
 from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Event, Gpu
 
 #: Marks after an address: over budget or outside MPS, and used without a device.
-TROUBLED, WITHOUT_DEVICE = "!", "?"
+TROUBLED = "!"
+WITHOUT_DEVICE = "?"
 
 ORDERS = ("busiest", "device", "user", "longest")
 
 
 class Poll(NamedTuple):
-    """The daemon's answers at `taken_s` (s since 1970).
+    """The daemon's answers of about one time."""
 
-    GPUs and devices are from `devices_s` (monotonic clock), and are queried again once `seen` changes.
-    """
-
+    #: In s since 1970.
     taken_s: float
     answers: HostAnswers
     events: list[Event]
+    #: Once this changes, GPUs and devices are queried again.
     seen: tuple[object, ...]
+    #: When GPUs and devices were queried, on the monotonic clock.
     devices_s: float
 
 
 class Row(NamedTuple):
-    """A GPU, a device, or use without a device; memory is in MiB.
-
-    For a GPU, `user` says how many of its devices are in use, and `pid` is the number of processes. `busy` is
-    the utilization in %; for a device, of the SMs. Only a device has a peak, only a GPU a temperature and a
-    power draw.
-    """
+    """A GPU, a device, or use without a device."""
 
     address: str
     used_mib: int | None
     of_mib: int | None
+    #: Of a GPU: how many of its devices are in use.
     user: str
+    #: Of a GPU: the number of processes.
     pid: int | None
+    #: Of a GPU: its model.
     command: str
+    #: TROUBLED or WITHOUT_DEVICE, empty if neither.
     mark: str = ""
+    #: Of a device: its percentage of the SM threads.
     threads: float | None = None
+    #: In s since 1970.
     since_s: float | None = None
     in_use: bool = True
     is_bad: bool = False
+    #: The utilization in %; of a device, that of the SMs.
     busy: int | None = None
+    #: Only of a device.
     peak_mib: int | None = None
+    #: Only of a GPU.
     temperature_c: int | None = None
+    #: Only of a GPU.
     power_w: float | None = None
 
     @property
@@ -79,14 +85,26 @@ class Scene(NamedTuple):
 
 
 def scene(poll: Poll) -> Scene:
+    """Make the rows of all GPUs and devices from the answers."""
     host = HostOverview.of(poll.answers)
     answers = host.answers
     budgets = {device["addr"]: device["memory_mib"] for device in answers.devices}
     for lease in answers.leases:  # a leased device of a pool is not listed
-        budgets.update({budget["addr"]: budget["memory_mib"] for budget in lease["budgets"]})
-    devices = [row for holding in host.holdings for row in _device_rows(holding, budgets)]
-    devices += [_pool_row(gpu) for gpu in answers.gpus if gpu["memory_free_mib"] is not None]
-    return Scene(host, poll.events, fold_problems(host.problems, 2), _gpu_rows(host), devices)
+        for budget in lease["budgets"]:
+            budgets[budget["addr"]] = budget["memory_mib"]
+    devices: list[Row] = []
+    for holding in host.holdings:
+        devices += _device_rows(holding, budgets)
+    for gpu in answers.gpus:
+        if gpu["memory_free_mib"] is not None:
+            devices.append(_pool_row(gpu))
+    return Scene(
+        host=host,
+        events=poll.events,
+        problems=fold_problems(host.problems, 2),
+        gpus=_gpu_rows(host),
+        devices=devices,
+    )
 
 
 def sort_devices(rows: Iterable[Row], order: str) -> list[Row]:
@@ -112,71 +130,90 @@ def _gpu_rows(host: HostOverview) -> list[Row]:
     for holding in host.holdings:
         for address in {holding.gpu, physical_gpu(holding.gpu)}:
             devices[address] += len(holding.devices)
-            in_use[address] += len(holding.devices) * holding.in_use
+            if holding.in_use:
+                in_use[address] += len(holding.devices)
             processes[address] += len(holding.processes)
-    return [
-        Row(
-            address,
-            None if is_memory_unknown(gpu) else host.memory_by_gpu.get(address, 0),
-            gpu["memory_mib"],
-            f"{in_use[address]} of {devices[address]}",
-            processes[address],
-            gpu["reason"] or _model(gpu),
+    rows: list[Row] = []
+    for gpu in host.answers.gpus:
+        address = gpu["addr"]
+        row = Row(
+            address=address,
+            used_mib=None if is_memory_unknown(gpu) else host.memory_by_gpu.get(address, 0),
+            of_mib=gpu["memory_mib"],
+            user=f"{in_use[address]} of {devices[address]}",
+            pid=processes[address],
+            command=gpu["reason"] or _model(gpu),
             in_use=gpu["memory_mib"] is not None or not gpu["reason"],  # unknown for a lost GPU
             is_bad=bool(gpu["reason"]),
             busy=gpu["utilization"],
             temperature_c=gpu["temperature_c"],
             power_w=gpu["power_w"],
         )
-        for gpu in host.answers.gpus
-        for address in [gpu["addr"]]
-    ]
+        rows.append(row)
+    return rows
 
 
 def _pool_row(gpu: Gpu) -> Row:
     """Return a row for the free memory of a pool, which becomes a device once it is leased."""
     left_mib = gpu["memory_free_mib"]
-    free = RESERVED if gpu["reserved_for"] else FREE
-    user = free if left_mib else UNAVAILABLE if gpu["reason"] else "none"
-    return Row(f"{gpu['addr']}-m*", 0, left_mib, user, None, "pool", in_use=False)
+    user = "none"
+    if left_mib:
+        user = RESERVED if gpu["reserved_for"] else FREE
+    elif gpu["reason"]:
+        user = UNAVAILABLE
+    return Row(
+        address=f"{gpu['addr']}-m*",
+        used_mib=0,
+        of_mib=left_mib,
+        user=user,
+        pid=None,
+        command="pool",
+        in_use=False,
+    )
 
 
 def _device_rows(holding: Holding, budgets: dict[str, int | None]) -> list[Row]:
-    mark = TROUBLED if holding.outside_mps or holding.over_mib else "" if holding.devices else WITHOUT_DEVICE
-    first = max(holding.holders, key=lambda process: process.memory_mib or 0, default=None)
+    mark = _mark(holding)
+    largest = max(holding.holders, key=lambda process: process.memory_mib or 0, default=None)
+    command = largest.shown if largest else holding.restriction
     more = len(holding.processes) - 1
+    if more > 0:
+        command += f" (+{more})"
     row = Row(
-        holding.named or holding.gpu,
-        holding.known_mib,
-        holding.budget_mib,
-        holding.user if holding.in_use else holding.state,
-        first.pid if first else None,
-        _command(holding, first) + (f" (+{more})" if more > 0 else ""),
-        mark,
-        holding.threads,
-        None if holding.since is None else seconds(holding.since),
-        holding.in_use,
-        mark == TROUBLED,
-        holding.sm,
-        holding.peak_mib,
+        address=holding.named or holding.gpu,
+        used_mib=holding.known_mib,
+        of_mib=holding.budget_mib,
+        user=holding.user if holding.in_use else holding.state,
+        pid=largest.pid if largest else None,
+        command=command,
+        mark=mark,
+        threads=holding.threads,
+        since_s=None if holding.since is None else seconds(holding.since),
+        in_use=holding.in_use,
+        is_bad=mark == TROUBLED,
+        busy=holding.sm,
+        peak_mib=holding.peak_mib,
     )
     if len(holding.devices) < 2:
         return [row]
     leased = holding.lease["budgets"] if holding.lease else ()
     peaks = {device["addr"]: device["memory_peak_mib"] for device in leased}
-    return [
-        row._replace(
+    rows: list[Row] = []
+    for address, part_mib in distribute(holding.devices, holding.used_mib, budgets):
+        row_of_device = row._replace(
             address=address,
-            used_mib=None if row.used_mib is None else part,
+            used_mib=None if row.used_mib is None else part_mib,
             of_mib=budgets.get(address),
             peak_mib=peaks.get(address),
         )
-        for address, part in distribute(holding.devices, holding.used_mib, budgets)
-    ]
+        rows.append(row_of_device)
+    return rows
 
 
-def _command(holding: Holding, first: ProcessUse | None) -> str:
-    return first.shown if first else holding.restriction
+def _mark(holding: Holding) -> str:
+    if holding.outside_mps or holding.over_mib:
+        return TROUBLED
+    return "" if holding.devices else WITHOUT_DEVICE
 
 
 def _model(gpu: Gpu) -> str:

@@ -34,6 +34,8 @@ _REST_OF_KEY_S = 0.1
 
 
 class SignalWakeup:
+    """A pipe that signals and other threads write to, so that poll(2) returns; as a context manager."""
+
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):
@@ -74,7 +76,8 @@ class Terminal:
     """The terminal on standard input and output, drawn on between `enter` and `leave`."""
 
     def __init__(self, *, utf8: bool, colour: bool) -> None:
-        self._in, self._out = 0, 1
+        self._in = 0
+        self._out = 1
         self._utf8 = utf8
         self._colour = colour
         self._before = termios.tcgetattr(self._in)
@@ -114,11 +117,10 @@ class Terminal:
         columns, rows = self.size()
         encoded = [encode(line, columns, utf8=self._utf8, colour=self._colour) for line in lines[:rows]]
         begin = b"" if self._drawn else b"\x1b[0m\x1b[2J"
-        pieces = [
-            b"\x1b[%d;1H%s" % (row, line)
-            for row, line in enumerate(encoded, 1)
-            if len(self._drawn) < row or self._drawn[row - 1] != line
-        ]
+        pieces: list[bytes] = []
+        for index, line in enumerate(encoded):
+            if index >= len(self._drawn) or self._drawn[index] != line:
+                pieces.append(b"\x1b[%d;1H%s" % (index + 1, line))
         if not pieces:
             return
         poll = select.poll()
@@ -139,15 +141,17 @@ class Terminal:
         if not piece:
             raise EOFError
         self._typed += piece
-        keys = []
+        keys: list[str] = []
         while match := _KEY.match(self._typed):
             is_last = match.end() == len(self._typed)
             if is_last and _is_incomplete(match[0]) and readable(self._in, _REST_OF_KEY_S):
                 self._typed += os.read(self._in, 1024)
                 continue
             self._typed = self._typed[match.end() :]
-            keys.append(_key_name(match[0]))
-        return [key for key in keys if key]
+            key = _key_name(match[0])
+            if key:
+                keys.append(key)
+        return keys
 
 
 def _is_incomplete(key: bytes) -> bool:
