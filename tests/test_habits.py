@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -46,6 +47,70 @@ def test_two_types_share_a_name_only_if_one_is_the_others_wire_form() -> None:
     }
     shared = {name: [module for module in modules if module not in wire] for name, modules in places.items()}
     assert {name: modules for name, modules in shared.items() if len(modules) > 1} == SHARED_NAMES
+
+
+#: The packages and modules whose docstrings say what is raised.
+SAY_WHAT_THEY_RAISE = (
+    "answers", "cli", "client", "exposition.py", "gateway", "http", "metrics", "overview.py", "program.py",
+    "text.py", "units.py",
+)  # fmt: skip
+
+
+def test_docstrings_of_public_functions_say_which_error_they_raise() -> None:
+    """A command's docstring is its help text: its exit statuses say it."""
+    errors = error_classes()
+    assert {"YunionError", "NothingFreeError", "BadRequestError"} <= errors
+    unsaid: list[str] = []
+    for place in SAY_WHAT_THEY_RAISE:
+        folder = CHECKOUT / "yunion_mps" / place
+        for path in [folder] if folder.suffix else sorted(folder.rglob("*.py")):
+            module = path.relative_to(CHECKOUT / "yunion_mps")
+            for function in public_functions(ast.parse(path.read_text())):
+                docstring = ast.get_docstring(function) or ""
+                for error in raised_by(function) & errors:
+                    if error not in docstring and "aises" not in docstring and not is_command(function):
+                        unsaid.append(f"{module}: {function.name} raises {error}")
+    assert unsaid == []
+
+
+def error_classes() -> set[str]:
+    """Return the names of YunionError and of all its subclasses in the package."""
+    bases: dict[str, set[str]] = {}
+    for path in CHECKOUT.glob("yunion_mps/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    errors = {"YunionError"}
+    while more := {name for name, names in bases.items() if names & errors} - errors:
+        errors |= more
+    return errors
+
+
+def public_functions(tree: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_"):
+            yield node
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from public_functions(node)
+
+
+def raised_by(function: ast.AST) -> set[str]:
+    """Return the names in its `raise NAME(…)` and `raise NAME`, without those of functions inside."""
+    names: set[str] = set()
+    for node in ast.iter_child_nodes(function):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.Raise):
+            raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            if isinstance(raised, ast.Name):
+                names.add(raised.id)
+        names |= raised_by(node)
+    return names
+
+
+def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
+    return any(re.match(r"\w+\.(command|group)\(", decorator) for decorator in decorators)
 
 
 def test_no_test_asserts_how_long_something_took() -> None:

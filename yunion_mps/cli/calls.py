@@ -10,31 +10,28 @@ from yunion_mps.addresses import is_on_instance
 from yunion_mps.cli.output import print_notice
 from yunion_mps.enums import WHY_UNENFORCED
 from yunion_mps.errors import YunionError
+from yunion_mps.http import transport
+from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import GET_DEVICES
 from yunion_mps.http.parameters import Value
+from yunion_mps.http.transport import BlockingTransport, RequestMembers
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, NOT_FREE
 from yunion_mps.text import gpus_that_are
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Device, LeaseRecord
-    from yunion_mps.http.client import DaemonClient
-    from yunion_mps.http.transport import BlockingTransport, RequestMembers
 
 T = TypeVar("T")
 
 
 def _daemon() -> DaemonClient:
-    from yunion_mps.http.client import DaemonClient  # `--help` does not need it
-
     return DaemonClient(Paths.from_environment())
 
 
 def blocking_transport() -> BlockingTransport:
     """Return a transport for requests that survive a restart of the daemon."""
-    from yunion_mps.http.transport import BlockingTransport
-
     return BlockingTransport(_daemon())
 
 
@@ -62,16 +59,12 @@ def listed_devices() -> list[Device]:
 
 def take(request: RequestMembers, wait_s: int) -> LeaseRecord:
     """Take a lease; raises YunionError, for example NothingFreeError if there is none within `wait_s`."""
-    from yunion_mps.http import transport  # not needed by most commands
-
     with add_option_hints(request, wait_s):
         return transport.run_blocking(transport.take(blocking_transport(), request, wait_s, print_notice))
 
 
 def preview(request: RequestMembers) -> LeaseRecord:
     """Return the lease that the request would get now; raises YunionError."""
-    from yunion_mps.http import transport
-
     return transport.run_blocking(transport.preview(blocking_transport(), request))
 
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from yunion_mps.settings import Config, DeviceEntry, SliceEntry, Source
     from yunion_mps.supervisor.preflight import Preflight
 
+# The configuration's parser and the planning are imported where they are needed: they take 45 ms, and --help
+# and completion import this module to list its commands.
+
 _FIELDS = ("key", "value", "from")
 _COLUMNS = (
     Column("KEY", 0),
@@ -166,7 +169,7 @@ def show_config(output: str) -> None:
       yunion-mps config show
       yunion-mps config show --output yaml
     """
-    from yunion_mps.config import load
+    from yunion_mps.config import load  # see above
 
     config, problems = load(Paths.from_environment())
     if problems:
@@ -179,7 +182,7 @@ def show_config(output: str) -> None:
 
 def config_json(config: Config) -> ConfigRecord:
     """Return every key with its value and place, and the device entries as written in the file."""
-    from yunion_mps.config import KEYS
+    from yunion_mps.config import KEYS  # see above
 
     return {
         "files": list(config.files),
@@ -281,7 +284,7 @@ def check_config(output: str) -> None:
       yunion-mps config check
       yunion-mps config check --output json
     """
-    from yunion_mps.supervisor.preflight import run_preflight
+    from yunion_mps.supervisor.preflight import run_preflight  # see above
     from yunion_mps.supervisor.unit_access import unit_problems, unit_warnings
 
     paths = Paths.from_environment()
@@ -349,6 +352,7 @@ def gpu_records(preflight: Preflight) -> list[GpuRecord]:
 
 def _gpu_record(gpu: Gpu, plan: Plan, after: Plan) -> GpuRecord:
     """Return the record of a GPU, with the devices of its instances; `after` has all layouts in effect."""
+    # See above.
     from yunion_mps.planning.division import describe_division, enforces_budgets, why_unenforced
     from yunion_mps.planning.mig import describe_layout
 
@@ -431,7 +435,7 @@ def _plan_text(preflight: Preflight) -> str:
 
 def _users(preflight: Preflight) -> str:
     """Return whose jobs run at the same time, and what would let more users share the host."""
-    from yunion_mps.planning.multiuser import describe_users
+    from yunion_mps.planning.multiuser import describe_users  # see above
     from yunion_mps.supervisor.preflight import supports_multiuser
 
     supported = supports_multiuser(Paths.from_environment()) if preflight.plan.domains else None

@@ -59,6 +59,7 @@ def doctor(
       yunion-mps doctor --selftest
       yunion-mps doctor --output json
     """
+    # 50 ms, which --help and completion need not pay: they import this module to list the command.
     from yunion_mps.doctor.checks import Host
     from yunion_mps.doctor.report import run_checks, select_checks
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 
@@ -54,6 +56,7 @@ def failing_reader(style: str) -> Iterator[None]:
     """If there is no environment, make its reader fail, too; otherwise a job would run without limits.
 
     For `eval "$(...)" && COMMAND` and for `--env-file <(...)`, empty output is a success.
+    Raises the error of the block.
     """
     try:
         yield
@@ -66,8 +69,6 @@ def failing_reader(style: str) -> Iterator[None]:
 def show_environment(environment: Mapping[str, str], style: str) -> None:
     """Print the variables in one of `STYLES`; raises HostError if the format cannot represent a value."""
     if style == "json":
-        import json
-
         click.echo(json.dumps(environment, indent=2))
         return
     for name, value in environment.items():
@@ -91,8 +92,6 @@ def _unset_others(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _shell(name: str, value: str) -> str:
-    import shlex
-
     return f"export {name}={shlex.quote(value)}"
 
 

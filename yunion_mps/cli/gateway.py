@@ -10,9 +10,13 @@ import click
 
 from yunion_mps.cli.calls import call
 from yunion_mps.errors import YunionError
+from yunion_mps.host.log import set_up_log
 from yunion_mps.http.operations import GET_METRICS, GET_STATUS
 from yunion_mps.paths import Paths
 from yunion_mps.text import printable
+
+# What serves is imported where it is needed: asyncio alone takes 60 ms, and --help and completion import this
+# module to list its commands.
 
 _DEFAULT = "127.0.0.1:9435"
 
@@ -50,9 +54,7 @@ def web(address: str, allow_public: bool) -> None:
       yunion-mps web --listen 127.0.0.1:8080
       ssh -L 9435:127.0.0.1:9435 gpu-01 yunion-mps web
     """
-    import asyncio
-
-    from yunion_mps.host.log import set_up_log
+    import asyncio  # see above
 
     set_up_log("warning", plain=True)
     endpoint = _check_address(address, allow_public=allow_public)
@@ -79,6 +81,7 @@ def _check_address(address: str, *, allow_public: bool) -> str:
 
 
 async def _serve(address: str) -> None:
+    # See above.
     import asyncio
 
     from yunion_mps.gateway.server import LIMITS, WebPage
@@ -110,10 +113,10 @@ def gateway() -> None:
     Examples:
       yunion-mps gateway
     """
+    # See above.
     import asyncio
 
     from yunion_mps.gateway.server import serve
-    from yunion_mps.host.log import set_up_log
 
     set_up_log("info", plain=True)
     asyncio.run(serve(Paths.from_environment()))

@@ -110,7 +110,7 @@ def _completing(words: Callable[[], Iterable[str]]) -> Callable[..., list[Comple
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         del ctx, param
-        from click.shell_completion import CompletionItem
+        from click.shell_completion import CompletionItem  # not needed to run a command
 
         try:
             offered = dict.fromkeys(words())
@@ -124,7 +124,7 @@ def _completing(words: Callable[[], Iterable[str]]) -> Callable[..., list[Comple
 
 def _leases() -> Iterator[str]:
     """Yield the names of the caller's own leases, and short ids of all others: names find only one's own."""
-    from yunion_mps.host.proc import user_name
+    from yunion_mps.host.proc import user_name  # 1 ms, which a plain `run` need not pay
 
     user = user_name(os.geteuid())
     for lease in call(GET_LEASES, _COMPLETION_S)["leases"]:
@@ -160,7 +160,7 @@ complete_target = _completing(lambda: (*_pids(), *_leases(), *_devices()))
 def complete_file(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Offer file names, completed by the shell itself."""
     del ctx, param
-    from click.shell_completion import CompletionItem
+    from click.shell_completion import CompletionItem  # as above
 
     return [CompletionItem(incomplete, type="file")]
 

@@ -10,6 +10,8 @@ from yunion_mps.cli.options import for_option
 from yunion_mps.cli.output import output_option, print_notice, show, wrapped
 from yunion_mps.enums import SLURM
 from yunion_mps.paths import Paths
+from yunion_mps.slurm.job import JOB_ID
+from yunion_mps.slurm.leases import JobLeases
 from yunion_mps.text import count
 
 _FIELDS = ("id", "name", "devices")
@@ -32,9 +34,6 @@ def reconcile_leases(engine: str, live: str, output: str) -> None:
       jobs=$(echo $jobs | tr ' ' ,)
       yunion-mps lease reconcile --for slurm --live "$jobs"
     """
-    from yunion_mps.slurm.job import JOB_ID  # for schedulers only
-    from yunion_mps.slurm.leases import JobLeases
-
     del engine  # there is only one
     jobs = [job.strip() for job in live.split(",")] if live.strip() else []
     for job in jobs:

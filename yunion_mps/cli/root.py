@@ -194,7 +194,7 @@ def completion(shell: str) -> None:
     if shell == "bash":
         click.echo(_BASH, nl=False)
         return
-    from click.shell_completion import get_completion_class
+    from click.shell_completion import get_completion_class  # not needed to run a command
 
     kind = get_completion_class(shell)
     assert kind is not None
@@ -202,6 +202,7 @@ def completion(shell: str) -> None:
 
 
 def run() -> int:
+    """Run the command line; return the exit status. Raises SystemExit if a command does so itself."""
     try:
         status = _main()
     except YunionError as error:

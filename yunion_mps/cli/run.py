@@ -48,17 +48,18 @@ class EngineCommand(RequestCommand):
     """A command that explains where to write the engine's options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        engine = next((engine for engine in ("docker", "podman") if f"--{engine}" in args), "")
+        """Parse the command line; raises UsageError."""
+        given = list(args)  # click removes what it has parsed
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if not engine:
-                raise
-            name = error.option_name
-            example = f"yunion-mps run --{engine} -- {name} … IMAGE"
-            raise click.UsageError(
-                f"run has no option {name}; write {engine}'s options after --: {example}", ctx
-            ) from None
+            for engine in ("docker", "podman"):
+                if f"--{engine}" in given:
+                    name = error.option_name
+                    example = f"yunion-mps run --{engine} -- {name} … IMAGE"
+                    what = f"run has no option {name}; write {engine}'s options after --: {example}"
+                    raise click.UsageError(what, ctx) from None
+            raise
 
 
 @click.command(

@@ -13,6 +13,7 @@ from yunion_mps.addresses import gpu_of
 from yunion_mps.client.values import LeaseRecord
 from yunion_mps.enums import UNAVAILABLE
 from yunion_mps.errors import HostError, NotFoundError, YunionError
+from yunion_mps.host import threads
 from yunion_mps.http.operations import (
     END_LEASE,
     GET_DEVICES,
@@ -219,8 +220,6 @@ class BaseLease:
         #: Stops the renewals, also if the daemon is unreachable: the lease then expires.
         self._stop_renewing = threading.Event()
         if ttl_s is not None:
-            from yunion_mps.host import threads  # only named leases need it
-
             threads.start(lambda: self._renew(ttl_s), threads.ignore_outcome)
 
     def environ(self, base: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -215,7 +215,7 @@ class AsyncDaemonClient:
         return await within(timeout_s, send_to(self._path, exchange), timeout_error(self._path, timeout_s))
 
     async def sleep(self, delay_s: float) -> None:
-        import asyncio
+        import asyncio  # as in send_to
 
         await asyncio.sleep(delay_s)
 
@@ -268,7 +268,7 @@ def unreachable_error(path: str, error: OSError) -> YunionError:
 
 def _join_hint(uid: int) -> str:
     """Return how this user joins the group of the socket; usermod knows only users with a name."""
-    from yunion_mps.host.proc import user_name
+    from yunion_mps.host.proc import user_name  # 1 ms, which only this error needs
 
     name = user_name(uid)
     if name == f"uid {uid}":

@@ -49,6 +49,8 @@ class RequestedHolder(TypedDict):
 
 
 class Handlers:
+    """A method for each operation; it raises the YunionError of its use case, which the router answers."""
+
     def __init__(self, services: Services, metrics: Callable[[str], Awaitable[tuple[str, bytes]]]) -> None:
         """`metrics` returns the content type and the text for an Accept header."""
         self._services = services

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import grp
 import os
 import select
 import socket
@@ -87,8 +88,6 @@ def listen(paths: Paths) -> socket.socket:
 
 def group_id() -> int:
     """Return the gid of the group that may connect; root's gid if there is no such group."""
-    import grp
-
     try:
         return grp.getgrnam(GROUP).gr_gid
     except KeyError:

@@ -141,7 +141,7 @@ def members_schema(members: Iterable[Parameter]) -> dict[str, object]:
 
 def query_arguments(query: str, parameters: Iterable[Parameter]) -> dict[str, Value]:
     """Return the value of every parameter of a query; raises BadRequestError."""
-    from urllib.parse import parse_qsl
+    from urllib.parse import parse_qsl  # 2 ms, which a client need not pay
 
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query), max_num_fields=32)

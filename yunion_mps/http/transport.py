@@ -89,7 +89,10 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def iterate_blocking(generator: AsyncGenerator[T, None]) -> Iterator[T]:
-    """Iterate over an asynchronous generator that uses a BlockingTransport, and close it at the end."""
+    """Iterate over an asynchronous generator that uses a BlockingTransport, and close it at the end.
+
+    Raises what the generator raises.
+    """
     try:
         while True:
             try:

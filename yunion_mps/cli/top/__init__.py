@@ -157,7 +157,10 @@ class _Poller:
 
 
 def live(first: Poll, interval_s: int) -> None:
-    """Draw until a key or a signal ends it; the signal takes effect once the terminal is restored."""
+    """Draw until a key or a signal ends it; the signal takes effect once the terminal is restored.
+
+    Raises KeyboardInterrupt for SIGINT.
+    """
     utf8 = is_utf8()
     terminal = Terminal(utf8=utf8, colour=not os.environ.get("NO_COLOR"))
     with SignalWakeup() as wakeup:
