@@ -24,8 +24,8 @@ from yunion_mps.cli.output import (
     age_of,
     cell,
     date_and_time,
+    incomplete_note,
     mib,
-    notes,
     output_option,
     show,
     show_pairs,
@@ -240,7 +240,7 @@ def _leases_text(answer: LeaseList, *, wide: bool) -> str:
     text = table(_COLUMNS, answer["leases"], none="No leases.", wide=wide)
     reasons = dict.fromkeys(record["reason"] for record in answer["leases"] if record["reason"])
     text += "".join(map(wrapped, reasons))
-    return text + waiting_text(answer["waiting"]) + notes(("Incomplete", error) for error in answer["errors"])
+    return text + waiting_text(answer["waiting"]) + incomplete_note(answer["errors"])
 
 
 def _lease_text(lease: LeaseRecord, state: str = "") -> str:

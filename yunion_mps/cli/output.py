@@ -273,6 +273,11 @@ def notes(entries: Iterable[tuple[str, str]]) -> str:
     return "".join(wrapped(f"{name}: {text}") for name, text in entries if text)
 
 
+def incomplete_note(errors: Iterable[str]) -> str:
+    """Format a line for each reason why an answer is incomplete."""
+    return "".join(wrapped(f"Incomplete: {error}") for error in errors)
+
+
 def wrapped(text: str, indent: int = 4, min_width: int = 0) -> str:
     """Format a line, wrapped between words and indented if the terminal is too narrow."""
     return _wrapped(cell(text), indent, min_width)

@@ -11,7 +11,7 @@ import click
 
 from yunion_mps.cli.calls import blocking_transport, call
 from yunion_mps.cli.options import Duration, confirm, refuse_unattended
-from yunion_mps.cli.output import Column, hint_text, notes, output_option, print_notice, show, table, wrapped
+from yunion_mps.cli.output import Column, hint_text, output_option, print_notice, show, table, wrapped
 from yunion_mps.cli.who import clients_table
 from yunion_mps.enums import NOTICE, PROBLEM
 from yunion_mps.errors import NotFoundError, YunionError
@@ -65,7 +65,8 @@ _COLUMNS = (
 )
 
 _POLL_S = 0.5
-_UNREACHABLE_TIMEOUT_S, _REEXEC_TIMEOUT_S = 60.0, 120.0
+_UNREACHABLE_TIMEOUT_S = 60.0
+_REEXEC_TIMEOUT_S = 120.0
 #: The default timeout of `--now`: servers end within moments.
 _NOW_S = 60
 _NOTHING_DONE = "nothing was changed, and no job was ended"
@@ -130,18 +131,15 @@ def _describe_drain(answer: ChangeList) -> str:
 def _text(title: str, answer: ChangeList) -> str:
     """Format a table of the changes, when the later ones take effect, and what domains wait for now."""
     text = table(_COLUMNS, answer["changes"]) if answer["changes"] else ""
-    late = [change for change in answer["changes"] if not change["at_once"]]
-    text += notes(
-        (f"{change['kind']} {change['subject']}", f"takes effect {change['effect']}") for change in late
-    )
-    pending = "".join(
-        wrapped("Pending:  " + ": ".join(filter(None, (entry["domain"], entry["pending"]))), 10)
-        for entry in answer["pending"]
-    )
-    losses = ""
+    for change in answer["changes"]:
+        if not change["at_once"]:
+            text += wrapped(f"{change['kind']} {change['subject']}: takes effect {change['effect']}")
+    for entry in answer["pending"]:
+        domain = f"{entry['domain']}: " if entry["domain"] else ""
+        text += wrapped(f"Pending:  {domain}{entry['pending']}", 10)
     if answer["losses"]:
-        losses = f"A reload --now would also remove these:\n{table(_LOSSES, answer['losses'])}"
-    return f"{title}\n{text}{pending}{losses}"
+        text += f"A reload --now would also remove these:\n{table(_LOSSES, answer['losses'])}"
+    return f"{title}\n{text}"
 
 
 @click.command("reload", short_help="Reload the configuration.")
@@ -214,7 +212,7 @@ def _with(answer: ChangeList | None, later: ChangeList) -> ChangeList:
     if answer is None:
         return later
     listed = {(change["kind"], change["subject"]) for change in answer["changes"]}
-    others = [one for one in later["changes"] if (one["kind"], one["subject"]) not in listed]
+    others = [change for change in later["changes"] if (change["kind"], change["subject"]) not in listed]
     return {**later, "changes": [*answer["changes"], *others]}
 
 
@@ -224,8 +222,10 @@ def _in_effect(answer: ChangeList, status: Status) -> ChangeList:
     GPUs that are missing, or whose modes the operator has to change, stay pending, but are no reason to fail.
     """
     changes: list[Change] = [{**change, "effect": AT_ONCE, "at_once": True} for change in answer["changes"]]
-    needs = (f"{one['text']}; {one['hint']}" for one in _pending(status, MODE_NEEDS | GPU_NEEDS))
-    pending: list[Pending] = [{"domain": "", "pending": text, "leases": []} for text in needs]
+    pending: list[Pending] = []
+    for problem in _pending(status, MODE_NEEDS | GPU_NEEDS):
+        text = f"{problem['text']}; {problem['hint']}"
+        pending.append({"domain": "", "pending": text, "leases": []})
     return {**answer, "changes": changes, "pending": pending}
 
 
@@ -237,8 +237,9 @@ def _describe_reload(answer: ChangeList, status: Status, *, waits: bool) -> str:
             "List the jobs that delay the change: yunion-mps who --clients; wait for them: --drain; "
             "end them: --now"
         )
-        idle = {one["hint"] for one in _pending(status, {LIMITS_PENDING})} - {hint_of(LIMITS_PENDING)}
-        hint = min(idle, default=hint)
+        hints = {problem["hint"] for problem in _pending(status, {LIMITS_PENDING})}
+        of_idle_leases = hints - {hint_of(LIMITS_PENDING)}
+        hint = min(of_idle_leases, default=hint)
         text += hint_text(hint[0].upper() + hint[1:], "")
     has_leases = any(entry["leases"] for entry in answer["pending"])
     return text + ("See who holds the leases: yunion-mps who\n" if has_leases else "")
@@ -252,8 +253,7 @@ def _reload_now(yes: bool) -> tuple[ChangeList, Status]:
     accepted: ChangeList | None = None
     for _ in range(_MAX_LISTINGS):
         plan = call(GET_PLAN)
-        done = _RELOADED if accepted else _NOTHING_DONE
-        _confirm(plan, yes, done)
+        _confirm(plan, yes, _RELOADED if accepted else _NOTHING_DONE)
         try:
             # The reload must be accepted before any job is ended.
             if plan["clients"]:
@@ -270,8 +270,8 @@ def _reload_now(yes: bool) -> tuple[ChangeList, Status]:
     raise YunionError(what, "admit no new jobs, and wait for the running ones: yunion-mps reload --drain")
 
 
-def _confirm(plan: ChangeList, yes: bool, done: str) -> None:
-    """Print what `--now` ends or removes; raises YunionError, with what was `done`, unless confirmed."""
+def _confirm(plan: ChangeList, yes: bool, consequence: str) -> None:
+    """Print what `--now` ends or removes; raises YunionError, with the `consequence`, unless confirmed."""
     verb = "will" if yes else "would"
     if plan["clients"]:
         table_of_jobs = clients_table(plan["clients"])
@@ -282,20 +282,20 @@ def _confirm(plan: ChangeList, yes: bool, done: str) -> None:
         losses = table(_LOSSES, plan["losses"])
         click.echo(f"The MIG layouts {verb} remove these:\n{losses}", nl=False, err=True)
     if plan["confirmation"]:
-        confirm("Continue?", yes, done)
+        confirm("Continue?", yes, consequence)
 
 
 def _end(jobs: Iterable[MpsClient]) -> None:
     """End the jobs like `terminate`: without its MPS server, a job gets an error but may not exit."""
     for job in jobs:
         try:
-            ended = call(TERMINATE_CLIENT, pid=job["pid"])
+            termination = call(TERMINATE_CLIENT, pid=job["pid"])
         except NotFoundError:  # it has ended
             continue
         except YunionError as error:
             print_notice(f"PID {job['pid']}: {error.message}")
             continue
-        if not ended["ended"]:
+        if not termination["ended"]:
             print_notice(
                 f"PID {job['pid']} is still running; end it: yunion-mps terminate {job['pid']} --force"
             )
@@ -308,7 +308,8 @@ def _wait(timeout_s: int | None) -> Status:
     """
     begin_s = time.monotonic()
     retrier = Retrier(blocking_transport(), _UNREACHABLE_TIMEOUT_S, print_notice)
-    announced = before = ""
+    announced = ""
+    before = ""
     while True:
         status = run_blocking(retrier.call(GET_STATUS))
         waits = [*_pending(status, _AWAITED), *_settling(status)]
@@ -332,12 +333,20 @@ def _wait(timeout_s: int | None) -> Status:
 
 
 def _pending(status: Status, codes: Collection[str]) -> list[StatusProblem]:
-    return [one for one in status["problems"] if one["code"] in codes and one["level"] != NOTICE]
+    pending: list[StatusProblem] = []
+    for problem in status["problems"]:
+        if problem["code"] in codes and problem["level"] != NOTICE:
+            pending.append(problem)
+    return pending
 
 
 def _settling(status: Status) -> list[StatusProblem]:
-    """The problems of GPUs whose change has begun, and whose devices cannot be leased until it is done."""
-    return [one for one in status["problems"] if one["code"] in SETTLING and one["level"] == PROBLEM]
+    """Return the problems of GPUs whose change has begun; their devices cannot be leased until it is done."""
+    settling: list[StatusProblem] = []
+    for problem in status["problems"]:
+        if problem["code"] in SETTLING and problem["level"] == PROBLEM:
+            settling.append(problem)
+    return settling
 
 
 def _texts(problems: Iterable[StatusProblem]) -> str:
@@ -354,11 +363,14 @@ def _refuse_if_still_pending(status: Status) -> None:
 
 def _refuse_if_not_serving(status: Status) -> None:
     """Raise YunionError if the configuration was applied, but a control daemon does not serve."""
-    failed = [domain for domain in status["domains"] if domain["state"] in _NOT_SERVING]
-    if failed:
-        errors = (f"domain {entry['name']} is {entry['state']}: {entry['reason']}" for entry in failed)
+    errors: list[str] = []
+    codes: set[str] = set()
+    for domain in status["domains"]:
+        if domain["state"] in _NOT_SERVING:
+            errors.append(f"domain {domain['name']} is {domain['state']}: {domain['reason']}")
+            codes.add(domain["reason_code"])
+    if errors:
         hint = "the configuration was reloaded; see: yunion-mps status"
-        codes = {entry["reason_code"] for entry in failed}
         raise YunionError("\n".join(errors), hint, codes.pop() if len(codes) == 1 else "")
 
 

@@ -16,7 +16,7 @@ from yunion_mps.cli.output import (
     Column,
     age_of,
     hint_text,
-    notes,
+    incomplete_note,
     output_option,
     show_pairs,
     table,
@@ -83,9 +83,20 @@ def status(exit_code: bool, output: str) -> None:
       yunion-mps status --exit-code
       yunion-mps status --output json
     """
-    answer, gpus, devices = call(GET_STATUS), call(GET_GPUS)["gpus"], listed_devices()
-    leases, clients = call(GET_LEASES), call(GET_CLIENTS, seen=True)
-    host = HostOverview.of(HostAnswers(answer, gpus, devices, leases["leases"], leases["waiting"], clients))
+    answer = call(GET_STATUS)
+    gpus = call(GET_GPUS)["gpus"]
+    devices = listed_devices()
+    leases = call(GET_LEASES)
+    clients = call(GET_CLIENTS, seen=True)
+    answers = HostAnswers(
+        status=answer,
+        gpus=gpus,
+        devices=devices,
+        leases=leases["leases"],
+        waiting=leases["waiting"],
+        clients=clients,
+    )
+    host = HostOverview.of(answers)
     answer = {**answer, "problems": host.problems}
     show_pairs(answer, output, lambda: _status_text(answer, host))
     if exit_code and answer["state"] in ("degraded", "failed"):
@@ -93,42 +104,74 @@ def status(exit_code: bool, output: str) -> None:
 
 
 def _status_text(status: Status, host: HostOverview) -> str:
-    devices, driver, leases, gpus = status["devices"], status["driver"], status["leases"], host.answers.gpus
-    cuda = f", CUDA {driver['cuda_version']}" if driver["cuda_version"] else ""
-    waiting = f", {count(leases['waiting'], 'request')} queued" if leases["waiting"] else ""
-    outside_mps = status["outside_mps"]
-    processes = count(status["clients"] + outside_mps, "process", "processes")
-    processes += f", {outside_mps} outside MPS" if outside_mps else ""
-    up = age_of(status["started"])
-    available = f"{devices['available']} of {devices['total']} available"
-    if not devices["total"] and any(gpu["memory_free_mib"] is not None for gpu in gpus):
-        available = "created on request"
-    free = f", {devices['used']} used, {devices['free']} free" if devices["total"] or devices["used"] else ""
-    unenforced_gpus = {gpu["addr"] for gpu in gpus if not gpu["budget_enforced"]}
-    unenforced = sum(holding.is_spare and holding.gpu in unenforced_gpus for holding in host.holdings)
-    free += f" ({unenforced} without enforced budgets)" if unenforced else ""
-    free += _restrictions(host.holdings)
-    pending = "".join(f", {devices[name]} {name}" for name in ("pending", "reserved") if devices[name])
-    broken = status["gpus"]["unavailable"]
+    gpus = host.answers.gpus
     text = wrapped(f"State:    {status['state']}")
     for problem, hint in with_hints(fold_problems(host.problems)):
         text += wrapped(f"{problem.title + ':':9} {problem.text}", _INDENT)
         text += hint_text(hint, "Hint:     ", _INDENT)
     lines = [
-        f"Devices:  {available}{pending}{free}",
-        f"Leases:   {leases['total']}{waiting}; {processes}",
-        f"GPUs:     {status['gpus']['total']}{_ways(gpus)}" + (f", {broken} unavailable" if broken else ""),
-        f"Driver:   {driver['version'] or 'not queried'}{cuda}",
+        f"Devices:  {_devices(status, host)}",
+        f"Leases:   {_leases(status)}",
+        f"GPUs:     {_gpus(status, gpus)}",
+        f"Driver:   {_driver(status)}",
         f"Host:     {os.uname().nodename}, id {status['host_id']}",
-        f"Daemon:   {status['version']}, PID {status['pid']}, up {up}",
+        f"Daemon:   {status['version']}, PID {status['pid']}, up {age_of(status['started'])}",
     ]
-    text += "".join(wrapped(line, _INDENT) for line in lines)
-    text += _gpu_table(host) if gpus else ""
-    end = pools(gpus) + notes(("Incomplete", error) for error in status["errors"])
+    for line in lines:
+        text += wrapped(line, _INDENT)
+    if gpus:
+        text += _gpu_table(host)
+    end = pools(gpus) + incomplete_note(status["errors"])
     domains = _domain_table(status["domains"], _MAX_ROWS)
     if 0 < terminal_size()[1] <= (text + domains + end).count("\n"):
         domains = _domain_table(status["domains"], 0)  # problems must not scroll off the screen
     return text + domains + end
+
+
+def _devices(status: Status, host: HostOverview) -> str:
+    devices = status["devices"]
+    gpus = host.answers.gpus
+    text = f"{devices['available']} of {devices['total']} available"
+    if not devices["total"] and any(gpu["memory_free_mib"] is not None for gpu in gpus):
+        text = "created on request"
+    if devices["pending"]:
+        text += f", {devices['pending']} pending"
+    if devices["reserved"]:
+        text += f", {devices['reserved']} reserved"
+    if devices["total"] or devices["used"]:
+        text += f", {devices['used']} used, {devices['free']} free"
+    unenforced_gpus = {gpu["addr"] for gpu in gpus if not gpu["budget_enforced"]}
+    unenforced = sum(holding.is_spare and holding.gpu in unenforced_gpus for holding in host.holdings)
+    if unenforced:
+        text += f" ({unenforced} without enforced budgets)"
+    return text + _restrictions(host.holdings)
+
+
+def _leases(status: Status) -> str:
+    leases = status["leases"]
+    text = str(leases["total"])
+    if leases["waiting"]:
+        text += f", {count(leases['waiting'], 'request')} queued"
+    outside_mps = status["outside_mps"]
+    text += f"; {count(status['clients'] + outside_mps, 'process', 'processes')}"
+    if outside_mps:
+        text += f", {outside_mps} outside MPS"
+    return text
+
+
+def _gpus(status: Status, gpus: Sequence[Gpu]) -> str:
+    text = f"{status['gpus']['total']}{_ways(gpus)}"
+    if status["gpus"]["unavailable"]:
+        text += f", {status['gpus']['unavailable']} unavailable"
+    return text
+
+
+def _driver(status: Status) -> str:
+    driver = status["driver"]
+    text = driver["version"] or "not queried"
+    if driver["cuda_version"]:
+        text += f", CUDA {driver['cuda_version']}"
+    return text
 
 
 def _restrictions(held: Iterable[Holding]) -> str:
@@ -160,11 +203,12 @@ def _gpu_table(host: HostOverview) -> str:
 
 
 class _DeviceCounts(NamedTuple):
-    """The devices of a GPU, and the users to whom the free ones would be leased; empty for all users."""
+    """The devices of a GPU."""
 
     total: int
     in_use: int
     free: int
+    #: The users to whom the free ones would be leased; empty for all users.
     restrictions: frozenset[str]
 
 
@@ -179,17 +223,21 @@ def _device_counts(held: Iterable[Holding]) -> dict[str, _DeviceCounts]:
         for address in {holding.gpu, physical_gpu(holding.gpu)}:
             before = counts[address]
             counts[address] = _DeviceCounts(
-                before.total + size,
-                before.in_use + size * holding.in_use,
-                before.free + holding.is_spare,
-                before.restrictions | restrictions,
+                total=before.total + size,
+                in_use=before.in_use + (size if holding.in_use else 0),
+                free=before.free + (1 if holding.is_spare else 0),
+                restrictions=before.restrictions | restrictions,
             )
     return counts
 
 
 def _gpu_row(gpu: Gpu, way: str | None, devices: _DeviceCounts, host: HostOverview) -> dict[str, Any]:
     """Return the row of a GPU; unknown memory is 0."""
-    is_unknown = is_memory_unknown(gpu)
+    used_mib = 0
+    memory_mib = 0
+    if not is_memory_unknown(gpu):
+        used_mib = host.memory_by_gpu.get(gpu["addr"], 0)
+        memory_mib = gpu["memory_mib"] or 0
     return {
         "gpu": gpu["addr"],
         "name": gpu["name"],
@@ -199,8 +247,8 @@ def _gpu_row(gpu: Gpu, way: str | None, devices: _DeviceCounts, host: HostOvervi
         "in_use": devices.in_use,
         "free": devices.free,
         "free_for": "; ".join(sorted(devices.restrictions)),
-        "used_mib": 0 if is_unknown else host.memory_by_gpu.get(gpu["addr"], 0),
-        "memory_mib": 0 if is_unknown else gpu["memory_mib"] or 0,
+        "used_mib": used_mib,
+        "memory_mib": memory_mib,
     }
 
 
@@ -209,10 +257,12 @@ def _fold_alike(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     alike: dict[tuple[str | None, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         alike[row["name"], row["sharing"], row["state"], row["free_for"]].append(row)
-    folded = []
+    folded: list[dict[str, Any]] = []
     for group in alike.values():
-        sums = {name: sum(row[name] for row in group) for name in _SUMMED}
-        folded.append({**group[0], **sums, "gpu": count(len(group), "GPU")})
+        together = {**group[0], "gpu": count(len(group), "GPU")}
+        for name in _SUMMED:
+            together[name] = sum(row[name] for row in group)
+        folded.append(together)
     return folded
 
 
@@ -235,10 +285,13 @@ def _way(gpu: Gpu, gpus: Sequence[Gpu]) -> str | None:
     parts = [part for part in gpus if part["parent"] and part["parent"] == gpu["uuid"]]
     if not parts:
         return way_of(gpu)
-    ways = sorted({part["sharing"] for part in parts if part["sharing"] not in (None, NOT_SHARED)})
+    words = ["mig"]
+    ways = Counter(part["sharing"] for part in parts if part["sharing"])
+    for way in sorted(ways.keys() - {NOT_SHARED}):
+        words.append(f"with {way}")
     profiles = sorted(Counter(part["mig_profile"] for part in parts).items())
-    named = " + ".join(f"{number} x {profile}" for profile, number in profiles)
-    return " ".join(["mig", *[f"with {way}" for way in ways], f"({named})"])
+    instances = " + ".join(f"{number} x {profile}" for profile, number in profiles)
+    return " ".join([*words, f"({instances})"])
 
 
 def _default_limit(domain: Domain) -> str | None:

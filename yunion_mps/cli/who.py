@@ -12,6 +12,7 @@ from yunion_mps.cli.output import (
     Column,
     age_of,
     hint_text,
+    incomplete_note,
     mib,
     notes,
     show,
@@ -45,6 +46,7 @@ from yunion_mps.service.holdings import (
 if TYPE_CHECKING:
     from yunion_mps.answers import (
         ClientList,
+        Device,
         MpsClient,
         MpsServer,
         ProcessFields,
@@ -169,8 +171,11 @@ def who(clients_only: bool, output: str) -> None:
         "errors": clients["errors"],
         "total": len(uses),
     }
-    used_devices = [device for device in devices if device["addr"] in used]
-    reasons = reasons_by_gpu(device for device in used_devices if device["state"] == UNAVAILABLE)
+    unavailable: list[Device] = []
+    for device in devices:
+        if device["addr"] in used and device["state"] == UNAVAILABLE:
+            unavailable.append(device)
+    reasons = reasons_by_gpu(unavailable)
     show(answer, output, _FIELDS, uses, lambda: _who_text(answer, wide=output == "wide") + notes(reasons))
 
 
@@ -205,7 +210,7 @@ def _who_text(answer: UseList, *, wide: bool) -> str:
     text += waiting_text(answer["waiting"])
     for problem, hint in with_hints(fold_problems(answer["problems"])):
         text += wrapped(f"{problem.title}: {problem.text}") + hint_text(hint)
-    return text + notes(("Incomplete", error) for error in answer["errors"])
+    return text + incomplete_note(answer["errors"])
 
 
 def waiting_text(waiting: Sequence[QueuedRequest]) -> str:
@@ -266,7 +271,7 @@ def _clients_text(answer: ClientList, *, wide: bool) -> str:
         text += wrapped(f"Waiting: {_describe_waiting(waiting)}")
     if answer["waiting"]:
         text += hint_text(hint_of(CLIENT_WAITING))
-    return text + notes(("Incomplete", error) for error in answer["errors"])
+    return text + incomplete_note(answer["errors"])
 
 
 def _describe_waiting(client: WaitingClient) -> str:

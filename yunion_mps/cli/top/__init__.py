@@ -15,7 +15,7 @@ import click
 
 from yunion_mps.cli.calls import call, listed_devices
 from yunion_mps.cli.options import Duration
-from yunion_mps.cli.output import hint_text, is_utf8, notes, terminal_size, wrapped
+from yunion_mps.cli.output import hint_text, incomplete_note, is_utf8, terminal_size, wrapped
 from yunion_mps.cli.top.frame import HINT, VIEWS, WHOLE, Outage, ViewState, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene
 from yunion_mps.cli.top.terminal import STOP_SIGNALS, SignalWakeup, Terminal
@@ -97,7 +97,7 @@ def _once(first: Poll) -> str:
     for styled in shown.lines:
         line = "".join(part for part, _ in styled).rstrip()
         text += hint_text(line[len(HINT) :], HINT) if line.startswith(HINT) else wrapped(line)
-    return text + notes(("Incomplete", error) for error in first.answers.clients["errors"])
+    return text + incomplete_note(first.answers.clients["errors"])
 
 
 def poll(before: Poll | None = None) -> Poll:

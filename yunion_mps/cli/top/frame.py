@@ -187,9 +187,11 @@ def _counts(scene: Scene) -> Line:
     if devices["unavailable"]:
         devices_text += f", {devices['unavailable']} unavailable"
     parts = [gpus_text, devices_text]
-    pools = [gpu for gpu in answers.gpus if gpu["memory_free_mib"] is not None]
-    if pools:
-        free_mib = sum(gpu["memory_free_mib"] or 0 for gpu in pools if not gpu["reserved_for"])
+    free_mib: int | None = None
+    for gpu in answers.gpus:
+        if gpu["memory_free_mib"] is not None:
+            free_mib = (free_mib or 0) + (0 if gpu["reserved_for"] else gpu["memory_free_mib"])
+    if free_mib is not None:
         parts.append(f"{_gib(free_mib)} GiB free in pools")
     leases_text = count(len(answers.leases), "lease")
     if answers.waiting:
