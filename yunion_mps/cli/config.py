@@ -262,13 +262,13 @@ def _entry_text(entry: DeviceEntry) -> str:
     sliced = f", {how}" if entry.sharing == TIME_SLICING else ""
     if entry.mig not in ((), (DISABLED,)):
         number = entry.virtual_number
-        each = f", {count(number, 'equal device')} each" if number else ""
-        return f"MIG: {' + '.join(entry.mig)}{each}{sliced}{details}"
+        devices = f", {count(number, 'equal device')} each" if number else ""
+        return f"MIG: {' + '.join(entry.mig)}{devices}{sliced}{details}"
     if entry.slices:
         return ", ".join(f"{part.memory_mib} MiB" for part in entry.slices) + details
     if entry.memory_unit_mib:
-        each = f", {entry.thread_percentage} % of the threads each" if entry.thread_percentage else ""
-        return f"units of {entry.memory_unit_mib} MiB{each}{details}"
+        threads = f", {entry.thread_percentage} % of the threads each" if entry.thread_percentage else ""
+        return f"units of {entry.memory_unit_mib} MiB{threads}{details}"
     return count(entry.virtual_number, "equal device") + sliced + details
 
 

@@ -182,7 +182,7 @@ def _note(device: Device) -> str:
 
 
 def _has_budgets(gpu: Gpu) -> bool:
-    """Whether the GPU can have budgets: one without the instances of its MIG layout has none yet."""
+    """Return whether the GPU can have budgets: one without the instances of its MIG layout has none yet."""
     return bool(gpu["compute_capability"]) and (gpu["sharing"] != MIG or bool(gpu["devices"]))
 
 
@@ -209,7 +209,9 @@ def _link(link: PcieLink | None) -> str | None:
 
 
 def _on(value: bool | None) -> str | None:
-    return None if value is None else "on" if value else "off"
+    if value is None:
+        return None
+    return "on" if value else "off"
 
 
 @click.command("isolated-device-list", short_help="List the devices as Cloudpods does.")

@@ -86,7 +86,7 @@ def _refuse_overrides(argv: Sequence[str], variables: Iterable[str], engine: str
 
 
 def _supports_cdi(engine: str, program: str) -> bool:
-    """Whether the engine itself resolves the names of CDI devices."""
+    """Return whether the engine itself resolves the names of CDI devices."""
     if engine == "podman":
         version = output_of([program, "version", "--format", "{{.Client.Version}}"], ENGINE_TIMEOUT_S)
         numbers = [int(part) for part in version.split(".")[:2] if part.isdigit()]

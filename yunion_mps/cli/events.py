@@ -122,7 +122,8 @@ def show_events(follow: bool, since: int | None, kind: str | None, limit: int | 
 
 
 def _whole_text(answer: EventList, limit: int) -> str:
-    events, omitted = answer["events"], answer["omitted"]
+    events = answer["events"]
+    omitted = answer["omitted"]
     if not events:
         return "No events.\n"
     text = ""

@@ -230,7 +230,9 @@ def hidden_columns(headers: Sequence[str], all_of_them: str, width: int) -> str:
 
 def _cell_text(value: ColumnValue, record: Any) -> str:
     content = value(record) if callable(value) else record[value]
-    return ("yes" if content else "no") if isinstance(content, bool) else cell(content)
+    if isinstance(content, bool):
+        return "yes" if content else "no"
+    return cell(content)
 
 
 def _widths(cells: Mapping[Column, Sequence[str]]) -> dict[Column, int]:
@@ -314,7 +316,7 @@ def terminal_size() -> tuple[int, int]:
 
 @cache
 def is_utf8() -> bool:
-    """Whether the locale is UTF-8, in the environment this program was started with.
+    """Return whether the locale is UTF-8, in the environment this program was started with.
 
     Python itself replaces the C locale by UTF-8, and changes the environment accordingly (PEP 538, PEP 540).
     """

@@ -241,7 +241,7 @@ def _print_error(error: YunionError) -> int:
 
 
 def _prints_json(arguments: list[str]) -> bool:
-    """Whether the command's --output is json, even if the other arguments are wrong."""
+    """Return whether the command's --output is json, even if the other arguments are wrong."""
     command: click.Command | None = cli
     while isinstance(command, click.Group) and arguments:
         name, *arguments = arguments

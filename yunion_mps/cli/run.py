@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 _GRACE_S = 10
 
 #: Exit statuses of env(1) and shells for commands that cannot be started.
-_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+_NOT_FOUND = 127
+_NOT_EXECUTABLE = 126
 
 #: Reasons for which `--allow-unlimited` starts a command without a device: MPS does not work on this host.
 #: Leased devices or an invalid request are no such reasons: the command would take others' memory.

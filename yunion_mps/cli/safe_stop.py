@@ -265,7 +265,7 @@ class _Parent:
         self._is_unread = thread.is_alive()
 
     def _lease_id(self) -> str:
-        """The id of the container's lease; empty if there is none yet."""
+        """Return the id of the container's lease; empty if there is none yet."""
         os.set_blocking(self._lease_ids, False)
         with contextlib.suppress(BlockingIOError):
             return os.read(self._lease_ids, 1 << 16).decode() if self._engine else ""

@@ -299,7 +299,8 @@ def _default_limit(domain: Domain) -> str | None:
     limits = [limit for limit in domain["memory_limits_mib"] if limit is not None]
     if not limits:
         return None
-    lowest, highest = min(limits), max(limits)
+    lowest = min(limits)
+    highest = max(limits)
     memory = f"{lowest}-{highest}" if lowest < highest else str(highest)
     return f"{memory} MiB, {domain['thread_percentage']} %"
 

@@ -29,14 +29,14 @@ class AnswerValue(Generic[AnswerT]):
 
     @classmethod
     def of(cls: type[ValueT], answer: AnswerT) -> ValueT:  # noqa: PYI019 - there is no Self before 3.11
-        """The value of an answer; raises VersionError if a member is missing or of another type."""
+        """Return the value of an answer; raises VersionError if a member is missing or of another type."""
         kind: Any = cls
-        made: ValueT = _converter_for(kind)(answer)
-        return made
+        value: ValueT = _converter_for(kind)(answer)
+        return value
 
 
 def members(kind: Any) -> dict[str, Any]:
-    """The types of the members of the answer, by name."""
+    """Return the types of the members of the answer, by name."""
     return {member.name: member.type for member in fields(kind)}
 
 

@@ -37,11 +37,9 @@ class NoAnswerError(UnreachableError):
 
 
 #: The errors by status; a caller of `DaemonClient` could not correct a 400 or 415.
-_KINDS: dict[int, type[YunionError]] = {
-    **{status: kind for kind, status in STATUSES.items() if status not in (400, 415)},
-    422: BadConfigurationError,
-}
-_DONE = (200, 201)
+_KINDS = {status: kind for kind, status in STATUSES.items() if status not in (400, 415)}
+_KINDS[422] = BadConfigurationError
+_SUCCESSES = (200, 201)
 _ACCEPTED = "application/json, text/plain"
 _PIECE_BYTES = 1 << 18
 #: How long asyncio waits before connecting again if the listener's backlog is full, which no event reports.
@@ -205,7 +203,7 @@ class AsyncDaemonClient:
         """
         exchange = Exchange(operation.method, operation.encode(arguments))
         response = await self._send(exchange, default_timeout_s(operation, arguments))
-        if response.status not in (*_DONE, 304):
+        if response.status not in (*_SUCCESSES, 304):
             result_of(response)
         return dict(response.headers).get("ETag", "")
 
@@ -310,7 +308,7 @@ def conditional_result_of(response: Response) -> tuple[Any, str]:
 
 def result_of(response: Response, *, is_text: bool = False) -> Any:
     """Return the value, or the text, of the response; raises the YunionError of a failure."""
-    if response.status in _DONE and is_text:
+    if response.status in _SUCCESSES and is_text:
         return response.body.decode(errors="replace")
     try:
         value = json.loads(response.body)
@@ -319,7 +317,7 @@ def result_of(response: Response, *, is_text: bool = False) -> Any:
             f"the daemon's answer (status {response.status}) is not JSON",
             "check which program listens on its socket: ss -xlp",
         ) from None
-    if response.status in _DONE:
+    if response.status in _SUCCESSES:
         return value
     problem = value if isinstance(value, dict) else {}
     message = str(problem.get("detail") or f"the daemon answered with status {response.status}")

@@ -95,7 +95,7 @@ class Handlers:
         return self._services.queries.device(id)
 
     async def get_gpus(self, _: Request) -> answers.GpuList:
-        """Not cached, because each poll changes it."""
+        """Return the GPUs; not cached, because each poll changes them."""
         return self._services.queries.gpus()
 
     def get_pools(self, _: Request) -> answers.PoolList:
@@ -145,7 +145,7 @@ class Handlers:
         return await self._services.events.wait(event_filter, wait_s)
 
     async def get_usage(self, _: Request, *, gpu: str | None, devices: bool) -> answers.Usage:
-        """Not cached, because it depends on the time."""
+        """Return the usage; not cached, because it depends on the time."""
         now_s = asyncio.get_running_loop().time()
         return self._services.queries.usage.last_hour(now_s, time.time(), gpu, devices=devices)
 

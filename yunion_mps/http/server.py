@@ -112,7 +112,7 @@ class Connection(asyncio.BufferedProtocol):
         self._process()
 
     def eof_received(self) -> bool:
-        """The client sends no more; requests that it has sent are still answered before the close."""
+        """Answer what the client has sent before the close, because it sends no more."""
         self._http.receive_data(b"")
         if self._pending and self._transport and is_disconnected(self._transport.get_extra_info("socket")):
             self._transport.abort()  # the client cannot receive the answer
@@ -120,7 +120,7 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def pause_writing(self) -> None:
-        """The client does not read its answer: set a deadline, and read no more requests."""
+        """Set a deadline and read no more requests, because the client does not read its answer."""
         assert self._transport is not None
         self._blocked = True
         self._transport.pause_reading()
@@ -189,7 +189,8 @@ class Connection(asyncio.BufferedProtocol):
         except h11.RemoteProtocolError as error:
             status = error.error_status_hint if error.error_status_hint in (400, 431, 501) else 400
             what = str(error).partition(":")[0]  # h11 adds the bytes
-            why, hint = f"the request is not valid HTTP: {what}", "send HTTP/1.1 requests, as curl does"
+            why = f"the request is not valid HTTP: {what}"
+            hint = "send HTTP/1.1 requests, as curl does"
             if status == 431:
                 why = f"the request's header is larger than {self._limits.head_bytes} bytes"
                 hint = "send fewer or shorter headers"
@@ -345,7 +346,7 @@ class Connection(asyncio.BufferedProtocol):
         return state is h11.SEND_RESPONSE or (state is h11.IDLE and bool(self._http.trailing_data[0]))
 
     def _on_timeout(self) -> None:
-        """The client was too slow; an incomplete request is answered with 408."""
+        """Close the connection of a client that was too slow; answer an incomplete request with 408."""
         if self._transport is None:
             return
         if self._turn or self._pending:  # the daemon is slow, not the client

@@ -118,7 +118,10 @@ def _state(
     of: Callable[[Facts], Iterable[Sample]],
     labels: tuple[str, ...] = (),
 ) -> Metric:
-    """A sample for each possible state; `of` returns label values and the current state."""
+    """Declare a metric with a sample for each possible state.
+
+    of: yields the values of the labels and the current state.
+    """
 
     def samples(facts: Facts) -> Iterator[Sample]:
         for (*values, current), state in product(of(facts), states):

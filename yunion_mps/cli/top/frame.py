@@ -224,8 +224,13 @@ def _problems(scene: Scene, limit: int) -> list[Line]:
 def _layout(scene: Scene, state: ViewState, rows: int) -> _Layout:
     if state.rows >= WHOLE:
         return _Layout(len(scene.gpus) + 1, len(scene.devices) + 1, len(scene.events) + 1)
-    events = min(len(scene.events), 5 if rows >= 16 else 3 if rows >= 11 else 0)
-    events += 1 if events else 0
+    events = 0
+    if rows >= 16:
+        events = min(len(scene.events), 5)
+    elif rows >= 11:
+        events = min(len(scene.events), 3)
+    if events:
+        events += 1  # the heading
     rest = max(rows - events, 0)
     if state.view == "GPUs":
         return _Layout(rest, 0, events)
@@ -323,21 +328,27 @@ def _line(row: Row, widths: dict[str, int], state: ViewState, now_s: float) -> L
         "since": "" if row.since_s is None else age(now_s - row.since_s),
         "command": row.command,
     }
-    styles = {
-        "address": "bad" if row.is_bad else "" if row.in_use else "dim",
-        "used": "bad" if row.share > 1 else "",
-    }
+    styles = {"used": "bad" if row.share > 1 else ""}
+    if row.is_bad:
+        styles["address"] = "bad"
+    elif not row.in_use:
+        styles["address"] = "dim"
     line: Line = []
     for name, width in widths.items():
         if line:
             line.append((" ", ""))
         if name == "bar":
-            style = "bad" if row.share > 1 else "warn" if row.share >= _WARNING_SHARE else "good"
-            line.append((bar(row.share, width, utf8=state.utf8), style))
+            line.append((bar(row.share, width, utf8=state.utf8), _bar_style(row.share)))
         else:
             shown = fit(texts[name], width, utf8=state.utf8, right_aligned=name in _RIGHT_ALIGNED)
             line.append((shown, styles.get(name, "")))
     return line
+
+
+def _bar_style(share: float) -> str:
+    if share > 1:
+        return "bad"
+    return "warn" if share >= _WARNING_SHARE else "good"
 
 
 def bar(share: float, width: int, *, utf8: bool) -> str:
@@ -380,7 +391,7 @@ def _events(scene: Scene, state: ViewState, room: int, now_s: float) -> list[Lin
 
 
 def _is_severe(event: Event, now_s: float) -> bool:
-    """Whether it is a warning or an error of the last day."""
+    """Return whether it is a warning or an error of the last day."""
     return event["severity"] != "info" and now_s - seconds(event["last_time"]) < 86400
 
 

@@ -217,5 +217,5 @@ def _mark(holding: Holding) -> str:
 
 
 def _model(gpu: Gpu) -> str:
-    """Its name, and how it is shared if that is not the usual way."""
+    """Return its name, and how it is shared if that is not the usual way."""
     return ", ".join(filter(None, (short_name(gpu), notable_way(gpu))))

@@ -69,7 +69,7 @@ class SignalWakeup:
 
 
 def _only_wake(number: int, frame: FrameType | None) -> None:
-    """A handler that does nothing: the signal's number is written to the pipe."""
+    """Do nothing: the signal's number is written to the pipe."""
 
 
 class Terminal:
