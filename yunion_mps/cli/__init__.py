@@ -31,6 +31,6 @@ def _run() -> int:
         from yunion_mps.containers.hook import main as hook
 
         return hook(sys.argv[2:], sys.stdin)
-    from yunion_mps.cli.root import run
+    from yunion_mps.cli.root import run_cli
 
-    return run()
+    return run_cli()

@@ -35,7 +35,7 @@ def blocking_transport() -> BlockingTransport:
     return BlockingTransport(_daemon())
 
 
-def call(
+def call_daemon(
     operation: Operation[T], timeout_s: float | None = None, *, until_closed: bool = False, **arguments: Value
 ) -> T:
     """Call the daemon and return its answer.
@@ -54,18 +54,19 @@ def shares_pid_namespace(timeout_s: float) -> bool:
 
 def listed_devices() -> list[Device]:
     """Return all devices of the host; raises YunionError."""
-    return call(GET_DEVICES, limit=0)["isolated_devices"]
+    return call_daemon(GET_DEVICES, limit=0)["isolated_devices"]
 
 
-def take(request: RequestMembers, wait_s: int) -> LeaseRecord:
+def obtain_lease(request: RequestMembers, wait_s: int) -> LeaseRecord:
     """Take a lease; raises YunionError, for example NothingFreeError if there is none within `wait_s`."""
     with add_option_hints(request, wait_s):
-        return transport.run_blocking(transport.take(blocking_transport(), request, wait_s, print_notice))
+        coroutine = transport.request_lease(blocking_transport(), request, wait_s, print_notice)
+        return transport.run_blocking(coroutine)
 
 
-def preview(request: RequestMembers) -> LeaseRecord:
+def obtain_preview(request: RequestMembers) -> LeaseRecord:
     """Return the lease that the request would get now; raises YunionError."""
-    return transport.run_blocking(transport.preview(blocking_transport(), request))
+    return transport.run_blocking(transport.request_preview(blocking_transport(), request))
 
 
 @contextlib.contextmanager
@@ -97,7 +98,7 @@ def _may_be_spread(request: RequestMembers) -> bool:
 
 def _is_free(request: RequestMembers) -> bool:
     with contextlib.suppress(YunionError):
-        return bool(preview(request))
+        return bool(obtain_preview(request))
     return False
 
 

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, TypedDict
 import click
 
 from yunion_mps.addresses import is_part
-from yunion_mps.cli.output import Column, cell, mib, notes, output_option, show, show_pairs, table, wrapped
+from yunion_mps.cli.output import (
+    Column,
+    cell,
+    mib_text,
+    notes,
+    output_option,
+    show,
+    show_pairs,
+    table,
+    wrapped,
+)
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.enums import ENTRY_TYPES, MIG, MPS, TIME_SLICING
 from yunion_mps.errors import ConfigError
@@ -47,7 +57,7 @@ _GPU_COLUMNS = (
     Column("NAME", "name", least=9, drop=5),
     _SHARING,
     Column("DEVICES", "devices", numeric=True),
-    Column("MEMORY", lambda gpu: mib(gpu["memory_limit_mib"]), numeric=True, drop=1),
+    Column("MEMORY", lambda gpu: mib_text(gpu["memory_limit_mib"]), numeric=True, drop=1),
     Column("SM %", "thread_percentage", numeric=True, drop=2),
     Column("COMPUTE MODE", "compute_mode", drop=3),
     Column("DOMAIN", "domain", drop=4),

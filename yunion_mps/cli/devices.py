@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from yunion_mps.addresses import gpu_of, is_part
-from yunion_mps.cli.calls import call, listed_devices
+from yunion_mps.cli.calls import call_daemon, listed_devices
 from yunion_mps.cli.options import Number, complete_gpu, device_argument, one_device
 from yunion_mps.cli.output import (
     Column,
     cell,
     hint_text,
-    mib,
+    mib_text,
     notes,
     output_option,
     show,
@@ -42,7 +42,7 @@ _DEVICE_FIELDS = (
 _DEVICES = (
     Column("ADDRESS", "addr"),
     Column("GPU", "model", least=9, drop=2),
-    Column("MEMORY", lambda record: mib(record["memory_mib"]), numeric=True, drop=1),
+    Column("MEMORY", lambda record: mib_text(record["memory_mib"]), numeric=True, drop=1),
     Column("SM %", "thread_percentage", numeric=True, drop=3),
     Column("STATE", lambda record: describe_state(record)),
     Column("ENFORCED", "budget_enforced", wide=True, drop=5),
@@ -84,13 +84,13 @@ _GPU_FIELDS = (
 _GPUS = (
     Column("ADDRESS", "addr"),
     Column("NAME", lambda record: _name(record), least=9, drop=2),
-    Column("MEMORY", lambda record: mib(record["memory_mib"]), numeric=True),
+    Column("MEMORY", lambda record: mib_text(record["memory_mib"]), numeric=True),
     Column("DEVICES", "devices", numeric=True),
     Column("SHARING", lambda record: way_of(record), drop=1),
     Column("ENFORCED", lambda record: record["budget_enforced"] if _has_budgets(record) else None, drop=3),
     Column("STATE", "state"),
     Column("UTIL %", "utilization", numeric=True, drop=4),
-    Column("USED", lambda record: mib(record["memory_used_mib"]), numeric=True, wide=True, drop=5),
+    Column("USED", lambda record: mib_text(record["memory_used_mib"]), numeric=True, wide=True, drop=5),
     Column("TEMP C", "temperature_c", numeric=True, wide=True, drop=6),
     Column("POWER W", lambda record: _power(record), numeric=True, wide=True, drop=7),
     Column("COMPUTE MODE", "compute_mode", wide=True, drop=8),
@@ -127,7 +127,7 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
       yunion-mps list --output wide
       yunion-mps list --output json
     """
-    gpus = call(GET_GPUS)["gpus"]
+    gpus = call_daemon(GET_GPUS)["gpus"]
     if gpu is not None:
         from yunion_mps.leases.request import index_of_gpu  # not needed by a plain list
 
@@ -249,7 +249,7 @@ def list_as_cloudpods(limit: int | None, offset: int, output: str, **filters: An
     if limit is None:
         limit = _PAGE if output == "table" else 0
     selected = {name: value for name, value in filters.items() if value is not False}
-    answer = call(GET_DEVICES, limit=limit, offset=offset, **selected)
+    answer = call_daemon(GET_DEVICES, limit=limit, offset=offset, **selected)
     devices = answer["isolated_devices"]
     rows = [_cloudpods_row(device) for device in devices]
     show(answer, output, list(COLUMNS), rows, lambda: table(_CLOUDPODS, devices, boxed=True) + footer(answer))
@@ -285,7 +285,7 @@ def show_device(device: str, output: str) -> None:
       yunion-mps show 00:06.0-1
       yunion-mps show 00:06.0-1 --output json
     """
-    answer = call(GET_DEVICE, id=one_device(device))
+    answer = call_daemon(GET_DEVICE, id=one_device(device))
     show_pairs(answer, output, lambda: _device_text(answer))
 
 
@@ -353,7 +353,7 @@ def list_gpus(output: str) -> None:
       yunion-mps gpus --output wide
       yunion-mps gpus --output csv
     """
-    answer = call(GET_GPUS)
+    answer = call_daemon(GET_GPUS)
     gpus = answer["gpus"]
     show(answer, output, _GPU_FIELDS, gpus, lambda: _gpus_text(gpus, wide=output == "wide"))
 

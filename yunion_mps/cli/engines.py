@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from yunion_mps.cli.calls import call, print_warnings, take
+from yunion_mps.cli.calls import call_daemon, obtain_lease, print_warnings
 from yunion_mps.containers import lease_variables
 from yunion_mps.containers.command import mount_words, set_variables
 from yunion_mps.containers.nodes import driver_nodes, gpu_nodes, missing_nodes
@@ -59,14 +59,14 @@ def run_container(
     hint = "install it, or run the command without a container: yunion-mps run COMMAND"
     program = find_program(engine, hint, besides=())
     if _supports_cdi(engine, program):
-        lease = take({**request, "cdi": True}, wait_s)
+        lease = obtain_lease({**request, "cdi": True}, wait_s)
         refuse_unreachable(lease["environment"])
         words = ["--device", f"{CDI_KIND}={lease['id']}", "--label", _label(lease["id"])]
     else:
         # CDI sets variables after the user's own; without CDI, the user's would silently loosen the budget.
         _refuse_overrides(argv, DEVICE_VARIABLES, engine)
         with _binder(program) as (pid, lease_ids):
-            lease = take({**request, "holder": {**request["holder"], "pid": pid}}, wait_s)
+            lease = obtain_lease({**request, "holder": {**request["holder"], "pid": pid}}, wait_s)
             _refuse_overrides(argv, lease["environment"], engine)  # some devices have more variables
             refuse_unreachable(lease["environment"])
             words = [*_options_without_cdi(lease), "--label", _label(lease["id"])]
@@ -107,7 +107,7 @@ def _options_without_cdi(lease: LeaseRecord) -> list[str]:
     for name, value in environment.items():
         words += ["--env", f"{name}={value}"]
     gpus: list[Gpu] = []
-    for gpu in call(GET_GPUS)["gpus"]:
+    for gpu in call_daemon(GET_GPUS)["gpus"]:
         if gpu["addr"] in lease["gpus"]:
             gpus.append(Gpu(gpu["pci_address"], gpu["uuid"], minor=gpu["device_minor"]))
     for what, hint in missing_nodes(paths, gpus).values():
@@ -180,7 +180,7 @@ def _bind(engine: str, lease_id: str, engine_process: Process) -> None:
         pid = output_of([engine, *words], ENGINE_TIMEOUT_S) if container else ""
         if pid.isdigit() and pid != "0":  # it is 0 before and after the container runs
             try:
-                call(BIND_LEASE, lease=lease_id, pid=int(pid))
+                call_daemon(BIND_LEASE, lease=lease_id, pid=int(pid))
             except YunionError:  # for example, if another user has started a container as root
                 output_of([engine, "wait", container])
             return

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import click
 
 from yunion_mps.addresses import gpu_of
-from yunion_mps.cli.calls import call, warn_unenforced
+from yunion_mps.cli.calls import call_daemon, warn_unenforced
 from yunion_mps.cli.devices import describe_state, is_free
 from yunion_mps.cli.options import STYLES, device_argument, one_device, style_option
 from yunion_mps.cli.output import print_notice
@@ -40,7 +40,7 @@ def print_environment(device: str, output: str) -> None:
       docker run --env-file <(yunion-mps env 00:06.0-1 -o docker) IMAGE
     """
     with failing_reader(output):
-        answer = call(GET_DEVICE, id=one_device(device))
+        answer = call_daemon(GET_DEVICE, id=one_device(device))
         if answer["reason"]:
             what = f"device {answer['addr']} is unavailable: {answer['reason']}"
             raise HostError(what, "see: yunion-mps status", answer["reason_code"])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.calls import blocking_transport, call
+from yunion_mps.cli.calls import blocking_transport, call_daemon
 from yunion_mps.cli.options import Number
 from yunion_mps.cli.output import as_json, csv_rows, date_and_time, output_option, print_notice, show, wrapped
 from yunion_mps.enums import EVENT_KINDS
@@ -114,7 +114,9 @@ def show_events(follow: bool, since: int | None, kind: str | None, limit: int | 
         default = MAX_EVENTS
     begin = None if since is None else rfc3339(since)
     severe_first = not (kind or follow)
-    answer = call(GET_EVENTS, limit=limit or default, since=begin, kind=kind, severe_first=severe_first)
+    answer = call_daemon(
+        GET_EVENTS, limit=limit or default, since=begin, kind=kind, severe_first=severe_first
+    )
     if follow:
         _follow(answer, kind, output)
     rows = [_row(event) for event in answer["events"]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from yunion_mps.cli.calls import call
+from yunion_mps.cli.calls import call_daemon
 from yunion_mps.errors import YunionError
 from yunion_mps.host.log import set_up_log
 from yunion_mps.http.operations import GET_METRICS, GET_STATUS
@@ -33,7 +33,7 @@ def metrics() -> None:
       yunion-mps metrics
       yunion-mps metrics | promtool check metrics
     """
-    sys.stdout.write("\n".join(map(printable, call(GET_METRICS).split("\n"))))
+    sys.stdout.write("\n".join(map(printable, call_daemon(GET_METRICS).split("\n"))))
 
 
 @click.command("web", short_help="Serve the web page.")
@@ -58,7 +58,7 @@ def web(address: str, allow_public: bool) -> None:
 
     set_up_log("warning", plain=True)
     endpoint = _check_address(address, allow_public=allow_public)
-    call(GET_STATUS)  # raises if the daemon does not answer this user
+    call_daemon(GET_STATUS)  # raises if the daemon does not answer this user
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(endpoint))
 
@@ -116,7 +116,7 @@ def gateway() -> None:
     # See above.
     import asyncio
 
-    from yunion_mps.gateway.server import serve
+    from yunion_mps.gateway.server import serve_gateway
 
     set_up_log("info", plain=True)
-    asyncio.run(serve(Paths.from_environment()))
+    asyncio.run(serve_gateway(Paths.from_environment()))

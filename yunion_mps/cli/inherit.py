@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from yunion_mps.addresses import gpu_of, is_on_instance, physical_gpu
-from yunion_mps.cli.calls import call
+from yunion_mps.cli.calls import call_daemon
 from yunion_mps.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.http.operations import GET_DEVICE, GET_LEASE
@@ -40,7 +40,7 @@ def inherited_devices() -> Mapping[str, str]:
         raise HostError(f"--inherit: this environment has no device: {_DEVICE} is not set", _WITHOUT)
     if name := os.environ.get(_LEASE):
         try:
-            lease = call(GET_LEASE, lease=name)
+            lease = call_daemon(GET_LEASE, lease=name)
         except NotFoundError:
             what = (
                 f"--inherit: lease {name} of this environment has ended, so another job may have its devices"
@@ -93,7 +93,7 @@ def _current_environment(lease: LeaseDetails) -> Mapping[str, str]:
             what = "--inherit: the MIG instance of this environment was destroyed and replaced by another"
             raise HostError(what, "start the job's step again", MIG_INSTANCE_GONE)
         raise HostError(f"--inherit: {names[0]} is not among the devices of lease {lease['id']}", hint)
-    device = call(GET_DEVICE, id=names[0])
+    device = call_daemon(GET_DEVICE, id=names[0])
     _refuse_missing(lease, device["reason_code"], device["reason"])
     if not device["client_environment"]:
         what = f"--inherit: device {names[0]} is unavailable: {device['reason']}"
@@ -109,7 +109,7 @@ def _refuse_destroyed(environment: Mapping[str, str]) -> None:
     visible = environment[_VISIBLE].split(",")
     for name in filter(is_on_instance, environment[_DEVICE].split(",")):
         try:
-            device = call(GET_DEVICE, id=name)
+            device = call_daemon(GET_DEVICE, id=name)
         except NotFoundError:
             device = None
         except YunionError:  # the daemon cannot be reached

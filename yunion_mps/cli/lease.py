@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.calls import call, print_warnings, take
+from yunion_mps.cli.calls import call_daemon, obtain_lease, print_warnings
 from yunion_mps.cli.devices import environment_text, format_fields
 from yunion_mps.cli.options import (
     RequestCommand,
@@ -25,7 +25,7 @@ from yunion_mps.cli.output import (
     cell,
     date_and_time,
     incomplete_note,
-    mib,
+    mib_text,
     output_option,
     show,
     show_pairs,
@@ -63,7 +63,7 @@ _FIELDS = (
 _COLUMNS = (
     Column("LEASE", lambda record: record["id"][:ID_LENGTH]),
     Column("DEVICES", "devices", short=lambda record: abbreviate_addresses(record["devices"])),
-    Column("MEMORY", lambda record: mib(_memory_mib(record)), numeric=True, drop=1),
+    Column("MEMORY", lambda record: mib_text(_memory_mib(record)), numeric=True, drop=1),
     Column("SM %", "thread_percentage", numeric=True, wide=True, drop=3),
     Column("ENFORCED", "budget_enforced", wide=True, drop=7),
     Column("HOLDER", lambda record: holder_label(record), least=16),
@@ -73,7 +73,7 @@ _COLUMNS = (
     Column("ENDS WITH", "binding", wide=True, drop=6),
     Column("LEASE ID", "id", wide=True, drop=5),
     Column("CDI DEVICE", "cdi", wide=True, drop=8),
-    Column("PEAK", lambda record: mib(_peak_mib(record)), numeric=True, wide=True, drop=9),
+    Column("PEAK", lambda record: mib_text(_peak_mib(record)), numeric=True, wide=True, drop=9),
     Column("UTIL %", lambda record: _utilization(record), numeric=True, wide=True, drop=10),
     Column(
         "COMMAND",
@@ -143,7 +143,7 @@ def take_lease(
     holder: HolderMembers = {"name": name, "ttl_s": ttl}
     if user is not None:
         holder["uid"] = user
-    lease = take({**request, "reserved_for": engine, "holder": holder}, wait_s)
+    lease = obtain_lease({**request, "reserved_for": engine, "holder": holder}, wait_s)
     show_pairs(lease, output, lambda: _lease_text(lease))
     print_warnings(lease)
 
@@ -161,7 +161,7 @@ def list_leases(output: str) -> None:
       yunion-mps lease list
       yunion-mps lease list --output wide
     """
-    answer = call(GET_LEASES)
+    answer = call_daemon(GET_LEASES)
     rows = [_with_totals(lease) for lease in answer["leases"]]
     show(answer, output, _FIELDS, rows, lambda: _leases_text(answer, wide=output == "wide"))
 
@@ -179,7 +179,7 @@ def show_lease(lease: str, output: str) -> None:
       yunion-mps lease show job-17
       yunion-mps lease show 7c1f0e7a
     """
-    details = call(GET_LEASE, lease=_one_lease(lease))
+    details = call_daemon(GET_LEASE, lease=_one_lease(lease))
     state = details["state"] or "unknown"
     if details["reason"]:
         state += f" ({details['reason']})"
@@ -199,7 +199,7 @@ def renew_lease(lease: str, output: str) -> None:
     Examples:
       yunion-mps lease renew job-17
     """
-    renewed = call(RENEW_LEASE, lease=_one_lease(lease))
+    renewed = call_daemon(RENEW_LEASE, lease=_one_lease(lease))
     until = f" until {date_and_time(renewed['expires'])}" if renewed["expires"] else ""
     show_pairs(renewed, output, lambda: wrapped(_in_words(renewed, f"renewed{until}.")))
 
@@ -221,7 +221,7 @@ def release_lease(lease: str, terminate: bool, output: str) -> None:
       yunion-mps lease release job-17
       yunion-mps lease release 7c1f0e7a --terminate
     """
-    ended = call(END_LEASE, lease=_one_lease(lease), terminate=terminate)
+    ended = call_daemon(END_LEASE, lease=_one_lease(lease), terminate=terminate)
     devices = ", ".join(ended["devices"])
     show_pairs(ended, output, lambda: wrapped(_in_words(ended, f"released: {devices}.")))
 
@@ -256,7 +256,7 @@ def _lease_text(lease: LeaseRecord, state: str = "") -> str:
     }
     until = lease["expires"]
     expires = until and f"at {date_and_time(until)} ({_expires(until)}), unless renewed"
-    memory = mib(_process_memory_mib(lease)) or "unknown memory"
+    memory = mib_text(_process_memory_mib(lease)) or "unknown memory"
     peak_mib = _peak_mib(lease)
     command = in_container(lease["container"], lease["command"] or "")
     lines: dict[str, object] = {"Lease": lease["id"], "Holder": holder_label(lease)}
@@ -267,7 +267,7 @@ def _lease_text(lease: LeaseRecord, state: str = "") -> str:
         lines["State"] = state
     lines["Budget"] = f"{memory}, {cell(lease['thread_percentage'])} % of the SM threads{unenforced}"
     if peak_mib:
-        lines["Peak memory"] = mib(peak_mib)
+        lines["Peak memory"] = mib_text(peak_mib)
     lines["Since"] = f"{date_and_time(lease['since'])} ({age_of(lease['since'])} ago)"
     lines["Ends"] = expires or ends.get(lease["binding"])
     lines["CDI device"] = lease["cdi"]

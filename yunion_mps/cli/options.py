@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from yunion_mps.cli.calls import call
+from yunion_mps.cli.calls import call_daemon
 from yunion_mps.enums import NOT_USED, RESERVATIONS
 from yunion_mps.errors import YunionError
 from yunion_mps.http.operations import (
@@ -127,24 +127,24 @@ def _leases() -> Iterator[str]:
     from yunion_mps.host.proc import user_name  # 1 ms, which a plain `run` need not pay
 
     user = user_name(os.geteuid())
-    for lease in call(GET_LEASES, _COMPLETION_S)["leases"]:
+    for lease in call_daemon(GET_LEASES, _COMPLETION_S)["leases"]:
         yield lease["name"] if lease["name"] and lease["user"] == user else lease["id"][:ID_LENGTH]
 
 
 def _devices() -> Iterator[str]:
-    for device in call(GET_DEVICES, _COMPLETION_S, limit=0)["isolated_devices"]:
+    for device in call_daemon(GET_DEVICES, _COMPLETION_S, limit=0)["isolated_devices"]:
         yield device["addr"]
 
 
 def _gpus() -> Iterator[str]:
     """Yield the GPUs and MIG instances that can have devices."""
-    for gpu in call(GET_GPUS, _COMPLETION_S)["gpus"]:
+    for gpu in call_daemon(GET_GPUS, _COMPLETION_S)["gpus"]:
         if gpu["state"] != NOT_USED:
             yield gpu["addr"]
 
 
 def _pids() -> Iterator[str]:
-    clients = call(GET_CLIENTS, _COMPLETION_S, seen=True)
+    clients = call_daemon(GET_CLIENTS, _COMPLETION_S, seen=True)
     for process in (*clients["clients"], *clients["waiting"]):
         yield str(process["pid"])
 

@@ -382,7 +382,7 @@ def age_of(moment: str | None) -> str | None:
     return None if moment is None else age(time.time() - seconds(moment))
 
 
-def mib(number: float | None) -> str | None:
+def mib_text(number: float | None) -> str | None:
     """Format `5760 MiB`; None if it is unknown."""
     return None if number is None else f"{number} MiB"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.calls import call, listed_devices
+from yunion_mps.cli.calls import call_daemon, listed_devices
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.enums import UNAVAILABLE
 from yunion_mps.errors import HostError
@@ -61,7 +61,7 @@ def resources() -> None:
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
 )
 @click.argument("options", metavar="[OPTION]...", nargs=-1, type=click.UNPROCESSED)
-def start(options: tuple[str, ...]) -> None:
+def start_ray_node(options: tuple[str, ...]) -> None:
     """Run "ray start" with the resources of this host, as yunion-mps ray resources prints them.
 
     All options are passed to "ray start". Resources in its option --resources are added, and replace those of
@@ -88,7 +88,7 @@ def start(options: tuple[str, ...]) -> None:
 
 def _resources() -> dict[str, int]:
     """Return this host's resources; raises HostError if there are none."""
-    offered = resources_of(listed_devices(), call(GET_POOLS)["pools"])
+    offered = resources_of(listed_devices(), call_daemon(GET_POOLS)["pools"])
     if not offered:
         hint = "see which are unavailable or reserved: yunion-mps list"
         raise HostError("this host has no devices for Ray", hint)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.calls import blocking_transport, call
+from yunion_mps.cli.calls import blocking_transport, call_daemon
 from yunion_mps.cli.options import Duration, confirm, refuse_unattended
 from yunion_mps.cli.output import Column, hint_text, output_option, print_notice, show, table, wrapped
 from yunion_mps.cli.who import clients_table
@@ -94,7 +94,7 @@ def plan(output: str) -> None:
       yunion-mps plan
       yunion-mps plan --output json
     """
-    answer = call(GET_PLAN)
+    answer = call_daemon(GET_PLAN)
     title = "A reload would change nothing."
     if answer["pending"]:
         title = "A reload would change nothing else; these changes are pending:"
@@ -116,10 +116,10 @@ def _describe_drain(answer: ChangeList) -> str:
     late |= {entry["domain"] for entry in answer["pending"]}
     if not late:
         return ""
-    addresses = {gpu["uuid"]: gpu["addr"] for gpu in call(GET_GPUS)["gpus"]}
-    with_servers = {server["domain"] for server in call(GET_CLIENTS, seen=True)["servers"]}
+    addresses = {gpu["uuid"]: gpu["addr"] for gpu in call_daemon(GET_GPUS)["gpus"]}
+    with_servers = {server["domain"] for server in call_daemon(GET_CLIENTS, seen=True)["servers"]}
     text = ""
-    for domain in call(GET_STATUS)["domains"]:
+    for domain in call_daemon(GET_STATUS)["domains"]:
         gpus = [addresses.get(uuid, uuid) for uuid in domain["gpus"]]
         is_late = not late.isdisjoint([domain["name"], *gpus])
         if is_late and len(gpus) > 1 and domain["name"] in with_servers:
@@ -190,8 +190,8 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
         refuse_unattended(yes)
         answer, status = _reload_now(yes)
     else:
-        answer = call(RELOAD, mode="drain" if drain else None)
-        status = call(GET_STATUS)
+        answer = call_daemon(RELOAD, mode="drain" if drain else None)
+        status = call_daemon(GET_STATUS)
     waits = drain or now
     try:
         if waits:
@@ -252,20 +252,20 @@ def _reload_now(yes: bool) -> tuple[ChangeList, Status]:
     """
     accepted: ChangeList | None = None
     for _ in range(_MAX_LISTINGS):
-        plan = call(GET_PLAN)
+        plan = call_daemon(GET_PLAN)
         _confirm(plan, yes, _RELOADED if accepted else _NOTHING_DONE)
         try:
             # The reload must be accepted before any job is ended.
             if plan["clients"]:
-                accepted = _with(accepted, call(RELOAD))
+                accepted = _with(accepted, call_daemon(RELOAD))
                 _end(plan["clients"])
-            answer = call(RELOAD, mode="now", confirmation=plan["confirmation"])
+            answer = call_daemon(RELOAD, mode="now", confirmation=plan["confirmation"])
         except YunionError as error:
             if error.code != NOT_CONFIRMED:
                 raise
             print_notice(error.message)
         else:
-            return _with(accepted, answer), call(GET_STATUS)
+            return _with(accepted, answer), call_daemon(GET_STATUS)
     what = f"{_MAX_LISTINGS} times, more jobs or leases came after the list, so the reload was not completed"
     raise YunionError(what, "admit no new jobs, and wait for the running ones: yunion-mps reload --drain")
 
@@ -289,7 +289,7 @@ def _end(jobs: Iterable[MpsClient]) -> None:
     """End the jobs like `terminate`: without its MPS server, a job gets an error but may not exit."""
     for job in jobs:
         try:
-            termination = call(TERMINATE_CLIENT, pid=job["pid"])
+            termination = call_daemon(TERMINATE_CLIENT, pid=job["pid"])
         except NotFoundError:  # it has ended
             continue
         except YunionError as error:
@@ -375,7 +375,7 @@ def _refuse_if_not_serving(status: Status) -> None:
 
 
 @click.command("daemon-reexec", hidden=True)
-def reexec() -> None:
+def reexec_daemon() -> None:
     """Replace the running daemon with the installed version without ending jobs.
 
     The packages run this command after an upgrade. The process, its control daemons, the jobs, their limits
@@ -386,14 +386,14 @@ def reexec() -> None:
     Examples:
       yunion-mps daemon-reexec
     """
-    before = call(GET_STATUS)
-    last = call(GET_EVENTS, limit=1)["last"]
-    call(REEXEC, until_closed=True)
+    before = call_daemon(GET_STATUS)
+    last = call_daemon(GET_EVENTS, limit=1)["last"]
+    call_daemon(REEXEC, until_closed=True)
     gone_s = time.monotonic()
     retrier = Retrier(blocking_transport(), _REEXEC_TIMEOUT_S, print_notice)
     after = run_blocking(retrier.call(GET_STATUS, SLOW_S))
     away_s = time.monotonic() - gone_s
-    for event in call(GET_EVENTS, after=last, kind="daemon")["events"]:
+    for event in call_daemon(GET_EVENTS, after=last, kind="daemon")["events"]:
         if event["severity"] == "error":
             raise YunionError(event["what"], f"{event['consequence']}; {_SEE_LOG}", event["code"])
     if after["pid"] != before["pid"]:

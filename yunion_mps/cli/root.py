@@ -27,7 +27,7 @@ _LONGEST = 54
 #: The commands by task, in the order of the help, each with its module in `cli` and its name there.
 SECTIONS = {
     "Run jobs": {
-        "run": ("run", "run"),
+        "run": ("run", "run_job"),
         "env": ("environment", "print_environment"),
         "lease": ("lease", "lease_group"),
     },
@@ -43,7 +43,7 @@ SECTIONS = {
         "top": ("top", "top"),
         "events": ("events", "show_events"),
         "doctor": ("doctor", "doctor"),
-        "terminate": ("terminate", "terminate"),
+        "terminate": ("terminate", "terminate_jobs"),
     },
     "Configure": {
         "config": ("config", "config_group"),
@@ -61,7 +61,7 @@ SECTIONS = {
 #: Called by the packages' scripts and units; help and completion omit them.
 _INTERNAL = {
     "gateway": ("gateway", "gateway"),
-    "daemon-reexec": ("reload", "reexec"),
+    "daemon-reexec": ("reload", "reexec_daemon"),
     "stop-job-unit": ("safe_stop", "stop_job_unit"),
 }
 COMMANDS: dict[str, tuple[str, str]] = {}
@@ -201,7 +201,7 @@ def completion(shell: str) -> None:
     click.echo(kind(cli, {}, "yunion-mps", "_YUNION_MPS_COMPLETE").source())
 
 
-def run() -> int:
+def run_cli() -> int:
     """Run the command line; return the exit status. Raises SystemExit if a command does so itself."""
     try:
         status = _main()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 from click.core import ParameterSource
 
-from yunion_mps.cli.calls import add_option_hints, call, preview, print_warnings, take
+from yunion_mps.cli.calls import add_option_hints, call_daemon, obtain_lease, obtain_preview, print_warnings
 from yunion_mps.cli.options import (
     Duration,
     DurationOption,
@@ -92,7 +92,7 @@ class EngineCommand(RequestCommand):
 @click.argument(
     "argv", metavar="COMMAND [ARG]...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_file
 )
-def run(
+def run_job(
     ctx: click.Context, request: RequestMembers, wait_s: int, podman: bool, docker: bool,
     grace_s: int | None, inherit: bool, dry_run: bool, print_env: bool, output: str, argv: tuple[str, ...],
 ) -> None:  # fmt: skip
@@ -198,12 +198,12 @@ def _environment_of_command(argv: Sequence[str], request: RequestMembers, wait_s
 
 def _environment_of_lease(request: RequestMembers, wait_s: int) -> Mapping[str, str]:
     """Take a lease and return its environment; if this user cannot reach its devices, end it and raise."""
-    lease = take(request, wait_s)
+    lease = obtain_lease(request, wait_s)
     try:
         refuse_unreachable(lease["environment"])
     except YunionError:
         with contextlib.suppress(YunionError):  # the lease also ends with this process
-            call(END_LEASE, lease=lease["id"])
+            call_daemon(END_LEASE, lease=lease["id"])
         raise
     print_warnings(lease)
     return lease["environment"]
@@ -215,7 +215,7 @@ def _show(request: RequestMembers, output: str) -> None:
 
     refuse_closed_output()
     with failing_reader(output), add_option_hints(request):
-        lease = preview(request)
+        lease = obtain_preview(request)
         if output:
             show_environment(lease["environment"], output)
     if not output:

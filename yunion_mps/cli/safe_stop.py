@@ -21,7 +21,7 @@ from functools import partial
 
 import click
 
-from yunion_mps.cli.calls import call, shares_pid_namespace
+from yunion_mps.cli.calls import call_daemon, shares_pid_namespace
 from yunion_mps.enums import NO_SIGNAL
 from yunion_mps.errors import (
     BusyError,
@@ -242,11 +242,11 @@ class _Parent:
     def _disconnect(self, pids: set[int], timeout_s: float) -> None:
         """Disconnect the clients among the processes, each of which is then removed from `pids`."""
         _refuse_other_pid_namespace(timeout_s)
-        listed = call(GET_CLIENTS, timeout_s)
+        listed = call_daemon(GET_CLIENTS, timeout_s)
         for pid in [client["pid"] for client in listed["clients"] if client["server"]]:
             if pid in pids:
                 pids.remove(pid)
-                self._try(f"PID {pid}", partial(call, TERMINATE_CLIENT, pid=pid, signals=NO_SIGNAL))
+                self._try(f"PID {pid}", partial(call_daemon, TERMINATE_CLIENT, pid=pid, signals=NO_SIGNAL))
         if listed["errors"]:
             raise UnreachableError(f"not all clients are known: {listed['errors'][0]}")
 
@@ -332,4 +332,4 @@ def _next_signal(timeout_s: float | None) -> signal.struct_siginfo | None:
 
 
 def _disconnect_container(lease_id: str, timeout_s: float) -> None:
-    call(TERMINATE_LEASE, timeout_s, lease=lease_id, signals=NO_SIGNAL)
+    call_daemon(TERMINATE_LEASE, timeout_s, lease=lease_id, signals=NO_SIGNAL)

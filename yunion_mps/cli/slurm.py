@@ -6,7 +6,7 @@ import os
 
 import click
 
-from yunion_mps.cli.calls import call, listed_devices
+from yunion_mps.cli.calls import call_daemon, listed_devices
 from yunion_mps.cli.output import print_notice
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.errors import HostError
@@ -64,8 +64,8 @@ def gres_conf(node: str | None, installs: bool, shards: bool) -> None:
     """
     paths = Paths.from_environment()
     name = node or node_name()
-    gpus = {gpu["addr"]: gpu["uuid"] for gpu in gpus_for_slurm(call(GET_GPUS)["gpus"])}
-    if change := pending_change(gpus, call(GET_STATUS)["problems"]):
+    gpus = {gpu["addr"]: gpu["uuid"] for gpu in gpus_for_slurm(call_daemon(GET_GPUS)["gpus"])}
+    if change := pending_change(gpus, call_daemon(GET_STATUS)["problems"]):
         what = f"gres.conf cannot be written yet: {change}"
         raise HostError(what, "repeat this once the change is in effect: yunion-mps status", change.code)
     devices = [device for device in listed_devices() if device["gpu_uuid"] in gpus.values()]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from yunion_mps.addresses import physical_gpu
-from yunion_mps.cli.calls import call, listed_devices
+from yunion_mps.cli.calls import call_daemon, listed_devices
 from yunion_mps.cli.devices import pools
 from yunion_mps.cli.output import (
     Column,
@@ -83,11 +83,11 @@ def status(exit_code: bool, output: str) -> None:
       yunion-mps status --exit-code
       yunion-mps status --output json
     """
-    answer = call(GET_STATUS)
-    gpus = call(GET_GPUS)["gpus"]
+    answer = call_daemon(GET_STATUS)
+    gpus = call_daemon(GET_GPUS)["gpus"]
     devices = listed_devices()
-    leases = call(GET_LEASES)
-    clients = call(GET_CLIENTS, seen=True)
+    leases = call_daemon(GET_LEASES)
+    clients = call_daemon(GET_CLIENTS, seen=True)
     answers = HostAnswers(
         status=answer,
         gpus=gpus,

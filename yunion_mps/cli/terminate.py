@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from yunion_mps.cli.calls import call
+from yunion_mps.cli.calls import call_daemon
 from yunion_mps.cli.options import complete_target, confirm, refuse_unattended
 from yunion_mps.cli.output import cell, output_option, print_notice, show, wrapped
 from yunion_mps.enums import SIGNAL_KILL, SIGNAL_TERM
@@ -48,7 +48,7 @@ _FIELDS = ("pid", "user", "command", "ended", "how", "reason_code")
 )
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @output_option
-def terminate(target: str, force: bool, yes: bool, output: str) -> None:
+def terminate_jobs(target: str, force: bool, yes: bool, output: str) -> None:
     """Terminate the processes of a lease or a device, or one process, safely.
 
     Their MPS server disconnects them first, then they are sent SIGTERM and have 5 seconds to exit. A process
@@ -87,7 +87,7 @@ def terminate(target: str, force: bool, yes: bool, output: str) -> None:
 
 
 def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationList:
-    answer = call(GET_CLIENTS)
+    answer = call_daemon(GET_CLIENTS)
     client = _client_of(answer, pid)
     if client is None and answer["errors"]:
         if force:
@@ -95,9 +95,9 @@ def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationList:
             print_notice(f"it is not known whether PID {pid} is an MPS client: {unknown}")
             confirm(f"If it is one, other jobs of its MPS server may fail. Terminate PID {pid}?", yes)
         # Without --force, the daemon asks again for a moment, and refuses if that is still not known.
-        return _terminations(call(TERMINATE_CLIENT, pid=pid, signals=_signals(force)))
+        return _terminations(call_daemon(TERMINATE_CLIENT, pid=pid, signals=_signals(force)))
     if client is None:
-        for lease in call(GET_LEASES)["leases"]:
+        for lease in call_daemon(GET_LEASES)["leases"]:
             if lease["pid"] == pid:
                 what = f"PID {pid} uses no GPU, but holds lease {lease['id'][:ID_LENGTH]}"
                 raise NotFoundError(what, f"terminate it, and the lease ends as well: kill {pid}")
@@ -105,7 +105,7 @@ def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationList:
     who = _describe(client)
     outside_mps = f"{who} runs outside MPS, so no MPS server disconnects it first. Terminate it?"
     confirm(outside_mps if client.get("mps") is False else f"Terminate {who}?", yes)
-    return _terminations(call(TERMINATE_CLIENT, pid=pid, signals=_signals(force)))
+    return _terminations(call_daemon(TERMINATE_CLIENT, pid=pid, signals=_signals(force)))
 
 
 def _client_of(answer: ClientList, pid: int) -> AnyClient | None:
@@ -123,7 +123,7 @@ def _terminations(termination: Termination) -> TerminationList:
 def _terminate_all(target: str, *, force: bool, yes: bool) -> TerminationList:
     kind, name, choose = _find(target)
     described = f"{kind} {name}"
-    answer = call(GET_CLIENTS)
+    answer = call_daemon(GET_CLIENTS)
     for error in answer["errors"]:
         print_notice(f"not all processes are known: {error}")
     clients = choose(answer)
@@ -135,9 +135,9 @@ def _terminate_all(target: str, *, force: bool, yes: bool) -> TerminationList:
     processes = count(len(clients), "process", "processes") if clients else "the processes"
     confirm(f"Terminate {processes} of {described}?", yes)
     if kind == "lease":
-        terminated = call(TERMINATE_LEASE, lease=name, signals=_signals(force))
+        terminated = call_daemon(TERMINATE_LEASE, lease=name, signals=_signals(force))
     else:
-        terminated = call(TERMINATE_DEVICE, id=name, signals=_signals(force))
+        terminated = call_daemon(TERMINATE_DEVICE, id=name, signals=_signals(force))
     if answer["errors"] and not terminated["terminations"]:
         what = f"no process of {described} is known, so none was terminated"
         raise HostError(what, "try again once the MPS server answers", PROCESSES_UNKNOWN)
@@ -159,12 +159,12 @@ class _Target(NamedTuple):
 
 def _find(target: str) -> _Target:
     try:
-        lease = call(GET_LEASE, lease=target)
+        lease = call_daemon(GET_LEASE, lease=target)
         return _Target("lease", lease["id"], partial(clients_of_lease, lease))
     except NotFoundError as error:
         no_lease = error
     try:
-        address = call(GET_DEVICE, id=target)["addr"]
+        address = call_daemon(GET_DEVICE, id=target)["addr"]
     except NotFoundError as error:
         what = f"{no_lease.message}, and {error.message}"
         raise NotFoundError(

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, TypedDict
 
 import click
 
-from yunion_mps.cli.calls import call, listed_devices
+from yunion_mps.cli.calls import call_daemon, listed_devices
 from yunion_mps.cli.output import (
     Column,
     age_of,
     hint_text,
     incomplete_note,
-    mib,
+    mib_text,
     notes,
     show,
     table,
@@ -108,7 +108,7 @@ _COLUMNS = (
     Column("AGE", lambda use: age_of(use["since"]), drop=2),
     Column("STATE", "state"),
     Column("LEASE", lambda use: (use["lease"] or "")[:ID_LENGTH], wide=True, drop=6),
-    Column("PEAK", lambda use: mib(use["memory_peak_mib"]), numeric=True, wide=True, drop=5),
+    Column("PEAK", lambda use: mib_text(use["memory_peak_mib"]), numeric=True, wide=True, drop=5),
     Column("UTIL %", "sm_utilization", numeric=True, wide=True, drop=3),
     Column("COMMAND", lambda use: in_container(use["container"], use["command"] or ""), least=8),
 )
@@ -154,10 +154,10 @@ def who(clients_only: bool, output: str) -> None:
     if clients_only:
         _show_clients(output)
         return
-    problems = call(GET_STATUS)["problems"]
+    problems = call_daemon(GET_STATUS)["problems"]
     devices = listed_devices()
-    leases = call(GET_LEASES)
-    clients = call(GET_CLIENTS, seen=True)
+    leases = call_daemon(GET_LEASES)
+    clients = call_daemon(GET_CLIENTS, seen=True)
     uses: list[Use] = []
     used: set[str] = set()
     for holding in holdings(devices, leases["leases"], clients["clients"]):
@@ -227,7 +227,7 @@ def waiting_text(waiting: Sequence[QueuedRequest]) -> str:
 def _memory(used_mib: int | None, budget_mib: int | None) -> str | None:
     """Format `512 / 5760 MiB`, or `512 MiB` without a budget; None if both are unknown."""
     if budget_mib is None:
-        return mib(used_mib)
+        return mib_text(used_mib)
     used = "-" if used_mib is None else str(used_mib)
     return f"{used} / {budget_mib} MiB"
 
@@ -237,7 +237,7 @@ def _abbreviate(use: Use) -> str | None:
 
 
 def _show_clients(output: str) -> None:
-    answer = call(GET_CLIENTS)
+    answer = call_daemon(GET_CLIENTS)
     show(
         answer, output, _CLIENT_FIELDS, answer["clients"],
         lambda: _clients_text(answer, wide=output == "wide"),
@@ -275,14 +275,14 @@ def _clients_text(answer: ClientList, *, wide: bool) -> str:
 
 
 def _describe_waiting(client: WaitingClient) -> str:
-    process = f"PID {client['pid']} of {user_of(client)} ({client['command']})"
+    process = f"PID {client['pid']} of {process_user(client)} ({client['command']})"
     server = f"the MPS server of {client['server_user']} (PID {client['server']}, domain {client['domain']})"
     return f"{process} has been waiting {age_of(client['since'])} for {server} to exit"
 
 
 def _describe_server(server: MpsServer) -> str:
-    return f"MPS server (PID {server['pid']}) of {user_of(server)}, domain {server['domain']}"
+    return f"MPS server (PID {server['pid']}) of {process_user(server)}, domain {server['domain']}"
 
 
-def user_of(process: ProcessFields) -> str:
+def process_user(process: ProcessFields) -> str:
     return str(process["user"] or "an unknown user")

@@ -31,8 +31,8 @@ from yunion_mps.http.transport import (
     Retrier,
     Transport,
     refuse_unreachable,
+    request_lease,
     run_blocking,
-    take,
     with_devices,
 )
 from yunion_mps.reasons import GPU_GONE, INVALID_REQUEST, hint_of
@@ -336,7 +336,7 @@ async def acquire(
     on_message: OnMessage,
 ) -> LeaseT:
     """Take a lease that this process can use; raises YunionError."""
-    answer = await take(transport, request.members, request.wait_s, on_message)
+    answer = await request_lease(transport, request.members, request.wait_s, on_message)
     try:
         record = LeaseRecord.of(answer)
         refuse_unreachable(record.environment)

@@ -23,7 +23,7 @@ from yunion_mps.gateway.client import Overview, OverviewCache, get_from_daemon
 from yunion_mps.host.files import read_text
 from yunion_mps.host.log import Failures
 from yunion_mps.http.listener import listen_on
-from yunion_mps.http.messages import EventualResponse, Request, Response, problem, response_of
+from yunion_mps.http.messages import EventualResponse, Request, Response, problem_response, response_of
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import GET_EVENTS, GET_METRICS, GET_USAGE, MAX_NUMBER
 from yunion_mps.http.parameters import BadRequestError, Parameter, query_arguments
@@ -124,7 +124,7 @@ class HostNames:
             return None
         ours = ", ".join(sorted(self._names))
         hint = f"use an IP address or one of {ours}; add other names to their line of /etc/hosts"
-        return problem(421, f"{what} not served under that name", hint)
+        return problem_response(421, f"{what} not served under that name", hint)
 
     def _aliases(self) -> set[str]:
         """Return all names on the lines of /etc/hosts that contain ours; read again for each unknown name."""
@@ -151,15 +151,15 @@ class ReadOnlyHandler:
         if refusal:
             return refusal
         if request.method not in ("GET", "HEAD"):
-            return problem(
+            return problem_response(
                 405, f"{request.method} is not supported here", "use GET", (("Allow", "GET, HEAD"),)
             )
         try:
             return self._route(urlsplit(request.target), request)
         except BadRequestError as error:
-            return problem(400, error.message, error.hint)
+            return problem_response(400, error.message, error.hint)
         except ValueError:
-            return problem(400, "the request's target is not a valid URL", "write a path such as /")
+            return problem_response(400, "the request's target is not a valid URL", "write a path such as /")
 
     def _route(self, url: SplitResult, request: Request) -> EventualResponse:
         raise NotImplementedError
@@ -176,7 +176,7 @@ class MetricsHandler(ReadOnlyHandler):
 
     def _route(self, url: SplitResult, request: Request) -> EventualResponse:
         if url.path != GET_METRICS.path:
-            return problem(404, "not found", f"the metrics are at {GET_METRICS.path}")
+            return problem_response(404, "not found", f"the metrics are at {GET_METRICS.path}")
         return self._metrics(request.headers.get("accept", ""))
 
     async def _metrics(self, accept: str) -> Response:
@@ -215,17 +215,17 @@ class WebPage(ReadOnlyHandler):
             return self._respond_with_overview(**query_arguments(url.query, _OVERVIEW))
         if url.path in _RELAYED:
             return self._relay(url, request)
-        return problem(404, "not found", "the page is at /")
+        return problem_response(404, "not found", "the page is at /")
 
     async def _run_async(self, pending: Awaitable[Response]) -> Response:
         try:
             return _with_security_headers(await pending)
         except UnreachableError as error:
-            return _with_security_headers(problem(503, error.message, error.hint))
+            return _with_security_headers(problem_response(503, error.message, error.hint))
         except Exception:
             log.exception("a request of the web page failed")
             hint = "see: journalctl -u yunion-mps-gateway"
-            return _with_security_headers(problem(500, "internal error in the gateway", hint))
+            return _with_security_headers(problem_response(500, "internal error in the gateway", hint))
 
     def _respond_with_overview(self, mark: Any, event: Any) -> EventualResponse:
         """Answer immediately if the cached overview is current, which frees the connection soon."""
@@ -273,7 +273,7 @@ LIMITS = Limits(first_request_timeout_s=2.0, waiting=512)
 _POLL_S = 2.0
 
 
-async def serve(paths: Paths) -> None:
+async def serve_gateway(paths: Paths) -> None:
     """Serve at the addresses that the daemon publishes, until there are none."""
     listeners = Listeners({"metrics_listen": MetricsHandler(paths), "web_listen": WebPage(paths)})
     while True:

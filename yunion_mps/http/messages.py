@@ -71,7 +71,7 @@ class CreatedResource(NamedTuple):
 EventualResponse = Union[Response, Awaitable[Response]]
 
 
-def problem(
+def problem_response(
     status: int, detail: str, hint: str, headers: tuple[tuple[str, str], ...] = (), code: str = ""
 ) -> Response:
     """Return an error as problem details; `code` is the reason code, by default the status's."""
@@ -92,7 +92,7 @@ def problem(
 
 def problem_of(error: YunionError) -> Response:
     """Return the error as problem details, with the status of its class."""
-    return problem(_status_of(error), error.message, error.hint, code=error.code)
+    return problem_response(_status_of(error), error.message, error.hint, code=error.code)
 
 
 def _status_of(error: YunionError) -> int:

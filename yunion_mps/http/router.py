@@ -15,7 +15,14 @@ from urllib.parse import unquote, urlsplit
 from yunion_mps.errors import ShortageError, YunionError
 from yunion_mps.exposition import Histogram
 from yunion_mps.http.handlers import Handlers
-from yunion_mps.http.messages import EventualResponse, Request, Response, problem, problem_of, response_of
+from yunion_mps.http.messages import (
+    EventualResponse,
+    Request,
+    Response,
+    problem_of,
+    problem_response,
+    response_of,
+)
 from yunion_mps.http.operation import ROOT, WATCH_PARAMETERS, Operation
 from yunion_mps.http.operations import OPERATIONS, ROUTES
 from yunion_mps.http.parameters import Value
@@ -93,18 +100,18 @@ class Router:
         try:
             url = urlsplit(request.target)
         except ValueError:
-            return OTHER, problem(
+            return OTHER, problem_response(
                 400, "the request's target cannot be parsed", "write a path such as /v1/devices"
             )
         match = _match(url.path)
         if match is None:
             hint = "see the paths: /v1/openapi.json"
-            return OTHER, problem(404, f"no such path: {url.path[:200]!r}", hint)
+            return OTHER, problem_response(404, f"no such path: {url.path[:200]!r}", hint)
         operation = match.methods.get(request.method)
         if operation is None:
             allowed = ", ".join(match.methods)
             what = f"{request.method} is not supported here"
-            return match.route, problem(405, what, f"use {allowed}", (("Allow", allowed),))
+            return match.route, problem_response(405, what, f"use {allowed}", (("Allow", allowed),))
 
         def work() -> Any:
             return self._call_handler(operation, request, match.arguments, url.query)
@@ -240,4 +247,4 @@ def _failure(request: Request, error: Exception) -> Response:
     if isinstance(error, MemoryError):
         return problem_of(ShortageError("the request cannot be answered: out of memory"))
     log.error("the answer to %s %s failed", request.method, request.target, exc_info=error)
-    return problem(500, "internal error in the daemon", "see: journalctl -u yunion-mps-daemon")
+    return problem_response(500, "internal error in the daemon", "see: journalctl -u yunion-mps-daemon")

@@ -17,7 +17,7 @@ import h11
 from yunion_mps.host.proc import job_unit_of
 from yunion_mps.host.sockets import UNKNOWN_UID, peer_credentials
 from yunion_mps.http.listener import Listener, is_disconnected
-from yunion_mps.http.messages import Request, Response, problem
+from yunion_mps.http.messages import Request, Response, problem_response
 from yunion_mps.http.pool import BUFFER_BYTES, Application, ConnectionPool, Limits
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _ACCEPTS_A_TURN = 8
 #: Turns of the loop from accepting a client to `connection_made`.
 _TURNS_TO_BEGIN = 5
 
-TOO_MANY = problem(503, "too many connections are open", "close some, or try again in a moment")
+TOO_MANY = problem_response(503, "too many connections are open", "close some, or try again in a moment")
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -194,7 +194,7 @@ class Connection(asyncio.BufferedProtocol):
             if status == 431:
                 why = f"the request's header is larger than {self._limits.head_bytes} bytes"
                 hint = "send fewer or shorter headers"
-            self._refuse(problem(status, why, hint))
+            self._refuse(problem_response(status, why, hint))
             return
         if self._pending:
             if len(self._http.trailing_data[0]) <= BUFFER_BYTES:
@@ -242,7 +242,7 @@ class Connection(asyncio.BufferedProtocol):
         self._body += piece
         if len(self._body) > self._limits.body_bytes:
             what = f"the body is larger than {self._limits.body_bytes} bytes"
-            self._refuse(problem(413, what, "send only the members that the operation defines"))
+            self._refuse(problem_response(413, what, "send only the members that the operation defines"))
             raise h11.RemoteProtocolError("body too large")
 
     def _dispatch(self) -> None:
@@ -284,7 +284,7 @@ class Connection(asyncio.BufferedProtocol):
         if failure:  # without an answer, the client would wait forever
             log.error("a request could not be answered", exc_info=failure)
             hint = "see the service's log: journalctl -u 'yunion-mps-*'"
-            self._respond(problem(500, "internal error", hint))
+            self._respond(problem_response(500, "internal error", hint))
         else:
             self._respond(awaited.result())
         if not self._transport.is_closing():
@@ -293,7 +293,9 @@ class Connection(asyncio.BufferedProtocol):
     def _respond(self, response: Response) -> None:
         large = len(response.body) > _LARGE_RESPONSE_BYTES
         if large and self._pool.unread_bytes(self.client) > self._limits.unread_bytes:
-            response = problem(503, "too much response data is waiting to be read", "read it or request less")
+            response = problem_response(
+                503, "too much response data is waiting to be read", "read it or request less"
+            )
         self._send(response)
         self._awaits_event = False
         self._pool.note_answer(self)
@@ -355,7 +357,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self._is_admitted:
             self._refuse(TOO_MANY)
         elif self._request_has_begun and not self._blocked and not self._transport.is_closing():
-            self._refuse(problem(408, "the request did not arrive in time", "send it at once"))
+            self._refuse(problem_response(408, "the request did not arrive in time", "send it at once"))
         else:
             self._transport.abort()
 

@@ -170,7 +170,7 @@ class Retrier:
                 return answer
 
 
-async def take(
+async def request_lease(
     transport: Transport, request: RequestMembers, wait_s: int, on_message: OnMessage
 ) -> LeaseRecord:
     """Take a lease within `wait_s`; raises NothingFreeError if none is free by then, or another YunionError.
@@ -222,8 +222,8 @@ async def _release_unconfirmed(transport: Transport, request: RequestMembers) ->
         await transport.call(END_LEASE, _UNDO_S, lease=lease["id"])
 
 
-async def preview(transport: Transport, request: RequestMembers) -> LeaseRecord:
-    """Return the lease that the request would get now, without taking it; raises as `take` does."""
+async def request_preview(transport: Transport, request: RequestMembers) -> LeaseRecord:
+    """Return the lease that the request would get now, without taking it; raises as `request_lease` does."""
     return await transport.call(TAKE_LEASE, **request, dry_run=True)
 
 
@@ -233,7 +233,7 @@ async def _wait_reason(transport: Transport, request: RequestMembers) -> str:
     Raises YunionError if waiting is useless.
     """
     try:
-        await preview(transport, request)
+        await request_preview(transport, request)
     except InfeasibleError:
         raise
     except NothingFreeError as error:

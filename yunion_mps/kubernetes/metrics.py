@@ -24,7 +24,7 @@ from yunion_mps.exposition import (
 )
 from yunion_mps.host.log import Failures
 from yunion_mps.http.listener import listen_on
-from yunion_mps.http.messages import EventualResponse, Request, Response, problem
+from yunion_mps.http.messages import EventualResponse, Request, Response, problem_response
 from yunion_mps.http.operations import GET_METRICS
 from yunion_mps.http.pool import Limits
 from yunion_mps.http.server import Server
@@ -128,15 +128,15 @@ class MetricsPage:
 
     def handle(self, request: Request) -> EventualResponse:
         if not _ADDRESS.fullmatch(request.headers.get("host", "").lower()):
-            return problem(
+            return problem_response(
                 421, "the metrics are not served under that name", "use an IP address or localhost"
             )
         if request.method not in ("GET", "HEAD"):
-            return problem(
+            return problem_response(
                 405, f"{request.method} is not supported here", "use GET", (("Allow", "GET, HEAD"),)
             )
         if urlsplit(request.target).path != GET_METRICS.path:
-            return problem(404, "not found", f"the metrics are at {GET_METRICS.path}")
+            return problem_response(404, "not found", f"the metrics are at {GET_METRICS.path}")
         openmetrics = wants_openmetrics(request.headers.get("accept", ""))
         text = self.text(openmetrics=openmetrics)
         return Response(200, OPENMETRICS_TYPE if openmetrics else PLAIN_TYPE, text)

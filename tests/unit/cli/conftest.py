@@ -23,7 +23,7 @@ from unittest import mock
 import pytest
 import yaml
 from yunion_mps.cli.output import is_utf8
-from yunion_mps.cli.root import run
+from yunion_mps.cli.root import run_cli
 from yunion_mps.models import Snapshot
 
 from unit.http import snapshots
@@ -90,7 +90,7 @@ class Cli:
             stack.enter_context(mock.patch.multiple(os, execve=None, execvpe=None))
             stack.enter_context(mock.patch.object(sys, "argv", ["yunion-mps", *arguments]))
             stack.enter_context(mock.patch.object(sys, "stdin", stdin))
-            code = run()
+            code = run_cli()
             return code, err.buffer.getvalue().decode()
 
     def process(self, *arguments: str, **options: Any) -> Done:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from yunion_mps.errors import NothingFreeError, YunionError
 from yunion_mps.http.operation import Operation
-from yunion_mps.http.transport import run_blocking, take
+from yunion_mps.http.transport import request_lease, run_blocking
 
 LEASE = {"id": "a lease"}
 
@@ -38,7 +38,7 @@ class InterruptedTransport:
 def test_the_lease_of_an_interrupted_caller_is_released(by: BaseException) -> None:
     transport = InterruptedTransport(by, LEASE, LEASE)
     with pytest.raises(type(by)):
-        run_blocking(take(transport, {"gpu": "00:06.0"}, 0, lambda _: None))
+        run_blocking(request_lease(transport, {"gpu": "00:06.0"}, 0, lambda _: None))
     (first, arguments), (again, repeated), (last, ended) = transport.calls
     assert (first, again, last) == ("take_lease", "take_lease", "end_lease")
     assert repeated == {name: value for name, value in arguments.items() if name != "wait_s"}
@@ -59,5 +59,5 @@ def test_nothing_is_released_if_no_lease_was_taken(
 ) -> None:
     transport = InterruptedTransport(*outcomes)
     with pytest.raises(type(outcomes[0])):
-        run_blocking(take(transport, asked, 0, lambda _: None))
+        run_blocking(request_lease(transport, asked, 0, lambda _: None))
     assert len(transport.calls) == calls

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Union
 
 import click
 
-from yunion_mps.cli.calls import call, listed_devices
+from yunion_mps.cli.calls import call_daemon, listed_devices
 from yunion_mps.cli.options import Duration
 from yunion_mps.cli.output import hint_text, incomplete_note, is_utf8, terminal_size, wrapped
 from yunion_mps.cli.top.frame import HINT, VIEWS, WHOLE, Outage, ViewState, frame
@@ -102,9 +102,9 @@ def _once(first: Poll) -> str:
 
 def poll(before: Poll | None = None) -> Poll:
     """Query the daemon; raises YunionError. The devices are those of `before` if nothing has happened."""
-    status = call(GET_STATUS)
-    events = call(GET_EVENTS, limit=_NEWEST_EVENTS, severe_first=True)
-    leases = call(GET_LEASES)
+    status = call_daemon(GET_STATUS)
+    events = call_daemon(GET_EVENTS, limit=_NEWEST_EVENTS, severe_first=True)
+    leases = call_daemon(GET_LEASES)
     devices_s = time.monotonic()
     seen = (events["last"], status["devices"], status["gpus"], status["started"])
     gpus: Sequence[Gpu]
@@ -114,9 +114,9 @@ def poll(before: Poll | None = None) -> Poll:
         gpus = before.answers.gpus
         devices = before.answers.devices
     else:
-        gpus = call(GET_GPUS)["gpus"]
+        gpus = call_daemon(GET_GPUS)["gpus"]
         devices = listed_devices()
-    clients = call(GET_CLIENTS, seen=True)
+    clients = call_daemon(GET_CLIENTS, seen=True)
     answers = HostAnswers(
         status=status,
         gpus=gpus,

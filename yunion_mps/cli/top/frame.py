@@ -424,7 +424,7 @@ def _cut(line: Line, state: ViewState) -> Line:
     return fitted
 
 
-def encode(line: Line, columns: int, *, utf8: bool, colour: bool) -> bytes:
+def encode_line(line: Line, columns: int, *, utf8: bool, colour: bool) -> bytes:
     """Return what draws the line in a row of a terminal."""
     width = 0
     pieces: list[str] = []

@@ -15,7 +15,7 @@ import termios
 import tty
 from types import FrameType
 
-from yunion_mps.cli.top.frame import Line, encode
+from yunion_mps.cli.top.frame import Line, encode_line
 from yunion_mps.host.processes import readable
 
 #: Switch to the alternate screen without a cursor, and back.
@@ -115,7 +115,7 @@ class Terminal:
     def draw(self, lines: list[Line]) -> None:
         """Draw these lines: writes only changed lines, and nothing while output is stopped."""
         columns, rows = self.size()
-        encoded = [encode(line, columns, utf8=self._utf8, colour=self._colour) for line in lines[:rows]]
+        encoded = [encode_line(line, columns, utf8=self._utf8, colour=self._colour) for line in lines[:rows]]
         begin = b"" if self._drawn else b"\x1b[0m\x1b[2J"
         pieces: list[bytes] = []
         for index, line in enumerate(encoded):
