@@ -69,6 +69,8 @@ SettingRecord = TypedDict("SettingRecord", {"value": object, "from": str})
 
 
 class SliceRecord(TypedDict):
+    """An item of an entry's `slices`."""
+
     memory_mib: int
     thread_percentage: float | None
     priority: str
@@ -124,6 +126,8 @@ class GpuRecord(TypedDict):
 
 
 class DomainRecord(TypedDict):
+    """A control daemon in the plan."""
+
     name: str
     pipe_directory: str
     gpus: list[str]

@@ -66,6 +66,8 @@ def moment(text: str, now_s: float) -> int:
 
 
 class PointInTime(click.ParamType):
+    """A time as people write it; its value is in s since 1970."""
+
     name = "time"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:

@@ -43,6 +43,8 @@ _NO_DURATION = "is not a duration: use 90, 90s, 10m, 2h or 1d"
 
 
 class Duration(click.ParamType):
+    """A duration such as `90`, `90s` or `10m`, within bounds; its value is in s."""
+
     name = "duration"
 
     def __init__(self, min_s: int = 1, max_s: int | None = None) -> None:

@@ -89,6 +89,8 @@ class Use(TypedDict):
 
 
 class UseList(TypedDict):
+    """What `who` prints as JSON."""
+
     uses: list[Use]
     waiting: list[QueuedRequest]
     problems: list[StatusProblem]

@@ -285,6 +285,8 @@ async def serve_gateway(paths: Paths) -> None:
 
 
 class Listeners:
+    """The gateway's servers, one for each key of host.conf that has an address."""
+
     def __init__(self, handlers: Mapping[str, Application]) -> None:
         self._handlers = handlers
         self._open: dict[str, tuple[str, Server]] = {}

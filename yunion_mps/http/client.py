@@ -102,6 +102,8 @@ class Exchange:
 
 
 class DaemonClient:
+    """Calls operations of the daemon and blocks until it answers; each call opens a connection of its own."""
+
     def __init__(self, paths: Paths, timeout_s: float | None = None) -> None:
         """`timeout_s` replaces the timeouts of the operations."""
         self._path = paths.socket
@@ -180,6 +182,8 @@ class DaemonClient:
 
 
 class AsyncDaemonClient:
+    """The same for asyncio; it is not bound to an event loop."""
+
     def __init__(self, paths: Paths) -> None:
         self._path = paths.socket
 
@@ -276,6 +280,7 @@ def _join_hint(uid: int) -> str:
 
 
 def timeout_error(path: str, timeout_s: float) -> NoAnswerError:
+    """Return the error for a daemon that did not answer on this socket in time."""
     return NoAnswerError(
         f"the daemon did not answer on {path} within {timeout_s:g} s",
         f"see what it is doing: journalctl -u {_UNIT}; a restart kills jobs that are still running after "
@@ -284,6 +289,7 @@ def timeout_error(path: str, timeout_s: float) -> NoAnswerError:
 
 
 def disconnected_error(path: str, error: Exception) -> UnreachableError:
+    """Return the error for an answer that is incomplete or not HTTP."""
     return UnreachableError(
         f"the daemon's answer on {path} was cut off: {error}", f"see: journalctl -u {_UNIT}"
     )

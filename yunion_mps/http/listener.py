@@ -20,6 +20,8 @@ _BACKLOG = 512
 
 
 class Listener:
+    """The API's listening socket with its name; it is the daemon's, or was inherited at a re-exec."""
+
     def __init__(self, paths: Paths, inherited_fd: int | None = None) -> None:
         """Listen, or continue with the descriptor of a listening socket; raises HostError."""
         self._paths = paths

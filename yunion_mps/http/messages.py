@@ -56,6 +56,8 @@ class Request(NamedTuple):
 
 
 class Response(NamedTuple):
+    """A response; its `Content-Type` and `Content-Length` are not among the headers."""
+
     status: int
     content_type: str
     body: bytes
@@ -63,7 +65,10 @@ class Response(NamedTuple):
 
 
 class CreatedResource(NamedTuple):
+    """A handler's result that is answered with 201."""
+
     value: object
+    #: The resource's path.
     location: str
 
 

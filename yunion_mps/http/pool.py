@@ -73,6 +73,8 @@ class PooledConnection(Protocol):
 
 
 class ConnectionPool:
+    """The connections of a server, which calls it whenever one is made, answered or lost."""
+
     def __init__(self, application: Application, limits: Limits) -> None:
         self.application = application
         self.limits = limits

@@ -363,6 +363,8 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class Server:
+    """Accepts connections on one socket at a time; owns their pool."""
+
     def __init__(self, application: Application, limits: Limits = Limits()) -> None:  # noqa: B008 - it is frozen
         self.pool = ConnectionPool(application, limits)
         self._server: asyncio.AbstractServer | None = None

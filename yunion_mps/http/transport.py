@@ -49,6 +49,8 @@ _PRIVATE_PLACES = ("/tmp/", "/var/tmp/")
 
 
 class Transport(Protocol):
+    """How queries reach the daemon: the asyncio client, or a client that blocks."""
+
     async def call(self, operation: Operation[T], timeout_s: float | None = None, **arguments: Value) -> T:
         """Return the answer, as `DaemonClient.call` does; raises YunionError."""
 
@@ -105,6 +107,8 @@ def iterate_blocking(generator: AsyncGenerator[T, None]) -> Iterator[T]:
 
 
 class HolderMembers(TypedDict, total=False):
+    """The member `holder` of a lease request, as http/operations describes it."""
+
     name: str
     ttl_s: int
     pid: int

@@ -32,6 +32,8 @@ _WRITE_S = 15.0
 
 
 class Exporter:
+    """Makes the text of all metrics, for scrapes and for the file."""
+
     def __init__(self, facts: Callable[[], Awaitable[Facts]]) -> None:
         self._facts = facts
         self._writing = asyncio.Lock()

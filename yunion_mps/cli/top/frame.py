@@ -87,6 +87,8 @@ class Outage(NamedTuple):
 
 
 class Frame(NamedTuple):
+    """What is drawn, and how far it can be scrolled."""
+
     lines: list[Line]
     #: The offset at which the last row is shown.
     last_offset: int

@@ -77,6 +77,8 @@ class Row(NamedTuple):
 
 
 class Scene(NamedTuple):
+    """All that a frame may show, whatever its size."""
+
     host: HostOverview
     events: list[Event]
     problems: list[ShownProblem]
