@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from yunion_mps.kubernetes import kubelet_api as api
+from yunion_mps.kubernetes.kubelet import device_plugin_api as api
+from yunion_mps.kubernetes.kubelet import protobuf
 
 from bench.programs import memory_mib, processor_s
 from bench.running import Daemon, running
@@ -59,7 +60,7 @@ def _call_lines(settings: Settings, daemon: Daemon, kubelet: Kubelet) -> Iterato
     for name, step in steps.items():  # one after the other, because a lease is followed by other work
 
         def floor_ms() -> float:
-            return _ms(lambda: kubelet.call(api.GET_OPTIONS, api.Empty()))
+            return _ms(lambda: kubelet.call(api.GET_OPTIONS, protobuf.Empty()))
 
         yield _call_line(settings, name, step, floor_ms, _CALL_FLOOR)
 

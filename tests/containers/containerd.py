@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from yunion_mps.kubernetes import grpc
-from yunion_mps.kubernetes.kubelet_api import AnswerT, DeviceSpec, Empty, Message, Rpc
+from yunion_mps.kubernetes.kubelet import grpc
+from yunion_mps.kubernetes.kubelet.device_plugin_api import DeviceSpec
+from yunion_mps.kubernetes.kubelet.protobuf import Empty, Message
+from yunion_mps.kubernetes.kubelet.rpc import AnswerT, Rpc
 
 from containers import cri_api as cri
 from containers.image import IMAGE

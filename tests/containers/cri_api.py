@@ -2,12 +2,14 @@
 
 The field numbers are those of k8s.io/cri-api, pkg/apis/runtime/v1/api.proto. The encoding is the plugin's.
 """
-# Without `from __future__ import annotations`, like yunion_mps/kubernetes/kubelet_api.
+# Without `from __future__ import annotations`, like yunion_mps/kubernetes/device_plugin_api.
 
 from collections.abc import Mapping
 from typing import Optional
 
-from yunion_mps.kubernetes.kubelet_api import CdiDevice, DeviceSpec, Empty, Message, MountSpec, Rpc, number
+from yunion_mps.kubernetes.kubelet.device_plugin_api import CdiDevice, DeviceSpec, MountSpec
+from yunion_mps.kubernetes.kubelet.protobuf import Empty, Message, number
+from yunion_mps.kubernetes.kubelet.rpc import Rpc
 
 #: A NamespaceMode: the pod's namespace, which is the default, the container's, or the node's.
 CONTAINER, NODE = 1, 2

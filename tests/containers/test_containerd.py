@@ -6,9 +6,9 @@ import os
 import signal
 
 import pytest
-from yunion_mps.kubernetes import grpc
-from yunion_mps.kubernetes.kubelet_api import Empty
-from yunion_mps.kubernetes.resources import lease_name
+from yunion_mps.kubernetes.device_plugin.lease_names import lease_name
+from yunion_mps.kubernetes.kubelet import grpc
+from yunion_mps.kubernetes.kubelet.protobuf import Empty
 
 from containers import cri_api as cri
 from containers.containerd import Container, Containerd

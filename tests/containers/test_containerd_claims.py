@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.kubernetes import kubelet_api as api
+from yunion_mps.kubernetes.kubelet import device_plugin_api as api
 
 from containers.containerd import Container, Containerd
 from containers.image import make_image

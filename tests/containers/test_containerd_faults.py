@@ -10,8 +10,8 @@ import threading
 
 import grpc
 import pytest
-from yunion_mps.kubernetes import kubelet_api as api
-from yunion_mps.kubernetes.grpc import RpcError
+from yunion_mps.kubernetes.kubelet import device_plugin_api as api
+from yunion_mps.kubernetes.kubelet.grpc import RpcError
 
 from containers import cri_api as cri
 from containers.containerd import Container, Containerd

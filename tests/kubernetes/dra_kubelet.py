@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
-from yunion_mps.kubernetes import dra_api as api
-from yunion_mps.kubernetes import kubelet_api
-from yunion_mps.kubernetes.credentials import Kubeconfig
-from yunion_mps.kubernetes.dra_devices import DRIVER
-from yunion_mps.kubernetes.dra_driver import DraService, DriverTimes
-from yunion_mps.kubernetes.kubelet_api import AnswerT, Empty, Message, Rpc
+from yunion_mps.kubernetes.api.credentials import Kubeconfig
+from yunion_mps.kubernetes.dra.devices import DRIVER
+from yunion_mps.kubernetes.dra.driver import DraService, DriverTimes
+from yunion_mps.kubernetes.kubelet import dra_api as api
+from yunion_mps.kubernetes.kubelet import pod_resources_api
+from yunion_mps.kubernetes.kubelet.protobuf import Empty, Message
+from yunion_mps.kubernetes.kubelet.rpc import AnswerT, Rpc
 from yunion_mps.kubernetes.metrics import Counts
 from yunion_mps.paths import Paths
 from yunion_mps.tasks import cancel
@@ -85,10 +86,10 @@ class DraKubelet(Closes):
         self._stack.close()
 
     def _list(self, _: bytes, __: Any) -> bytes:
-        claims = tuple(kubelet_api.DynamicResource(name, NAMESPACE) for name in list(self.listed))
-        containers = (kubelet_api.ContainerResources("main", (), claims),)
-        pod = kubelet_api.PodResources("trainer", NAMESPACE, containers)
-        return kubelet_api.ListPodResourcesResponse((pod,)).encode()
+        claims = tuple(pod_resources_api.DynamicResource(name, NAMESPACE) for name in list(self.listed))
+        containers = (pod_resources_api.ContainerResources("main", (), claims),)
+        pod = pod_resources_api.PodResources("trainer", NAMESPACE, containers)
+        return pod_resources_api.ListPodResourcesResponse((pod,)).encode()
 
     def register(self) -> api.PluginInfo:
         """Find the driver's socket, and register it, as after each start of the kubelet."""

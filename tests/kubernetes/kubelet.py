@@ -21,10 +21,13 @@ from typing import Any, NamedTuple
 
 import grpc
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.kubernetes import kubelet_api as api
-from yunion_mps.kubernetes.kubelet_api import HEALTHY, AnswerT, Message, Rpc
-from yunion_mps.kubernetes.leases import ContainerLeases
-from yunion_mps.kubernetes.resources import ExtendedResource
+from yunion_mps.kubernetes.device_plugin.leases import ContainerLeases
+from yunion_mps.kubernetes.device_plugin.resources import ExtendedResource
+from yunion_mps.kubernetes.kubelet import device_plugin_api as api
+from yunion_mps.kubernetes.kubelet import pod_resources_api
+from yunion_mps.kubernetes.kubelet.device_plugin_api import HEALTHY
+from yunion_mps.kubernetes.kubelet.protobuf import Message
+from yunion_mps.kubernetes.kubelet.rpc import AnswerT, Rpc
 from yunion_mps.paths import Paths
 
 from integration.daemon_host import eventually, state_of
@@ -121,14 +124,18 @@ class Kubelet(Closes):
     def _list(self, _: bytes, __: Any) -> bytes:
         """One entry for each device, as the kubelet answers."""
         self.asked_for_pods += 1
-        return api.ListPodResourcesResponse(
+        return pod_resources_api.ListPodResourcesResponse(
             tuple(
-                api.PodResources(
+                pod_resources_api.PodResources(
                     pod.name,
                     "default",
                     (
-                        api.ContainerResources(
-                            "main", tuple(api.ContainerDevices(pod.resource, (one,)) for one in pod.devices)
+                        pod_resources_api.ContainerResources(
+                            "main",
+                            tuple(
+                                pod_resources_api.ContainerDevices(pod.resource, (one,))
+                                for one in pod.devices
+                            ),
                         ),
                     ),
                 )

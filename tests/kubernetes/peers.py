@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
-from yunion_mps.kubernetes.grpc import Method, RpcServer
+from yunion_mps.kubernetes.kubelet.grpc import Method, RpcServer
 
 T = TypeVar("T")
 

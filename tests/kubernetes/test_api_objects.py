@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.kubernetes.api_server import NODES
-from yunion_mps.kubernetes.credentials import ApiServerError
+from yunion_mps.kubernetes.api.credentials import ApiServerError
+from yunion_mps.kubernetes.api.server import NODES
 from yunion_mps.kubernetes.pod_deletions import PODS
 
 META = {"name": "a", "uid": "1", "resourceVersion": "1"}

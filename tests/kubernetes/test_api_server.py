@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.kubernetes.api_objects import ApiObject, Resource
-from yunion_mps.kubernetes.api_server import NODES, ApiServer, Backoff, MissingObjectError
-from yunion_mps.kubernetes.credentials import ApiServerError, Kubeconfig, ServiceAccount, find_credentials
-from yunion_mps.kubernetes.dra_slices import SLICES
+from yunion_mps.kubernetes.api.credentials import ApiServerError, Kubeconfig, ServiceAccount, find_credentials
+from yunion_mps.kubernetes.api.objects import ApiObject, Resource
+from yunion_mps.kubernetes.api.server import NODES, ApiServer, Backoff, MissingObjectError
+from yunion_mps.kubernetes.dra.slices import SLICES
 from yunion_mps.kubernetes.received import MAX_HELD_BYTES, MAX_MESSAGE_BYTES, OF_PROCESS
 from yunion_mps.paths import Paths
 

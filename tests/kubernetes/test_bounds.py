@@ -15,25 +15,26 @@ from yunion_mps.errors import NotFoundError, UnreachableError
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import GET_CLIENTS
-from yunion_mps.kubernetes import dra_api
-from yunion_mps.kubernetes.api_objects import Resource
-from yunion_mps.kubernetes.api_server import TIMEOUT_S, ApiServer, MissingObjectError
-from yunion_mps.kubernetes.credentials import ApiServerError, Kubeconfig
+from yunion_mps.kubernetes.api.credentials import ApiServerError, Kubeconfig
+from yunion_mps.kubernetes.api.objects import Resource
+from yunion_mps.kubernetes.api.server import TIMEOUT_S, ApiServer, MissingObjectError
 from yunion_mps.kubernetes.daemon_watch import DaemonWatch
-from yunion_mps.kubernetes.dra_claims import ClaimLeases, ClaimName
-from yunion_mps.kubernetes.dra_driver import DraDriver
-from yunion_mps.kubernetes.dra_host import DraHost
-from yunion_mps.kubernetes.dra_objects import AllocatedDevice
-from yunion_mps.kubernetes.dra_slices import SLICES, SlicePublisher
-from yunion_mps.kubernetes.leases import ContainerLeases
+from yunion_mps.kubernetes.device_plugin.leases import ContainerLeases
+from yunion_mps.kubernetes.device_plugin.node_resources import NodeResources, OfferWatch
+from yunion_mps.kubernetes.device_plugin.plugin import DevicePlugin
+from yunion_mps.kubernetes.device_plugin.registration import Registration
+from yunion_mps.kubernetes.device_plugin.resources import DeviceResource
+from yunion_mps.kubernetes.dra.claims import ClaimLeases, ClaimName
+from yunion_mps.kubernetes.dra.driver import DraDriver
+from yunion_mps.kubernetes.dra.host import DraHost
+from yunion_mps.kubernetes.dra.objects import AllocatedDevice
+from yunion_mps.kubernetes.dra.slices import SLICES, SlicePublisher
+from yunion_mps.kubernetes.kubelet import dra_api
+from yunion_mps.kubernetes.kubelet.directory import DirectoryWatch
 from yunion_mps.kubernetes.metrics import Counts
 from yunion_mps.kubernetes.node_lock import NodeLock, run_alone
-from yunion_mps.kubernetes.node_resources import NodeResources, OfferWatch
 from yunion_mps.kubernetes.options import read_options
-from yunion_mps.kubernetes.plugin import DevicePlugin
 from yunion_mps.kubernetes.pod_deletions import PodDeletionWatch
-from yunion_mps.kubernetes.registration import DirectoryWatch, Registration
-from yunion_mps.kubernetes.resources import DeviceResource
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DAEMON_UNREACHABLE
 from yunion_mps.tasks import first_of

@@ -6,7 +6,7 @@ import json
 import signal
 
 import pytest
-from yunion_mps.kubernetes import dra_api as api
+from yunion_mps.kubernetes.kubelet import dra_api as api
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, leases_of, take

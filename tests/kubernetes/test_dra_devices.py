@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 from yunion_mps.errors import InfeasibleError
-from yunion_mps.kubernetes.dra_devices import (
+from yunion_mps.kubernetes.api.quantities import memory_quantity, percentage_quantity, quantity
+from yunion_mps.kubernetes.dra.devices import (
     ClaimRequest,
     architecture_of,
     bus_id,
@@ -16,8 +17,7 @@ from yunion_mps.kubernetes.dra_devices import (
     requested_by,
     version_of,
 )
-from yunion_mps.kubernetes.dra_objects import AllocatedDevice
-from yunion_mps.kubernetes.quantities import memory_quantity, percentage_quantity, quantity
+from yunion_mps.kubernetes.dra.objects import AllocatedDevice
 
 from kubernetes.offers import H100, V100, facts, instance, lease, mig_uuid_of, pool, share, uuid_of
 from kubernetes.slice_rules import check_policy

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from yunion_mps.kubernetes.credentials import Kubeconfig
-from yunion_mps.kubernetes.dra_driver import DraService, DriverTimes
-from yunion_mps.kubernetes.dra_host import HostTimes
+from yunion_mps.kubernetes.api.credentials import Kubeconfig
+from yunion_mps.kubernetes.dra.driver import DraService, DriverTimes
+from yunion_mps.kubernetes.dra.host import HostTimes
 from yunion_mps.kubernetes.metrics import Counts
 from yunion_mps.kubernetes.selection import CONFIG_LABEL
 from yunion_mps.paths import Paths
@@ -105,7 +105,7 @@ def test_a_driver_that_finds_no_daemon_withdraws_the_devices_and_says_why(
 def test_claims_do_not_wait_for_each_other_while_the_daemon_is_away(
     dra_kubelet: DraKubelet, ready_daemon: Daemon, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "yunion_mps.kubernetes.leases")
+    caplog.set_level("INFO", "yunion_mps.kubernetes.daemon_watch")
     times = QUICK._replace(host=HostTimes(outage_s=PATIENCE_S), restart_s=PATIENCE_S)
     with DriverInThread(ready_daemon.host, cluster, times), ThreadPoolExecutor() as pool:
         dra_kubelet.wait_published(4)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from yunion_mps.kubernetes.api_server import ApiServer, Backoff
-from yunion_mps.kubernetes.credentials import Kubeconfig
-from yunion_mps.kubernetes.dra_devices import OfferedDevice, offered_devices
-from yunion_mps.kubernetes.dra_slices import SLICES as SLICES_RESOURCE
-from yunion_mps.kubernetes.dra_slices import (
+from yunion_mps.kubernetes.api.credentials import Kubeconfig
+from yunion_mps.kubernetes.api.server import ApiServer, Backoff
+from yunion_mps.kubernetes.dra.devices import OfferedDevice, offered_devices
+from yunion_mps.kubernetes.dra.slices import SLICES as SLICES_RESOURCE
+from yunion_mps.kubernetes.dra.slices import (
     ResourceSlice,
     SlicePublisher,
     plan_writes,

@@ -15,7 +15,7 @@ import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import ResponseReceived, TrailersReceived
-from yunion_mps.kubernetes.grpc import MAX_CONNECTIONS, Method, RpcError, RpcServer, StatusCode, call
+from yunion_mps.kubernetes.kubelet.grpc import MAX_CONNECTIONS, Method, RpcError, RpcServer, StatusCode, call
 from yunion_mps.kubernetes.received import MAX_HELD_BYTES, MAX_MESSAGE_BYTES, OF_PROCESS
 
 from integration.daemon_host import eventually

@@ -10,8 +10,8 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.kubernetes import dra_api, kubelet_api
-from yunion_mps.kubernetes.kubelet_api import DecodeError, Message
+from yunion_mps.kubernetes.kubelet import device_plugin_api, dra_api, pod_resources_api
+from yunion_mps.kubernetes.kubelet.protobuf import DecodeError, Message
 
 #: As the kubelet's api.proto files have them: the types of all fields that we use, by their numbers.
 PUBLISHED = {
@@ -92,7 +92,8 @@ def _set_type(field: Any, kind: str) -> None:
 
 POOL = descriptor_pool.DescriptorPool()
 POOL.Add(_file(PUBLISHED))
-KINDS = {name: vars(kubelet_api).get(name) or getattr(dra_api, name) for name in PUBLISHED}
+MESSAGES = {**vars(device_plugin_api), **vars(pod_resources_api), **vars(dra_api)}
+KINDS = {name: MESSAGES[name] for name in PUBLISHED}
 
 
 def theirs(message: Message) -> Any:
@@ -160,8 +161,8 @@ def test_unknown_fields_are_skipped() -> None:
         f1="yunion.io/mps", f2=17, f3="x", f4=["y", "z"], f9="w"
     )
     fixed = b"\x51\1\2\3\4\5\6\7\x08" + b"\x5d\1\2\3\4"
-    known = kubelet_api.ContainerDevices.decode(made.SerializeToString() + fixed)
-    assert known == kubelet_api.ContainerDevices("yunion.io/mps")
+    known = pod_resources_api.ContainerDevices.decode(made.SerializeToString() + fixed)
+    assert known == pod_resources_api.ContainerDevices("yunion.io/mps")
 
 
 @given(st.sampled_from(sorted(KINDS)), st.binary(max_size=60))
@@ -189,4 +190,4 @@ def test_malformed_messages_are_refused_and_nothing_else_happens(name: str, data
 )
 def test_a_malformed_message_is_refused(data: bytes) -> None:
     with pytest.raises(DecodeError):
-        kubelet_api.CdiDevice.decode(data)
+        device_plugin_api.CdiDevice.decode(data)

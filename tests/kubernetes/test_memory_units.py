@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
-from yunion_mps.kubernetes import kubelet_api as api
-from yunion_mps.kubernetes.resources import lease_name
+from yunion_mps.kubernetes.device_plugin.lease_names import lease_name
+from yunion_mps.kubernetes.kubelet import device_plugin_api as api
 from yunion_mps.kubernetes.selection import CONFIG_LABEL
 
 from integration.daemon_host import Daemon, eventually

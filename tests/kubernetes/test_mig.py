@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from yunion_mps.addresses import physical_gpu
-from yunion_mps.kubernetes import kubelet_api as api
+from yunion_mps.kubernetes.kubelet import device_plugin_api as api
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of

@@ -6,8 +6,9 @@ import signal
 
 import grpc
 import pytest
-from yunion_mps.kubernetes import kubelet_api as api
-from yunion_mps.kubernetes.resources import lease_name
+from yunion_mps.kubernetes.device_plugin.lease_names import lease_name
+from yunion_mps.kubernetes.kubelet import device_plugin_api as api
+from yunion_mps.kubernetes.kubelet import protobuf
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, leases_of, take
@@ -28,7 +29,7 @@ def test_the_plugin_registers_and_lists_healthy_devices(kubelet: Kubelet, plugin
     assert kubelet.wait_healthy(4) == ADDRESSES
     (request,) = kubelet.registrations
     assert (request.version, request.resource_name) == ("v1beta1", RESOURCE)
-    assert request.options == kubelet.call(api.GET_OPTIONS, api.Empty())
+    assert request.options == kubelet.call(api.GET_OPTIONS, protobuf.Empty())
     assert request.options == api.DevicePluginOptions(True, True)
     assert plugin.end(signal.SIGTERM) == 0
     assert kubelet.registrations == [request]

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from yunion_mps.kubernetes import kubelet_api as api
-from yunion_mps.kubernetes.dra_devices import offered_devices
-from yunion_mps.kubernetes.dra_slices import slices_of
+from yunion_mps.kubernetes.dra.devices import offered_devices
+from yunion_mps.kubernetes.dra.slices import slices_of
+from yunion_mps.kubernetes.kubelet import device_plugin_api as api
 
 from kubernetes.offers import facts, share
 

@@ -15,10 +15,10 @@ from yunion_mps.answers.fields import DeviceAddress, GpuAddress
 from yunion_mps.containers.spec import devices_spec
 from yunion_mps.inventory.events import processes_of_xids
 from yunion_mps.inventory.scan import in_order
-from yunion_mps.kubernetes.dra_devices import HostFacts, offered_devices
-from yunion_mps.kubernetes.dra_host import pcie_root
+from yunion_mps.kubernetes.device_plugin.resources import DeviceResource
+from yunion_mps.kubernetes.dra.devices import HostFacts, offered_devices
+from yunion_mps.kubernetes.dra.host import pcie_root
 from yunion_mps.kubernetes.options import PluginOptions, read_options
-from yunion_mps.kubernetes.resources import DeviceResource
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.models import Gpu, Snapshot
 from yunion_mps.paths import Paths

@@ -28,7 +28,7 @@ def main() -> None:
 def _run() -> int:
     """Return the exit status. Engines run the hook before each container: it imports no other command."""
     if sys.argv[1:2] == ["cdi-hook"]:
-        from yunion_mps.containers.hook import main as hook
+        from yunion_mps.container_hook.hook import main as hook
 
         return hook(sys.argv[2:], sys.stdin)
     from yunion_mps.cli.root import run_cli

@@ -1,8 +1,9 @@
-"""The daemon as the device plugin and the DRA driver follow it: its changes, its devices, and its outages."""
+"""The daemon as the device plugin and the DRA driver call and follow it: its changes, devices and outages."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,14 +14,19 @@ from yunion_mps.http.client import AsyncDaemonClient, NoAnswerError
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import GET_DEVICES, GET_HEALTH, GET_POOLS
 from yunion_mps.http.parameters import Value
+from yunion_mps.http.transport import Retrier
+from yunion_mps.kubernetes.devices import DeviceT
 from yunion_mps.kubernetes.metrics import DAEMON, Counts
-from yunion_mps.kubernetes.resources import KnownDevice
 from yunion_mps.tasks import first_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import Pool
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+#: How long a container's start waits for a daemon that restarts, in s.
+RESTART_S = 10.0
 #: How long each request for a change waits, in s.
 _CHANGE_WAIT_S = 60
 #: The pause between two requests, in s: many changes at once cause few of them, and failures are retried.
@@ -31,8 +37,6 @@ PROBE_S = 2.0
 HANG_S = 5.0
 #: How many devices are read at once: all of a large host would take 10 MiB for a moment.
 _PAGE = 256
-
-DeviceT = TypeVar("DeviceT", bound=KnownDevice)
 
 
 class DaemonWatch:
@@ -142,3 +146,10 @@ class DaemonWatch:
 def _shared(value: object) -> object:
     """The value; of equal strings, such as the UUID of a GPU's devices, only one is kept."""
     return sys.intern(value) if isinstance(value, str) else value
+
+
+async def call_patiently(
+    daemon: AsyncDaemonClient, operation: Operation[T], timeout_s: float, **arguments: Value
+) -> T:
+    """Call the daemon, and retry for `timeout_s` while it restarts; raise YunionError after twice that."""
+    return await Retrier(daemon, timeout_s, log.info).call(operation, timeout_s, **arguments)

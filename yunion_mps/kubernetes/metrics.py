@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -28,8 +28,7 @@ from yunion_mps.http.messages import EventualResponse, Request, Response, proble
 from yunion_mps.http.operations import GET_METRICS
 from yunion_mps.http.pool import Limits
 from yunion_mps.http.server import Server
-from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
-from yunion_mps.kubernetes.resources import ResourceHealth
+from yunion_mps.kubernetes.kubelet.device_plugin_api import HEALTHY, UNHEALTHY
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +60,20 @@ class Counts:
         """Count a container's start that was permitted or refused."""
         self.starts[resource, result] += 1
         self.start_times.observe((resource,), took_s)
+
+
+class ResourceHealth:
+    """How many of a resource's devices are healthy, and how many have become healthy or unhealthy."""
+
+    def __init__(self, resource: str) -> None:
+        self.resource = resource
+        self.devices = Counter[str]()
+        self.changes = Counter[str]()
+
+    def update(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+        """Count the devices, whose health is given by name: HEALTHY or UNHEALTHY."""
+        self.devices = Counter(now.values())
+        self.changes.update(health for _, health in now.items() - before.items())
 
 
 class PluginMetric(NamedTuple):

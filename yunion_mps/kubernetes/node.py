@@ -14,23 +14,24 @@ from yunion_mps.errors import ConfigError, Problem, YunionError
 from yunion_mps.host.log import Failures
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.kubernetes import grpc, kubelet_api
+from yunion_mps.kubernetes.device_plugin.leases import ContainerLeases
+from yunion_mps.kubernetes.device_plugin.node_resources import NodeResources, OfferWatch
+from yunion_mps.kubernetes.device_plugin.plugin import DevicePlugin
+from yunion_mps.kubernetes.device_plugin.registration import Registration
+from yunion_mps.kubernetes.device_plugin.resources import ExtendedResource
 from yunion_mps.kubernetes.features import FeatureFile, labels_of
-from yunion_mps.kubernetes.leases import ContainerLeases
-from yunion_mps.kubernetes.metrics import DAEMON, KUBELET, Counts, MetricsPage, serve
-from yunion_mps.kubernetes.node_resources import NodeResources, OfferWatch
+from yunion_mps.kubernetes.kubelet import grpc, protobuf
+from yunion_mps.kubernetes.kubelet.directory import DirectoryWatch
+from yunion_mps.kubernetes.metrics import DAEMON, KUBELET, Counts, MetricsPage, ResourceHealth, serve
 from yunion_mps.kubernetes.options import CLUSTER_VARIABLE, PluginOptions
-from yunion_mps.kubernetes.plugin import DevicePlugin
-from yunion_mps.kubernetes.registration import DirectoryWatch, Registration
-from yunion_mps.kubernetes.resources import ExtendedResource, ResourceHealth
 from yunion_mps.kubernetes.selection import Selector
 from yunion_mps.paths import Paths
 from yunion_mps.tasks import first_of
 
 if TYPE_CHECKING:
-    from yunion_mps.kubernetes.api_server import ApiServer
-    from yunion_mps.kubernetes.credentials import ApiCredentials
-    from yunion_mps.kubernetes.dra_driver import DraService
+    from yunion_mps.kubernetes.api.credentials import ApiCredentials
+    from yunion_mps.kubernetes.api.server import ApiServer
+    from yunion_mps.kubernetes.dra.driver import DraService
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class NodeService:
             try:
                 await self._leases.reconcile()
                 failures.clear()
-            except (YunionError, grpc.RpcError, kubelet_api.DecodeError) as error:
+            except (YunionError, grpc.RpcError, protobuf.DecodeError) as error:
                 program = DAEMON if isinstance(error, YunionError) else KUBELET
                 failures.report(f"cannot compare leases with the kubelet's pods: {error}", program)
             await first_of(self._registered.wait(), asyncio.sleep(self._reconcile_s))
@@ -130,7 +131,7 @@ class NodeService:
 
     def _dra_service(self, refusal: str = "") -> DraService:
         """The DRA driver; raises ConfigError if there are no credentials."""
-        from yunion_mps.kubernetes.dra_driver import DraService  # others need no TLS
+        from yunion_mps.kubernetes.dra.driver import DraService  # others need no TLS
 
         credentials = dra_credentials(self._options, self._paths)
         return DraService(credentials, node_name(self._options), self._paths, self._counts, refusal)
@@ -193,15 +194,15 @@ def api_server(options: PluginOptions, paths: Paths) -> tuple[ApiServer, str] | 
     """The API server and the node's name, None without access to it."""
     if not options.kubeconfig and CLUSTER_VARIABLE not in os.environ:
         return None
-    from yunion_mps.kubernetes.api_server import ApiServer  # others need no TLS
-    from yunion_mps.kubernetes.credentials import find_credentials
+    from yunion_mps.kubernetes.api.credentials import find_credentials
+    from yunion_mps.kubernetes.api.server import ApiServer  # others need no TLS
 
     return ApiServer(find_credentials(options.kubeconfig or "", paths, os.environ)), node_name(options)
 
 
 def dra_credentials(options: PluginOptions, paths: Paths) -> ApiCredentials:
     """The credentials for the API server, without which there is no DRA; raises ConfigError."""
-    from yunion_mps.kubernetes.credentials import find_credentials  # the device plugins need no TLS
+    from yunion_mps.kubernetes.api.credentials import find_credentials  # the device plugins need no TLS
 
     try:
         return find_credentials(options.kubeconfig or "", paths, os.environ)

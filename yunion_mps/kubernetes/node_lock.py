@@ -7,60 +7,18 @@ plugins of a node share, DRA drivers too. A lock file in it would be removed whe
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import fcntl
 import logging
-import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from yunion_mps.errors import HostError
 from yunion_mps.host.log import Failures
+from yunion_mps.kubernetes.kubelet.directory import KubeletDirectory
 from yunion_mps.tasks import cancel
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-#: The mode with which the kubelet creates the directory.
-_MODE = 0o750
-
-
-class KubeletDirectory:
-    """A directory of the kubelet, held open to notice that it has been removed or replaced.
-
-    The unit and pods have it mounted, and would still see the old one, so they have to be started again.
-    """
-
-    def __init__(self, path: str) -> None:
-        """Raises OSError, and HostError if it was replaced by one to which we cannot write."""
-        self._path = path
-        try:
-            os.makedirs(path, _MODE, exist_ok=True)
-        except OSError as error:
-            if error.errno == errno.EROFS:
-                raise self.replaced from None
-            raise
-        if not os.access(path, os.W_OK):
-            raise self.replaced
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-
-    @property
-    def is_current(self) -> bool:
-        """Whether other processes find the same directory."""
-        opened = os.fstat(self.descriptor)
-        with contextlib.suppress(OSError):
-            # a pod still sees a removed directory that was mounted into it, but it has no links
-            return bool(opened.st_nlink) and os.path.samestat(opened, os.stat(self._path))
-        return False
-
-    @property
-    def replaced(self) -> HostError:
-        hint = "start the plugin again, unless systemd or the kubelet does"
-        return HostError(f"{self._path} was removed or replaced", hint)
-
-    def close(self) -> None:
-        os.close(self.descriptor)
 
 
 class NodeLock:

@@ -17,9 +17,9 @@ from yunion_mps.errors import NotFoundError, YunionError
 from yunion_mps.host.log import Failures
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT
-from yunion_mps.kubernetes.api_objects import ApiObject, ObjectMeta, Resource, utc_s
-from yunion_mps.kubernetes.api_server import NODES, ApiServer, MissingObjectError, missing_node, node_failure
-from yunion_mps.kubernetes.credentials import ApiServerError
+from yunion_mps.kubernetes.api.credentials import ApiServerError
+from yunion_mps.kubernetes.api.objects import ApiObject, ObjectMeta, Resource, utc_s
+from yunion_mps.kubernetes.api.server import NODES, ApiServer, MissingObjectError, missing_node, node_failure
 from yunion_mps.kubernetes.metrics import API_SERVER, Counts
 from yunion_mps.tasks import cancel, first_of
 

@@ -22,8 +22,8 @@ from yunion_mps.kubernetes.metrics import API_SERVER
 from yunion_mps.kubernetes.options import PluginOptions
 
 if TYPE_CHECKING:
-    from yunion_mps.kubernetes.api_server import ApiServer
-    from yunion_mps.kubernetes.credentials import ApiServerError
+    from yunion_mps.kubernetes.api.credentials import ApiServerError
+    from yunion_mps.kubernetes.api.server import ApiServer
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Selector:
             await asyncio.sleep(_POLL_S)
 
     async def _watch_node(self, server: ApiServer, node: str) -> None:
-        from yunion_mps.kubernetes.api_server import NODES, missing_node, node_failure  # others need no TLS
+        from yunion_mps.kubernetes.api.server import NODES, missing_node, node_failure  # others need no TLS
 
         failures = Failures(log, self._errors)
 

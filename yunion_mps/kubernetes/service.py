@@ -80,7 +80,7 @@ def _check(options: PluginOptions, paths: Paths, name: str, labels_file: str) ->
 def _check_kubeconfig(options: PluginOptions, paths: Paths) -> None:
     """Raise ConfigError if the file cannot be used. Without --check, the plugin waits for it instead."""
     if options.kubeconfig:
-        from yunion_mps.kubernetes.credentials import Kubeconfig
+        from yunion_mps.kubernetes.api.credentials import Kubeconfig
 
         try:
             Kubeconfig(options.kubeconfig).access()

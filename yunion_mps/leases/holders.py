@@ -208,7 +208,7 @@ def describe_holder(holder: Holder, containers: Containers) -> str:
     return f"{f'container {inside.name}' if inside else command} (PID {holder.pid}, {who})"
 
 
-#: The name of a claim's lease (kubernetes/dra_claims).
+#: The name of a claim's lease (kubernetes/dra/claims).
 _CLAIM = re.compile(r"claim:(?P<namespace>[^/]+)/(?P<claim>[^@]+)@.+")
 
 

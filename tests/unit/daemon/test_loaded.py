@@ -13,7 +13,7 @@ ELSEWHERE = (
     "yunion_mps.answers",
     "yunion_mps.cli",
     "yunion_mps.containers.command",
-    "yunion_mps.containers.hook",
+    "yunion_mps.container_hook",
     "yunion_mps.client",
     "yunion_mps.answers.fields",
     "yunion_mps.http.client",

@@ -1,14 +1,12 @@
-"""The messages of the kubelet's two APIs and their protobuf encoding: the parts that the plugin uses.
+"""Messages and their protobuf encoding, which is proto3's (protobuf.dev/programming-guides/encoding).
 
-The field numbers are those of k8s.io/kubelet/pkg/apis: deviceplugin/v1beta1/api.proto and
-podresources/v1/api.proto. Newer kubelets may send fields that are unknown here, which are skipped. The
-encoding is proto3's (protobuf.dev/programming-guides/encoding).
+A kubelet may send fields that are unknown here, because it is newer: they are skipped.
 """
 # Without `from __future__ import annotations`, like client/values: a field's type says how it is encoded.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Generic, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -18,19 +16,17 @@ else:
         return lambda kind: kind
 
 
-VERSION = "v1beta1"
-HEALTHY, UNHEALTHY = "Healthy", "Unhealthy"
-
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+
 _FIXED_LENGTHS = {_FIXED64: 8, _FIXED32: 4}
+
 _NUMBER_BITS = 64
+
 #: The most fields of a message. A node has at most 71,680 units of memory, and an empty field takes 150
 #: times its two bytes once it is decoded.
 _MAX_FIELDS = 100_000
 
 MessageT = TypeVar("MessageT", bound="Message")
-RequestT = TypeVar("RequestT", bound="Message")
-AnswerT = TypeVar("AnswerT", bound="Message")
 
 
 class DecodeError(Exception):
@@ -90,146 +86,6 @@ class Message:
 
 class Empty(Message):
     """Also stands for other messages without fields: their encoding is the same."""
-
-
-class DevicePluginOptions(Message):
-    pre_start_required: bool = number(1)
-    get_preferred_allocation_available: bool = number(2)
-
-
-class RegisterRequest(Message):
-    version: str = number(1)
-    endpoint: str = number(2)
-    resource_name: str = number(3)
-    options: Optional[DevicePluginOptions] = number(4)
-
-
-class NumaNode(Message):
-    id: int = number(1)
-
-
-class TopologyInfo(Message):
-    nodes: tuple[NumaNode, ...] = number(1)
-
-
-class PluginDevice(Message):
-    """The API's `Device`. Its id has at most 63 characters."""
-
-    id: str = number(1)
-    health: str = number(2)
-    topology: Optional[TopologyInfo] = number(3)
-
-
-class ListAndWatchResponse(Message):
-    devices: tuple[PluginDevice, ...] = number(1)
-
-
-class ContainerPreferredAllocationRequest(Message):
-    available_device_ids: tuple[str, ...] = number(1)
-    must_include_device_ids: tuple[str, ...] = number(2)
-    allocation_size: int = number(3)
-
-
-class PreferredAllocationRequest(Message):
-    container_requests: tuple[ContainerPreferredAllocationRequest, ...] = number(1)
-
-
-class ContainerPreferredAllocationResponse(Message):
-    device_ids: tuple[str, ...] = number(1)
-
-
-class PreferredAllocationResponse(Message):
-    container_responses: tuple[ContainerPreferredAllocationResponse, ...] = number(1)
-
-
-class ContainerAllocateRequest(Message):
-    device_ids: tuple[str, ...] = number(1)
-
-
-class AllocateRequest(Message):
-    container_requests: tuple[ContainerAllocateRequest, ...] = number(1)
-
-
-class CdiDevice(Message):
-    name: str = number(1)
-
-
-class MountSpec(Message):
-    """The API's `Mount`."""
-
-    container_path: str = number(1)
-    host_path: str = number(2)
-    read_only: bool = number(3)
-
-
-class DeviceSpec(Message):
-    container_path: str = number(1)
-    host_path: str = number(2)
-    permissions: str = number(3)
-
-
-class ContainerAllocateResponse(Message):
-    envs: Mapping[str, str] = number(1)
-    mounts: tuple[MountSpec, ...] = number(2)
-    devices: tuple[DeviceSpec, ...] = number(3)
-    cdi_devices: tuple[CdiDevice, ...] = number(5)
-
-
-class AllocateResponse(Message):
-    container_responses: tuple[ContainerAllocateResponse, ...] = number(1)
-
-
-class PreStartContainerRequest(Message):
-    device_ids: tuple[str, ...] = number(1)
-
-
-class ContainerDevices(Message):
-    resource_name: str = number(1)
-    device_ids: tuple[str, ...] = number(2)
-
-
-class DynamicResource(Message):
-    """A resource claim of a container."""
-
-    claim_name: str = number(2)
-    claim_namespace: str = number(3)
-
-
-class ContainerResources(Message):
-    name: str = number(1)
-    devices: tuple[ContainerDevices, ...] = number(2)
-    dynamic_resources: tuple[DynamicResource, ...] = number(5)
-
-
-class PodResources(Message):
-    name: str = number(1)
-    namespace: str = number(2)
-    containers: tuple[ContainerResources, ...] = number(3)
-
-
-class ListPodResourcesResponse(Message):
-    pod_resources: tuple[PodResources, ...] = number(1)
-
-
-@dataclass(frozen=True)
-class Rpc(Generic[RequestT, AnswerT]):
-    """A method of a service, with the types of its messages; an answer may be one of a stream."""
-
-    path: str
-    request: type[RequestT]
-    answer: type[AnswerT]
-
-
-REGISTER = Rpc("/v1beta1.Registration/Register", RegisterRequest, Empty)
-LIST_POD_RESOURCES = Rpc("/v1.PodResourcesLister/List", Empty, ListPodResourcesResponse)
-_PLUGIN = "/v1beta1.DevicePlugin"
-GET_OPTIONS = Rpc(f"{_PLUGIN}/GetDevicePluginOptions", Empty, DevicePluginOptions)
-LIST_AND_WATCH = Rpc(f"{_PLUGIN}/ListAndWatch", Empty, ListAndWatchResponse)
-GET_PREFERRED_ALLOCATION = Rpc(
-    f"{_PLUGIN}/GetPreferredAllocation", PreferredAllocationRequest, PreferredAllocationResponse
-)
-ALLOCATE = Rpc(f"{_PLUGIN}/Allocate", AllocateRequest, AllocateResponse)
-PRE_START_CONTAINER = Rpc(f"{_PLUGIN}/PreStartContainer", PreStartContainerRequest, Empty)
 
 
 def _encode_field(number: int, value: Union[int, str, bytes, Message]) -> bytes:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps.addresses import full_address, is_on_instance, physical_gpu
 from yunion_mps.enums import AVAILABLE, LEASED, MIG, MPS, NOT_SHARED, UNAVAILABLE
 from yunion_mps.errors import InfeasibleError
-from yunion_mps.kubernetes.dra_objects import (
+from yunion_mps.kubernetes.api.quantities import memory_quantity, percentage_quantity, quantity
+from yunion_mps.kubernetes.devices import KnownDevice, select_offered, unhealthy_cause
+from yunion_mps.kubernetes.dra.objects import (
     AllocatedDevice,
     DeviceAttribute,
     DeviceCapacity,
@@ -22,8 +24,6 @@ from yunion_mps.kubernetes.dra_objects import (
     RequestRange,
     SliceDevice,
 )
-from yunion_mps.kubernetes.quantities import memory_quantity, percentage_quantity, quantity
-from yunion_mps.kubernetes.resources import KnownDevice, select_offered, unhealthy_cause
 
 if TYPE_CHECKING:
     from yunion_mps import answers

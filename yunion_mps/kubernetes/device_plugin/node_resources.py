@@ -15,18 +15,12 @@ from yunion_mps.errors import YunionError
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_GPUS
 from yunion_mps.kubernetes.daemon_watch import DaemonWatch
+from yunion_mps.kubernetes.device_plugin.leases import ContainerLeases
+from yunion_mps.kubernetes.device_plugin.resources import DeviceResource, ExtendedResource, MemoryResource
+from yunion_mps.kubernetes.devices import KnownDevice, select_offered
 from yunion_mps.kubernetes.features import GpuKind
-from yunion_mps.kubernetes.leases import ContainerLeases
-from yunion_mps.kubernetes.metrics import Counts
+from yunion_mps.kubernetes.metrics import Counts, ResourceHealth
 from yunion_mps.kubernetes.options import PluginOptions
-from yunion_mps.kubernetes.resources import (
-    DeviceResource,
-    ExtendedResource,
-    KnownDevice,
-    MemoryResource,
-    ResourceHealth,
-    select_offered,
-)
 from yunion_mps.tasks import cancel, first_of
 
 if TYPE_CHECKING:

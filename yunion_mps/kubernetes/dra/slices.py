@@ -16,11 +16,11 @@ from hashlib import sha256
 from http import HTTPStatus
 from typing import NamedTuple, TypedDict
 
-from yunion_mps.kubernetes.api_objects import ApiObject, ObjectMeta, OwnerReference, Resource
-from yunion_mps.kubernetes.api_server import NODES, ApiServer, Backoff
-from yunion_mps.kubernetes.credentials import ApiServerError
-from yunion_mps.kubernetes.dra_devices import DRIVER, OfferedDevice
-from yunion_mps.kubernetes.dra_objects import API_VERSION, SINCE, SliceDevice
+from yunion_mps.kubernetes.api.credentials import ApiServerError
+from yunion_mps.kubernetes.api.objects import ApiObject, ObjectMeta, OwnerReference, Resource
+from yunion_mps.kubernetes.api.server import NODES, ApiServer, Backoff
+from yunion_mps.kubernetes.dra.devices import DRIVER, OfferedDevice
+from yunion_mps.kubernetes.dra.objects import API_VERSION, SINCE, SliceDevice
 from yunion_mps.kubernetes.metrics import API_SERVER, Counts
 from yunion_mps.tasks import first_of
 

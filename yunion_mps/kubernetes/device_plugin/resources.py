@@ -11,15 +11,22 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from yunion_mps.addresses import physical_gpu
 from yunion_mps.containers import Share, budget_variables
-from yunion_mps.enums import AVAILABLE, BINPACK, FREE, KUBERNETES, LEASED, NOT_SHARED, RESERVED
-from yunion_mps.kubernetes.grpc import RpcError, StatusCode
-from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
+from yunion_mps.enums import AVAILABLE, BINPACK, NOT_SHARED
+from yunion_mps.kubernetes.device_plugin.lease_names import (
+    is_container_lease,
+    lease_name,
+    lease_prefix,
+    resource_digest,
+)
+from yunion_mps.kubernetes.devices import KnownDevice, unhealthy_cause
+from yunion_mps.kubernetes.kubelet.device_plugin_api import HEALTHY, UNHEALTHY
+from yunion_mps.kubernetes.kubelet.grpc import RpcError, StatusCode
+from yunion_mps.kubernetes.metrics import ResourceHealth
 from yunion_mps.kubernetes.options import PluginOptions
 from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.planning.division import pool_percentage
@@ -27,13 +34,10 @@ from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.text import count, printable
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Gpu, LeaseRecord, Pool
+    from yunion_mps.answers import LeaseRecord, Pool
 
 log = logging.getLogger(__name__)
 
-#: The beginning of the names of our leases; hashes of the resource's name and of the kubelet's ids follow.
-PREFIX = "k8s-"
-_RESOURCE_HASH_LENGTH, _IDS_HASH_LENGTH = 6, 16
 _MAX_NAMED = 4
 _UNIT_ID = re.compile(r"(?P<gpu>.+)-u(?P<mib>[1-9][0-9]*)-(?P<number>[0-9]+)")
 _TAKEN = "its memory is leased to other programs, or reserved in addition to each lease"
@@ -53,45 +57,6 @@ class Offer(NamedTuple):
     gpu: str
     numa_node: int | None
     cause: str = ""
-
-
-class KnownDevice(TypedDict):
-    """What is read of a `Device`: hosts have thousands, which would take 10 MiB in full."""
-
-    addr: str
-    gpu_uuid: str
-    numa_node: int | None
-    memory_mib: int | None
-    thread_percentage: float
-    state: str
-    reason: str
-    lease: str | None
-    holder: str | None
-    reserved_for: str | None
-    mig_profile: str | None
-    sharing: str
-
-
-DeviceT = TypeVar("DeviceT", bound=KnownDevice)
-
-
-def lease_name(resource: str, ids: Iterable[str]) -> str:
-    """The name of the lease of a container with these ids: no other container has the same ones."""
-    return _lease_prefix(resource) + _hash(" ".join(sorted(ids)))[:_IDS_HASH_LENGTH]
-
-
-def _lease_prefix(resource: str) -> str:
-    """The beginning of the names of a resource's leases."""
-    return f"{PREFIX}{_hash(resource)[:_RESOURCE_HASH_LENGTH]}-"
-
-
-def is_container_lease(lease: LeaseRecord, prefix: str = PREFIX) -> bool:
-    """Whether it is the lease of one of the kubelet's containers."""
-    return lease["binding"] == "container" and (lease["name"] or "").startswith(prefix)
-
-
-def _hash(value: str) -> str:
-    return sha256(value.encode()).hexdigest()
 
 
 def preferred(
@@ -155,20 +120,6 @@ def _is_on_instance(name: str) -> bool:
     return "-g" in name
 
 
-class ResourceHealth:
-    """How many of a resource's devices are healthy, and how many have become healthy or unhealthy."""
-
-    def __init__(self, resource: str) -> None:
-        self.resource = resource
-        self.devices = Counter[str]()
-        self.changes = Counter[str]()
-
-    def update(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-        """Count the devices, whose health is given by name: HEALTHY or UNHEALTHY."""
-        self.devices = Counter(now.values())
-        self.changes.update(health for _, health in now.items() - before.items())
-
-
 class ExtendedResource:
     """An extended resource of the node: what of it is offered to the kubelet, by id."""
 
@@ -178,7 +129,7 @@ class ExtendedResource:
     def __init__(self, name: str, noun: str) -> None:
         self.name = name
         #: The name of its socket in the kubelet's directory; a resource's name may be too long for a path.
-        self.endpoint = f"yunion-mps-{_hash(name)[:_RESOURCE_HASH_LENGTH]}.sock"
+        self.endpoint = f"yunion-mps-{resource_digest(name)}.sock"
         self._noun = noun
         self.offers: dict[str, Offer] = {}
         #: The health in one line; empty until the daemon was asked.
@@ -198,7 +149,7 @@ class ExtendedResource:
         After a resource was renamed, containers may still have devices under its former name; the kubelet
         would allocate those again if they were offered under the new one.
         """
-        prefix = _lease_prefix(self.name)
+        prefix = lease_prefix(self.name)
         return (lease for lease in leases if is_container_lease(lease, prefix))
 
     def lease_source(self, ids: Sequence[str]) -> LeaseSource:
@@ -357,35 +308,3 @@ class MemoryResource(ExtendedResource):
             hint = "request less memory; the scheduler knows only the sum of all GPUs of a node"
             raise RpcError(StatusCode.FAILED_PRECONDITION, f"{what} ({hint})")
         return sources.pop()
-
-
-def select_offered(
-    devices: Iterable[DeviceT], pools: Iterable[Pool], gpus: Iterable[Gpu]
-) -> tuple[list[DeviceT], list[Pool]]:
-    """Return what is offered: of GPUs reserved for Kubernetes or, if there are none, of those not reserved.
-
-    The devices of leases come last: those of a replaced GPU have the same addresses as the new GPU's.
-    """
-    by_address: dict[str, DeviceT] = {}
-    for device in devices:
-        if not _is_made_for_a_lease(device):
-            by_address.setdefault(device["addr"], device)
-    use = KUBERNETES if any(gpu["reserved_for"] == KUBERNETES for gpu in gpus) else None
-    offered = [device for device in by_address.values() if device["reserved_for"] == use]
-    return offered, [pool for pool in pools if pool["reserved_for"] == use]
-
-
-def _is_made_for_a_lease(device: KnownDevice) -> bool:
-    """Whether the device is part of a pool, whose memory is offered instead."""
-    return device["addr"].rpartition("-")[2].startswith("m")
-
-
-def unhealthy_cause(device: KnownDevice, other_leases: Collection[str]) -> str:
-    """Why no container may get the device, empty if one may, or has it.
-
-    `other_leases` are those of other holders, read after the device, so one that has ended since is missing.
-    """
-    is_ours = device["state"] == LEASED and device["lease"] not in other_leases
-    if is_ours or device["state"] in (FREE, RESERVED):
-        return ""
-    return device["reason"] or (f"leased to {device['holder']}" if device["holder"] else device["state"])

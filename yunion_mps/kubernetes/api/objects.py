@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Generic, NewType, TypedDict, TypeVar, cast, get_args, get_origin, get_type_hints
 from urllib.parse import quote
 
-from yunion_mps.kubernetes.credentials import ApiServerError
+from yunion_mps.kubernetes.api.credentials import ApiServerError
 
 
 class InvalidObjectError(ApiServerError):

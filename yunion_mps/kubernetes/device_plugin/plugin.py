@@ -8,32 +8,46 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps.containers.spec import SHARED_MEMORY
 from yunion_mps.errors import BusyError, InfeasibleError, NothingFreeError, UnreachableError, YunionError
-from yunion_mps.kubernetes import kubelet_api
-from yunion_mps.kubernetes.grpc import Method, RpcError, StatusCode
-from yunion_mps.kubernetes.kubelet_api import (
-    HEALTHY,
-    UNHEALTHY,
-    AnswerT,
-    DecodeError,
-    NumaNode,
-    PluginDevice,
-    RequestT,
-    Rpc,
-    TopologyInfo,
-)
-from yunion_mps.kubernetes.leases import ContainerLeases
-from yunion_mps.kubernetes.metrics import DONE, REFUSED, Counts
-from yunion_mps.kubernetes.options import CDI, ENVIRONMENT, PluginOptions
-from yunion_mps.kubernetes.resources import (
+from yunion_mps.kubernetes.device_plugin.leases import ContainerLeases
+from yunion_mps.kubernetes.device_plugin.resources import (
     ExtendedResource,
     Offer,
     preferred,
 )
+from yunion_mps.kubernetes.kubelet.device_plugin_api import (
+    ALLOCATE,
+    GET_OPTIONS,
+    GET_PREFERRED_ALLOCATION,
+    HEALTHY,
+    LIST_AND_WATCH,
+    PRE_START_CONTAINER,
+    UNHEALTHY,
+    AllocateRequest,
+    AllocateResponse,
+    CdiDevice,
+    ContainerAllocateResponse,
+    ContainerPreferredAllocationResponse,
+    DevicePluginOptions,
+    DeviceSpec,
+    ListAndWatchResponse,
+    MountSpec,
+    NumaNode,
+    PluginDevice,
+    PreferredAllocationRequest,
+    PreferredAllocationResponse,
+    PreStartContainerRequest,
+    TopologyInfo,
+)
+from yunion_mps.kubernetes.kubelet.grpc import Method, RpcError, StatusCode
+from yunion_mps.kubernetes.kubelet.protobuf import Empty
+from yunion_mps.kubernetes.kubelet.rpc import rpc_method
+from yunion_mps.kubernetes.metrics import DONE, REFUSED, Counts
+from yunion_mps.kubernetes.options import CDI, ENVIRONMENT, PluginOptions
 from yunion_mps.models import CDI_KIND
 from yunion_mps.tasks import within
 from yunion_mps.text import count, printable
@@ -43,7 +57,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OPTIONS = kubelet_api.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
+OPTIONS = DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
 #: How long a container's start waits for a daemon that has not answered since the plugin started, in s.
 _DAEMON_START_S = 10.0
 _MAX_NAMED = 4
@@ -70,11 +84,11 @@ class DevicePlugin:
         """The methods of the device plugin, by their paths."""
         return dict(
             (
-                rpc_method(kubelet_api.GET_OPTIONS, self._get_options),
-                rpc_method(kubelet_api.GET_PREFERRED_ALLOCATION, self._get_preferred_allocation),
-                rpc_method(kubelet_api.ALLOCATE, self._allocate),
-                rpc_method(kubelet_api.PRE_START_CONTAINER, self._pre_start_container),
-                (kubelet_api.LIST_AND_WATCH.path, Method(self._list_and_watch, is_stream=True)),
+                rpc_method(GET_OPTIONS, self._get_options),
+                rpc_method(GET_PREFERRED_ALLOCATION, self._get_preferred_allocation),
+                rpc_method(ALLOCATE, self._allocate),
+                rpc_method(PRE_START_CONTAINER, self._pre_start_container),
+                (LIST_AND_WATCH.path, Method(self._list_and_watch, is_stream=True)),
             )
         )
 
@@ -92,16 +106,16 @@ class DevicePlugin:
         offers = self.resource.offers
         if self._listed is not offers:
             devices = (_plugin_device(name, offer) for name, offer in offers.items())
-            self._message = b"".join(kubelet_api.ListAndWatchResponse((one,)).encode() for one in devices)
+            self._message = b"".join(ListAndWatchResponse((one,)).encode() for one in devices)
             self._listed = offers
         return self._message
 
-    async def _get_options(self, _: kubelet_api.Empty) -> kubelet_api.DevicePluginOptions:
+    async def _get_options(self, _: Empty) -> DevicePluginOptions:
         return OPTIONS
 
     async def _get_preferred_allocation(
-        self, request: kubelet_api.PreferredAllocationRequest
-    ) -> kubelet_api.PreferredAllocationResponse:
+        self, request: PreferredAllocationRequest
+    ) -> PreferredAllocationResponse:
         gpu_of = {name: offer.gpu for name, offer in self.resource.offers.items()}
         answers = []
         for container in request.container_requests:
@@ -109,10 +123,10 @@ class DevicePlugin:
             available = [name for name in gpu_of if name in asked]  # in the order of the GPUs
             required, size = container.must_include_device_ids, container.allocation_size
             chosen = preferred(available, required, size, gpu_of, self._placement)
-            answers.append(kubelet_api.ContainerPreferredAllocationResponse(tuple(chosen)))
-        return kubelet_api.PreferredAllocationResponse(tuple(answers))
+            answers.append(ContainerPreferredAllocationResponse(tuple(chosen)))
+        return PreferredAllocationResponse(tuple(answers))
 
-    async def _allocate(self, request: kubelet_api.AllocateRequest) -> kubelet_api.AllocateResponse:
+    async def _allocate(self, request: AllocateRequest) -> AllocateResponse:
         """Name each container's lease, without taking it; refuse what can never be leased."""
         answers = []
         for container in request.container_requests:
@@ -122,15 +136,15 @@ class DevicePlugin:
                 self.counts.allocations[self.resource.name, REFUSED] += 1
                 raise
             self.counts.allocations[self.resource.name, DONE] += 1
-        return kubelet_api.AllocateResponse(tuple(answers))
+        return AllocateResponse(tuple(answers))
 
-    async def _allocate_one(self, ids: Sequence[str]) -> kubelet_api.ContainerAllocateResponse:
+    async def _allocate_one(self, ids: Sequence[str]) -> ContainerAllocateResponse:
         self.resource.refuse(ids)
         preview = await self._preview(ids)
         budget = self.resource.budget(ids)
         if self._uses_cdi:
-            device = kubelet_api.CdiDevice(f"{CDI_KIND}={self.resource.lease_name(ids)}")
-            return kubelet_api.ContainerAllocateResponse(budget, cdi_devices=(device,))
+            device = CdiDevice(f"{CDI_KIND}={self.resource.lease_name(ids)}")
+            return ContainerAllocateResponse(budget, cdi_devices=(device,))
         if preview is None:
             what = f"{_named(ids)} cannot be allocated now, and deviceListStrategy is {ENVIRONMENT}"
             raise RpcError(StatusCode.UNAVAILABLE, what)
@@ -144,10 +158,10 @@ class DevicePlugin:
             raise _refusal(error) from None
         pipe_directory = environment.get("CUDA_MPS_PIPE_DIRECTORY")  # none if the GPU does not use MPS
         mounts = (pipe_directory, SHARED_MEMORY) if pipe_directory else ()
-        return kubelet_api.ContainerAllocateResponse(
+        return ContainerAllocateResponse(
             {**environment, _NVIDIA_RUNTIME: gpus},
-            tuple(kubelet_api.MountSpec(path, path) for path in mounts),
-            tuple(kubelet_api.DeviceSpec(path, path, "rw") for path in nodes),
+            tuple(MountSpec(path, path) for path in mounts),
+            tuple(DeviceSpec(path, path, "rw") for path in nodes),
         )
 
     async def _preview(self, ids: Sequence[str]) -> LeaseRecord | None:
@@ -162,14 +176,14 @@ class DevicePlugin:
         except YunionError as error:
             raise _refusal(error) from None
 
-    async def _pre_start_container(self, request: kubelet_api.PreStartContainerRequest) -> kubelet_api.Empty:
+    async def _pre_start_container(self, request: PreStartContainerRequest) -> Empty:
         began_s, result = time.perf_counter(), REFUSED
         try:
             await self._permit_start(request.device_ids)
             result = DONE
         finally:
             self.counts.note_start(self.resource.name, result, time.perf_counter() - began_s)
-        return kubelet_api.Empty()
+        return Empty()
 
     async def _permit_start(self, ids: Sequence[str]) -> None:
         """Take the container's lease. The kubelet tries again to start a container that is refused."""
@@ -185,19 +199,6 @@ class DevicePlugin:
             raise RpcError(StatusCode.FAILED_PRECONDITION, what)
         self._leases.permit(lease)
         log.info("%s: leased to a container, as %s", _named(lease["devices"]), lease["name"])
-
-
-def rpc_method(
-    rpc: Rpc[RequestT, AnswerT], answer: Callable[[RequestT], Awaitable[AnswerT]]
-) -> tuple[str, Method]:
-    async def answers(data: bytes) -> AsyncIterator[bytes]:
-        try:
-            request = rpc.request.decode(data)
-        except DecodeError as error:
-            raise RpcError(StatusCode.INVALID_ARGUMENT, f"the request cannot be decoded: {error}") from None
-        yield (await answer(request)).encode()
-
-    return rpc.path, Method(answers)
 
 
 def _named(ids: Sequence[str]) -> str:

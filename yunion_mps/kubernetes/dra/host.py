@@ -14,11 +14,10 @@ from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient, timeout_error
 from yunion_mps.http.operations import GET_GPUS, GET_LEASES, GET_STATUS
 from yunion_mps.kubernetes.daemon_watch import HANG_S, PROBE_S, DaemonWatch
-from yunion_mps.kubernetes.dra_claims import is_claim_lease
-from yunion_mps.kubernetes.dra_devices import DRIVER, HostDevice, HostFacts, OfferedDevice, offered_devices
-from yunion_mps.kubernetes.kubelet_api import HEALTHY, UNHEALTHY
-from yunion_mps.kubernetes.metrics import Counts
-from yunion_mps.kubernetes.resources import ResourceHealth
+from yunion_mps.kubernetes.dra.claims import is_claim_lease
+from yunion_mps.kubernetes.dra.devices import DRIVER, HostDevice, HostFacts, OfferedDevice, offered_devices
+from yunion_mps.kubernetes.kubelet.device_plugin_api import HEALTHY, UNHEALTHY
+from yunion_mps.kubernetes.metrics import Counts, ResourceHealth
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DAEMON_UNREACHABLE
 from yunion_mps.tasks import first_of

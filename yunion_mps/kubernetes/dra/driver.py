@@ -12,10 +12,18 @@ from typing import NamedTuple
 
 from yunion_mps.errors import UnreachableError, YunionError
 from yunion_mps.host.log import Failures
-from yunion_mps.kubernetes import dra_api, grpc
-from yunion_mps.kubernetes.api_server import ApiServer, Backoff
-from yunion_mps.kubernetes.credentials import ApiCredentials, ApiServerError
-from yunion_mps.kubernetes.dra_api import (
+from yunion_mps.kubernetes.api.credentials import ApiCredentials, ApiServerError
+from yunion_mps.kubernetes.api.server import ApiServer, Backoff
+from yunion_mps.kubernetes.daemon_watch import RESTART_S
+from yunion_mps.kubernetes.dra.claims import GONE_S, ClaimLeases, ClaimName
+from yunion_mps.kubernetes.dra.devices import DRIVER, requested_by
+from yunion_mps.kubernetes.dra.host import HOST_TIMES, DraHost, HostTimes
+from yunion_mps.kubernetes.dra.objects import AllocatedDevice
+from yunion_mps.kubernetes.dra.slices import INTERVAL_S, SlicePublisher
+from yunion_mps.kubernetes.features import GpuKind, labels_of
+from yunion_mps.kubernetes.kubelet import dra_api, grpc
+from yunion_mps.kubernetes.kubelet.directory import KubeletDirectory
+from yunion_mps.kubernetes.kubelet.dra_api import (
     ClaimReference,
     DeviceHealth,
     DeviceIdentifier,
@@ -23,19 +31,10 @@ from yunion_mps.kubernetes.dra_api import (
     NodeUnprepareResourceResponse,
     PreparedDevice,
 )
-from yunion_mps.kubernetes.dra_claims import GONE_S, ClaimLeases, ClaimName
-from yunion_mps.kubernetes.dra_devices import DRIVER, requested_by
-from yunion_mps.kubernetes.dra_host import HOST_TIMES, DraHost, HostTimes
-from yunion_mps.kubernetes.dra_objects import AllocatedDevice
-from yunion_mps.kubernetes.dra_slices import INTERVAL_S, SlicePublisher
-from yunion_mps.kubernetes.features import GpuKind, labels_of
-from yunion_mps.kubernetes.grpc import Method, RpcServer
-from yunion_mps.kubernetes.kubelet_api import DecodeError, Empty
-from yunion_mps.kubernetes.leases import RESTART_S
-from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, KUBELET, REFUSED, Counts
-from yunion_mps.kubernetes.node_lock import KubeletDirectory
-from yunion_mps.kubernetes.plugin import rpc_method
-from yunion_mps.kubernetes.resources import ResourceHealth
+from yunion_mps.kubernetes.kubelet.grpc import Method, RpcServer
+from yunion_mps.kubernetes.kubelet.protobuf import DecodeError, Empty
+from yunion_mps.kubernetes.kubelet.rpc import rpc_method
+from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, KUBELET, REFUSED, Counts, ResourceHealth
 from yunion_mps.models import CDI_KIND
 from yunion_mps.paths import Paths
 from yunion_mps.tasks import first_of

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.containers import hook
+from yunion_mps.container_hook import hook
 from yunion_mps.errors import HostError, NothingFreeError
 
 from unit.http.by_hand import LEASE
@@ -221,7 +221,7 @@ def test_an_invalid_container_state_is_refused(host: ServerHost, text: str) -> N
 
 @pytest.mark.parametrize("state", ["<&-", "0>/dev/null", "</dev/null"])
 def test_without_a_state_on_its_input_it_says_so(host: ServerHost, state: str) -> None:
-    code = "import sys; from yunion_mps.containers.hook import main; sys.exit(main(['00:06.0-1'], sys.stdin))"
+    code = "import sys; from yunion_mps.container_hook import hook; sys.exit(hook.main(['a'], sys.stdin))"
     command = ["sh", "-c", f'"$0" -c "$1" {state}', sys.executable, code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     said = (
@@ -278,12 +278,13 @@ def test_without_a_daemon_it_waits_a_moment_and_refuses(monkeypatch: pytest.Monk
 def test_it_loads_nothing_of_ours_but_the_daemons_client() -> None:
     """Every container that is given a device waits for it."""
     names = "(name for name in sys.modules if 'yunion_mps.' in name)"
-    code = f"import yunion_mps.containers.hook, sys; print(*{names})"
+    code = f"import yunion_mps.container_hook.hook, sys; print(*{names})"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert set(loaded.split()) == {
         "yunion_mps.http", "yunion_mps.http.client", "yunion_mps.http.messages",
         "yunion_mps.http.operation", "yunion_mps.http.operations",
-        "yunion_mps.containers", "yunion_mps.containers.hook", "yunion_mps.errors", "yunion_mps.text",
+        "yunion_mps.container_hook", "yunion_mps.container_hook.hook", "yunion_mps.container_hook.container",
+        "yunion_mps.containers", "yunion_mps.errors", "yunion_mps.text",
         "yunion_mps.http.parameters", "yunion_mps.models", "yunion_mps.paths", "yunion_mps.reasons",
         "yunion_mps.enums", "yunion_mps.addresses", "yunion_mps.mig", "yunion_mps.units",
         "yunion_mps.host", "yunion_mps.host.files",

@@ -20,11 +20,12 @@ from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE
 from yunion_mps.http.parameters import Value
-from yunion_mps.kubernetes.api_objects import InvalidObjectError, Resource
-from yunion_mps.kubernetes.api_server import ApiServer, MissingObjectError
-from yunion_mps.kubernetes.dra_devices import DRIVER, ClaimRequest
-from yunion_mps.kubernetes.dra_objects import API_VERSION, SINCE, AllocatedDevice, ResourceClaim
-from yunion_mps.kubernetes.leases import RESTART_S, call_patiently, list_containers
+from yunion_mps.kubernetes.api.objects import InvalidObjectError, Resource
+from yunion_mps.kubernetes.api.server import ApiServer, MissingObjectError
+from yunion_mps.kubernetes.daemon_watch import RESTART_S, call_patiently
+from yunion_mps.kubernetes.dra.devices import DRIVER, ClaimRequest
+from yunion_mps.kubernetes.dra.objects import API_VERSION, SINCE, AllocatedDevice, ResourceClaim
+from yunion_mps.kubernetes.kubelet.pod_resources_api import list_containers
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:

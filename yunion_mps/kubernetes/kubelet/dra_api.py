@@ -3,12 +3,13 @@
 The field numbers are those of k8s.io/kubelet/pkg/apis: pluginregistration/v1/api.proto, dra/v1/api.proto (in
 v1beta1 only Device.share_id is missing), and dra-health/v1/api.proto, which v1alpha1 equals.
 """
-# Without `from __future__ import annotations`, like kubelet_api.
+# Without `from __future__ import annotations`, like device_plugin_api.
 
 from collections.abc import Mapping
 from typing import Optional
 
-from yunion_mps.kubernetes.kubelet_api import Empty, Message, Rpc, number
+from yunion_mps.kubernetes.kubelet.protobuf import Empty, Message, number
+from yunion_mps.kubernetes.kubelet.rpc import Rpc
 
 #: The type of a DRA driver among the kubelet's plugins.
 PLUGIN_TYPE = "DRAPlugin"

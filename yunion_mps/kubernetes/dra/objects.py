@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from yunion_mps.kubernetes.api_objects import ApiObject
+from yunion_mps.kubernetes.api.objects import ApiObject
 
 API_VERSION = "resource.k8s.io/v1"
 #: The first Kubernetes that serves it.

@@ -1,8 +1,4 @@
-"""The OCI hook that engines call before a container starts: it binds the device, or the start fails.
-
-Called as `yunion-mps cdi-hook DEVICE` on the host, with the container's state on standard input (the OCI
-runtime specification, "createRuntime"). Every such container waits for it, so it imports little of this
-package: only the daemon's client.
+"""The hook's program: it binds the device, or the lease, to the container, and reports what it cannot do.
 
 Its output is shown in runc's error, but not in crun's, which gives hooks /dev/null and reports only their
 exit status (github.com/containers/crun, issue 353). So it is also written to the system's log.
@@ -11,7 +7,6 @@ exit status (github.com/containers/crun, issue 353). So it is also written to th
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import sys
@@ -19,10 +14,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
+from yunion_mps.container_hook.container import read_environment, read_state, refuse_missing, refuse_several
 from yunion_mps.containers import MISSING_NODES_ARGUMENT, UNSERVED_ARGUMENT
 from yunion_mps.enums import JAX_VARIABLE, MEMORY_VARIABLE, WHY_UNENFORCED
 from yunion_mps.errors import HostError, NothingFreeError, UnreachableError, YunionError
-from yunion_mps.host.files import open_regular
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import BIND_LEASE, GET_LEASES, TAKE_LEASE
 from yunion_mps.models import ALL, LEASE_VARIABLE
@@ -45,10 +40,6 @@ _LOG = "/dev/log"
 _HEAD = "<12>yunion-mps[{pid}]: "
 #: Variables of a lease that a container need not have.
 _CHANGEABLE = (LEASE_VARIABLE, MEMORY_VARIABLE, JAX_VARIABLE)
-_DEVICE_VARIABLE = "YUNION_MPS_DEVICE"
-_INSTALL = "install it as a hook of an OCI runtime, which passes the state"
-#: The largest configuration of a container that is read; engines write some KiB.
-_MAX_CONFIG_BYTES = 16 << 20
 #: How much of a container's id engines show, and how much of a message is logged.
 _SHORT_ID = 12
 _MAX_LENGTH = 1000
@@ -62,12 +53,13 @@ def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_
         missing = arguments[2:] if arguments[1:2] == [MISSING_NODES_ARGUMENT] else []
         if len(arguments) != 1 and arguments[1:] != [UNSERVED_ARGUMENT] and len(missing) != 2:
             raise HostError("cdi-hook can only be called by a container engine", "see: yunion-mps run --help")
-        container, name = _read_state(state), arguments[0]
+        container = read_state(state)
+        name = arguments[0]
         if missing:  # before the device is taken
             raise HostError(*missing)
-        environment = _read_environment(container)
-        _refuse_missing(name, environment)
-        _refuse_several(name, environment)
+        environment = read_environment(container)
+        refuse_missing(name, environment)
+        refuse_several(name, environment)
         lease = _bind(name, container["pid"], DaemonClient(paths, _ANSWER_S), retry_s)
         if len(arguments) > 1:  # its GPU has just returned, and the container's CDI file is outdated
             raise HostError(f"device {name} became available only now", "start the container again")
@@ -114,52 +106,6 @@ def _bind(name: str, pid: int, daemon: DaemonClient, retry_s: float) -> LeaseRec
             if time.monotonic() > end_s:
                 raise
             time.sleep(_RETRY_INTERVAL_S)
-
-
-def _read_state(file: TextIO) -> Mapping[str, Any]:
-    try:
-        state = json.load(file)
-    except (ValueError, RecursionError, OSError, AttributeError):  # of which the last: it is closed
-        state = None
-    if not (isinstance(state, dict) and isinstance(state.get("pid"), int)):
-        raise HostError("the container engine passed no container state", _INSTALL)
-    return state
-
-
-def _refuse_several(name: str, environment: Mapping[str, str]) -> None:
-    """Raise HostError for several devices: the container would have only the last one's environment."""
-    device, lease = environment.get(_DEVICE_VARIABLE), environment.get(LEASE_VARIABLE)
-    if name not in (ALL, lease or device):
-        beside = f"lease {lease}" if name == device else device or "another"
-        what = f"a container can have only one device, but this one was given {name} and {beside}"
-        raise HostError(what, "to combine several into one budget: yunion-mps run --count")
-
-
-def _read_environment(state: Mapping[str, Any]) -> dict[str, str]:
-    """The container's variables; raises HostError if they cannot be read, because then nothing is certain."""
-    bundle = state.get("bundle")
-    if not isinstance(bundle, str) or not bundle or "\0" in bundle:
-        raise HostError("the container engine did not say where the container's configuration is", _INSTALL)
-    path = os.path.join(bundle, "config.json")
-    try:
-        with open_regular(path) as file:
-            text = file.read(_MAX_CONFIG_BYTES + 1)
-        if len(text) > _MAX_CONFIG_BYTES:
-            raise ValueError  # as for other text that is no configuration
-        process = json.loads(text)["process"]
-        variables = process.get("env") or []
-        return dict(variable.partition("=")[::2] for variable in variables)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not a container's configuration"
-        hint = "check which runtime the container engine uses, and start the container again"
-        raise HostError(f"{path}: cannot be read: {why}", hint) from None
-
-
-def _refuse_missing(name: str, environment: Mapping[str, str]) -> None:
-    """Raise HostError if the container has none of a device's variables: CUDA would run without limits."""
-    if not environment.get(_DEVICE_VARIABLE) and not environment.get(LEASE_VARIABLE):
-        what = f"the container has no variables of device {name}, so nothing would limit it"
-        raise HostError(what, f"name the device when you start it: --device yunion.io/mps={name}")
 
 
 def _one_line(text: str) -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import logging
 import os
-import signal
 
 from yunion_mps.host.files import FileVersion, version_of
 from yunion_mps.host.log import Failures
-from yunion_mps.kubernetes import grpc, kubelet_api
+from yunion_mps.kubernetes.device_plugin.plugin import OPTIONS, DevicePlugin
+from yunion_mps.kubernetes.kubelet import device_plugin_api, grpc
+from yunion_mps.kubernetes.kubelet.directory import DirectoryWatch
 from yunion_mps.kubernetes.metrics import DONE, KUBELET, REFUSED
-from yunion_mps.kubernetes.plugin import OPTIONS, DevicePlugin
 from yunion_mps.paths import Paths
 from yunion_mps.tasks import first_of
 
@@ -27,42 +25,6 @@ _POLL_S = 1.0
 _RETRIES_S = (0.05, 1.0)
 #: How long the kubelet has to answer a registration, in s.
 _REGISTER_S = 10.0
-
-
-class DirectoryWatch:
-    """Watches the kubelet's directory: reports changes as they happen, and regularly without one.
-
-    About a second after it starts, the kubelet refuses those of its pods whose resource is not registered
-    yet, for example when the node restarts. So we have the kernel signal each change (F_NOTIFY of fcntl(2)).
-    We do not use inotify(7), because a user has few of its instances, and a busy node may have none left.
-    """
-
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-        #: Set when an entry may have been created, renamed or removed; then replaced by a new event.
-        self.changed = asyncio.Event()
-
-    async def run(self) -> None:
-        """Report changes forever."""
-        loop = asyncio.get_running_loop()
-        # Without a handler, SIGURG is ignored, but SIGIO, the default, would end the process.
-        loop.add_signal_handler(signal.SIGURG, self._report)
-        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with contextlib.suppress(OSError):  # kernels without dnotify
-                fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
-                events = fcntl.DN_CREATE | fcntl.DN_DELETE | fcntl.DN_RENAME
-                fcntl.fcntl(descriptor, fcntl.F_NOTIFY, events | fcntl.DN_MULTISHOT)
-            while True:
-                self._report()
-                await asyncio.sleep(_POLL_S)
-        finally:
-            os.close(descriptor)
-            loop.remove_signal_handler(signal.SIGURG)
-
-    def _report(self) -> None:
-        changed, self.changed = self.changed, asyncio.Event()
-        changed.set()
 
 
 class Registration:
@@ -119,8 +81,8 @@ class Registration:
         """Register, and return when that has to be repeated; raises RpcError if the kubelet refuses."""
         kubelet = version_of(self._kubelet)
         name, endpoint = self.resource.name, self.resource.endpoint
-        request = kubelet_api.RegisterRequest(kubelet_api.VERSION, endpoint, name, OPTIONS)
-        await grpc.call(self._kubelet, kubelet_api.REGISTER.path, request.encode(), _REGISTER_S)
+        request = device_plugin_api.RegisterRequest(device_plugin_api.VERSION, endpoint, name, OPTIONS)
+        await grpc.call(self._kubelet, device_plugin_api.REGISTER.path, request.encode(), _REGISTER_S)
         log.info("registered %s with the kubelet", name)
         self._failures.clear()
         self._counts.registrations[name, DONE] += 1

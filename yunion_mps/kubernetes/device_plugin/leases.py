@@ -1,7 +1,7 @@
 """The leases of the kubelet's containers: taken before a container starts, released if it never does.
 
 The kubelet allocates devices to containers; a lease tells the daemon. Its name is made of the resource's name
-and the kubelet's ids, the container's hook binds it (containers/hook), and it ends with the container.
+and the kubelet's ids, the container's hook binds it (container_hook), and it ends with the container.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from yunion_mps.containers.nodes import INSTANCE_CAPABILITIES, capability_nodes
 from yunion_mps.enums import IN_USE, KUBERNETES, OVER_BUDGET
 from yunion_mps.errors import HostError, NothingFreeError, YunionError
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import END_LEASE, GET_GPUS, GET_LEASES, TAKE_LEASE
 from yunion_mps.http.parameters import Value
-from yunion_mps.http.transport import Retrier
-from yunion_mps.kubernetes import grpc, kubelet_api
-from yunion_mps.kubernetes.resources import ExtendedResource, is_container_lease, lease_name
+from yunion_mps.kubernetes.daemon_watch import RESTART_S, call_patiently
+from yunion_mps.kubernetes.device_plugin.lease_names import is_container_lease, lease_name
+from yunion_mps.kubernetes.device_plugin.resources import ExtendedResource
+from yunion_mps.kubernetes.kubelet import grpc, pod_resources_api, protobuf
+from yunion_mps.kubernetes.kubelet.pod_resources_api import list_containers
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
@@ -28,11 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
-#: How long a container's start waits for a daemon that restarts, and for the kubelet's answers, in s.
-RESTART_S = 10.0
-_KUBELET_S = 10.0
 #: How long the kubelet must not list a container before its lease is released, in s: a kubelet that has just
 #: started lists no pods.
 _MISSING_S = 120.0
@@ -114,7 +111,7 @@ class ContainerLeases:
         try:
             leases = await self.ours()  # before the kubelet is asked
             listed = await self._listed() if self._awaits_containers else {}
-        except (YunionError, grpc.RpcError, kubelet_api.DecodeError):
+        except (YunionError, grpc.RpcError, protobuf.DecodeError):
             self._missing_s.clear()
             raise
         now_s = self._clock()
@@ -154,21 +151,7 @@ class ContainerLeases:
                 await call_patiently(self._daemon, END_LEASE, RESTART_S, lease=lease["id"])
 
 
-async def call_patiently(
-    daemon: AsyncDaemonClient, operation: Operation[T], timeout_s: float, **arguments: Value
-) -> T:
-    """Call the daemon, and retry for `timeout_s` while it restarts; raise YunionError after twice that."""
-    return await Retrier(daemon, timeout_s, log.info).call(operation, timeout_s, **arguments)
-
-
-async def list_containers(paths: Paths) -> list[kubelet_api.ContainerResources]:
-    """The containers of the kubelet's pods, except init containers; raises RpcError and DecodeError."""
-    data = await grpc.call(paths.pod_resources, kubelet_api.LIST_POD_RESOURCES.path, b"", _KUBELET_S)
-    pods = kubelet_api.LIST_POD_RESOURCES.answer.decode(data).pod_resources
-    return [container for pod in pods for container in pod.containers]
-
-
-def _ids_by_resource(container: kubelet_api.ContainerResources) -> dict[str, list[str]]:
+def _ids_by_resource(container: pod_resources_api.ContainerResources) -> dict[str, list[str]]:
     """The ids of all resources, because a pod keeps its devices when its resource is renamed."""
     ids: dict[str, list[str]] = {}
     for devices in container.devices:

@@ -1,0 +1,1 @@
+"""The API server: credentials, a client, and the objects and quantities of its API."""

@@ -1,0 +1,126 @@
+"""The messages of the kubelet's two APIs and their protobuf encoding: the parts that the plugin uses.
+
+The field numbers are those of k8s.io/kubelet/pkg/apis: deviceplugin/v1beta1/api.proto and
+podresources/v1/api.proto. Newer kubelets may send fields that are unknown here, which are skipped. The
+encoding is proto3's (protobuf.dev/programming-guides/encoding).
+"""
+# Without `from __future__ import annotations`, like client/values: a field's type says how it is encoded.
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Optional
+
+from yunion_mps.kubernetes.kubelet.protobuf import Empty, Message, number
+from yunion_mps.kubernetes.kubelet.rpc import Rpc
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: bool) -> Any:
+        return lambda kind: kind
+
+
+VERSION = "v1beta1"
+HEALTHY, UNHEALTHY = "Healthy", "Unhealthy"
+
+
+class DevicePluginOptions(Message):
+    pre_start_required: bool = number(1)
+    get_preferred_allocation_available: bool = number(2)
+
+
+class RegisterRequest(Message):
+    version: str = number(1)
+    endpoint: str = number(2)
+    resource_name: str = number(3)
+    options: Optional[DevicePluginOptions] = number(4)
+
+
+class NumaNode(Message):
+    id: int = number(1)
+
+
+class TopologyInfo(Message):
+    nodes: tuple[NumaNode, ...] = number(1)
+
+
+class PluginDevice(Message):
+    """The API's `Device`. Its id has at most 63 characters."""
+
+    id: str = number(1)
+    health: str = number(2)
+    topology: Optional[TopologyInfo] = number(3)
+
+
+class ListAndWatchResponse(Message):
+    devices: tuple[PluginDevice, ...] = number(1)
+
+
+class ContainerPreferredAllocationRequest(Message):
+    available_device_ids: tuple[str, ...] = number(1)
+    must_include_device_ids: tuple[str, ...] = number(2)
+    allocation_size: int = number(3)
+
+
+class PreferredAllocationRequest(Message):
+    container_requests: tuple[ContainerPreferredAllocationRequest, ...] = number(1)
+
+
+class ContainerPreferredAllocationResponse(Message):
+    device_ids: tuple[str, ...] = number(1)
+
+
+class PreferredAllocationResponse(Message):
+    container_responses: tuple[ContainerPreferredAllocationResponse, ...] = number(1)
+
+
+class ContainerAllocateRequest(Message):
+    device_ids: tuple[str, ...] = number(1)
+
+
+class AllocateRequest(Message):
+    container_requests: tuple[ContainerAllocateRequest, ...] = number(1)
+
+
+class CdiDevice(Message):
+    name: str = number(1)
+
+
+class MountSpec(Message):
+    """The API's `Mount`."""
+
+    container_path: str = number(1)
+    host_path: str = number(2)
+    read_only: bool = number(3)
+
+
+class DeviceSpec(Message):
+    container_path: str = number(1)
+    host_path: str = number(2)
+    permissions: str = number(3)
+
+
+class ContainerAllocateResponse(Message):
+    envs: Mapping[str, str] = number(1)
+    mounts: tuple[MountSpec, ...] = number(2)
+    devices: tuple[DeviceSpec, ...] = number(3)
+    cdi_devices: tuple[CdiDevice, ...] = number(5)
+
+
+class AllocateResponse(Message):
+    container_responses: tuple[ContainerAllocateResponse, ...] = number(1)
+
+
+class PreStartContainerRequest(Message):
+    device_ids: tuple[str, ...] = number(1)
+
+
+REGISTER = Rpc("/v1beta1.Registration/Register", RegisterRequest, Empty)
+_PLUGIN = "/v1beta1.DevicePlugin"
+GET_OPTIONS = Rpc(f"{_PLUGIN}/GetDevicePluginOptions", Empty, DevicePluginOptions)
+LIST_AND_WATCH = Rpc(f"{_PLUGIN}/ListAndWatch", Empty, ListAndWatchResponse)
+GET_PREFERRED_ALLOCATION = Rpc(
+    f"{_PLUGIN}/GetPreferredAllocation", PreferredAllocationRequest, PreferredAllocationResponse
+)
+ALLOCATE = Rpc(f"{_PLUGIN}/Allocate", AllocateRequest, AllocateResponse)
+PRE_START_CONTAINER = Rpc(f"{_PLUGIN}/PreStartContainer", PreStartContainerRequest, Empty)
