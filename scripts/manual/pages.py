@@ -170,7 +170,7 @@ missing. `yunion-mps-kubelet-plugin --check` prints every problem with its line.
 
 def kubelet_plugin_page(date: str) -> str:
     """The source of the page, which also documents the plugin's file."""
-    told, words = kubelet_plugin.command(), texts("kubelet-plugin")
+    told, words = kubelet_plugin.plugin_command(), texts("kubelet-plugin")
     made = _begun(told, date, "offer MPS devices to Kubernetes", words["description"])
     made.section("Configuration")
     made.paragraph(_PLUGIN_FILE)

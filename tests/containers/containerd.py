@@ -205,7 +205,7 @@ class Containerd(Closes):
 
     def call(self, rpc: Rpc[Any, AnswerT], request: Message) -> AnswerT:
         """Call a method; raises grpc.RpcError."""
-        data = asyncio.run(grpc.call(str(self.socket), rpc.path, request.encode(), PATIENCE_S))
+        data = asyncio.run(grpc.call_unary(str(self.socket), rpc.path, request.encode(), PATIENCE_S))
         return rpc.answer.decode(data)
 
     def run(self, pod: Pod) -> Container:

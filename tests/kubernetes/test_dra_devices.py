@@ -15,7 +15,7 @@ from yunion_mps.kubernetes.dra.devices import (
     bus_id,
     offered_devices,
     requested_by,
-    version_of,
+    semantic_version,
 )
 from yunion_mps.kubernetes.dra.objects import AllocatedDevice
 
@@ -356,7 +356,7 @@ def test_architectures_are_known_by_the_compute_capability(capability: str | Non
 
 
 def test_versions_and_addresses_are_in_kubernetes_form() -> None:
-    assert [version_of(text) for text in ("535.104.05", "8.6", "570", "")] == [
+    assert [semantic_version(text) for text in ("535.104.05", "8.6", "570", "")] == [
         "535.104.5",
         "8.6.0",
         "570.0.0",

@@ -15,7 +15,14 @@ import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import ResponseReceived, TrailersReceived
-from yunion_mps.kubernetes.kubelet.grpc import MAX_CONNECTIONS, Method, RpcError, RpcServer, StatusCode, call
+from yunion_mps.kubernetes.kubelet.grpc import (
+    MAX_CONNECTIONS,
+    Method,
+    RpcError,
+    RpcServer,
+    StatusCode,
+    call_unary,
+)
 from yunion_mps.kubernetes.received import MAX_HELD_BYTES, MAX_MESSAGE_BYTES, OF_PROCESS
 
 from integration.daemon_host import eventually
@@ -416,7 +423,7 @@ def theirs(path: Path) -> Iterator[None]:
 
 
 def asked(path: Path, method: str, request: bytes = b"", timeout_s: float = PATIENCE_S) -> bytes:
-    return asyncio.run(call(str(path), f"/test.Test/{method}", request, timeout_s))
+    return asyncio.run(call_unary(str(path), f"/test.Test/{method}", request, timeout_s))
 
 
 def failure(path: Path, method: str, request: bytes = b"", timeout_s: float = PATIENCE_S) -> RpcError:

@@ -21,7 +21,7 @@ from yunion_mps.slurm.devices import (
     record_of,
 )
 from yunion_mps.slurm.hooks import Hooks
-from yunion_mps.slurm.node import node_name
+from yunion_mps.slurm.node import slurm_node_name
 
 
 @click.group("slurm", cls=SuggestingGroup, short_help="Let Slurm assign devices to its jobs.")
@@ -63,7 +63,7 @@ def gres_conf(node: str | None, installs: bool, shards: bool) -> None:
       yunion-mps slurm gres-conf --shards --install
     """
     paths = Paths.from_environment()
-    name = node or node_name()
+    name = node or slurm_node_name()
     gpus = {gpu["addr"]: gpu["uuid"] for gpu in gpus_for_slurm(call_daemon(GET_GPUS)["gpus"])}
     if change := pending_change(gpus, call_daemon(GET_STATUS)["problems"]):
         what = f"gres.conf cannot be written yet: {change}"

@@ -161,7 +161,7 @@ class MetricsPage:
         return exposition_of(families, _PROGRAM, openmetrics=openmetrics)
 
 
-async def serve(address: str, page: MetricsPage) -> None:
+async def serve_metrics(address: str, page: MetricsPage) -> None:
     """Serve the metrics at the address, without end; retry while the address is in use."""
     server, failures = Server(page, LIMITS), Failures(log)
     try:

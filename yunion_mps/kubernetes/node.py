@@ -22,7 +22,7 @@ from yunion_mps.kubernetes.device_plugin.resources import ExtendedResource
 from yunion_mps.kubernetes.features import FeatureFile, labels_of
 from yunion_mps.kubernetes.kubelet import grpc, protobuf
 from yunion_mps.kubernetes.kubelet.directory import DirectoryWatch
-from yunion_mps.kubernetes.metrics import DAEMON, KUBELET, Counts, MetricsPage, ResourceHealth, serve
+from yunion_mps.kubernetes.metrics import DAEMON, KUBELET, Counts, MetricsPage, ResourceHealth, serve_metrics
 from yunion_mps.kubernetes.options import CLUSTER_VARIABLE, PluginOptions
 from yunion_mps.kubernetes.selection import Selector
 from yunion_mps.paths import Paths
@@ -71,7 +71,7 @@ class NodeService:
         self._leases = ContainerLeases(self._daemon, paths)
         self._registered = asyncio.Event()
         self._may_have_claims = any(o.dra for o in (options, *(config.options for config in options.configs)))
-        self._api = api_server(options, paths)
+        self._api = find_api_server(options, paths)
         self._selector = Selector(options, name, self._daemon, labels_file, self._api, self._counts.errors)
 
     async def run(self) -> None:
@@ -134,7 +134,9 @@ class NodeService:
         from yunion_mps.kubernetes.dra.driver import DraService  # others need no TLS
 
         credentials = dra_credentials(self._options, self._paths)
-        return DraService(credentials, node_name(self._options), self._paths, self._counts, refusal)
+        return DraService(
+            credentials, kubernetes_node_name(self._options), self._paths, self._counts, refusal
+        )
 
     async def _end_claims(self, cause: str) -> None:
         """Serve the claims that were prepared before the choice changed until they end; then wait forever."""
@@ -177,7 +179,7 @@ class NodeService:
 
     def _metrics(self, options: PluginOptions, resources: Sequence[ResourceHealth]) -> Work:
         address = options.metrics_address
-        return [serve(address, MetricsPage(self._counts, resources))] if address else []
+        return [serve_metrics(address, MetricsPage(self._counts, resources))] if address else []
 
     async def _notify(self, services: Sequence[Registration | DraService]) -> None:
         """Keep systemd's status current."""
@@ -186,18 +188,20 @@ class NodeService:
             await asyncio.sleep(_POLL_S)
 
 
-def node_name(options: PluginOptions) -> str:
+def kubernetes_node_name(options: PluginOptions) -> str:
     return options.node_name or os.environ.get(NODE_VARIABLE) or socket.gethostname().lower()
 
 
-def api_server(options: PluginOptions, paths: Paths) -> tuple[ApiServer, str] | None:
+def find_api_server(options: PluginOptions, paths: Paths) -> tuple[ApiServer, str] | None:
     """The API server and the node's name, None without access to it."""
     if not options.kubeconfig and CLUSTER_VARIABLE not in os.environ:
         return None
     from yunion_mps.kubernetes.api.credentials import find_credentials
     from yunion_mps.kubernetes.api.server import ApiServer  # others need no TLS
 
-    return ApiServer(find_credentials(options.kubeconfig or "", paths, os.environ)), node_name(options)
+    return ApiServer(find_credentials(options.kubeconfig or "", paths, os.environ)), kubernetes_node_name(
+        options
+    )
 
 
 def dra_credentials(options: PluginOptions, paths: Paths) -> ApiCredentials:

@@ -16,10 +16,10 @@ from yunion_mps.kubernetes.features import is_foreign
 from yunion_mps.kubernetes.node import (
     PROGRAM,
     NodeService,
-    api_server,
     config_error,
     dra_credentials,
-    node_name,
+    find_api_server,
+    kubernetes_node_name,
 )
 from yunion_mps.kubernetes.node_lock import run_alone
 from yunion_mps.kubernetes.options import PluginOptions, read_options
@@ -46,7 +46,7 @@ another {PROGRAM} serves this node; find it with `systemctl status {PROGRAM}` or
 and stop one of the two"""
 
 
-async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file: str = "") -> None:
+async def run_plugin(options: PluginOptions, paths: Paths, name: str = "", labels_file: str = "") -> None:
     """Serve the node until SIGTERM or SIGINT, once no other plugin serves it."""
     notifier = Notifier()
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
@@ -54,7 +54,7 @@ async def run(options: PluginOptions, paths: Paths, name: str = "", labels_file:
         loop.add_signal_handler(number, stop.set)
     notifier.ready("waiting for the kubelet")
     node = NodeService(options, paths, notifier, name, labels_file)
-    other = _OTHER_PLUGIN.format(node=node_name(options))
+    other = _OTHER_PLUGIN.format(node=kubernetes_node_name(options))
     await first_of(run_alone(paths.device_plugins, other, notifier.status, node.run), stop.wait())
 
 
@@ -63,7 +63,7 @@ def _check(options: PluginOptions, paths: Paths, name: str, labels_file: str) ->
 
     What a label or the GPUs of the node choose is only checked once it is chosen.
     """
-    if options.only_with_node_label and not labels_file and api_server(options, paths) is None:
+    if options.only_with_node_label and not labels_file and find_api_server(options, paths) is None:
         what = "onlyWithNodeLabel is set, but the node's labels cannot be read"
         raise config_error(paths, what, "set kubeconfig, or start the plugin with --node-labels FILE")
     if options.configs and not name:
@@ -88,7 +88,7 @@ def _check_kubeconfig(options: PluginOptions, paths: Paths) -> None:
             raise config_error(paths, f"kubeconfig: {error.message}", "correct it") from None
 
 
-def command() -> click.Command:
+def plugin_command() -> click.Command:
     """The program with its options; its callback raises YunionError."""
 
     def start(*, check: bool, config: str, node_labels: str) -> None:
@@ -104,7 +104,7 @@ def command() -> click.Command:
         else:
             tune_malloc()
             set_up_log("info")
-            asyncio.run(run(options, paths, config, node_labels))
+            asyncio.run(run_plugin(options, paths, config, node_labels))
 
     return program_command(
         PROGRAM,
@@ -124,6 +124,6 @@ def command() -> click.Command:
 
 def main() -> None:
     try:
-        run_command(command(), PROGRAM)
+        run_command(plugin_command(), PROGRAM)
     except YunionError as error:
         sys.exit(print_error(PROGRAM, error))

@@ -92,7 +92,7 @@ class SlurmNode:
     """A node, read and changed by Slurm's commands; its methods raise SlurmError if a command fails."""
 
     def __init__(self, name: str = "") -> None:
-        self.name = name or os.environ.get("SLURMD_NODENAME") or node_name()
+        self.name = name or os.environ.get("SLURMD_NODENAME") or slurm_node_name()
 
     def state(self) -> NodeState:
         text = _answer("sinfo", "--noheader", f"--nodes={self.name}", "--format=%T|%G|%E")
@@ -141,7 +141,7 @@ class SlurmNode:
         return {gres for nodes, gres in lines if gres and nodes in ours}
 
 
-def node_name() -> str:
+def slurm_node_name() -> str:
     return socket.gethostname().partition(".")[0]
 
 

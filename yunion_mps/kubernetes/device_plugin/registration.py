@@ -82,7 +82,7 @@ class Registration:
         kubelet = version_of(self._kubelet)
         name, endpoint = self.resource.name, self.resource.endpoint
         request = device_plugin_api.RegisterRequest(device_plugin_api.VERSION, endpoint, name, OPTIONS)
-        await grpc.call(self._kubelet, device_plugin_api.REGISTER.path, request.encode(), _REGISTER_S)
+        await grpc.call_unary(self._kubelet, device_plugin_api.REGISTER.path, request.encode(), _REGISTER_S)
         log.info("registered %s with the kubelet", name)
         self._failures.clear()
         self._counts.registrations[name, DONE] += 1

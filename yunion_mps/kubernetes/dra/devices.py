@@ -329,8 +329,8 @@ def _attributes(
         _PCIE_ROOT: facts.pcie_roots.get(uuid, ""),
     }
     versions = {
-        "cudaComputeCapability": version_of((gpu["compute_capability"] if gpu else None) or ""),
-        "driverVersion": version_of(facts.driver_version),
+        "cudaComputeCapability": semantic_version((gpu["compute_capability"] if gpu else None) or ""),
+        "driverVersion": semantic_version(facts.driver_version),
     }
     attributes: dict[str, DeviceAttribute] = {
         name: {"string": _copied(text[:_MAX_VALUE])} for name, text in texts.items() if text
@@ -359,7 +359,7 @@ def bus_id(address: str) -> str:
     return full_address(physical_gpu(address))
 
 
-def version_of(text: str) -> str:
+def semantic_version(text: str) -> str:
     """The version as semver.org spells it: three numbers without leading zeros; empty if it is none."""
     numbers = re.findall(r"[0-9]+", text)[:3]
     return ".".join(str(int(number)) for number in [*numbers, "0", "0"][:3]) if numbers else ""

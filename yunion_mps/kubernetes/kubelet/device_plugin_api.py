@@ -9,7 +9,7 @@ encoding is proto3's (protobuf.dev/programming-guides/encoding).
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
-from yunion_mps.kubernetes.kubelet.protobuf import Empty, Message, number
+from yunion_mps.kubernetes.kubelet.protobuf import Empty, Message, field_number
 from yunion_mps.kubernetes.kubelet.rpc import Rpc
 
 if TYPE_CHECKING:
@@ -25,94 +25,94 @@ HEALTHY, UNHEALTHY = "Healthy", "Unhealthy"
 
 
 class DevicePluginOptions(Message):
-    pre_start_required: bool = number(1)
-    get_preferred_allocation_available: bool = number(2)
+    pre_start_required: bool = field_number(1)
+    get_preferred_allocation_available: bool = field_number(2)
 
 
 class RegisterRequest(Message):
-    version: str = number(1)
-    endpoint: str = number(2)
-    resource_name: str = number(3)
-    options: Optional[DevicePluginOptions] = number(4)
+    version: str = field_number(1)
+    endpoint: str = field_number(2)
+    resource_name: str = field_number(3)
+    options: Optional[DevicePluginOptions] = field_number(4)
 
 
 class NumaNode(Message):
-    id: int = number(1)
+    id: int = field_number(1)
 
 
 class TopologyInfo(Message):
-    nodes: tuple[NumaNode, ...] = number(1)
+    nodes: tuple[NumaNode, ...] = field_number(1)
 
 
 class PluginDevice(Message):
     """The API's `Device`. Its id has at most 63 characters."""
 
-    id: str = number(1)
-    health: str = number(2)
-    topology: Optional[TopologyInfo] = number(3)
+    id: str = field_number(1)
+    health: str = field_number(2)
+    topology: Optional[TopologyInfo] = field_number(3)
 
 
 class ListAndWatchResponse(Message):
-    devices: tuple[PluginDevice, ...] = number(1)
+    devices: tuple[PluginDevice, ...] = field_number(1)
 
 
 class ContainerPreferredAllocationRequest(Message):
-    available_device_ids: tuple[str, ...] = number(1)
-    must_include_device_ids: tuple[str, ...] = number(2)
-    allocation_size: int = number(3)
+    available_device_ids: tuple[str, ...] = field_number(1)
+    must_include_device_ids: tuple[str, ...] = field_number(2)
+    allocation_size: int = field_number(3)
 
 
 class PreferredAllocationRequest(Message):
-    container_requests: tuple[ContainerPreferredAllocationRequest, ...] = number(1)
+    container_requests: tuple[ContainerPreferredAllocationRequest, ...] = field_number(1)
 
 
 class ContainerPreferredAllocationResponse(Message):
-    device_ids: tuple[str, ...] = number(1)
+    device_ids: tuple[str, ...] = field_number(1)
 
 
 class PreferredAllocationResponse(Message):
-    container_responses: tuple[ContainerPreferredAllocationResponse, ...] = number(1)
+    container_responses: tuple[ContainerPreferredAllocationResponse, ...] = field_number(1)
 
 
 class ContainerAllocateRequest(Message):
-    device_ids: tuple[str, ...] = number(1)
+    device_ids: tuple[str, ...] = field_number(1)
 
 
 class AllocateRequest(Message):
-    container_requests: tuple[ContainerAllocateRequest, ...] = number(1)
+    container_requests: tuple[ContainerAllocateRequest, ...] = field_number(1)
 
 
 class CdiDevice(Message):
-    name: str = number(1)
+    name: str = field_number(1)
 
 
 class MountSpec(Message):
     """The API's `Mount`."""
 
-    container_path: str = number(1)
-    host_path: str = number(2)
-    read_only: bool = number(3)
+    container_path: str = field_number(1)
+    host_path: str = field_number(2)
+    read_only: bool = field_number(3)
 
 
 class DeviceSpec(Message):
-    container_path: str = number(1)
-    host_path: str = number(2)
-    permissions: str = number(3)
+    container_path: str = field_number(1)
+    host_path: str = field_number(2)
+    permissions: str = field_number(3)
 
 
 class ContainerAllocateResponse(Message):
-    envs: Mapping[str, str] = number(1)
-    mounts: tuple[MountSpec, ...] = number(2)
-    devices: tuple[DeviceSpec, ...] = number(3)
-    cdi_devices: tuple[CdiDevice, ...] = number(5)
+    envs: Mapping[str, str] = field_number(1)
+    mounts: tuple[MountSpec, ...] = field_number(2)
+    devices: tuple[DeviceSpec, ...] = field_number(3)
+    cdi_devices: tuple[CdiDevice, ...] = field_number(5)
 
 
 class AllocateResponse(Message):
-    container_responses: tuple[ContainerAllocateResponse, ...] = number(1)
+    container_responses: tuple[ContainerAllocateResponse, ...] = field_number(1)
 
 
 class PreStartContainerRequest(Message):
-    device_ids: tuple[str, ...] = number(1)
+    device_ids: tuple[str, ...] = field_number(1)
 
 
 REGISTER = Rpc("/v1beta1.Registration/Register", RegisterRequest, Empty)

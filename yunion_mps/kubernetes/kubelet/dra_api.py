@@ -8,7 +8,7 @@ v1beta1 only Device.share_id is missing), and dra-health/v1/api.proto, which v1a
 from collections.abc import Mapping
 from typing import Optional
 
-from yunion_mps.kubernetes.kubelet.protobuf import Empty, Message, number
+from yunion_mps.kubernetes.kubelet.protobuf import Empty, Message, field_number
 from yunion_mps.kubernetes.kubelet.rpc import Rpc
 
 #: The type of a DRA driver among the kubelet's plugins.
@@ -20,81 +20,81 @@ UNKNOWN_HEALTH, IS_HEALTHY, IS_UNHEALTHY = 0, 1, 2
 
 
 class PluginInfo(Message):
-    type: str = number(1)
-    name: str = number(2)
-    endpoint: str = number(3)
-    supported_versions: tuple[str, ...] = number(4)
+    type: str = field_number(1)
+    name: str = field_number(2)
+    endpoint: str = field_number(3)
+    supported_versions: tuple[str, ...] = field_number(4)
 
 
 class RegistrationStatus(Message):
-    plugin_registered: bool = number(1)
-    error: str = number(2)
+    plugin_registered: bool = field_number(1)
+    error: str = field_number(2)
 
 
 class ClaimReference(Message):
     """The API's `Claim`."""
 
-    namespace: str = number(1)
-    uid: str = number(2)
-    name: str = number(3)
+    namespace: str = field_number(1)
+    uid: str = field_number(2)
+    name: str = field_number(3)
 
 
 class NodePrepareResourcesRequest(Message):
-    claims: tuple[ClaimReference, ...] = number(1)
+    claims: tuple[ClaimReference, ...] = field_number(1)
 
 
 class PreparedDevice(Message):
     """The API's `Device`. It belongs to all requests of the claim if no request is named."""
 
-    request_names: tuple[str, ...] = number(1)
-    pool_name: str = number(2)
-    device_name: str = number(3)
-    cdi_device_ids: tuple[str, ...] = number(4)
-    share_id: str = number(5)
+    request_names: tuple[str, ...] = field_number(1)
+    pool_name: str = field_number(2)
+    device_name: str = field_number(3)
+    cdi_device_ids: tuple[str, ...] = field_number(4)
+    share_id: str = field_number(5)
 
 
 class NodePrepareResourceResponse(Message):
-    devices: tuple[PreparedDevice, ...] = number(1)
-    error: str = number(2)
+    devices: tuple[PreparedDevice, ...] = field_number(1)
+    error: str = field_number(2)
 
 
 class NodePrepareResourcesResponse(Message):
     """The result for each claim, by uid."""
 
-    claims: Mapping[str, NodePrepareResourceResponse] = number(1)
+    claims: Mapping[str, NodePrepareResourceResponse] = field_number(1)
 
 
 class NodeUnprepareResourcesRequest(Message):
-    claims: tuple[ClaimReference, ...] = number(1)
+    claims: tuple[ClaimReference, ...] = field_number(1)
 
 
 class NodeUnprepareResourceResponse(Message):
-    error: str = number(1)
+    error: str = field_number(1)
 
 
 class NodeUnprepareResourcesResponse(Message):
     """The result for each claim, by uid."""
 
-    claims: Mapping[str, NodeUnprepareResourceResponse] = number(1)
+    claims: Mapping[str, NodeUnprepareResourceResponse] = field_number(1)
 
 
 class DeviceIdentifier(Message):
-    pool_name: str = number(1)
-    device_name: str = number(2)
+    pool_name: str = field_number(1)
+    device_name: str = field_number(2)
 
 
 class DeviceHealth(Message):
     """`health` is a HealthStatus, `last_updated_time` is in s since 1970."""
 
-    device: Optional[DeviceIdentifier] = number(1)
-    health: int = number(2)
-    last_updated_time: int = number(3)
-    health_check_timeout_seconds: int = number(4)
-    message: str = number(5)
+    device: Optional[DeviceIdentifier] = field_number(1)
+    health: int = field_number(2)
+    last_updated_time: int = field_number(3)
+    health_check_timeout_seconds: int = field_number(4)
+    message: str = field_number(5)
 
 
 class NodeWatchResourcesResponse(Message):
-    devices: tuple[DeviceHealth, ...] = number(1)
+    devices: tuple[DeviceHealth, ...] = field_number(1)
 
 
 _REGISTRATION = "/pluginregistration.Registration"

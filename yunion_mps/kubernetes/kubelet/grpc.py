@@ -430,7 +430,7 @@ class _ClientConnection(_Connection):
         self.inbox.feed(data)
 
 
-async def call(socket_path: str, method: str, request: bytes, timeout_s: float) -> bytes:
+async def call_unary(socket_path: str, method: str, request: bytes, timeout_s: float) -> bytes:
     """Call a method of the server on this socket and return its one answer; raises RpcError."""
     loop = asyncio.get_running_loop()
     try:

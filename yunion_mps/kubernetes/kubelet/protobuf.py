@@ -33,7 +33,7 @@ class DecodeError(Exception):
     """The bytes are not an encoded message of the expected type."""
 
 
-def number(value: int) -> Any:
+def field_number(value: int) -> Any:
     """Give a message's field its number."""
     return value
 
@@ -41,7 +41,7 @@ def number(value: int) -> Any:
 @dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Message:
-    """A message. Its subclasses are frozen dataclasses with fields such as `name: str = number(1)`.
+    """A message. Its subclasses are frozen dataclasses with fields such as `name: str = field_number(1)`.
 
     A type is str, bool, int, an optional message, a tuple of these, or a Mapping from str to str or messages.
     The default is the empty value of the type.
