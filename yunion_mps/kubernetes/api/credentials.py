@@ -1,7 +1,9 @@
 """The API server's address and our credentials for it: a pod's service account, or a kubeconfig file.
 
-A pod finds both as kubernetes.io/docs/tasks/run-application/access-api-from-pod says; the file's format is in
-kubernetes.io/docs/reference/config-api/kubeconfig.v1. Credential plugins that a kubeconfig names are not run.
+Credential plugins that a kubeconfig names are not run.
+
+Source: Kubernetes: Accessing the Kubernetes API from a Pod, section "Directly accessing the REST API"; for a
+file, kubeconfig (v1), section "Config" (kubernetes.io/docs/reference/config-api/kubeconfig.v1).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from yunion_mps.text import parse_number
 
 #: The longest part of a host's name between dots (RFC 1035).
 _MAX_LABEL = 63
-_HTTPS_PORT, _HTTP_PORT = 443, 80
+_HTTPS_PORT = 443
+_HTTP_PORT = 80
 
 
 class ApiServerError(YunionError):
@@ -38,23 +41,28 @@ class ApiServerError(YunionError):
 
 
 class Access(NamedTuple):
-    """What a connection needs. `tls` is None for plain HTTP, `prefix` precedes all paths."""
+    """What a connection to the API server needs."""
 
     host: str
     port: int
+    #: None for plain HTTP.
     tls: ssl.SSLContext | None
+    #: The name in the server's certificate; None for plain HTTP.
     server_name: str | None
+    #: The bearer token, empty if a client certificate is used.
     token: str
-    prefix: str
+    #: What precedes all paths.
+    prefix: str = ""
 
     def checked(self, path: str) -> Access:
         """Return this object; raises ApiServerError if a value cannot be in a request or a connection."""
-        for what, value in (
-            ("host", self.host),
-            ("path", self.prefix),
-            ("token", self.token),
-            ("tls-server-name", self.server_name or ""),
-        ):
+        texts = {
+            "host": self.host,
+            "path": self.prefix,
+            "token": self.token,
+            "tls-server-name": self.server_name or "",
+        }
+        for what, value in texts.items():
             if not value.isascii() or not value.isprintable() or " " in value:
                 raise ApiServerError(f"{path}: the {what} contains invalid characters")
         for host in (self.host, self.server_name or "name"):
@@ -77,13 +85,21 @@ class ServiceAccount:
     """The credentials of a pod."""
 
     def __init__(self, host: str, port: int, paths: Paths) -> None:
-        self._host, self._port = host, port
+        self._host = host
+        self._port = port
         self._directory = paths.service_account
 
     def access(self) -> Access:
         token = _read(os.path.join(self._directory, "token")).strip()
-        tls = _tls_context(_read(os.path.join(self._directory, "ca.crt")))
-        return Access(self._host, self._port, tls, self._host, token, "").checked(self._directory)
+        authority = _read(os.path.join(self._directory, "ca.crt"))
+        access = Access(
+            host=self._host,
+            port=self._port,
+            tls=_tls_context(authority),
+            server_name=self._host,
+            token=token,
+        )
+        return access.checked(self._directory)
 
 
 class Kubeconfig:
@@ -102,7 +118,8 @@ class Kubeconfig:
             cluster = _named(document["clusters"], context["cluster"])["cluster"]
             user = {**(_named(document["users"], context["user"])["user"] or {})}
             url = urlsplit(cluster["server"])
-            host, port = url.hostname or "", url.port
+            host = url.hostname or ""
+            port = url.port
             is_tls = url.scheme == "https"
             unsupported = [key for key in ("exec", "auth-provider") if key in user]
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -111,24 +128,29 @@ class Kubeconfig:
         if unsupported:
             what = f"{self._path}: {unsupported[0]} is not supported: use a token or a client certificate"
             raise ApiServerError(what)
-        tls = self._tls(cluster, user) if is_tls else None
-        name = (cluster.get("tls-server-name") or host) if is_tls else None
-        token = self._text(user, "token", "tokenFile").strip()
-        port = port or (_HTTPS_PORT if is_tls else _HTTP_PORT)
-        return Access(host, port, tls, name and str(name), token, url.path.rstrip("/")).checked(self._path)
+        access = Access(
+            host=host,
+            port=port or (_HTTPS_PORT if is_tls else _HTTP_PORT),
+            tls=self._tls(cluster, user) if is_tls else None,
+            server_name=str(cluster.get("tls-server-name") or host) if is_tls else None,
+            token=self._text(user, "token", "tokenFile").strip(),
+            prefix=url.path.rstrip("/"),
+        )
+        return access.checked(self._path)
 
     def _tls(self, cluster: Mapping[str, Any], user: Mapping[str, Any]) -> ssl.SSLContext:
         authority = self._text(cluster, "certificate-authority-data", "certificate-authority")
         tls = _tls_context(authority)
         if cluster.get("insecure-skip-tls-verify"):
-            tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+            tls.check_hostname = False  # first: a context that checks it refuses CERT_NONE
+            tls.verify_mode = ssl.CERT_NONE
         certificate = self._text(user, "client-certificate-data", "client-certificate")
         if certificate:
             _load_certificate(tls, certificate, self._text(user, "client-key-data", "client-key"))
         return tls
 
     def _text(self, members: Mapping[str, Any], inline: str, file: str) -> str:
-        """The value of one of two members: itself, in base64 if its name ends with -data, or its file."""
+        """Return the value of `inline`, in base64 if its name ends with -data, or the content of `file`."""
         value = members.get(inline)
         if value and inline.endswith("-data"):
             try:
@@ -142,13 +164,16 @@ class Kubeconfig:
 
 
 def find_credentials(kubeconfig: str, paths: Paths, environment: Mapping[str, str]) -> ApiCredentials:
-    """The credentials of the kubeconfig file if one is set, otherwise the pod's; raises ApiServerError."""
+    """Return the credentials of the kubeconfig file if one is set, otherwise the pod's.
+
+    Raises ApiServerError if there are none.
+    """
     if kubeconfig:
         return Kubeconfig(kubeconfig)
-    host, port = (environment.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
-    number = parse_number(port)
-    if host and number is not None:
-        return ServiceAccount(host, number, paths)
+    host = environment.get("KUBERNETES_SERVICE_HOST", "")
+    port = parse_number(environment.get("KUBERNETES_SERVICE_PORT", ""))
+    if host and port is not None:
+        return ServiceAccount(host, port, paths)
     raise ApiServerError(
         "there are no credentials for the API server: kubeconfig is not set, and this is not a pod"
     )
@@ -167,7 +192,7 @@ def _read(path: str) -> str:
 
 
 def _tls_context(authority: str) -> ssl.SSLContext:
-    """A context that trusts this certificate authority, or the host's if it is empty."""
+    """Return a context that trusts this certificate authority, or the host's if it is empty."""
     try:
         return ssl.create_default_context(cadata=authority or None)
     except (ssl.SSLError, ValueError, TypeError) as error:

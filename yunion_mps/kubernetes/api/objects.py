@@ -2,6 +2,8 @@
 
 A type declares the members that are used here. Reading checks their types; null counts as missing, and other
 members are kept unchanged.
+
+Source: Kubernetes API Concepts, section "Resource URIs"; k8s.io/apimachinery, pkg/apis/meta/v1/types.go.
 """
 
 from __future__ import annotations
@@ -84,29 +86,35 @@ ObjectT = TypeVar("ObjectT", bound=ApiObject)
 
 @dataclass(frozen=True)
 class Resource(Generic[ObjectT]):
-    """A type of object, its path and the first Kubernetes that serves it, if that is a recent one.
+    """A type of object, and how it is asked for and read."""
 
-    `page` is how many objects are listed at once. `keep` returns what to keep of an object that was read, by
-    default everything.
-    """
-
+    #: The path of the API group and its version.
     prefix: str
+    #: The name of the type in paths.
     plural: str
     type: type[ObjectT]
+    #: The first Kubernetes that serves it, if that is a recent one.
     since: str = ""
+    #: How many objects are listed at once.
     page: int = 500
+    #: Returns what to keep of an object that was read, by default everything.
     keep: Callable[[ObjectT], ObjectT] = lambda stored: stored
 
     def path(self, name: str = "", namespace: str = "") -> str:
-        """The path of an object, or of all objects of the namespace or the cluster."""
-        parts = [self.prefix]
-        parts += [f"namespaces/{quote(namespace, safe='')}"] if namespace else []
-        parts += [self.plural]
-        parts += [quote(name, safe="")] if name else []
-        return "/".join(parts)
+        """Return the path of an object, or of all objects of the namespace or the cluster."""
+        path = self.prefix
+        if namespace:
+            path += f"/namespaces/{quote(namespace, safe='')}"
+        path += f"/{self.plural}"
+        if name:
+            path += f"/{quote(name, safe='')}"
+        return path
 
     def read(self, value: object) -> ObjectT:
-        """The value as a stored object, which has a name, uid and version; raises ApiServerError."""
+        """Return the value as a stored object, which has a name, uid and version.
+
+        Raises InvalidObjectError if it is not one.
+        """
         stored = read_as(self.type, value, self.plural)
         base: ApiObject = stored
         missing = {"name", "uid", "resourceVersion"} - base.get("metadata", {}).keys()
@@ -115,7 +123,7 @@ class Resource(Generic[ObjectT]):
         return self.keep(stored)
 
     def read_list(self, value: object) -> ObjectList:
-        """The value as a page of a list; raises ApiServerError."""
+        """Return the value as a page of a list; raises InvalidObjectError if it is not one."""
         page = read_as(ObjectList, value, self.plural)
         if not page["kind"].endswith("List") or not page["metadata"].get("resourceVersion"):
             raise _invalid(self.plural, "not a list")
@@ -123,12 +131,15 @@ class Resource(Generic[ObjectT]):
 
 
 def read_as(expected: type[T], value: object, where: str) -> T:
-    """The value if it has the type; raises ApiServerError, which says where it differs."""
+    """Return the value if it has the type; raises InvalidObjectError, which says where it differs.
+
+    `where` is what the message calls the value.
+    """
     return cast(T, _read(expected, value, where))
 
 
 def utc_s(time: Time) -> float:
-    """The time in seconds since 1970; raises ValueError."""
+    """Return the time in seconds since 1970; raises ValueError if it is not one."""
     return datetime.strptime(time, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc).timestamp()
 
 
@@ -137,19 +148,18 @@ def _read(expected: Any, value: Any, where: str) -> Any:
     if expected is object:
         return value
     if container is dict and isinstance(value, dict):
-        members, every = _members(expected)
-        read = {
-            name: _read(members.get(name, every), member, f"{where}.{name}")
-            for name, member in value.items()
-            if member is not None
-        }
+        members, others = _members(expected)
+        read: dict[str, Any] = {}
+        for name, member in value.items():
+            if member is not None:
+                read[name] = _read(members.get(name, others), member, f"{where}.{name}")
         missing = set(getattr(expected, "__required_keys__", ())) - read.keys()
         if missing:
             raise _invalid(f"{where}.{min(missing)}", "missing")
         return read
     if container is list and isinstance(value, list):
-        (each,) = get_args(expected)
-        return [_read(each, element, f"{where}[{index}]") for index, element in enumerate(value)]
+        (kind,) = get_args(expected)
+        return [_read(kind, element, f"{where}[{index}]") for index, element in enumerate(value)]
     if container or not _is_scalar(expected, value):
         raise _invalid(where, "invalid")
     return value
@@ -170,7 +180,7 @@ def _is_scalar(expected: Any, value: Any) -> bool:
 
 @cache
 def _members(expected: Any) -> tuple[Mapping[str, Any], Any]:
-    """The types of the declared members, and that of all others."""
+    """Return the types of the declared members, and that of all others."""
     if get_origin(expected) is dict:
         return {}, get_args(expected)[1]
     return get_type_hints(expected), object

@@ -1,4 +1,7 @@
-"""Quantities, as Kubernetes writes amounts: 6Gi, 33300m (k8s.io/apimachinery, pkg/api/resource)."""
+"""Quantities, as Kubernetes writes amounts: 6Gi, 33300m.
+
+Source: Kubernetes API, section "Quantity"; k8s.io/apimachinery, pkg/api/resource/quantity.go.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import re
 from yunion_mps.errors import InfeasibleError
 
 _KIB = 1024
-_SUFFIXES = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50}
-_SUFFIXES.update({"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18, "Ei": 1 << 60})
+_BINARY_SUFFIXES = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50, "Ei": 1 << 60}
+_DECIMAL_SUFFIXES = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
+_SUFFIXES = {"": 1, **_BINARY_SUFFIXES, **_DECIMAL_SUFFIXES}
 #: Kubernetes' quantities are smaller.
 _LIMIT = 1 << 63
 #: How much of what is not a quantity is shown.
@@ -16,7 +20,7 @@ _MAX_SHOWN = 64
 
 
 def memory_quantity(mib: int) -> str:
-    """The amount as the API server writes it: with the largest unit of which it is a multiple."""
+    """Return the amount as the API server writes it: with the largest unit of which it is a multiple."""
     for suffix in ("Mi", "Gi", "Ti"):
         if mib % _KIB or suffix == "Ti":
             return f"{mib}{suffix}"
@@ -25,13 +29,16 @@ def memory_quantity(mib: int) -> str:
 
 
 def percentage_quantity(percentage: float) -> str:
-    """33.3 as 33300m, and 25.0 as 25, as the API server writes them."""
+    """Return the percentage as the API server writes it: 33.3 as 33300m, and 25.0 as 25."""
     thousandths = round(percentage * 1000)
     return f"{thousandths}m" if thousandths % 1000 else str(thousandths // 1000)
 
 
 def quantity(text: str) -> float:
-    """The value of a quantity; raises InfeasibleError, also for one that no 64-bit integer can hold."""
+    """Return the value of a quantity.
+
+    Raises InfeasibleError if it is none, or if no 64-bit integer can hold it.
+    """
     match = re.fullmatch(r"([0-9]*\.?[0-9]+|[0-9]+\.)(?:[eE]([+-]?[0-9]{1,2})|(m|[KMGTPE]i|[kMGTPE])?)", text)
     if not match:
         raise _not_a_quantity(text)

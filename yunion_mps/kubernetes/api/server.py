@@ -1,7 +1,10 @@
 """A client of the Kubernetes API server: get, list, watch, create, replace and delete objects.
 
-The requests and answers are those of kubernetes.io/docs/reference/using-api/api-concepts. Every request has a
-connection of its own, for which the credentials are read again, because they are replaced regularly.
+Every request has a connection of its own, for which the credentials are read again, because they are replaced
+regularly.
+
+Source: Kubernetes API Concepts (kubernetes.io/docs/reference/using-api/api-concepts), sections "Resource
+URIs", "Efficient detection of changes" and "Retrieving large results sets in chunks".
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import contextlib
 import json
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -32,14 +35,16 @@ TIMEOUT_S = 30.0
 #: After how long the API server ends a watch, so that a dead connection is noticed, in s.
 _WATCH_S = 300
 #: The first and the longest delay after failures, in s.
-_DELAYS_S = (1.0, 60.0)
+_FIRST_DELAY_S = 1.0
+_LONGEST_DELAY_S = 60.0
 #: How many objects a list may have; a node has hundreds.
 _MAX_OBJECTS = 10_000
 _PIECE_BYTES = 1 << 18
 _DONE = (HTTPStatus.OK, HTTPStatus.CREATED, HTTPStatus.ACCEPTED)
 #: The types of a watch's events except ADDED and MODIFIED.
-_DELETED, _BOOKMARK, _ERROR = "DELETED", "BOOKMARK", "ERROR"
-
+_DELETED = "DELETED"
+_BOOKMARK = "BOOKMARK"
+_ERROR = "ERROR"
 
 NODES = Resource("/api/v1", "nodes", ApiObject)
 
@@ -53,23 +58,29 @@ class TooLargeError(ApiServerError):
 
 
 def missing_node(node: str) -> str:
-    """The message if the cluster has no such node."""
+    """Return the message if the cluster has no such node."""
     return (
         f"the cluster has no node {node}: correct nodeName, unless the kubelet has yet to register the node"
     )
 
 
 def node_failure(error: ApiServerError, node: str) -> str:
-    """The message of a failed request; a kubelet's credentials are refused for every node but its own."""
-    is_refused = error.status == HTTPStatus.FORBIDDEN
-    return error.message + (f" (if this node is not {node}, correct nodeName)" if is_refused else "")
+    """Return the message of a failed request for the node, or for something of it.
+
+    Source: Using Node Authorization (kubernetes.io/docs/reference/access-authn-authz/node): a kubelet's
+    credentials are refused for every node but its own.
+    """
+    if error.status == HTTPStatus.FORBIDDEN:
+        return f"{error.message} (if this node is not {node}, correct nodeName)"
+    return error.message
 
 
 class Backoff:
     """Delays after failures: each is twice the one before, varied by up to a half, until `reset`."""
 
-    def __init__(self, first_s: float = _DELAYS_S[0], longest_s: float = _DELAYS_S[1]) -> None:
-        self._first_s, self._longest_s = first_s, longest_s
+    def __init__(self, first_s: float = _FIRST_DELAY_S, longest_s: float = _LONGEST_DELAY_S) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
         self.reset()
 
     def reset(self) -> None:
@@ -92,6 +103,7 @@ class ApiServer:
         self._timeout_s = timeout_s
 
     async def get(self, resource: Resource[ObjectT], name: str, namespace: str = "") -> ObjectT:
+        """Return the object; raises MissingObjectError if there is none."""
         return resource.read(await self._call("GET", resource, resource.path(name, namespace)))
 
     async def _list_by(
@@ -105,16 +117,19 @@ class ApiServer:
             selection = {"fieldSelector": fields, "continue": token, "limit": str(size)}
             page = resource.read_list(await self._call("GET", resource, resource.path(), selection))
             listed += len(page["items"])
-            if listed > _MAX_OBJECTS:
-                raise _too_many(resource)
-            items += [found for item in page["items"] if (found := _readable(resource, item))]
-            token, version = page["metadata"].get("continue", ""), page["metadata"]["resourceVersion"]
+            _refuse_too_many(listed, resource)
+            for item in page["items"]:
+                stored = _readable(resource, item)
+                if stored:
+                    items.append(stored)
+            token = page["metadata"].get("continue", "")
+            version = page["metadata"]["resourceVersion"]
             del page  # before the next one is received
             if not token:
                 return items, version
 
     async def list(self, resource: Resource[ObjectT], fields: str = "") -> tuple[list[ObjectT], str]:
-        """All objects that the field selector matches, and the resource version from which to watch them.
+        """Return all objects that the field selector matches, and the version from which to watch them.
 
         An object that cannot be read is logged and left out. If a page is too large, the list begins again
         with smaller ones, because a token is only valid with the size of its page.
@@ -128,15 +143,18 @@ class ApiServer:
                     raise
                 size //= 2
 
-    async def create(self, resource: Resource[ObjectT], made: ObjectT) -> ObjectT:
+    async def create(self, resource: Resource[ObjectT], desired: ObjectT) -> ObjectT:
         """Create the object; return it as stored."""
-        return resource.read(await self._call("POST", resource, resource.path(), {}, made))
+        return resource.read(await self._call("POST", resource, resource.path(), body=desired))
 
-    async def replace(self, resource: Resource[ObjectT], changed: ObjectT) -> ObjectT:
-        """Replace the object; the status is 409 if its resource version is no longer the newest one."""
-        metadata = changed["metadata"]
+    async def replace(self, resource: Resource[ObjectT], desired: ObjectT) -> ObjectT:
+        """Replace the object; return it as stored.
+
+        The status of the error is 409 if its resource version is no longer the newest one.
+        """
+        metadata = desired["metadata"]
         path = resource.path(metadata["name"], metadata.get("namespace", ""))
-        return resource.read(await self._call("PUT", resource, path, {}, changed))
+        return resource.read(await self._call("PUT", resource, path, body=desired))
 
     async def delete(self, resource: Resource[Any], name: str) -> None:
         """Delete the object if there is one."""
@@ -164,9 +182,9 @@ class ApiServer:
             try:
                 items, version = await self.list(resource, fields)
                 listed = {item["metadata"]["uid"]: item for item in items}
-                missing = [item for uid, item in objects.items() if confirm and uid not in listed]
-                kept = [item for item in missing if not await self._is_gone(resource, item)]
-                objects = {**{item["metadata"]["uid"]: item for item in kept}, **listed}
+                if confirm:
+                    listed.update(await self._still_there(resource, objects, listed))
+                objects = listed
                 yield dict(objects)
                 backoff.reset()
                 while True:
@@ -176,16 +194,15 @@ class ApiServer:
                             if kind == _BOOKMARK:  # it has only a version
                                 version = read_as(Bookmark, value, kind)["metadata"]["resourceVersion"]
                                 continue
-                            changed = _readable(resource, value)
-                            if not changed:
+                            stored = _readable(resource, value)
+                            if not stored:
                                 continue
-                            version = changed["metadata"]["resourceVersion"]
+                            version = stored["metadata"]["resourceVersion"]
                             if kind == _DELETED:
-                                objects.pop(changed["metadata"]["uid"], None)
+                                objects.pop(stored["metadata"]["uid"], None)
                             else:
-                                objects[changed["metadata"]["uid"]] = changed
-                            if len(objects) > _MAX_OBJECTS:
-                                raise _too_many(resource)
+                                objects[stored["metadata"]["uid"]] = stored
+                            _refuse_too_many(len(objects), resource)
                             yield dict(objects)
                     finally:
                         await events.aclose()
@@ -196,8 +213,15 @@ class ApiServer:
                     on_failure(error)
                 await backoff.wait()
 
+    async def _still_there(
+        self, resource: Resource[ObjectT], known: Mapping[str, ObjectT], listed: Collection[str]
+    ) -> dict[str, ObjectT]:
+        """Return those of the known objects that are not listed, but have not been deleted either."""
+        missing = {uid: item for uid, item in known.items() if uid not in listed}
+        return {uid: item for uid, item in missing.items() if not await self._is_gone(resource, item)}
+
     async def _is_gone(self, resource: Resource[ObjectT], item: ObjectT) -> bool:
-        """Whether the object has been deleted; if we may not ask, it counts as there."""
+        """Return whether the object has been deleted; if we may not ask, it counts as there."""
         metadata = item["metadata"]
         try:
             stored = await self.get(resource, metadata["name"], metadata.get("namespace", ""))
@@ -213,16 +237,19 @@ class ApiServer:
         self, resource: Resource[Any], query: Mapping[str, str]
     ) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield the kind of each change and the object, until the API server ends the watch."""
-        more = {**query, "watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH_S)}
-        exchange = self._exchange("GET", resource.path(), more)
+        watch = {**query, "watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH_S)}
+        exchange = self._exchange("GET", resource.path(), watch)
         try:
             await _within(self._timeout_s, self._open(exchange, resource))
             pending = bytearray()
             while True:
                 piece = await _within(_WATCH_S + self._timeout_s, exchange.read())
                 exchange.hold(len(pending) + len(piece))
-                *lines, pending = (pending + piece).split(b"\n")
-                for line in filter(None, lines):
+                lines = (pending + piece).split(b"\n")
+                pending = lines.pop()
+                for line in lines:
+                    if not line:
+                        continue
                     event = _decoded(line)
                     if event["type"] == _ERROR:
                         raise _refusal(event["object"].get("code", 0), event["object"], resource)
@@ -279,17 +306,20 @@ class _Exchange:
         self._access = access
         self._http = h11.Connection(h11.CLIENT)
         headers = [("Host", access.authority), ("Accept", "application/json"), ("Connection", "close")]
-        headers += [("Authorization", f"Bearer {access.token}")] if access.token else []
+        if access.token:
+            headers.append(("Authorization", f"Bearer {access.token}"))
         if body:
             headers += [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
         events: list[h11.Event] = [h11.Request(method=method, target=access.prefix + target, headers=headers)]
-        events += [h11.Data(data=body)] if body else []
-        self._request = b"".join(self._http.send(event) or b"" for event in (*events, h11.EndOfMessage()))
+        if body:
+            events.append(h11.Data(data=body))
+        events.append(h11.EndOfMessage())
+        self._request = b"".join(self._http.send(event) or b"" for event in events)
         self._writer: asyncio.StreamWriter | None = None
         self._held_bytes = 0
 
     async def open(self) -> int:
-        """Connect, send the request, and return the status of the answer."""
+        """Connect, send the request, and return the status of the answer; raises ApiServerError."""
         access = self._access
         with _failures(access):
             self._reader, self._writer = await asyncio.open_connection(
@@ -304,7 +334,7 @@ class _Exchange:
             return event.status_code
 
     async def read(self) -> bytes:
-        """Some of the answer, empty at its end."""
+        """Return some of the answer, empty at its end; raises ApiServerError."""
         with _failures(self._access):
             while True:
                 event = await self._next()
@@ -314,6 +344,7 @@ class _Exchange:
                     return bytes(event.data)
 
     async def read_all(self) -> bytearray:
+        """Return the answer; raises ApiServerError, of which TooLargeError if it is too large."""
         answer = bytearray()
         while True:
             piece = await self.read()
@@ -365,7 +396,7 @@ async def _within(timeout_s: float, coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def _readable(resource: Resource[ObjectT], value: object) -> ObjectT | None:
-    """The object, None if it cannot be read, which is logged."""
+    """Return the object, None if it cannot be read, which is logged."""
     try:
         return resource.read(value)
     except ApiServerError as error:
@@ -373,12 +404,14 @@ def _readable(resource: Resource[ObjectT], value: object) -> ObjectT | None:
         return None
 
 
-def _too_many(resource: Resource[Any]) -> ApiServerError:
-    return ApiServerError(f"the API server lists more than {_MAX_OBJECTS} objects of {resource.plural}")
+def _refuse_too_many(number: int, resource: Resource[Any]) -> None:
+    """Raise ApiServerError if there are more objects than are kept."""
+    if number > _MAX_OBJECTS:
+        raise ApiServerError(f"the API server lists more than {_MAX_OBJECTS} objects of {resource.plural}")
 
 
 def _decoded(data: bytes | bytearray) -> Any:
-    """The object in an answer; raises ApiServerError."""
+    """Return the object in an answer; raises ApiServerError."""
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(data)
         if isinstance(value, dict):
@@ -387,7 +420,7 @@ def _decoded(data: bytes | bytearray) -> Any:
 
 
 def _refusal(status: int, answer: Mapping[str, Any], resource: Resource[Any]) -> ApiServerError:
-    """The error for an answer of kind Status, or one of a server that does not know the path."""
+    """Return the error for an answer of kind Status, or for one of a server that does not know the path."""
     text = f"the API server refused the request: {answer.get('message') or f'HTTP status {status}'}"
     if status != HTTPStatus.NOT_FOUND:
         return ApiServerError(text, status)

@@ -45,7 +45,7 @@ from yunion_mps.kubernetes.kubelet.device_plugin_api import (
 )
 from yunion_mps.kubernetes.kubelet.grpc import Method, RpcError, StatusCode
 from yunion_mps.kubernetes.kubelet.protobuf import Empty
-from yunion_mps.kubernetes.kubelet.rpc import rpc_method
+from yunion_mps.kubernetes.kubelet.rpc import answered_by
 from yunion_mps.kubernetes.metrics import DONE, REFUSED, Counts
 from yunion_mps.kubernetes.options import CDI, ENVIRONMENT, PluginOptions
 from yunion_mps.models import CDI_KIND
@@ -81,16 +81,15 @@ class DevicePlugin:
         self._message = b""
 
     def methods(self) -> dict[str, Method]:
-        """The methods of the device plugin, by their paths."""
-        return dict(
-            (
-                rpc_method(GET_OPTIONS, self._get_options),
-                rpc_method(GET_PREFERRED_ALLOCATION, self._get_preferred_allocation),
-                rpc_method(ALLOCATE, self._allocate),
-                rpc_method(PRE_START_CONTAINER, self._pre_start_container),
-                (LIST_AND_WATCH.path, Method(self._list_and_watch, is_stream=True)),
-            )
-        )
+        """Return the methods of the device plugin, by their paths."""
+        preferred_allocation = answered_by(GET_PREFERRED_ALLOCATION, self._get_preferred_allocation)
+        return {
+            GET_OPTIONS.path: answered_by(GET_OPTIONS, self._get_options),
+            GET_PREFERRED_ALLOCATION.path: preferred_allocation,
+            ALLOCATE.path: answered_by(ALLOCATE, self._allocate),
+            PRE_START_CONTAINER.path: answered_by(PRE_START_CONTAINER, self._pre_start_container),
+            LIST_AND_WATCH.path: Method(self._list_and_watch, is_stream=True),
+        }
 
     async def _list_and_watch(self, _: bytes) -> AsyncIterator[bytes]:
         sent: bytes | None = None

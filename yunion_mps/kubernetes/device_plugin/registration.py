@@ -11,6 +11,7 @@ from yunion_mps.host.log import Failures
 from yunion_mps.kubernetes.device_plugin.plugin import OPTIONS, DevicePlugin
 from yunion_mps.kubernetes.kubelet import device_plugin_api, grpc
 from yunion_mps.kubernetes.kubelet.directory import DirectoryWatch
+from yunion_mps.kubernetes.kubelet.rpc import call_rpc
 from yunion_mps.kubernetes.metrics import DONE, KUBELET, REFUSED
 from yunion_mps.paths import Paths
 from yunion_mps.tasks import first_of
@@ -82,7 +83,7 @@ class Registration:
         kubelet = version_of(self._kubelet)
         name, endpoint = self.resource.name, self.resource.endpoint
         request = device_plugin_api.RegisterRequest(device_plugin_api.VERSION, endpoint, name, OPTIONS)
-        await grpc.call_unary(self._kubelet, device_plugin_api.REGISTER.path, request.encode(), _REGISTER_S)
+        await call_rpc(self._kubelet, device_plugin_api.REGISTER, request, _REGISTER_S)
         log.info("registered %s with the kubelet", name)
         self._failures.clear()
         self._counts.registrations[name, DONE] += 1

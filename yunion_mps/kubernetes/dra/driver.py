@@ -33,7 +33,7 @@ from yunion_mps.kubernetes.kubelet.dra_api import (
 )
 from yunion_mps.kubernetes.kubelet.grpc import Method, RpcServer
 from yunion_mps.kubernetes.kubelet.protobuf import DecodeError, Empty
-from yunion_mps.kubernetes.kubelet.rpc import rpc_method
+from yunion_mps.kubernetes.kubelet.rpc import answered_by
 from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, KUBELET, REFUSED, Counts, ResourceHealth
 from yunion_mps.models import CDI_KIND
 from yunion_mps.paths import Paths
@@ -61,17 +61,16 @@ class DraDriver:
         self._counts = counts
 
     def methods(self) -> dict[str, Method]:
-        """The driver's methods, by their paths."""
-        return dict(
-            (
-                rpc_method(dra_api.PREPARE, self._prepare),
-                rpc_method(dra_api.PREPARE_BETA, self._prepare),
-                rpc_method(dra_api.UNPREPARE, self._unprepare),
-                rpc_method(dra_api.UNPREPARE_BETA, self._unprepare),
-                (dra_api.WATCH_HEALTH.path, Method(self._watch_health, is_stream=True)),
-                (dra_api.WATCH_HEALTH_ALPHA.path, Method(self._watch_health, is_stream=True)),
-            )
-        )
+        """Return the driver's methods, by their paths: an older kubelet calls the older version of each."""
+        health = Method(self._watch_health, is_stream=True)
+        return {
+            dra_api.PREPARE.path: answered_by(dra_api.PREPARE, self._prepare),
+            dra_api.PREPARE_BETA.path: answered_by(dra_api.PREPARE_BETA, self._prepare),
+            dra_api.UNPREPARE.path: answered_by(dra_api.UNPREPARE, self._unprepare),
+            dra_api.UNPREPARE_BETA.path: answered_by(dra_api.UNPREPARE_BETA, self._unprepare),
+            dra_api.WATCH_HEALTH.path: health,
+            dra_api.WATCH_HEALTH_ALPHA.path: health,
+        }
 
     async def _prepare(
         self, request: dra_api.NodePrepareResourcesRequest
@@ -184,7 +183,10 @@ class DraService:
         self._directories = (os.path.dirname(paths.dra_directory), paths.plugins_registry)
         self._driver = RpcServer(DraDriver(self._host, self._claims, node, counts).methods())
         self._registrar = RpcServer(
-            dict((rpc_method(dra_api.GET_INFO, self._get_info), rpc_method(dra_api.NOTIFY, self._notify)))
+            {
+                dra_api.GET_INFO.path: answered_by(dra_api.GET_INFO, self._get_info),
+                dra_api.NOTIFY.path: answered_by(dra_api.NOTIFY, self._notify),
+            }
         )
         self._failures = Failures(log, counts.errors)
 

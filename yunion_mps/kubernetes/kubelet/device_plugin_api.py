@@ -1,27 +1,20 @@
-"""The messages of the kubelet's two APIs and their protobuf encoding: the parts that the plugin uses.
+"""The messages between the kubelet and a device plugin: the parts that are used here.
 
-The field numbers are those of k8s.io/kubelet/pkg/apis: deviceplugin/v1beta1/api.proto and
-podresources/v1/api.proto. Newer kubelets may send fields that are unknown here, which are skipped. The
-encoding is proto3's (protobuf.dev/programming-guides/encoding).
+Source: Kubernetes: Device Plugins, section "Device plugin implementation"; the field numbers are those of
+k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1/api.proto.
 """
-# Without `from __future__ import annotations`, like client/values: a field's type says how it is encoded.
+# Without `from __future__ import annotations`, like protobuf: a field's type says how it is encoded.
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Optional
 
 from yunion_mps.kubernetes.kubelet.protobuf import Empty, Message, field_number
 from yunion_mps.kubernetes.kubelet.rpc import Rpc
 
-if TYPE_CHECKING:
-    from typing_extensions import dataclass_transform
-else:
-
-    def dataclass_transform(**_: bool) -> Any:
-        return lambda kind: kind
-
-
 VERSION = "v1beta1"
-HEALTHY, UNHEALTHY = "Healthy", "Unhealthy"
+#: The values of a device's health.
+HEALTHY = "Healthy"
+UNHEALTHY = "Unhealthy"
 
 
 class DevicePluginOptions(Message):

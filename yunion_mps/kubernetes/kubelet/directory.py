@@ -24,7 +24,10 @@ class KubeletDirectory:
     """
 
     def __init__(self, path: str) -> None:
-        """Raises OSError, and HostError if it was replaced by one to which we cannot write."""
+        """Open the directory, which is created if it does not exist.
+
+        Raises OSError, and HostError if it was replaced by one to which we cannot write.
+        """
         self._path = path
         try:
             os.makedirs(path, _MODE, exist_ok=True)
@@ -38,7 +41,7 @@ class KubeletDirectory:
 
     @property
     def is_current(self) -> bool:
-        """Whether other processes find the same directory."""
+        """Return whether other processes find the same directory."""
         opened = os.fstat(self.descriptor)
         with contextlib.suppress(OSError):
             # a pod still sees a removed directory that was mounted into it, but it has no links
@@ -47,6 +50,7 @@ class KubeletDirectory:
 
     @property
     def replaced(self) -> HostError:
+        """Return the error for a directory that was removed or replaced."""
         hint = "start the plugin again, unless systemd or the kubelet does"
         return HostError(f"{self._path} was removed or replaced", hint)
 
@@ -86,5 +90,5 @@ class DirectoryWatch:
             loop.remove_signal_handler(signal.SIGURG)
 
     def _report(self) -> None:
-        changed, self.changed = self.changed, asyncio.Event()
-        changed.set()
+        self.changed.set()
+        self.changed = asyncio.Event()

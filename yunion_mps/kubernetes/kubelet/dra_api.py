@@ -1,9 +1,9 @@
 """The messages between the kubelet and a driver for dynamic resource allocation (DRA), and its registration.
 
-The field numbers are those of k8s.io/kubelet/pkg/apis: pluginregistration/v1/api.proto, dra/v1/api.proto (in
-v1beta1 only Device.share_id is missing), and dra-health/v1/api.proto, which v1alpha1 equals.
+Source: k8s.io/kubelet/pkg/apis: pluginregistration/v1/api.proto, dra/v1/api.proto (in v1beta1 only
+Device.share_id is missing), and dra-health/v1/api.proto, which v1alpha1 equals.
 """
-# Without `from __future__ import annotations`, like device_plugin_api.
+# Without `from __future__ import annotations`, like protobuf: a field's type says how it is encoded.
 
 from collections.abc import Mapping
 from typing import Optional
@@ -16,7 +16,9 @@ PLUGIN_TYPE = "DRAPlugin"
 #: The services of the driver, as its registration lists them.
 SERVICES = ("v1.DRAPlugin", "v1beta1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
 #: The values of HealthStatus.
-UNKNOWN_HEALTH, IS_HEALTHY, IS_UNHEALTHY = 0, 1, 2
+UNKNOWN_HEALTH = 0
+IS_HEALTHY = 1
+IS_UNHEALTHY = 2
 
 
 class PluginInfo(Message):
@@ -100,23 +102,26 @@ class NodeWatchResourcesResponse(Message):
 _REGISTRATION = "/pluginregistration.Registration"
 GET_INFO = Rpc(f"{_REGISTRATION}/GetInfo", Empty, PluginInfo)
 NOTIFY = Rpc(f"{_REGISTRATION}/NotifyRegistrationStatus", RegistrationStatus, Empty)
-PREPARE, PREPARE_BETA = (
-    Rpc(
-        f"/k8s.io.kubelet.pkg.apis.dra.{version}.DRAPlugin/NodePrepareResources",
-        NodePrepareResourcesRequest,
-        NodePrepareResourcesResponse,
-    )
-    for version in ("v1", "v1beta1")
-)
-UNPREPARE, UNPREPARE_BETA = (
-    Rpc(
-        f"/k8s.io.kubelet.pkg.apis.dra.{version}.DRAPlugin/NodeUnprepareResources",
-        NodeUnprepareResourcesRequest,
-        NodeUnprepareResourcesResponse,
-    )
-    for version in ("v1", "v1beta1")
-)
-WATCH_HEALTH, WATCH_HEALTH_ALPHA = (
-    Rpc(f"/{version}.DRAResourceHealth/NodeWatchResources", Empty, NodeWatchResourcesResponse)
-    for version in ("v1", "v1alpha1")
-)
+
+
+def _prepare(version: str) -> Rpc[NodePrepareResourcesRequest, NodePrepareResourcesResponse]:
+    path = f"/k8s.io.kubelet.pkg.apis.dra.{version}.DRAPlugin/NodePrepareResources"
+    return Rpc(path, NodePrepareResourcesRequest, NodePrepareResourcesResponse)
+
+
+def _unprepare(version: str) -> Rpc[NodeUnprepareResourcesRequest, NodeUnprepareResourcesResponse]:
+    path = f"/k8s.io.kubelet.pkg.apis.dra.{version}.DRAPlugin/NodeUnprepareResources"
+    return Rpc(path, NodeUnprepareResourcesRequest, NodeUnprepareResourcesResponse)
+
+
+def _watch_health(version: str) -> Rpc[Empty, NodeWatchResourcesResponse]:
+    path = f"/{version}.DRAResourceHealth/NodeWatchResources"
+    return Rpc(path, Empty, NodeWatchResourcesResponse)
+
+
+PREPARE = _prepare("v1")
+PREPARE_BETA = _prepare("v1beta1")
+UNPREPARE = _unprepare("v1")
+UNPREPARE_BETA = _unprepare("v1beta1")
+WATCH_HEALTH = _watch_health("v1")
+WATCH_HEALTH_ALPHA = _watch_health("v1alpha1")

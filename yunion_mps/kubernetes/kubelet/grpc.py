@@ -1,7 +1,9 @@
 """gRPC over Unix sockets: a server, and unary calls, over h2's HTTP/2, without threads or C code.
 
-The protocol is described in github.com/grpc/grpc, doc/PROTOCOL-HTTP2.md. Messages are bytes here and are not
-compressed. grpcio is not used because its wheels are for one version of Python each.
+Messages are bytes here and are not compressed. grpcio is not used because its wheels are for one version of
+Python each.
+
+Source: github.com/grpc/grpc, doc/PROTOCOL-HTTP2.md, sections "Requests" and "Responses".
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ log = logging.getLogger(__name__)
 #: How many connections a server has: a kubelet makes a few.
 MAX_CONNECTIONS = 64
 #: A message is preceded by a byte that says whether it is compressed, and its length.
-_PREFIX_BYTES, _LENGTH_BYTES = 5, 4
+_PREFIX_BYTES = 5
+_LENGTH_BYTES = 4
 #: How much is written at once, because a peer may allow frames of megabytes.
 _PIECE_BYTES = 1 << 16
 #: A peer that makes us send without reading is disconnected once this much is waiting for it.
@@ -44,6 +47,7 @@ _CONTENT_TYPE = b"application/grpc"
 _MAX_TEXT = 1000
 #: The characters of a status message that need no percent-encoding.
 _PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+#: The units of a `grpc-timeout` header, in s.
 _UNITS_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 
 #: The only stream of a client's connection.
@@ -51,7 +55,10 @@ _CALL = 1
 
 
 class StatusCode(IntEnum):
-    """The statuses that are used here (doc/statuscodes.md)."""
+    """The statuses that are used here.
+
+    Source: github.com/grpc/grpc, doc/statuscodes.md.
+    """
 
     OK = 0
     UNKNOWN = 2
@@ -176,7 +183,8 @@ class _Connection(asyncio.Protocol):
         data = memoryview(b"\0" + len(message).to_bytes(_LENGTH_BYTES, "big") + message)
         while data:
             window = self._http.local_flow_control_window(stream)
-            size = min(window, self._http.max_outbound_frame_size, _PIECE_BYTES, len(data))
+            at_once = min(self._http.max_outbound_frame_size, _PIECE_BYTES)
+            size = min(window, at_once, len(data))
             if size <= 0 or self._is_paused:
                 self._may_send.clear()
                 await self._may_send.wait()
@@ -277,18 +285,17 @@ class _ServerConnection(_Connection):
         call = self._calls[stream] = _Call(is_stream=method is not None and method.is_stream)
         call.task = asyncio.ensure_future(self._answer(stream, call, method))
         loop = asyncio.get_running_loop()
-        late = RpcError(
-            StatusCode.DEADLINE_EXCEEDED, f"the request did not arrive within {self._receive_s:g} s"
-        )
+        what = f"the request did not arrive within {self._receive_s:g} s"
+        late = RpcError(StatusCode.DEADLINE_EXCEEDED, what)
         arrival = loop.call_later(self._receive_s, call.inbox.fail, late)
         call.inbox.message.add_done_callback(lambda _: arrival.cancel())
 
-        def ended(_: object) -> None:
+        def forget(_: object) -> None:
             arrival.cancel()
             call.inbox.close()
             self._calls.pop(stream, None)
 
-        call.task.add_done_callback(ended)
+        call.task.add_done_callback(forget)
         timeout_s = _seconds(headers.get(b"grpc-timeout", b""))
         if timeout_s is not None:
             expired = RpcError(StatusCode.DEADLINE_EXCEEDED, "the call's deadline has passed")
@@ -353,20 +360,24 @@ class RpcServer:
         self._version: FileVersion | None = None
 
     async def open(self, path: str) -> None:
-        """Listen there, in place of a socket that an earlier process has left; raises OSError."""
+        """Listen there, in place of a socket that an earlier process has left.
+
+        Raises OSError if that is not possible.
+        """
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(
             lambda: _ServerConnection(self._methods, self._connections, self._receive_s),
             path,
             start_serving=False,
         )
-        self._path, self._version = path, version_of(path)
+        self._path = path
+        self._version = version_of(path)
         os.chmod(path, 0o600)
         await self._server.start_serving()
 
     @property
     def is_reachable(self) -> bool:
-        """Whether clients can connect to the socket: its name may have been removed or replaced."""
+        """Return whether clients can connect to the socket: its name may have been removed or replaced."""
         return self._version is not None and version_of(self._path) == self._version
 
     async def close(self) -> None:
@@ -376,7 +387,8 @@ class RpcServer:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._path)
             self._server.close()
-        await asyncio.gather(*(connection.drain() for connection in list(self._connections)))
+        draining = [connection.drain() for connection in self._connections]
+        await asyncio.gather(*draining)
 
 
 class _ClientConnection(_Connection):
@@ -416,22 +428,26 @@ class _ClientConnection(_Connection):
             super()._on_event(event)
 
     def _on_headers(self, headers: Mapping[bytes, bytes]) -> None:
-        http_status, status = headers.get(b":status", b"200"), headers.get(b"grpc-status")
+        http_status = headers.get(b":status", b"200")
+        status = headers.get(b"grpc-status")
         if http_status != b"200":
             self.inbox.fail(RpcError(StatusCode.UNKNOWN, f"HTTP status {http_status.decode('latin-1')}"))
         elif status == b"0":
             self.inbox.end()
         elif status is not None:
             text = unquote(headers.get(b"grpc-message", b"").decode("latin-1"))
-            number = parse_number(status.decode("latin-1"))
-            self.inbox.fail(RpcError(StatusCode.UNKNOWN if number is None else number, text))
+            code = parse_number(status.decode("latin-1"))
+            self.inbox.fail(RpcError(StatusCode.UNKNOWN if code is None else code, text))
 
     def _on_data(self, _: int, data: bytes) -> None:
         self.inbox.feed(data)
 
 
 async def call_unary(socket_path: str, method: str, request: bytes, timeout_s: float) -> bytes:
-    """Call a method of the server on this socket and return its one answer; raises RpcError."""
+    """Call a method of the server on this socket and return its one answer.
+
+    Raises RpcError with the server's status, or UNAVAILABLE or DEADLINE_EXCEEDED if there is no answer.
+    """
     loop = asyncio.get_running_loop()
     try:
         _, connection = await loop.create_unix_connection(_ClientConnection, socket_path)

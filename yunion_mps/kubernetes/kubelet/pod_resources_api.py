@@ -1,12 +1,12 @@
-"""The kubelet's API of pods and their devices: the parts that the plugin uses.
+"""The kubelet's list of pods and of what their containers have: the parts that are used here.
 
-The field numbers are those of k8s.io/kubelet/pkg/apis, podresources/v1/api.proto.
+Source: Kubernetes: Device Plugins, section "Monitoring device plugin resources"; the field numbers are those
+of k8s.io/kubelet/pkg/apis/podresources/v1/api.proto.
 """
-# Without `from __future__ import annotations`, like protobuf.
+# Without `from __future__ import annotations`, like protobuf: a field's type says how it is encoded.
 
-from yunion_mps.kubernetes.kubelet import grpc
 from yunion_mps.kubernetes.kubelet.protobuf import Empty, Message, field_number
-from yunion_mps.kubernetes.kubelet.rpc import Rpc
+from yunion_mps.kubernetes.kubelet.rpc import Rpc, call_rpc
 from yunion_mps.paths import Paths
 
 #: How long the kubelet has to answer, in s.
@@ -45,7 +45,12 @@ LIST_POD_RESOURCES = Rpc("/v1.PodResourcesLister/List", Empty, ListPodResourcesR
 
 
 async def list_containers(paths: Paths) -> list[ContainerResources]:
-    """The containers of the kubelet's pods, except init containers; raises RpcError and DecodeError."""
-    data = await grpc.call_unary(paths.pod_resources, LIST_POD_RESOURCES.path, b"", _KUBELET_S)
-    pods = LIST_POD_RESOURCES.answer.decode(data).pod_resources
-    return [container for pod in pods for container in pod.containers]
+    """Return the containers of the kubelet's pods; it does not list init containers.
+
+    Raises RpcError if the kubelet does not answer, and DecodeError if its answer cannot be read.
+    """
+    answer = await call_rpc(paths.pod_resources, LIST_POD_RESOURCES, Empty(), _KUBELET_S)
+    containers: list[ContainerResources] = []
+    for pod in answer.pod_resources:
+        containers += pod.containers
+    return containers

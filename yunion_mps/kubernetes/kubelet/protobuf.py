@@ -1,12 +1,14 @@
-"""Messages and their protobuf encoding, which is proto3's (protobuf.dev/programming-guides/encoding).
+"""Messages and their encoding, which is proto3's.
 
 A kubelet may send fields that are unknown here, because it is newer: they are skipped.
+
+Source: Protocol Buffers Documentation, section "Encoding" (protobuf.dev/programming-guides/encoding).
 """
 # Without `from __future__ import annotations`, like client/values: a field's type says how it is encoded.
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -16,12 +18,11 @@ else:
         return lambda kind: kind
 
 
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-
-_FIXED_LENGTHS = {_FIXED64: 8, _FIXED32: 4}
-
+#: The wire types; those of numbers of fixed length, with their lengths in bytes, are only skipped.
+_VARINT = 0
+_LENGTH = 2
+_FIXED_LENGTHS = {1: 8, 5: 4}
 _NUMBER_BITS = 64
-
 #: The most fields of a message. A node has at most 71,680 units of memory, and an empty field takes 150
 #: times its two bytes once it is decoded.
 _MAX_FIELDS = 100_000
@@ -49,7 +50,8 @@ class Message:
 
     def __init_subclass__(cls) -> None:
         for name, hint in get_type_hints(cls).items():
-            arguments, collection = get_args(hint), {tuple: tuple, Mapping: dict}.get(get_origin(hint))
+            arguments = get_args(hint)
+            collection = {tuple: tuple, Mapping: dict}.get(get_origin(hint))
             kind = arguments[1 if collection is dict else 0] if arguments else hint
             default = collection or (type(None) if arguments else kind)
             metadata = {"number": getattr(cls, name), "kind": kind, "collection": collection}
@@ -59,33 +61,43 @@ class Message:
     def encode(self) -> bytes:
         encoded = bytearray()
         for member in fields(self):
-            value, collection = getattr(self, member.name), member.metadata["collection"]
-            if collection is dict:
-                value = [_encode_field(1, key) + _encode_field(2, item) for key, item in value.items()]
-            elif collection is None:
-                value = [] if value in (None, "", 0) else [value]  # a default is not sent
-            for item in value:
-                encoded += _encode_field(member.metadata["number"], item)
+            number = member.metadata["number"]
+            for value in _values_of(getattr(self, member.name), member.metadata["collection"]):
+                encoded += _encode_field(number, value)
         return bytes(encoded)
 
     @classmethod
     def decode(cls: type[MessageT], data: bytes) -> MessageT:  # noqa: PYI019 - there is no Self before 3.11
-        """The message; raises DecodeError."""
+        """Return the message.
+
+        Raises DecodeError if the bytes are not one of this type.
+        """
         encoded: dict[tuple[int, int], list[Any]] = {}
         for number, wire_type, raw in _split(data):
             encoded.setdefault((number, wire_type), []).append(raw)
         values: dict[str, Any] = {}
         for member in fields(cls):
-            number, kind, collection = member.metadata.values()
+            kind = member.metadata["kind"]
+            collection = member.metadata["collection"]
             decode = _decode_entry if collection is dict else _decode_value
             wire_type = _VARINT if kind in (int, bool) else _LENGTH
-            if items := [decode(kind, raw) for raw in encoded.get((number, wire_type), ())]:
+            items = [decode(kind, raw) for raw in encoded.get((member.metadata["number"], wire_type), ())]
+            if items:  # of a field that is no collection, the last value counts
                 values[member.name] = collection(items) if collection else items[-1]
         return cls(**values)
 
 
 class Empty(Message):
     """Also stands for other messages without fields: their encoding is the same."""
+
+
+def _values_of(value: Any, collection: Any) -> Sequence[Any]:
+    """Return what is sent of a field's value: the entries of a map are messages, and no default is sent."""
+    if collection is dict:
+        return [_encode_field(1, key) + _encode_field(2, item) for key, item in value.items()]
+    if collection is tuple:
+        return cast("Sequence[Any]", value)
+    return [] if value in (None, "", 0) else [value]
 
 
 def _encode_field(number: int, value: Union[int, str, bytes, Message]) -> bytes:
@@ -96,7 +108,7 @@ def _encode_field(number: int, value: Union[int, str, bytes, Message]) -> bytes:
 
 
 def _encode_number(value: int) -> bytes:
-    """The varint of a number; a negative one is its complement to 2 to the power of 64."""
+    """Return the varint of a number; a negative one is its complement to 2 to the power of 64."""
     value %= 1 << _NUMBER_BITS
     encoded = bytearray()
     while value > 0x7F:
@@ -107,8 +119,9 @@ def _encode_number(value: int) -> bytes:
 
 
 def _decode_number(data: bytes, start: int) -> tuple[int, int]:
-    """The number at `start`, and where the next part starts; raises DecodeError."""
-    value = shift = 0
+    """Return the number at `start`, and where the next part starts; raises DecodeError."""
+    value = 0
+    shift = 0
     for place in range(start, len(data)):
         value |= (data[place] & 0x7F) << shift
         shift += 7
@@ -128,7 +141,8 @@ def _split(data: bytes) -> Iterator[tuple[int, int, Union[int, bytes]]]:
             raise DecodeError(f"it has more than {_MAX_FIELDS} fields")
         fields_left -= 1
         key, place = _decode_number(data, place)
-        number, wire_type = key >> 3, key & 7
+        number = key >> 3
+        wire_type = key & 7
         if not number:
             raise DecodeError("a field has the number 0")
         if wire_type == _VARINT:
@@ -148,16 +162,20 @@ def _split(data: bytes) -> Iterator[tuple[int, int, Union[int, bytes]]]:
 
 
 def _decode_entry(kind: type, raw: bytes) -> tuple[str, Any]:
-    """The key and value of a map's entry."""
+    """Return the key and value of a map's entry."""
     parts = {number: part for number, wire_type, part in _split(raw) if wire_type == _LENGTH}
-    return _decode_value(str, parts.get(1, b"")), _decode_value(kind, parts.get(2, b""))
+    key = _decode_value(str, parts.get(1, b""))
+    return key, _decode_value(kind, parts.get(2, b""))
 
 
 def _decode_value(kind: type, raw: Any) -> Any:
     if issubclass(kind, Message):
         return kind.decode(raw)
-    if kind is not str:
-        return bool(raw) if kind is bool else raw - (1 << _NUMBER_BITS) if raw >> _NUMBER_BITS - 1 else raw
+    if kind is bool:
+        return bool(raw)
+    if kind is int:
+        is_negative = raw >> _NUMBER_BITS - 1
+        return raw - (1 << _NUMBER_BITS) if is_negative else raw
     try:
         return raw.decode()
     except UnicodeDecodeError:

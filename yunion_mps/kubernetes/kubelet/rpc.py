@@ -1,4 +1,4 @@
-"""Methods of gRPC services whose messages have types."""
+"""Methods of gRPC services whose messages have types: called, or answered."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from yunion_mps.kubernetes.kubelet.grpc import Method, RpcError, StatusCode
+from yunion_mps.kubernetes.kubelet.grpc import Method, RpcError, StatusCode, call_unary
 from yunion_mps.kubernetes.kubelet.protobuf import DecodeError, Message
 
 RequestT = TypeVar("RequestT", bound="Message")
-
 AnswerT = TypeVar("AnswerT", bound="Message")
 
 
@@ -23,9 +22,19 @@ class Rpc(Generic[RequestT, AnswerT]):
     answer: type[AnswerT]
 
 
-def rpc_method(
-    rpc: Rpc[RequestT, AnswerT], answer: Callable[[RequestT], Awaitable[AnswerT]]
-) -> tuple[str, Method]:
+async def call_rpc(
+    socket_path: str, rpc: Rpc[RequestT, AnswerT], request: RequestT, timeout_s: float
+) -> AnswerT:
+    """Call the method of the server on this socket, and return its one answer.
+
+    Raises RpcError if the call fails, and DecodeError if the answer cannot be read.
+    """
+    return rpc.answer.decode(await call_unary(socket_path, rpc.path, request.encode(), timeout_s))
+
+
+def answered_by(rpc: Rpc[RequestT, AnswerT], answer: Callable[[RequestT], Awaitable[AnswerT]]) -> Method:
+    """Return the method as a server answers it: `answer` gets the request, and returns the one answer."""
+
     async def answers(data: bytes) -> AsyncIterator[bytes]:
         try:
             request = rpc.request.decode(data)
@@ -33,4 +42,4 @@ def rpc_method(
             raise RpcError(StatusCode.INVALID_ARGUMENT, f"the request cannot be decoded: {error}") from None
         yield (await answer(request)).encode()
 
-    return rpc.path, Method(answers)
+    return Method(answers)
