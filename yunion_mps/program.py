@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, Union
 
 import click
@@ -39,7 +39,7 @@ def program_command(
     callback: Callable[..., Any],
     about: str,
     statuses: str,
-    *options: Callable[[click.Command], click.Command],
+    options: Iterable[Callable[[click.Command], click.Command]],
 ) -> click.Command:
     """Return the command of a program without subcommands, with these options and `--version`.
 

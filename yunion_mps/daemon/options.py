@@ -92,8 +92,7 @@ def command() -> click.Command:
             check=check, require_driver=require_driver, restore=restore, adopt=adopt, log_level=level
         )
 
-    return program_command(
-        PROGRAM, check_options, _HELP, _STATUSES,
+    options = (
         click.option("--check", is_flag=True, help="Check the configuration against the GPUs, and exit."),
         click.option(
             "--require-driver", is_flag=True,
@@ -113,3 +112,4 @@ def command() -> click.Command:
             help=f"Log messages of this level and above: {', '.join(LEVELS)}. Default: info.",
         ),
     )  # fmt: skip
+    return program_command(PROGRAM, check_options, _HELP, _STATUSES, options)

@@ -76,10 +76,11 @@ class DaemonWatch:
         await first_of(self._follow(), self._probe())
 
     async def pools(self) -> Sequence[Pool]:
+        """Return all pools; raises YunionError."""
         return (await self._get(GET_POOLS))["pools"]
 
     async def devices(self, kind: type[DeviceT]) -> list[DeviceT]:
-        """All devices, each with the members that `kind` declares; raises YunionError.
+        """Return all devices, each with the members that `kind` declares; raises YunionError.
 
         If their number has changed between two pages, they are read again.
         """
@@ -90,10 +91,10 @@ class DaemonWatch:
             totals: set[int] = set()
             while len(devices) < max(totals, default=1):
                 page = await self._get(GET_DEVICES, limit=_PAGE, offset=len(devices))
-                every = cast("list[Mapping[str, object]]", page["isolated_devices"])
-                devices += (cast("DeviceT", {name: _shared(one[name]) for name in members}) for one in every)
+                listed = cast("list[Mapping[str, object]]", page["isolated_devices"])
+                devices += [cast("DeviceT", _summarized(device, members)) for device in listed]
                 totals.add(page["total"])
-                if not every:
+                if not listed:
                     break
             if totals == {len(devices)}:
                 return devices
@@ -112,8 +113,10 @@ class DaemonWatch:
                 await self._read()
                 self._failing_since_s = None
                 await asyncio.sleep(_PAUSE_S)
-                changes = (self._change(*request) for request in self._seen)
-                await first_of(*changes, self._has_failed.wait(), asyncio.sleep(self._reread_s))
+                ends: list[Awaitable[object]] = [self._has_failed.wait(), asyncio.sleep(self._reread_s)]
+                for operation, request in self._seen:
+                    ends.append(self._change(operation, request))
+                await first_of(*ends)
             except YunionError as error:
                 self._note_failure(error)
                 await asyncio.sleep(_PAUSE_S)
@@ -143,13 +146,17 @@ class DaemonWatch:
             self._lose(error)
 
 
-def _shared(value: object) -> object:
-    """The value; of equal strings, such as the UUID of a GPU's devices, only one is kept."""
-    return sys.intern(value) if isinstance(value, str) else value
+def _summarized(device: Mapping[str, object], members: Sequence[str]) -> dict[str, object]:
+    """Return these members of the device; strings are interned, because thousands of devices repeat them."""
+    summary: dict[str, object] = {}
+    for name in members:
+        value = device[name]
+        summary[name] = sys.intern(value) if isinstance(value, str) else value
+    return summary
 
 
 async def call_patiently(
     daemon: AsyncDaemonClient, operation: Operation[T], timeout_s: float, **arguments: Value
 ) -> T:
-    """Call the daemon, and retry for `timeout_s` while it restarts; raise YunionError after twice that."""
+    """Call the daemon, and retry for `timeout_s` while it restarts; raises YunionError after twice that."""
     return await Retrier(daemon, timeout_s, log.info).call(operation, timeout_s, **arguments)

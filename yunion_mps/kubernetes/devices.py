@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class KnownDevice(TypedDict):
-    """What is read of a `Device`: hosts have thousands, which would take 10 MiB in full."""
+    """The members of a `Device` that are read: hosts have thousands, which would take 10 MiB in full."""
 
     addr: str
     gpu_uuid: str
@@ -48,16 +48,18 @@ def select_offered(
 
 
 def _is_made_for_a_lease(device: KnownDevice) -> bool:
-    """Whether the device is part of a pool, whose memory is offered instead."""
+    """Return whether the device is part of a pool, whose memory is offered instead."""
     return device["addr"].rpartition("-")[2].startswith("m")
 
 
 def unhealthy_cause(device: KnownDevice, other_leases: Collection[str]) -> str:
-    """Why no container may get the device, empty if one may, or has it.
+    """Return why no container may get the device, empty if one may, or has it.
 
     `other_leases` are those of other holders, read after the device, so one that has ended since is missing.
     """
     is_ours = device["state"] == LEASED and device["lease"] not in other_leases
     if is_ours or device["state"] in (FREE, RESERVED):
         return ""
-    return device["reason"] or (f"leased to {device['holder']}" if device["holder"] else device["state"])
+    if device["reason"]:
+        return device["reason"]
+    return f"leased to {device['holder']}" if device["holder"] else device["state"]

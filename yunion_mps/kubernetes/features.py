@@ -1,8 +1,11 @@
 """Node labels without the API server: a feature file that Node Feature Discovery reads.
 
-The format is `NAME=VALUE` on each line (kubernetes-sigs.github.io/node-feature-discovery, local features).
-The names of nvidia.com are those of NVIDIA's GPU Feature Discovery, so its node selectors also match ours.
-A file whose first line is not our own label belongs to another program: it is not overwritten or removed.
+The format is `NAME=VALUE` on each line. The names of nvidia.com are those of NVIDIA's GPU Feature Discovery,
+so its node selectors also match ours. A file whose first line is not our own label belongs to another
+program: it is not overwritten or removed.
+
+Source: Node Feature Discovery, Customization guide, section "Local feature source"; for the names, NVIDIA's
+k8s-device-plugin, docs/gpu-feature-discovery/README.md, section "Generated Labels".
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from yunion_mps.enums import MPS
@@ -32,17 +35,19 @@ _GPU = "nvidia.com/gpu"
 
 
 def is_foreign(path: str) -> bool:
-    """Whether something exists at `path` that is not a feature file of this plugin."""
+    """Return whether something exists at `path` that is not a feature file of this plugin."""
     if not os.path.isfile(path):
         return os.path.lexists(path)
     return not read_text(path).startswith(f"{_FIRST}=")
 
 
 class GpuKind(NamedTuple):
-    """A GPU, or a MIG instance of this profile, by UUID, and one way in which it is shared."""
+    """A GPU or MIG instance, and one way in which it is shared."""
 
+    #: Its UUID.
     gpu: str
     sharing: str
+    #: The profile of a MIG instance; None for a GPU.
     mig_profile: str | None = None
 
 
@@ -52,16 +57,18 @@ def labels_of(
     memory_units: int | None = None,
     mig_strategy: str = NONE,
 ) -> dict[str, str]:
-    """The node's labels, which do not depend on the health of what is offered; none if nothing is.
+    """Return the node's labels, which do not depend on the health of what is offered; none if nothing is.
 
     `devices` has the number of devices of each GPU, `pools` the GPUs whose memory is offered; `memory_units`
     is None if memory is not counted in units.
     """
     if not devices and not pools:
         return {}
+    gpus = {kind.gpu for kind in devices}.union(pools)
+    has_mps = bool(pools) or any(kind.sharing == MPS for kind in devices)
     labels = {
-        _FIRST: str(len({kind.gpu for kind in devices}.union(pools))),
-        "nvidia.com/mps.capable": str(bool(pools) or any(kind.sharing == MPS for kind in devices)).lower(),
+        _FIRST: str(len(gpus)),
+        "nvidia.com/mps.capable": "true" if has_mps else "false",
         "yunion.io/mps.devices": str(sum(devices.values())),
     }
     if memory_units is not None:
@@ -86,7 +93,7 @@ def labels_of(
 
 
 def _common(label: str, values: Iterable[object]) -> dict[str, str]:
-    """The label if there is one value, which is true of all GPUs."""
+    """Return the label if there is one value, which is true of all GPUs."""
     different = set(values)
     return {label: str(different.pop())} if len(different) == 1 else {}
 
@@ -108,15 +115,18 @@ class FeatureFile:
         failures = Failures(log)
         try:
             while True:
-                changes, labels = self._changes(), self._labels()
+                changes = self._changes()
+                labels = self._labels()
                 try:
                     self._write(labels, written)
                     written = labels
                     failures.clear()
                 except OSError as error:
                     failures.report(f"featureFile {self._path} cannot be written: {error.strerror}")
-                retry = [asyncio.sleep(_RETRY_S)] if failures.cause else []
-                await first_of(*(changed.wait() for changed in changes), *retry)
+                ends: list[Awaitable[object]] = [changed.wait() for changed in changes]
+                if failures.cause:
+                    ends.append(asyncio.sleep(_RETRY_S))
+                await first_of(*ends)
         finally:
             self._remove()
 

@@ -35,9 +35,12 @@ log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 _PROGRAM = "yunion_mps_kubelet_plugin"
 #: The results of what the kubelet asks for.
-DONE, REFUSED = "done", "refused"
+DONE = "done"
+REFUSED = "refused"
 #: The programs whose failures are counted.
-DAEMON, KUBELET, API_SERVER = "daemon", "kubelet", "api_server"
+DAEMON = "daemon"
+KUBELET = "kubelet"
+API_SERVER = "api_server"
 #: The buckets of the time that a container's start waits, in s: up to that for a daemon that restarts.
 _BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 #: Few clients are expected: programs on this host or, in a cluster, the monitoring system.
@@ -77,13 +80,22 @@ class ResourceHealth:
 
 
 class PluginMetric(NamedTuple):
-    """A metric of the plugin, whose samples are made of its counts and the health of its resources."""
+    """A metric of the plugin.
+
+    `samples` are made of the program's counts and the health of its resources.
+    """
 
     kind: str
     name: str
     help: str
     labels: tuple[str, ...]
     samples: Callable[[Counts, Sequence[ResourceHealth]], Iterable[Sample]]
+
+
+def _of_program(counts: Counts, _: Sequence[ResourceHealth]) -> Iterator[Sample]:
+    """Yield the failed requests of each program that was asked."""
+    for program, number in counts.errors.items():
+        yield (program,), number
 
 
 def _counter(name: str, help_: str, of: Callable[[Counts], Counter[tuple[str, str]]]) -> PluginMetric:
@@ -127,7 +139,7 @@ PLUGIN_CATALOGUE = (
     PluginMetric(
         COUNTER, f"{_PROGRAM}_errors_total",
         "Total number of requests to the program that have failed.", ("program",),
-        lambda counts, _: (((program,), number) for program, number in counts.errors.items()),
+        _of_program,
     ),
 )  # fmt: skip
 
@@ -155,15 +167,24 @@ class MetricsPage:
         return Response(200, OPENMETRICS_TYPE if openmetrics else PLAIN_TYPE, text)
 
     def text(self, *, openmetrics: bool = False) -> bytes:
-        families = (
-            Family(*metric[:-1], metric.samples(self._counts, self._resources)) for metric in PLUGIN_CATALOGUE
-        )
+        """Return all metrics, in the format of OpenMetrics or in Prometheus' older one."""
+        families: list[Family] = []
+        for metric in PLUGIN_CATALOGUE:
+            family = Family(
+                kind=metric.kind,
+                name=metric.name,
+                help=metric.help,
+                labels=metric.labels,
+                samples=metric.samples(self._counts, self._resources),
+            )
+            families.append(family)
         return exposition_of(families, _PROGRAM, openmetrics=openmetrics)
 
 
 async def serve_metrics(address: str, page: MetricsPage) -> None:
     """Serve the metrics at the address, without end; retry while the address is in use."""
-    server, failures = Server(page, LIMITS), Failures(log)
+    server = Server(page, LIMITS)
+    failures = Failures(log)
     try:
         while True:
             try:

@@ -70,31 +70,41 @@ class NodeService:
         self._counts = Counts()
         self._leases = ContainerLeases(self._daemon, paths)
         self._registered = asyncio.Event()
-        self._may_have_claims = any(o.dra for o in (options, *(config.options for config in options.configs)))
+        self._may_have_claims = options.dra or any(config.options.dra for config in options.configs)
         self._api = find_api_server(options, paths)
-        self._selector = Selector(options, name, self._daemon, labels_file, self._api, self._counts.errors)
+        self._selector = Selector(
+            options,
+            name,
+            daemon=self._daemon,
+            labels_file=labels_file,
+            api=self._api,
+            errors=self._counts.errors,
+        )
 
     async def run(self) -> None:
         """Run without end."""
         work = [self._selector.run(), self._follow_choice(), self._reconcile()]
         if self._api:
+            server, node = self._api
             from yunion_mps.kubernetes.pod_deletions import PodDeletionWatch  # others need no TLS
 
-            work.append(PodDeletionWatch(*self._api, self._daemon, self._counts).run())
+            work.append(PodDeletionWatch(server, node, self._daemon, self._counts).run())
         await first_of(*work)
 
     async def _follow_choice(self) -> None:
         while True:
-            changed, work = self._selector.changed, Work()
+            changed = self._selector.changed
+            work = Work()
             try:
-                work = self._work()
+                work += self._work()
             except ConfigError as error:  # not fatal: the labels may yet select another configuration
                 log.warning("nothing is offered: %s", error.message)
                 self._notifier.status(f"nothing is offered: {error.message}")
-            await first_of(*work, changed.wait())
+            work.append(changed.wait())
+            await first_of(*work)
 
     def _work(self) -> Work:
-        """The coroutines that serve the node with the current choice; raises ConfigError."""
+        """Return the coroutines that serve the node with the current choice; raises ConfigError."""
         choice = self._selector.choice
         options = choice.options if choice else None
         if options and options.dra:
@@ -102,8 +112,9 @@ class NodeService:
         cause = choice.cause if choice else self._selector.waiting
         work: Work = [self._end_claims(cause)] if self._may_have_claims else []
         if options:
-            return [*work, *self._device_plugins(options)]
-        self._notifier.status(cause)
+            work += self._device_plugins(options)
+        else:
+            self._notifier.status(cause)
         return work
 
     async def _reconcile(self) -> None:
@@ -120,17 +131,15 @@ class NodeService:
             await first_of(self._registered.wait(), asyncio.sleep(self._reconcile_s))
 
     def _dra(self, options: PluginOptions) -> Work:
-        """The DRA driver, which takes the place of the device plugins: both would offer the same devices."""
+        """Return what runs the DRA driver and no device plugins: both would offer the same devices."""
         service = self._dra_service()
-        return [
-            service.run(),
-            self._notify([service]),
-            *self._feature_file(options, service.labels, lambda: service.changes),
-            *self._metrics(options, [service.health]),
-        ]
+        work: Work = [service.run(), self._notify([service])]
+        work += self._feature_file(options, service.labels, lambda: service.changes)
+        work += self._metrics(options, [service.health])
+        return work
 
     def _dra_service(self, refusal: str = "") -> DraService:
-        """The DRA driver; raises ConfigError if there are no credentials."""
+        """Return the DRA driver; raises ConfigError if there are no credentials."""
         from yunion_mps.kubernetes.dra.driver import DraService  # others need no TLS
 
         credentials = dra_credentials(self._options, self._paths)
@@ -159,14 +168,15 @@ class NodeService:
             pools = {unit.gpu for unit in units}
             return labels_of(resources.devices, pools, len(units), options.mig_strategy)
 
-        return [
+        work: Work = [
             OfferWatch(self._daemon, resources, self._leases, self._counts).run(),
             watch.run(),
             resources.run(register),
             self._notify(services),
-            *self._feature_file(options, labels, lambda: resources.changes),
-            *self._metrics(options, resources.healths),
         ]
+        work += self._feature_file(options, labels, lambda: resources.changes)
+        work += self._metrics(options, resources.healths)
+        return work
 
     def _feature_file(
         self,
@@ -189,11 +199,15 @@ class NodeService:
 
 
 def kubernetes_node_name(options: PluginOptions) -> str:
+    """Return the node's name: as configured, as its pod was told, or the host's in lower case.
+
+    Source: kubelet, option --hostname-override: by default, the name of a node is that of its host.
+    """
     return options.node_name or os.environ.get(NODE_VARIABLE) or socket.gethostname().lower()
 
 
 def find_api_server(options: PluginOptions, paths: Paths) -> tuple[ApiServer, str] | None:
-    """The API server and the node's name, None without access to it."""
+    """Return the API server and the node's name, None without access to it; raises ApiServerError."""
     if not options.kubeconfig and CLUSTER_VARIABLE not in os.environ:
         return None
     from yunion_mps.kubernetes.api.credentials import find_credentials
@@ -205,7 +219,7 @@ def find_api_server(options: PluginOptions, paths: Paths) -> tuple[ApiServer, st
 
 
 def dra_credentials(options: PluginOptions, paths: Paths) -> ApiCredentials:
-    """The credentials for the API server, without which there is no DRA; raises ConfigError."""
+    """Return the credentials for the API server; raises ConfigError, because without them there is no DRA."""
     from yunion_mps.kubernetes.api.credentials import find_credentials  # the device plugins need no TLS
 
     try:
@@ -216,4 +230,5 @@ def dra_credentials(options: PluginOptions, paths: Paths) -> ApiCredentials:
 
 
 def config_error(paths: Paths, what: str, hint: str) -> ConfigError:
+    """Return the error of the plugin's configuration file, with the command that checks it."""
     return ConfigError([Problem(paths.kubelet_plugin, None, what, hint)], check=f"{PROGRAM} --check")

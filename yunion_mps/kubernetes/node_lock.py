@@ -29,7 +29,7 @@ class NodeLock:
         self._directory: KubeletDirectory | None = None
 
     def take(self) -> bool:
-        """Take the lock, unless another process has it; raises what KubeletDirectory does."""
+        """Take the lock, and return whether it was free; raises what KubeletDirectory does."""
         directory = KubeletDirectory(self._path)
         try:
             fcntl.flock(directory.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,10 +59,12 @@ async def run_alone(
     work: Callable[[], Coroutine[Any, Any, None]],
     poll_s: float = _POLL_S,
 ) -> None:
-    """Do the work while no other plugin serves the node; raises what it raises.
+    """Do the work while no other plugin serves the node.
 
-    While one does, `report` is called with the text `other`. Raises HostError if the directory is removed or
-    replaced, by a mount or with all of the kubelet's files. Lock and directory are checked every `poll_s`.
+    While one does, `report` is called with the text `other`. Lock and directory are checked every `poll_s`.
+
+    Raises what the work raises, and HostError if the directory is removed or replaced, by a mount or with all
+    of the kubelet's files.
     """
     lock = NodeLock(directory)
     await _wait_for(lock, other, report, poll_s)

@@ -46,9 +46,13 @@ _MAX_DOMAIN = 253
 #: Set in a pod, where `metricsAddress` is in the cluster's network and not in the host's.
 CLUSTER_VARIABLE = "KUBERNETES_SERVICE_HOST"
 #: How containers get their devices: as a CDI device, or as variables, mounts and device nodes.
-CDI, ENVIRONMENT = "cdi", "environment"
+CDI = "cdi"
+ENVIRONMENT = "environment"
 #: Whether MIG instances are not offered, counted like other devices, or by profile: NVIDIA's MIG_STRATEGY.
-NONE, SINGLE, MIXED = MIG_STRATEGIES = ("none", "single", "mixed")
+NONE = "none"
+SINGLE = "single"
+MIXED = "mixed"
+MIG_STRATEGIES = (NONE, SINGLE, MIXED)
 _DOMAIN = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?"
 
@@ -78,7 +82,7 @@ class PluginOptions(NamedTuple):
 
     @property
     def resources(self) -> dict[str, str]:
-        """The extended resource that each key names."""
+        """Return the extended resource that each key names."""
         return {
             "resource": self.resource,
             "timeSlicedResource": self.time_sliced_resource or f"{self._domain}/gpu.shared",
@@ -87,7 +91,7 @@ class PluginOptions(NamedTuple):
         }
 
     def resource_of(self, sharing: str, mig_profile: str | None) -> str | None:
-        """The extended resource that counts devices that are shared in this way; None: they are not offered.
+        """Return the extended resource that counts devices that are shared in this way; None if none does.
 
         `mig_profile` is that of their MIG instance, None if they are on a whole GPU.
         """
@@ -98,7 +102,7 @@ class PluginOptions(NamedTuple):
         return f"{self._domain}/{mig_name(mig_profile)}{_SUFFIXES[sharing]}"
 
     def naming_problem(self) -> tuple[str, str] | None:
-        """Why one resource would count devices of different kinds, and the hint; None if none would."""
+        """Return why a resource would count devices of different kinds, and the hint; None if none would."""
         key_of: dict[str, str] = {}
         for key, name in self.resources.items():
             if key_of.setdefault(name, key) != key:
@@ -114,14 +118,18 @@ class PluginOptions(NamedTuple):
 
 
 def mig_name(profile: str) -> str:
-    """The name of a MIG profile's resource without its domain: `mig-1g.10gb.me` of 1g.10gb+me."""
+    """Return the name of a MIG profile's resource without its domain: `mig-1g.10gb.me` of 1g.10gb+me.
+
+    Source: NVIDIA's k8s-device-plugin, README.md, section "Configuration option details", MIG_STRATEGY.
+    """
     return f"mig-{profile.replace('+', '.')}"
 
 
 class NamedConfiguration(NamedTuple):
-    """One of several configurations; `models` are patterns of the names of the GPUs that choose it."""
+    """One of several configurations."""
 
     name: str
+    #: Patterns of the names of the GPUs that choose it.
     models: tuple[str, ...]
     options: PluginOptions
 
@@ -197,7 +205,7 @@ def _mapping(key: str, node: Node) -> MappingNode:
     return node
 
 
-#: The keys in the order of `PluginOptions`, with their defaults and their purpose.
+#: The keys, in the order of the manual, with their defaults and their purpose.
 KEYS = {
     "resource": Key(
         _resource, "yunion.io/mps", "The extended resource that counts devices that are shared through MPS."
@@ -244,10 +252,13 @@ _NAMED_KEYS = {
 
 
 def read_options(paths: Paths) -> PluginOptions:
-    """Read the file; if there is none, everything has its default. Raises ConfigError with all problems."""
+    """Read the file; if there is none, everything has its default.
+
+    Raises ConfigError with all problems.
+    """
     path = paths.kubelet_plugin
     if not os.path.lexists(path):
-        return PluginOptions(*_defaults().values())
+        return _options_of(_defaults())
     reader = _OptionsReader(path)
     try:
         root = read_document(path, os.path.basename(path))
@@ -261,7 +272,30 @@ def read_options(paths: Paths) -> PluginOptions:
 
 
 def _defaults() -> dict[str, Any]:
-    return {**{name: key.default for name, key in KEYS.items()}, "configs": ()}
+    defaults = {name: key.default for name, key in KEYS.items()}
+    return {**defaults, "configs": ()}
+
+
+def _options_of(values: Mapping[str, Any]) -> PluginOptions:
+    """Return the options, of the values of all keys."""
+    return PluginOptions(
+        resource=values["resource"],
+        time_sliced_resource=values["timeSlicedResource"],
+        gpu_resource=values["gpuResource"],
+        fail_requests_greater_than_one=values["failRequestsGreaterThanOne"],
+        preferred=values["preferred"],
+        memory_resource=values["memoryResource"],
+        memory_unit_mib=values["memoryUnit"],
+        dra=values["dra"],
+        kubeconfig=values["kubeconfig"],
+        node_name=values["nodeName"],
+        metrics_address=values["metricsAddress"],
+        feature_file=values["featureFile"],
+        device_list_strategy=values["deviceListStrategy"],
+        mig_strategy=values["migStrategy"],
+        only_with_node_label=values["onlyWithNodeLabel"],
+        configs=values["configs"],
+    )
 
 
 class _OptionsReader:
@@ -282,7 +316,7 @@ class _OptionsReader:
         if root:
             self._refuse_equal_names(root, base)
         configs = [] if named is None else self._configs(named, base)
-        return PluginOptions(*{**base, "configs": tuple(configs)}.values())
+        return _options_of({**base, "configs": tuple(configs)})
 
     def _configs(self, root: MappingNode, base: dict[str, Any]) -> Iterator[NamedConfiguration]:
         names: dict[str, Node] = {}
@@ -299,23 +333,22 @@ class _OptionsReader:
             else:
                 values = self._values(node, _NAMED_KEYS)
                 models = values.pop(_MODELS, ())
-                both = {**base, **values}
-                self._refuse_equal_names(node, both)
-                yield NamedConfiguration(name, models, PluginOptions(*both.values()))
+                merged = {**base, **values}
+                self._refuse_equal_names(node, merged)
+                yield NamedConfiguration(name, models, _options_of(merged))
 
     def _values(self, root: MappingNode, keys: Mapping[str, Key]) -> dict[str, Any]:
-        """The values that are written, of valid keys."""
+        """Return the values that are written, of valid keys."""
         values: dict[str, Any] = {}
         seen: dict[str, Node] = {}
         for name, key, node, _ in pairs_of(root):
             if name not in keys:
+                what = f"unknown key {name or quote(key)}"
                 near = nearest_key(name, keys)
-                hint = "" if near else f"remove it; the valid keys are {', '.join(keys)}"
-                self._report(
-                    key,
-                    f"unknown key {name or quote(key)}" + (f" (did you mean {near}?)" if near else ""),
-                    hint,
-                )
+                if near:
+                    self._report(key, f"{what} (did you mean {near}?)", "")
+                else:
+                    self._report(key, what, f"remove it; the valid keys are {', '.join(keys)}")
             elif seen.setdefault(name, key) is not key:
                 hint = f"keep one of the two (the other is line {line_of(seen[name])})"
                 self._report(key, f"duplicate key {name}", hint)
@@ -327,9 +360,10 @@ class _OptionsReader:
         return values
 
     def _refuse_equal_names(self, root: Node, values: dict[str, Any]) -> None:
-        problem = PluginOptions(*values.values()).naming_problem()
+        problem = _options_of(values).naming_problem()
         if problem:
-            self._report(root, *problem)
+            what, hint = problem
+            self._report(root, what, hint)
 
     def _report(self, node: Node, what: str, hint: str) -> None:
         self.problems.append(Problem(self._path, line_of(node), what, hint))

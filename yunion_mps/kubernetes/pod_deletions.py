@@ -2,13 +2,16 @@
 
 A client that gets SIGKILL while it uses the GPU may take its MPS server and all of that server's clients with
 it; one that the server has disconnected cannot. The API server knows when the kubelet will do that: a pod's
-`deletionTimestamp` is the end of its grace period (kubernetes.io/docs/reference/kubernetes-api, ObjectMeta).
+`deletionTimestamp` is the end of its grace period.
+
+Source: Kubernetes API, ObjectMeta, deletionTimestamp; Pod Lifecycle, section "Termination of Pods".
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
@@ -33,7 +36,8 @@ _MARGIN_S = 3.0
 #: Kubernetes' own default.
 _GRACE_S = 30
 #: How often, and until how long after the end of the grace period, a termination is retried, in s.
-_RETRY_S, _LATE_S = 0.5, 60.0
+_RETRY_S = 0.5
+_LATE_S = 60.0
 #: Marks the mirror of a static pod, which continues when this object is deleted.
 _MIRROR = "kubernetes.io/config.mirror"
 _ENDED = ("Succeeded", "Failed")
@@ -61,12 +65,12 @@ _METADATA = ("name", "namespace", "uid", "resourceVersion", "deletionTimestamp",
 
 
 def _summarized(pod: Pod) -> Pod:
-    """What is used of a pod; the whole object of each pod of a node would take several MiB."""
-    every: Mapping[str, object] = pod["metadata"]
-    metadata = cast("ObjectMeta", {name: every[name] for name in _METADATA if name in every})
+    """Return what is used of a pod; the whole object of each pod of a node would take several MiB."""
+    members: Mapping[str, object] = pod["metadata"]
+    metadata = cast("ObjectMeta", {name: members[name] for name in _METADATA if name in members})
     if _MIRROR in pod["metadata"].get("annotations", {}):
         metadata["annotations"] = {_MIRROR: ""}
-    containers: list[ContainerStatus] = [{"containerID": one} for one in sorted(_containers(pod))]
+    containers: list[ContainerStatus] = [{"containerID": id_} for id_ in sorted(_containers(pod))]
     phase = pod.get("status", {}).get("phase", "")
     return {"metadata": metadata, "status": {"phase": phase, "containerStatuses": containers}}
 
@@ -75,16 +79,24 @@ PODS = Resource("/api/v1", "pods", Pod, page=20, keep=_summarized)
 
 
 class TerminatingPod(NamedTuple):
-    """A pod that is ending: its containers, its grace period, and when that ends (monotonic), in s."""
+    """A pod that is being deleted, or was, with its namespace and name."""
 
     name: str
+    #: The ids of its containers.
     containers: frozenset[str]
+    #: Its grace period, in s.
     grace_s: float
+    #: When that ends (monotonic), in s.
     ends_s: float
 
     @property
     def due_s(self) -> float:
+        """When its clients have to be terminated (monotonic), in s."""
         return self.ends_s - min(_MARGIN_S, self.grace_s / 2)
+
+    def has(self, client: MpsClient) -> bool:
+        """Return whether it is a client of an MPS server, in one of the containers."""
+        return client["server"] is not None and client["container_id"] in self.containers
 
 
 class Deletions:
@@ -94,13 +106,14 @@ class Deletions:
         #: The pods that are not being deleted: their names and containers.
         self._running: dict[str, tuple[str, frozenset[str]]] = {}
         self._ending: dict[str, TerminatingPod] = {}
-        self._done: set[str] = set()
+        #: Those that take_due has returned.
+        self._taken: set[str] = set()
 
     def update(self, pods: Mapping[str, Pod], now_s: float, now_utc_s: float) -> None:
         """Take note of all pods of the node, by uid; `now_utc_s` are seconds since 1970."""
-        gone = self._done - pods.keys()
-        self._ending = {uid: end for uid, end in self._ending.items() if uid not in gone}
-        self._done -= gone
+        for uid in self._taken - pods.keys():
+            self._taken.remove(uid)
+            self._ending.pop(uid, None)
         for uid in self._ending.keys() - pods.keys():  # its containers, if they still run, are being killed
             self._ending[uid] = self._ending[uid]._replace(ends_s=now_s)
         for uid in self._running.keys() - pods.keys():
@@ -129,13 +142,17 @@ class Deletions:
 
     def take_due(self, now_s: float) -> list[TerminatingPod]:
         """Return the pods whose time has come; each is returned once."""
-        due = {uid for uid, end in self._ending.items() if uid not in self._done and end.due_s <= now_s}
-        self._done |= due
-        return [self._ending[uid] for uid in due]
+        due: list[TerminatingPod] = []
+        for uid, pod in self._ending.items():
+            if uid not in self._taken and pod.due_s <= now_s:
+                self._taken.add(uid)
+                due.append(pod)
+        return due
 
     def next_s(self) -> float | None:
-        """When the next pod is due."""
-        return min((end.due_s for uid, end in self._ending.items() if uid not in self._done), default=None)
+        """Return when the next pod is due (monotonic), in s; None if none is."""
+        waiting = [pod.due_s for uid, pod in self._ending.items() if uid not in self._taken]
+        return min(waiting, default=None)
 
 
 class PodDeletionWatch:
@@ -196,8 +213,8 @@ class PodDeletionWatch:
     async def _wait(self) -> None:
         """Wait for a change of the pods, or until the next one is due."""
         next_s = self._deletions.next_s()
-        timer = [] if next_s is None else [asyncio.sleep(max(next_s - _now_s(), 0))]
-        await first_of(self._changed.wait(), *timer)
+        left_s = math.inf if next_s is None else max(next_s - _now_s(), 0)
+        await first_of(self._changed.wait(), asyncio.sleep(left_s))
         self._changed.clear()
 
     async def _terminate(self, pod: TerminatingPod) -> None:
@@ -211,12 +228,8 @@ class PodDeletionWatch:
                     return
                 await asyncio.sleep(_RETRY_S)
             else:
-                ours = (
-                    client
-                    for client in clients
-                    if client["server"] and client["container_id"] in pod.containers
-                )
-                await asyncio.gather(*(self._terminate_client(pod, client) for client in ours))
+                terminations = [self._terminate_client(pod, client) for client in clients if pod.has(client)]
+                await asyncio.gather(*terminations)
                 return
 
     async def _terminate_client(self, pod: TerminatingPod, client: MpsClient) -> None:
@@ -239,12 +252,14 @@ def _now_s() -> float:
 
 
 def _containers(pod: Pod) -> frozenset[str]:
-    """The ids of the pod's containers, without the runtime: `containerd://ID`."""
+    """Return the ids of the pod's containers, without the runtime: `containerd://ID`.
+
+    Source: Kubernetes API, ContainerStatus, containerID.
+    """
     status = pod.get("status", {})
-    each = (
-        *status.get("containerStatuses", ()),
-        *status.get("initContainerStatuses", ()),
-        *status.get("ephemeralContainerStatuses", ()),
-    )
-    ids = (container.get("containerID", "").rpartition("/")[2] for container in each)
-    return frozenset(filter(None, ids))
+    containers: list[ContainerStatus] = []
+    containers += status.get("containerStatuses", ())
+    containers += status.get("initContainerStatuses", ())
+    containers += status.get("ephemeralContainerStatuses", ())
+    ids = {container.get("containerID", "").rpartition("/")[2] for container in containers}
+    return frozenset(ids - {""})

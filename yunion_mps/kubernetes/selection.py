@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,19 +35,19 @@ _RETRY_S = 1.0
 
 
 class Choice(NamedTuple):
-    """The options of the node, None if it offers nothing; and why."""
+    """Which options the node gets."""
 
+    #: None if it offers nothing.
     options: PluginOptions | None
+    #: Why, in words; empty if there is nothing to choose from.
     cause: str
 
 
 def choose(options: PluginOptions, name: str, labels: Mapping[str, str], models: Collection[str]) -> Choice:
     """Choose by the name, the node's labels and the models of its GPUs, in this order."""
-    only_with = options.only_with_node_label
-    if only_with:
-        label, is_given, value = only_with.partition("=")
-        if label not in labels or (is_given and labels[label] != value):
-            return Choice(None, f"nothing is offered: the node does not have the label {only_with}")
+    required = options.only_with_node_label
+    if required and not _has_label(labels, required):
+        return Choice(None, f"nothing is offered: the node does not have the label {required}")
     configs = {config.name: config for config in options.configs}
     if not configs:
         return Choice(options, "")
@@ -59,24 +59,49 @@ def choose(options: PluginOptions, name: str, labels: Mapping[str, str], models:
     if asked:
         return Choice(configs[asked].options, f"configuration {asked}")
     for config in options.configs:
-        matching = [
-            model for model in sorted(models) if any(fnmatchcase(model, each) for each in config.models)
-        ]
-        if matching:
-            return Choice(config.options, f"configuration {config.name}, because of GPU model {matching[0]}")
+        model = _matching_model(sorted(models), config.models)
+        if model:
+            return Choice(config.options, f"configuration {config.name}, because of GPU model {model}")
     if _DEFAULT in configs:
         return Choice(configs[_DEFAULT].options, f"configuration {_DEFAULT}")
     return Choice(options, "no configuration in configs matches the node")
 
 
+def _has_label(labels: Mapping[str, str], required: str) -> bool:
+    """Return whether the node has the label, `NAME=VALUE` or `NAME` with any value."""
+    name, has_value, value = required.partition("=")
+    if name not in labels:
+        return False
+    return not has_value or labels[name] == value
+
+
+def _matching_model(models: Iterable[str], patterns: Iterable[str]) -> str:
+    """Return the first of the models that one of the patterns matches; empty if there is none."""
+    for model in models:
+        for pattern in patterns:
+            if fnmatchcase(model, pattern):
+                return model
+    return ""
+
+
 def parse_labels(text: str) -> dict[str, str]:
-    """The labels of a file with `NAME=VALUE` on each line; the value may be in quotes, as in pods' files."""
-    pairs = (line.partition("=") for line in text.splitlines())
-    return {name.strip(): value.strip().strip('"') for name, is_pair, value in pairs if is_pair}
+    """Return the labels of a file with `NAME=VALUE` on each line; the value may be in quotes.
+
+    Source: Kubernetes: Downward API, section "Information available via fieldRef", metadata.labels.
+    """
+    labels: dict[str, str] = {}
+    for line in text.splitlines():
+        name, is_label, value = line.partition("=")
+        if is_label:
+            labels[name.strip()] = value.strip().strip('"')
+    return labels
 
 
 class Selector:
-    """Keeps the choice current: `choice` is None until everything that it depends on is known."""
+    """Keeps the choice current; the node's service reads it.
+
+    `choice` is None until everything that it depends on is known.
+    """
 
     def __init__(
         self,
@@ -94,13 +119,13 @@ class Selector:
         self._labels_file = labels_file
         self._api = api
         self._errors = errors
-        needs_labels = bool(options.only_with_node_label or (options.configs and not name))
+        needs_labels = bool(options.only_with_node_label) or bool(options.configs and not name)
         self._follows_labels = needs_labels and bool(labels_file or api)
         if needs_labels and not self._follows_labels:
             log.info(
                 "the node's label %s is not read: set kubeconfig, or start with --node-labels", CONFIG_LABEL
             )
-        self._follows_models = bool(not name and any(config.models for config in options.configs))
+        self._follows_models = not name and any(config.models for config in options.configs)
         self._labels: Mapping[str, str] | None = None if self._follows_labels else {}
         self._models: Collection[str] | None = None if self._follows_models else ()
         self.choice: Choice | None = None
@@ -118,7 +143,8 @@ class Selector:
         if not self._follows_labels:
             return
         if not self._labels_file and self._api:
-            await self._watch_node(*self._api)
+            server, node = self._api
+            await self._watch_node(server, node)
         while True:
             text = read_text(self._labels_file)
             if text or self._labels is not None:  # a file that is missing at the start may still appear
@@ -167,5 +193,5 @@ class Selector:
             if choice.cause:
                 log.info("%s", choice.cause)
             self.choice = choice
-            changed, self.changed = self.changed, asyncio.Event()
-            changed.set()
+            self.changed.set()
+            self.changed = asyncio.Event()

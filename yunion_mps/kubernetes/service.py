@@ -47,13 +47,19 @@ and stop one of the two"""
 
 
 async def run_plugin(options: PluginOptions, paths: Paths, name: str = "", labels_file: str = "") -> None:
-    """Serve the node until SIGTERM or SIGINT, once no other plugin serves it."""
+    """Serve the node until SIGTERM or SIGINT, once no other plugin serves it.
+
+    `name` and `labels_file` are the program's `--config` and `--node-labels`.
+
+    Raises HostError if the kubelet's directory is removed or replaced.
+    """
     notifier = Notifier()
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_signal_handler(signal.SIGINT, stop.set)
     notifier.ready("waiting for the kubelet")
-    node = NodeService(options, paths, notifier, name, labels_file)
+    node = NodeService(options, paths, notifier, name=name, labels_file=labels_file)
     other = _OTHER_PLUGIN.format(node=kubernetes_node_name(options))
     await first_of(run_alone(paths.device_plugins, other, notifier.status, node.run), stop.wait())
 
@@ -68,10 +74,13 @@ def _check(options: PluginOptions, paths: Paths, name: str, labels_file: str) ->
         raise config_error(paths, what, "set kubeconfig, or start the plugin with --node-labels FILE")
     if options.configs and not name:
         return
-    options = next((config.options for config in options.configs if config.name == name), options)
-    if options.dra:
-        dra_credentials(options, paths)
-    file = options.feature_file
+    chosen = options
+    for config in options.configs:
+        if config.name == name:
+            chosen = config.options
+    if chosen.dra:
+        dra_credentials(chosen, paths)
+    file = chosen.feature_file
     if file and is_foreign(paths.under(file)):
         what = f"featureFile is {file}, which exists and is not a feature file of this plugin"
         raise config_error(paths, what, "remove that file, or set another path")
@@ -89,7 +98,7 @@ def _check_kubeconfig(options: PluginOptions, paths: Paths) -> None:
 
 
 def plugin_command() -> click.Command:
-    """The program with its options; its callback raises YunionError."""
+    """Return the program with its options; its callback raises YunionError."""
 
     def start(*, check: bool, config: str, node_labels: str) -> None:
         paths = Paths.from_environment()
@@ -106,11 +115,7 @@ def plugin_command() -> click.Command:
             set_up_log("info")
             asyncio.run(run_plugin(options, paths, config, node_labels))
 
-    return program_command(
-        PROGRAM,
-        start,
-        _HELP,
-        _STATUSES,
+    options = (
         click.option("--check", is_flag=True, help="Check the configuration, and exit."),
         click.option(
             "--config", default="", metavar="NAME", help="The configuration to use, of those in configs."
@@ -120,6 +125,7 @@ def plugin_command() -> click.Command:
             help="A file with the node's labels, NAME=VALUE on each line, instead of the API server.",
         ),
     )  # fmt: skip
+    return program_command(PROGRAM, start, _HELP, _STATUSES, options)
 
 
 def main() -> None:

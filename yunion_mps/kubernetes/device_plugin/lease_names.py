@@ -20,21 +20,21 @@ _IDS_HASH_LENGTH = 16
 
 
 def lease_name(resource: str, ids: Iterable[str]) -> str:
-    """The name of the lease of a container with these ids: no other container has the same ones."""
+    """Return the name of the lease of a container with these ids: no other container has the same ones."""
     digest = sha256(" ".join(sorted(ids)).encode()).hexdigest()
     return lease_prefix(resource) + digest[:_IDS_HASH_LENGTH]
 
 
 def lease_prefix(resource: str) -> str:
-    """The beginning of the names of a resource's leases."""
+    """Return the beginning of the names of a resource's leases."""
     return f"{PREFIX}{resource_digest(resource)}-"
 
 
 def resource_digest(resource: str) -> str:
-    """A short name of the resource, which tells it from others."""
+    """Return a short name of the resource, which tells it from others."""
     return sha256(resource.encode()).hexdigest()[:_RESOURCE_HASH_LENGTH]
 
 
 def is_container_lease(lease: LeaseRecord, prefix: str = PREFIX) -> bool:
-    """Whether it is the lease of one of the kubelet's containers."""
+    """Return whether it is the lease of a container of the kubelet's, of the resource with this prefix."""
     return lease["binding"] == "container" and (lease["name"] or "").startswith(prefix)

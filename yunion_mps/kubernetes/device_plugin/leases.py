@@ -1,7 +1,7 @@
 """The leases of the kubelet's containers: taken before a container starts, released if it never does.
 
 The kubelet allocates devices to containers; a lease tells the daemon. Its name is made of the resource's name
-and the kubelet's ids, the container's hook binds it (container_hook), and it ends with the container.
+and the kubelet's ids, the engines' hook binds it (container_hook), and it ends with the container.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from yunion_mps.kubernetes.kubelet.pod_resources_api import list_containers
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseDetails, LeaseRecord
+    from yunion_mps.answers import Gpu, LeaseDetails, LeaseRecord
 
 log = logging.getLogger(__name__)
 
@@ -54,36 +54,47 @@ class ContainerLeases:
         self._ids: dict[str, frozenset[str]] = {}
 
     async def all(self) -> Sequence[LeaseDetails]:
-        """All leases, including those of other programs; raises YunionError."""
+        """Return all leases, including those of other programs; raises YunionError."""
         leases = (await self._daemon.call(GET_LEASES))["leases"]
-        self._awaits_containers = any(lease["pid"] is None for lease in leases if is_container_lease(lease))
+        ours = [lease for lease in leases if is_container_lease(lease)]
+        self._awaits_containers = any(lease["pid"] is None for lease in ours)
         return leases
 
     async def ours(self) -> Sequence[LeaseDetails]:
-        """The leases of the kubelet's containers, started or not; raises YunionError."""
+        """Return the leases of the kubelet's containers, started or not; raises YunionError."""
         return [lease for lease in await self.all() if is_container_lease(lease)]
 
     async def preview(self, resource: ExtendedResource, ids: Sequence[str]) -> LeaseRecord:
-        """The container's lease as it would be taken now; raises YunionError."""
-        return await self._daemon.call(TAKE_LEASE, None, **_arguments(resource, ids), dry_run=True)
+        """Return the container's lease as it would be taken now; raises YunionError."""
+        arguments = _arguments(resource, ids)
+        return await self._daemon.call(TAKE_LEASE, None, **arguments, dry_run=True)
 
     async def device_nodes(self, gpus: Iterable[str]) -> list[str]:
-        """The driver's nodes for these GPUs and MIG instances (UUIDs); raises YunionError.
+        """Return the driver's nodes for these GPUs and MIG instances (UUIDs).
 
         Whether they exist is not checked, because a plugin in a pod does not see the host's nodes.
+
+        Raises YunionError if the daemon does not answer, or if an instance's capabilities are missing.
         """
         listed = {gpu["uuid"]: gpu for gpu in (await self._daemon.call(GET_GPUS))["gpus"]}
-        nodes = [*_DRIVER_NODES]
-        for gpu in (listed[uuid] for uuid in gpus if uuid in listed):
-            minor, address = gpu["device_minor"], gpu["pci_address"]
-            capabilities = [] if minor is None else capability_nodes(self._paths, minor, address)
-            if gpu["parent"] and len(capabilities) < INSTANCE_CAPABILITIES:
-                place = self._paths.capabilities
-                what = f"the capabilities of MIG instance {address} are missing from {place}"
-                raise HostError(what, "wait until the instance exists again, or use deviceListStrategy: cdi")
-            if minor is not None:
-                nodes += [f"/dev/{name}" for name in (f"nvidia{minor}", *capabilities)]
+        nodes = list(_DRIVER_NODES)
+        for uuid in gpus:
+            if uuid in listed:
+                nodes += self._nodes_of(listed[uuid])
         return list(dict.fromkeys(nodes))
+
+    def _nodes_of(self, gpu: Gpu) -> list[str]:
+        """Return the nodes of a GPU or a MIG instance; raises HostError if its capabilities are missing."""
+        minor = gpu["device_minor"]
+        address = gpu["pci_address"]
+        capabilities = [] if minor is None else capability_nodes(self._paths, minor, address)
+        if gpu["parent"] and len(capabilities) < INSTANCE_CAPABILITIES:
+            place = self._paths.capabilities
+            what = f"the capabilities of MIG instance {address} are missing from {place}"
+            raise HostError(what, "wait until the instance exists again, or use deviceListStrategy: cdi")
+        if minor is None:
+            return []
+        return [f"/dev/nvidia{minor}"] + [f"/dev/{name}" for name in capabilities]
 
     async def take(self, resource: ExtendedResource, ids: Sequence[str]) -> LeaseRecord:
         """Take the container's lease, or return the one that it has; raises YunionError."""
@@ -115,8 +126,11 @@ class ContainerLeases:
             self._missing_s.clear()
             raise
         now_s = self._clock()
-        missing = {lease["name"] for lease in leases if not self._is_needed(lease, listed)}
-        self._missing_s = {name: self._missing_s.get(name, now_s) for name in missing}
+        missing_s: dict[str | None, float] = {}
+        for lease in leases:
+            if not self._is_needed(lease, listed):
+                missing_s[lease["name"]] = self._missing_s.get(lease["name"], now_s)
+        self._missing_s = missing_s
         await self._release_awaited(
             lambda lease: self._missing_s.get(lease["name"], now_s) <= now_s - _MISSING_S
         )
@@ -124,24 +138,28 @@ class ContainerLeases:
         self._ids = {name: ids for name, ids in self._ids.items() if name in names}
 
     def _is_needed(self, lease: LeaseDetails, listed: Mapping[str, frozenset[str]]) -> bool:
-        """Whether a process uses it, or the kubelet lists its container or one that shares its devices.
+        """Return whether a process uses it, or the kubelet lists a container that has its devices.
 
         The kubelet does not list init containers, which share devices with the other containers of their pod.
         """
-        held, is_used = self._held(lease), lease["state"] in (IN_USE, OVER_BUDGET)
-        is_listed = lease["name"] in listed or any(not held.isdisjoint(ids) for ids in listed.values())
-        return is_used or is_listed
+        if lease["state"] in (IN_USE, OVER_BUDGET) or lease["name"] in listed:
+            return True
+        held = self._held(lease)
+        return any(not held.isdisjoint(ids) for ids in listed.values())
 
     async def _listed(self) -> dict[str, frozenset[str]]:
-        """The kubelet's ids of each container and resource, by lease name; raises RpcError, DecodeError."""
-        return {
-            lease_name(resource, ids): frozenset(ids)
-            for container in await list_containers(self._paths)
-            for resource, ids in _ids_by_resource(container).items()
-        }
+        """Return the kubelet's ids of each container and resource, by lease name.
+
+        Raises RpcError and DecodeError, as list_containers does.
+        """
+        listed: dict[str, frozenset[str]] = {}
+        for container in await list_containers(self._paths):
+            for resource, ids in _ids_by_resource(container).items():
+                listed[lease_name(resource, ids)] = frozenset(ids)
+        return listed
 
     def _held(self, lease: LeaseRecord) -> frozenset[str]:
-        """The kubelet's ids of a lease; those of memory are known only if this process took the lease."""
+        """Return the kubelet's ids of a lease; those of memory are known only if this process took it."""
         return self._ids.get(lease["name"] or "", frozenset(lease["devices"]))
 
     async def _release_awaited(self, is_stale: Callable[[LeaseRecord], bool]) -> None:
@@ -152,7 +170,7 @@ class ContainerLeases:
 
 
 def _ids_by_resource(container: pod_resources_api.ContainerResources) -> dict[str, list[str]]:
-    """The ids of all resources, because a pod keeps its devices when its resource is renamed."""
+    """Return the ids of all resources, because a pod keeps its devices when its resource is renamed."""
     ids: dict[str, list[str]] = {}
     for devices in container.devices:
         ids.setdefault(devices.resource_name, []).extend(devices.device_ids)
@@ -160,7 +178,10 @@ def _ids_by_resource(container: pod_resources_api.ContainerResources) -> dict[st
 
 
 def _arguments(resource: ExtendedResource, ids: Sequence[str]) -> dict[str, Value]:
-    """Like the hook, it takes devices of GPUs that do not enforce budgets: the operator has offered them."""
+    """Return the arguments of TAKE_LEASE.
+
+    Like the hook, it takes devices of GPUs that do not enforce budgets: the operator has offered them.
+    """
     source: Mapping[str, Any] = resource.lease_source(ids)
     holder = {"kind": "container", "name": resource.lease_name(ids)}
     return {**source, "reserved_for": KUBERNETES, "allow_unlimited": True, "cdi": True, "holder": holder}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps.errors import YunionError
@@ -50,21 +50,21 @@ class NodeResources:
 
     @property
     def changes(self) -> list[asyncio.Event]:
-        """The events that are set when a resource is added or has changed."""
-        return [self.added, *(resource.changed for resource in self.all)]
+        """Return the events that are set when a resource is added or has changed."""
+        return [self.added] + [resource.changed for resource in self.all]
 
     def update(
         self, devices: Sequence[KnownDevice], pools: Sequence[Pool], leases: Sequence[LeaseRecord]
     ) -> None:
         """Offer these devices and the memory of these pools; `leases` are all leases, read after them."""
-        counted: dict[str, list[KnownDevice]] = {name: [] for name in self._by_name}
+        by_resource: dict[str, list[KnownDevice]] = {name: [] for name in self._by_name}
         self.devices.clear()
         for device in devices:
             name = self._options.resource_of(device["sharing"], device["mig_profile"])
             if name:
-                counted.setdefault(name, []).append(device)
+                by_resource.setdefault(name, []).append(device)
                 self.devices[GpuKind(device["gpu_uuid"], device["sharing"], device["mig_profile"])] += 1
-        for name, ours in counted.items():
+        for name, ours in by_resource.items():
             self._resource(name).update(ours, leases)
         self.memory.update(pools, leases)
         if self.memory.offers and self.memory not in self.all:
@@ -82,12 +82,14 @@ class NodeResources:
             while True:
                 added = self.added
                 served += [asyncio.ensure_future(serve(resource)) for resource in self.all[len(served) :]]
-                await first_of(added.wait(), *map(asyncio.shield, served))
+                work: list[Awaitable[object]] = [asyncio.shield(task) for task in served]
+                work.append(added.wait())
+                await first_of(*work)
         finally:
             await cancel(served)
 
     def _resource(self, name: str) -> DeviceResource:
-        """The resource of that name; it is created if it does not exist."""
+        """Return the resource of that name; it is created if it does not exist."""
         if name not in self._by_name:
             self._by_name[name] = DeviceResource(name, self._options)
             self._add(self._by_name[name])
@@ -96,8 +98,8 @@ class NodeResources:
     def _add(self, resource: ExtendedResource) -> None:
         self.all.append(resource)
         self.healths.append(resource.health)
-        added, self.added = self.added, asyncio.Event()
-        added.set()
+        self.added.set()
+        self.added = asyncio.Event()
 
 
 class OfferWatch:
@@ -120,7 +122,8 @@ class OfferWatch:
         devices = await self._watch.devices(KnownDevice)
         leases = await self._leases.all()  # after the devices, as DeviceResource.update needs them
         gpus = (await self._daemon.call(GET_GPUS))["gpus"]
-        self._resources.update(*select_offered(devices, pools, gpus), leases)
+        offered_devices, offered_pools = select_offered(devices, pools, gpus)
+        self._resources.update(offered_devices, offered_pools, leases)
 
     def _lose(self, error: YunionError) -> None:
         self._resources.lose(error.message)

@@ -2,6 +2,8 @@
 
 Allocate only names the lease, because it happens once and containers start often: `PreStartContainer` takes
 it, before each start.
+
+Source: Kubernetes: Device Plugins, section "Device plugin implementation".
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ class DevicePlugin:
     def __init__(
         self, resource: ExtendedResource, leases: ContainerLeases, options: PluginOptions, counts: Counts
     ) -> None:
+        """`leases` are those of all resources, and `counts` those of the program."""
         self.resource = resource
         self.counts = counts
         self._leases = leases
@@ -94,18 +97,24 @@ class DevicePlugin:
     async def _list_and_watch(self, _: bytes) -> AsyncIterator[bytes]:
         sent: bytes | None = None
         while True:
-            changed, message = self.resource.changed, self._list()
+            changed = self.resource.changed
+            message = self._list()
             if self.resource.status and message != sent:
                 yield message
                 sent = message
             await changed.wait()
 
     def _list(self) -> bytes:
-        """The message with all devices, made once for each change, and device by device to save memory."""
+        """Return the message with all devices, encoded once for each change, device by device to save memory.
+
+        Encoded messages with one device each are together one message with all of them.
+        """
         offers = self.resource.offers
         if self._listed is not offers:
-            devices = (_plugin_device(name, offer) for name, offer in offers.items())
-            self._message = b"".join(ListAndWatchResponse((one,)).encode() for one in devices)
+            message = bytearray()
+            for name, offer in offers.items():
+                message += ListAndWatchResponse((_plugin_device(name, offer),)).encode()
+            self._message = bytes(message)
             self._listed = offers
         return self._message
 
@@ -118,10 +127,14 @@ class DevicePlugin:
         gpu_of = {name: offer.gpu for name, offer in self.resource.offers.items()}
         answers = []
         for container in request.container_requests:
-            asked = set(container.available_device_ids)
-            available = [name for name in gpu_of if name in asked]  # in the order of the GPUs
-            required, size = container.must_include_device_ids, container.allocation_size
-            chosen = preferred(available, required, size, gpu_of, self._placement)
+            candidates = set(container.available_device_ids)
+            chosen = preferred(
+                available=[name for name in gpu_of if name in candidates],  # in the order of the GPUs
+                required=container.must_include_device_ids,
+                size=container.allocation_size,
+                gpu_of=gpu_of,
+                placement=self._placement,
+            )
             answers.append(ContainerPreferredAllocationResponse(tuple(chosen)))
         return PreferredAllocationResponse(tuple(answers))
 
@@ -158,13 +171,13 @@ class DevicePlugin:
         pipe_directory = environment.get("CUDA_MPS_PIPE_DIRECTORY")  # none if the GPU does not use MPS
         mounts = (pipe_directory, SHARED_MEMORY) if pipe_directory else ()
         return ContainerAllocateResponse(
-            {**environment, _NVIDIA_RUNTIME: gpus},
-            tuple(MountSpec(path, path) for path in mounts),
-            tuple(DeviceSpec(path, path, "rw") for path in nodes),
+            envs={**environment, _NVIDIA_RUNTIME: gpus},
+            mounts=tuple(MountSpec(path, path) for path in mounts),
+            devices=tuple(DeviceSpec(path, path, "rw") for path in nodes),
         )
 
     async def _preview(self, ids: Sequence[str]) -> LeaseRecord | None:
-        """The lease to come, None if it cannot be taken now; raises RpcError if it never can."""
+        """Return the lease to come, None if it cannot be taken now; raises RpcError if it never can."""
         try:
             return await self._leases.preview(self.resource, ids)
         except InfeasibleError as error:
@@ -176,7 +189,8 @@ class DevicePlugin:
             raise _refusal(error) from None
 
     async def _pre_start_container(self, request: PreStartContainerRequest) -> Empty:
-        began_s, result = time.perf_counter(), REFUSED
+        began_s = time.perf_counter()
+        result = REFUSED
         try:
             await self._permit_start(request.device_ids)
             result = DONE
@@ -201,12 +215,17 @@ class DevicePlugin:
 
 
 def _named(ids: Sequence[str]) -> str:
+    named = printable(", ".join(ids[:_MAX_NAMED]))
     more = len(ids) - _MAX_NAMED
-    return printable(", ".join(ids[:_MAX_NAMED])) + (f" and {count(more, 'other')}" if more > 0 else "")
+    return f"{named} and {count(more, 'other')}" if more > 0 else named
 
 
 def _plugin_device(name: str, offer: Offer) -> PluginDevice:
-    return PluginDevice(name, UNHEALTHY if offer.cause else HEALTHY, _topology(offer.numa_node))
+    return PluginDevice(
+        id=name,
+        health=UNHEALTHY if offer.cause else HEALTHY,
+        topology=_topology(offer.numa_node),
+    )
 
 
 def _topology(numa_node: int | None) -> TopologyInfo | None:

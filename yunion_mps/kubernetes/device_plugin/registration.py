@@ -1,4 +1,7 @@
-"""A device plugin's socket, and its registration with the kubelet."""
+"""A device plugin's socket, and its registration with the kubelet.
+
+Source: Kubernetes: Device Plugins, section "Device plugin registration".
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ _KUBELET = "kubelet.sock"
 _POLL_S = 1.0
 #: The first and the longest time until a failed attempt is repeated, in s: a starting kubelet creates its
 #: socket a moment before it listens.
-_RETRIES_S = (0.05, 1.0)
+_FIRST_RETRY_S = 0.05
+_LONGEST_RETRY_S = 1.0
 #: How long the kubelet has to answer a registration, in s.
 _REGISTER_S = 10.0
 
@@ -45,16 +49,21 @@ class Registration:
 
     @property
     def status(self) -> str:
-        """The health of the resource, or why it is not registered."""
+        """Return the health of the resource, or why it is not registered."""
         return self._failures.cause or f"{self.resource.name}: {self.resource.status}"
 
     async def run(self) -> None:
-        """Serve and register, without end: a kubelet that starts removes the sockets of plugins."""
-        retry_s, kubelet = 0.0, None
+        """Serve and register, without end: a kubelet that starts removes the sockets of plugins.
+
+        Source: Kubernetes: Device Plugins, section "Handling kubelet restarts".
+        """
+        retry_s = 0.0
+        kubelet: FileVersion | None = None
         while True:
-            before, kubelet = kubelet, version_of(self._kubelet)
-            first_s, longest_s = _RETRIES_S
-            retry_s = min(2 * retry_s, longest_s) if retry_s and kubelet == before else first_s
+            before = kubelet
+            kubelet = version_of(self._kubelet)
+            has_failed_before = retry_s > 0 and kubelet == before
+            retry_s = min(2 * retry_s, _LONGEST_RETRY_S) if has_failed_before else _FIRST_RETRY_S
             try:
                 await self._server.open(self._endpoint)
                 await self._register_and_wait()
@@ -81,8 +90,13 @@ class Registration:
     async def _register_and_wait(self) -> None:
         """Register, and return when that has to be repeated; raises RpcError if the kubelet refuses."""
         kubelet = version_of(self._kubelet)
-        name, endpoint = self.resource.name, self.resource.endpoint
-        request = device_plugin_api.RegisterRequest(device_plugin_api.VERSION, endpoint, name, OPTIONS)
+        name = self.resource.name
+        request = device_plugin_api.RegisterRequest(
+            version=device_plugin_api.VERSION,
+            endpoint=self.resource.endpoint,
+            resource_name=name,
+            options=OPTIONS,
+        )
         await call_rpc(self._kubelet, device_plugin_api.REGISTER, request, _REGISTER_S)
         log.info("registered %s with the kubelet", name)
         self._failures.clear()

@@ -52,20 +52,23 @@ class LeaseSource(TypedDict, total=False):
 
 
 class Offer(NamedTuple):
-    """One of the kubelet's devices; `cause` says why no container may get it, empty if one may."""
+    """One of the kubelet's devices."""
 
+    #: The UUID of its GPU or MIG instance.
     gpu: str
     numa_node: int | None
+    #: Why no container may get it; empty if one may.
     cause: str = ""
 
 
 def preferred(
     available: Sequence[str], required: Sequence[str], size: int, gpu_of: Mapping[str, str], placement: str
 ) -> list[str]:
-    """`size` of the available ids, with the required ones, on as few GPUs as possible.
+    """Return `size` of the available ids, with the required ones, on as few GPUs as possible.
 
-    Among the GPUs with enough of them, binpack prefers the one with the fewest, spread the one with the most.
-    The same applies to the MIG instances of a GPU. Whole GPUs and instances are not mixed if avoidable.
+    `gpu_of` is the GPU or MIG instance of each id. Of the GPUs with enough of them, the `placement` binpack
+    prefers the one with the fewest, spread the one with the most. The same applies to the MIG instances of a
+    GPU. Whole GPUs and instances are not mixed if avoidable.
     """
     chosen = list(required)
     taken = set(chosen)
@@ -74,8 +77,10 @@ def preferred(
         if name not in taken:
             left.setdefault(gpu_of.get(name, ""), []).append(name)
     while len(chosen) < size and left:
-        best = min(left.values(), key=_ranking(left.values(), chosen, size - len(chosen), gpu_of, placement))
-        chosen += left.pop(gpu_of.get(best[0], ""))[: size - len(chosen)]
+        missing = size - len(chosen)
+        rank = _ranking(left.values(), chosen, missing, gpu_of, placement)
+        best = min(left.values(), key=rank)
+        chosen += left.pop(gpu_of.get(best[0], ""))[:missing]
     return chosen
 
 
@@ -86,22 +91,26 @@ def _ranking(
     gpu_of: Mapping[str, str],
     placement: str,
 ) -> Callable[[Sequence[str]], tuple[object, ...]]:
-    """What sorts the ids that are left of each GPU or instance by preference."""
+    """Return the key that sorts the ids that are left of each GPU or instance by preference."""
     begun = {gpu_of.get(name, "") for name in chosen}
     begun_gpus = set(map(physical_gpu, chosen))
     begun_kinds = set(map(_is_on_instance, chosen))
-    of_gpu, of_kind = Counter[str](), Counter[bool]()
+    of_gpu = Counter[str]()
+    of_kind = Counter[bool]()
     for names in left:
         of_gpu[physical_gpu(names[0])] += len(names)
         of_kind[_is_on_instance(names[0])] += len(names)
 
     def by_number(number: int) -> tuple[bool, int]:
         is_enough = number >= missing
-        return not is_enough, number if is_enough and placement == BINPACK else -number
+        # Of those with too few, the one with the most leaves the fewest GPUs to add.
+        prefers_fewest = is_enough and placement == BINPACK
+        return not is_enough, number if prefers_fewest else -number
 
     def rank(names: Sequence[str]) -> tuple[object, ...]:
         first = names[0]
-        gpu, kind = physical_gpu(first), _is_on_instance(first)
+        gpu = physical_gpu(first)
+        kind = _is_on_instance(first)
         return (
             gpu_of.get(first, "") not in begun,
             bool(begun_kinds) and kind not in begun_kinds,
@@ -116,12 +125,15 @@ def _ranking(
 
 
 def _is_on_instance(name: str) -> bool:
-    """Whether the id is that of a MIG instance, or of a part of one."""
+    """Return whether the id is that of a MIG instance, or of a part of one."""
     return "-g" in name
 
 
 class ExtendedResource:
-    """An extended resource of the node: what of it is offered to the kubelet, by id."""
+    """An extended resource of the node: what of it is offered to the kubelet, by id.
+
+    Source: Kubernetes: Extended Resources; Device Plugins, section "Device plugin registration".
+    """
 
     #: Variables of a lease that are known only once it is taken.
     undecided: tuple[str, ...] = (LEASE_VARIABLE,)
@@ -141,10 +153,11 @@ class ExtendedResource:
         self.changed = asyncio.Event()
 
     def lease_name(self, ids: Iterable[str]) -> str:
+        """Return the name of the lease of a container with these ids."""
         return lease_name(self.name, ids)
 
     def _ours(self, leases: Iterable[LeaseRecord]) -> Iterator[LeaseRecord]:
-        """The leases that the kubelet counts as this resource's.
+        """Return the leases that the kubelet counts as this resource's.
 
         After a resource was renamed, containers may still have devices under its former name; the kubelet
         would allocate those again if they were offered under the new one.
@@ -153,11 +166,11 @@ class ExtendedResource:
         return (lease for lease in leases if is_container_lease(lease, prefix))
 
     def lease_source(self, ids: Sequence[str]) -> LeaseSource:
-        """What the container's lease is of; raises RpcError if there can be no such lease."""
+        """Return what the container's lease is of; raises RpcError if there can be no such lease."""
         raise NotImplementedError
 
     def budget(self, ids: Sequence[str]) -> dict[str, str]:
-        """The container's environment; the ids are offered."""
+        """Return the container's environment; all ids have to be offered."""
         raise NotImplementedError
 
     def refuse(self, ids: Sequence[str]) -> None:
@@ -180,14 +193,15 @@ class ExtendedResource:
         self._publish(offers, "; ".join(parts))
 
     def _publish(self, offers: dict[str, Offer], status: str) -> None:
-        if (offers, status) == (self.offers, self.status):
+        if offers == self.offers and status == self.status:
             return
         if status != self.status:
             log.info("%s: %s", self.name, status)
         self.health.update(_health(self.offers), _health(offers))
-        self.offers, self.status = offers, status
-        changed, self.changed = self.changed, asyncio.Event()
-        changed.set()
+        self.offers = offers
+        self.status = status
+        self.changed.set()
+        self.changed = asyncio.Event()
 
 
 def _health(offers: Mapping[str, Offer]) -> dict[str, str]:
@@ -205,18 +219,16 @@ class DeviceResource(ExtendedResource):
 
     def update(self, devices: Sequence[KnownDevice], leases: Sequence[LeaseRecord]) -> None:
         """Offer these devices; `leases` are all leases, read after the devices."""
-        others = {lease["id"] for lease in leases} - {lease["id"] for lease in self._ours(leases)}
-        self._budgets = {
-            one["addr"]: (one["gpu_uuid"], one["memory_mib"], one["thread_percentage"])
-            for one in devices
-            if one["sharing"] != NOT_SHARED
-        }
-        self._offer(
-            {
-                one["addr"]: Offer(one["gpu_uuid"], one["numa_node"], unhealthy_cause(one, others))
-                for one in devices
-            }
-        )
+        ours = {lease["id"] for lease in self._ours(leases)}
+        others = {lease["id"] for lease in leases} - ours
+        self._budgets = {}
+        offers: dict[str, Offer] = {}
+        for device in devices:
+            gpu = device["gpu_uuid"]
+            offers[device["addr"]] = Offer(gpu, device["numa_node"], unhealthy_cause(device, others))
+            if device["sharing"] != NOT_SHARED:
+                self._budgets[device["addr"]] = (gpu, device["memory_mib"], device["thread_percentage"])
+        self._offer(offers)
 
     def lease_source(self, ids: Sequence[str]) -> LeaseSource:
         gone = sorted(set(ids) - self.offers.keys())
@@ -266,14 +278,9 @@ class MemoryResource(ExtendedResource):
                 leased_mib[budget["gpu"]] += budget["memory_mib"] or 0  # known: a pool's
         offers: dict[str, Offer] = {}
         for pool in pools:
-            number = pool["memory_mib"] // unit_mib
-            has_threads = (pool["thread_percentage_free"] or 0) >= (pool["thread_percentage"] or 0)
-            free_mib = pool["memory_free_mib"] if has_threads else 0
-            usable = (leased_mib[pool["addr"]] + free_mib) // unit_mib
-            cause = "" if pool["state"] == AVAILABLE else pool["reason"]
-            if unit_mib % pool["memory_unit_mib"]:
-                cause = f"memoryUnit is not a multiple of the memory_unit of GPU {pool['addr']}"
-            for place in range(number):
+            usable = _usable_units(pool, unit_mib, leased_mib[pool["addr"]])
+            cause = _unoffered_cause(pool, unit_mib)
+            for place in range(pool["memory_mib"] // unit_mib):
                 why_not = cause or ("" if place < usable else _TAKEN)
                 offer = Offer(pool["gpu_uuid"], pool["numa_node"], why_not)
                 offers[f"{pool['addr']}-u{unit_mib}-{place}"] = offer
@@ -289,14 +296,17 @@ class MemoryResource(ExtendedResource):
 
     def budget(self, ids: Sequence[str]) -> dict[str, str]:
         gpu, unit_mib = self._source(ids)
-        pool, memory_mib = self._pools[gpu], unit_mib * len(ids)
-        sm = pool_percentage(
-            pool["thread_percentage"] or 0, memory_mib, pool["gpu_memory_mib"], pool["thread_overcommit"]
-        )
-        return budget_variables([(gpu, memory_mib, sm)])
+        pool = self._pools[gpu]
+        memory_mib = unit_mib * len(ids)
+        least = pool["thread_percentage"] or 0
+        percentage = pool_percentage(least, memory_mib, pool["gpu_memory_mib"], pool["thread_overcommit"])
+        return budget_variables([(gpu, memory_mib, percentage)])
 
     def _source(self, ids: Sequence[str]) -> tuple[str, int]:
-        """The GPU's address and the size of a unit; raises RpcError unless all units have the same."""
+        """Return the GPU's address and the size of a unit in MiB.
+
+        Raises RpcError unless all units have the same.
+        """
         matches = [_UNIT_ID.fullmatch(unit) for unit in ids]
         sources = {(match["gpu"], int(match["mib"])) for match in matches if match}
         if not sources or None in matches:
@@ -308,3 +318,17 @@ class MemoryResource(ExtendedResource):
             hint = "request less memory; the scheduler knows only the sum of all GPUs of a node"
             raise RpcError(StatusCode.FAILED_PRECONDITION, f"{what} ({hint})")
         return sources.pop()
+
+
+def _usable_units(pool: Pool, unit_mib: int, leased_mib: int) -> int:
+    """Return how many units of the pool containers have or can get; `leased_mib` is what they have."""
+    has_threads = (pool["thread_percentage_free"] or 0) >= (pool["thread_percentage"] or 0)
+    free_mib = pool["memory_free_mib"] if has_threads else 0
+    return (leased_mib + free_mib) // unit_mib
+
+
+def _unoffered_cause(pool: Pool, unit_mib: int) -> str:
+    """Return why no container may get memory of the pool; empty if one may."""
+    if unit_mib % pool["memory_unit_mib"]:
+        return f"memoryUnit is not a multiple of the memory_unit of GPU {pool['addr']}"
+    return "" if pool["state"] == AVAILABLE else pool["reason"]

@@ -2,6 +2,8 @@
 
 The lease is named after the claim and does not expire. The kubelet unprepares a claim after the last pod that
 uses it; `reconcile` releases the leases of claims that it has forgotten, as when it has lost its state.
+
+Source: k8s.io/kubelet/pkg/apis/dra/v1/api.proto, NodePrepareResources and NodeUnprepareResources.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ CLAIMS = Resource(f"/apis/{API_VERSION}", "resourceclaims", ResourceClaim, SINCE
 GONE_S = 120.0
 #: The names of claims' leases begin with this, which tells them from other leases that do not expire.
 _PREFIX = "claim:"
-_LEASE_NAME = re.compile(_PREFIX + r"([^/@]+)/([^/@]+)@([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
+_LEASE_NAME = re.compile(
+    _PREFIX + r"(?P<namespace>[^/@]+)/(?P<name>[^/@]+)@(?P<uid>[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})"
+)
 
 
 class ClaimName(NamedTuple):
@@ -50,16 +54,16 @@ class ClaimName(NamedTuple):
 
     @property
     def lease(self) -> str:
-        """The name of its lease, which `yunion-mps who` shows."""
+        """Return the name of its lease, which `yunion-mps who` shows."""
         return f"{_PREFIX}{self.namespace}/{self.name}@{self.uid}"
 
     @classmethod
     def of(cls, lease: LeaseRecord) -> ClaimName | None:
-        """The claim of a lease, None if it has another holder, which may be root on the host."""
+        """Return the claim of a lease, None if it has another holder, which may be root on the host."""
         match = _LEASE_NAME.fullmatch(lease["name"] or "")
         if not match or lease["binding"] != "name" or lease["expires"] is not None:
             return None
-        return cls(*match.groups())
+        return cls(namespace=match["namespace"], name=match["name"], uid=match["uid"])
 
 
 def is_claim_lease(lease: LeaseRecord) -> bool:
@@ -67,6 +71,8 @@ def is_claim_lease(lease: LeaseRecord) -> bool:
 
 
 class ClaimLeases:
+    """The leases of resource claims; the driver takes and releases them as the kubelet asks."""
+
     def __init__(
         self,
         server: ApiServer,
@@ -91,20 +97,26 @@ class ClaimLeases:
         self._gone_since_s: dict[str, float] = {}
 
     async def allocated(self, claim: ClaimName) -> Sequence[AllocatedDevice]:
-        """The devices of this driver that are allocated to the claim; raises YunionError."""
+        """Return the devices of this driver that are allocated to the claim.
+
+        Raises NotFoundError if it has none any longer, HostError if it asks for what is not supported, and
+        ApiServerError.
+
+        Source: Kubernetes API, ResourceClaim, DeviceAllocationResult.
+        """
         stored = await self._server.get(CLAIMS, claim.name, claim.namespace)
         if stored["metadata"]["uid"] != claim.uid:
             what = f"{claim.namespace}/{claim.name}: replaced by another claim of the same name"
             raise NotFoundError(what, "delete the pod")
         devices = stored.get("status", {}).get("allocation", {}).get("devices", {})
-        if any(one.get("opaque", {}).get("driver") == DRIVER for one in devices.get("config", ())):
+        if any(config.get("opaque", {}).get("driver") == DRIVER for config in devices.get("config", ())):
             what = f"{claim.namespace}/{claim.name}: config has parameters for {DRIVER}, which takes none"
             hint = "remove them from the claim or its DeviceClass, then delete the claim and the pod"
             raise HostError(what, hint)
-        ours = [one for one in devices.get("results", ()) if one["driver"] == DRIVER]
+        ours = [result for result in devices.get("results", ()) if result["driver"] == DRIVER]
         if not ours:
             raise NotFoundError(f"{claim.namespace}/{claim.name}: no devices are allocated", "delete the pod")
-        if any(one.get("adminAccess") for one in ours):
+        if any(result.get("adminAccess") for result in ours):
             what = f"{claim.namespace}/{claim.name}: adminAccess is not supported"
             raise HostError(what, "to see all devices of a node, run on it: yunion-mps who")
         return ours
@@ -122,17 +134,11 @@ class ClaimLeases:
             if self._refusal:
                 what = f"claims are not prepared on this node: {self._refusal}"
                 raise HostError(what, "delete the pod, so that it is scheduled to another node")
-            members: dict[str, Value] = {"devices": list(request.devices)} if request.devices else {}
-            if request.memory_mib:
-                members = {"gpu": request.gpu, "memory_mib": request.memory_mib}
-            if request.thread_percentage:
-                members["thread_percentage"] = request.thread_percentage
             # Devices of GPUs that do not enforce budgets are included, because the operator has offered them.
-            holder = {"kind": "name", "name": claim.lease, "ttl_s": 0}
             return await self._call(
                 TAKE_LEASE,
-                **members,
-                holder=holder,
+                **_members(request),
+                holder={"kind": "name", "name": claim.lease, "ttl_s": 0},
                 cdi=True,
                 reserved_for=KUBERNETES,
                 allow_unlimited=True,
@@ -145,26 +151,30 @@ class ClaimLeases:
                 await self._end(lease)
 
     async def may_exist(self) -> bool:
-        """Whether a claim has a lease; True if the daemon does not answer."""
+        """Return whether a claim has a lease; True if the daemon does not answer."""
         try:
             leases = (await self._daemon.call(GET_LEASES))["leases"]
         except YunionError:
             return True
-        return any(map(is_claim_lease, leases))
+        return any(is_claim_lease(lease) for lease in leases)
 
     async def reconcile(self) -> None:
-        """Release the leases that no pod has needed for `gone_s`; raises YunionError, RpcError.
+        """Release the leases that no pod has needed for `gone_s`.
 
         A lease is kept if a process uses its devices, if the kubelet lists a container with its claim, or if
         the API server has reserved the claim for a pod. If the API server does not answer, all are kept; a
         claim that cannot be read keeps its own lease, and one that cannot be ended does not keep the others.
+
+        Raises YunionError, RpcError and DecodeError if the daemon, the API server or the kubelet cannot be
+        asked, and the first error of a lease that cannot be ended.
         """
-        leases = [(lease, claim) for lease in await self._leases() if (claim := ClaimName.of(lease))]
+        leases = await self._leases_of_claims()
         if not leases:
             self._gone_since_s.clear()
             return
         listed = await self._listed()
-        now_s, gone = time.monotonic(), {}
+        now_s = time.monotonic()
+        gone: dict[str, float] = {}
         for lease, claim in leases:
             is_needed = lease["state"] != IDLE or (claim.namespace, claim.name) in listed
             if not is_needed and not await self._is_reserved(claim):
@@ -198,12 +208,12 @@ class ClaimLeases:
         return stored["metadata"]["uid"] == claim.uid and bool(stored.get("status", {}).get("reservedFor"))
 
     async def _listed(self) -> set[tuple[str, str]]:
-        """The namespaces and names of the claims of all containers on this node."""
-        return {
-            (claim.claim_namespace, claim.claim_name)
-            for container in await list_containers(self._paths)
-            for claim in container.dynamic_resources
-        }
+        """Return the namespaces and names of the claims of all containers on this node."""
+        names: set[tuple[str, str]] = set()
+        for container in await list_containers(self._paths):
+            for claim in container.dynamic_resources:
+                names.add((claim.claim_namespace, claim.claim_name))
+        return names
 
     async def _call(self, operation: Operation[T], **arguments: Value) -> T:
         return await call_patiently(self._daemon, operation, self._restart_s, **arguments)
@@ -211,12 +221,16 @@ class ClaimLeases:
     async def _leases(self) -> list[LeaseDetails]:
         return (await self._call(GET_LEASES))["leases"]
 
+    async def _leases_of_claims(self) -> list[tuple[LeaseDetails, ClaimName]]:
+        leases: list[tuple[LeaseDetails, ClaimName]] = []
+        for lease in await self._leases():
+            claim = ClaimName.of(lease)
+            if claim:
+                leases.append((lease, claim))
+        return leases
+
     async def _leases_of(self, uid: str) -> list[LeaseDetails]:
-        return [
-            lease
-            for lease in await self._leases()
-            if (claim := ClaimName.of(lease)) is not None and claim.uid == uid
-        ]
+        return [lease for lease, claim in await self._leases_of_claims() if claim.uid == uid]
 
     async def _end(self, lease: LeaseRecord) -> None:
         try:
@@ -226,8 +240,21 @@ class ClaimLeases:
         log.info("%s: %s released", lease["name"], ", ".join(lease["devices"]))
 
 
+def _members(request: ClaimRequest) -> dict[str, Value]:
+    """Return those arguments of TAKE_LEASE that say what is leased."""
+    members: dict[str, Value] = {}
+    if request.devices:
+        members["devices"] = list(request.devices)
+    if request.memory_mib:
+        members["gpu"] = request.gpu
+        members["memory_mib"] = request.memory_mib
+    if request.thread_percentage:
+        members["thread_percentage"] = request.thread_percentage
+    return members
+
+
 def _satisfies(lease: LeaseRecord, request: ClaimRequest) -> bool:
-    """Whether it is a lease of what is requested."""
+    """Return whether it is a lease of what is requested."""
     if request.devices:
         return set(lease["devices"]) == set(request.devices)
     if request.thread_percentage not in (0, lease["thread_percentage"]):

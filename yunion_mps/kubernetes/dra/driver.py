@@ -1,4 +1,7 @@
-"""The DRA driver mps.yunion.io: answers the kubelet, publishes the devices, and serves both sockets."""
+"""The DRA driver mps.yunion.io: answers the kubelet, publishes the devices, and serves both sockets.
+
+Source: k8s.io/kubelet/pkg/apis: dra/v1/api.proto, dra-health/v1/api.proto, pluginregistration/v1/api.proto.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from yunion_mps.kubernetes.api.credentials import ApiCredentials, ApiServerError
 from yunion_mps.kubernetes.api.server import ApiServer, Backoff
 from yunion_mps.kubernetes.daemon_watch import RESTART_S
 from yunion_mps.kubernetes.dra.claims import GONE_S, ClaimLeases, ClaimName
-from yunion_mps.kubernetes.dra.devices import DRIVER, requested_by
+from yunion_mps.kubernetes.dra.devices import DRIVER, OfferedDevice, requested_by
 from yunion_mps.kubernetes.dra.host import HOST_TIMES, DraHost, HostTimes
 from yunion_mps.kubernetes.dra.objects import AllocatedDevice
 from yunion_mps.kubernetes.dra.slices import INTERVAL_S, SlicePublisher
@@ -48,11 +51,12 @@ _CLAIM_S = 10.0
 _HEALTH_S = 10.0
 _RECONCILE_S = 60.0
 _MAX_MESSAGE = 1024
-_SOCKET, _REGISTRATION = "dra.sock", f"{DRIVER}-reg.sock"
+_SOCKET = "dra.sock"
+_REGISTRATION = f"{DRIVER}-reg.sock"
 
 
 class DraDriver:
-    """Answers the kubelet."""
+    """Answers the kubelet, for DraService, which serves its methods."""
 
     def __init__(self, host: DraHost, claims: ClaimLeases, node: str, counts: Counts) -> None:
         self._host = host
@@ -76,18 +80,17 @@ class DraDriver:
         self, request: dra_api.NodePrepareResourcesRequest
     ) -> dra_api.NodePrepareResourcesResponse:
         answers = await asyncio.gather(*map(self._prepare_claim, request.claims))
-        return dra_api.NodePrepareResourcesResponse(
-            {claim.uid: answer for claim, answer in zip(request.claims, answers)}
-        )
+        uids = [claim.uid for claim in request.claims]
+        return dra_api.NodePrepareResourcesResponse(dict(zip(uids, answers)))
 
     async def _prepare_claim(self, reference: ClaimReference) -> NodePrepareResourceResponse:
         claim = ClaimName(reference.namespace, reference.name, reference.uid)
-        began_s, result = time.perf_counter(), REFUSED
+        began_s = time.perf_counter()
+        result = REFUSED
         try:
-            results = await self._claims.allocated(claim)
-            lease = await self._claims.take(
-                claim, requested_by(results, await self._host.known(), self._pool)
-            )
+            allocated = await self._claims.allocated(claim)
+            requested = requested_by(allocated, await self._host.known(), self._pool)
+            lease = await self._claims.take(claim, requested)
             result = DONE
         except YunionError as error:
             log.warning("%s: its pod cannot start yet: %s", claim.lease, error.message)
@@ -99,15 +102,14 @@ class DraDriver:
         finally:
             self._counts.note_start(DRIVER, result, time.perf_counter() - began_s)
         log.info("%s: leased %s", claim.lease, ", ".join(lease["devices"]))
-        return NodePrepareResourceResponse(_prepared(results, f"{CDI_KIND}={lease['id']}"))
+        return NodePrepareResourceResponse(_prepared(allocated, f"{CDI_KIND}={lease['id']}"))
 
     async def _unprepare(
         self, request: dra_api.NodeUnprepareResourcesRequest
     ) -> dra_api.NodeUnprepareResourcesResponse:
         answers = await asyncio.gather(*map(self._unprepare_claim, request.claims))
-        return dra_api.NodeUnprepareResourcesResponse(
-            {claim.uid: answer for claim, answer in zip(request.claims, answers)}
-        )
+        uids = [claim.uid for claim in request.claims]
+        return dra_api.NodeUnprepareResourcesResponse(dict(zip(uids, answers)))
 
     async def _unprepare_claim(self, reference: ClaimReference) -> NodeUnprepareResourceResponse:
         try:
@@ -123,18 +125,10 @@ class DraDriver:
     async def _watch_health(self, _: bytes) -> AsyncIterator[bytes]:
         while True:
             changed = self._host.changed
-            now_s = int(time.time())
-            devices = tuple(
-                DeviceHealth(
-                    DeviceIdentifier(self._pool, one.name),
-                    dra_api.IS_HEALTHY if one.is_healthy else dra_api.IS_UNHEALTHY,
-                    now_s,
-                    message=printable(one.reason)[:_MAX_MESSAGE],
-                )
-                for one in self._host.offered or ()
-            )
             if self._host.offered is not None:
-                yield dra_api.NodeWatchResourcesResponse(devices).encode()
+                now_s = int(time.time())
+                devices = [_health_of(device, self._pool, now_s) for device in self._host.offered]
+                yield dra_api.NodeWatchResourcesResponse(tuple(devices)).encode()
             await first_of(changed.wait(), asyncio.sleep(_HEALTH_S))
 
 
@@ -196,18 +190,24 @@ class DraService:
 
     @property
     def status(self) -> str:
+        """Return what is offered and published, or why the kubelet cannot reach the driver."""
         return self._failures.cause or f"{DRIVER}: {self._host.status}; {self._slices.status}"
 
     @property
     def changes(self) -> Sequence[asyncio.Event]:
-        """The events that are set when the labels may have changed."""
+        """Return the events that are set when the labels may have changed."""
         return [self._host.changed]
 
     def labels(self) -> dict[str, str]:
-        """The node's labels for Node Feature Discovery."""
-        offered = self._host.offered or ()
-        shares = Counter(GpuKind(one.gpu, one.sharing) for one in offered if not one.is_pool)
-        return labels_of(shares, {one.gpu for one in offered if one.is_pool})
+        """Return the node's labels for Node Feature Discovery."""
+        shares = Counter[GpuKind]()
+        pools: set[str] = set()
+        for device in self._host.offered or ():
+            if device.is_pool:
+                pools.add(device.gpu)
+            else:
+                shares[GpuKind(device.gpu, device.sharing)] += 1
+        return labels_of(shares, pools)
 
     async def run(self) -> None:
         """Run without end; raises what is not a failure of another program."""
@@ -224,7 +224,8 @@ class DraService:
 
     async def _offer(self) -> None:
         while True:
-            changed, offered = self._host.changed, self._host.offered
+            changed = self._host.changed
+            offered = self._host.offered
             if self._is_refusing or (offered is None and self._host.failure):
                 offered = ()  # an earlier driver may have published devices
             if offered is not None:
@@ -258,7 +259,8 @@ class DraService:
                 await asyncio.gather(self._registrar.close(), self._driver.close())
 
     async def _reconcile(self) -> None:
-        backoff, failures = Backoff(_RECONCILE_S / 4, _RECONCILE_S), Failures(log)
+        backoff = Backoff(_RECONCILE_S / 4, _RECONCILE_S)
+        failures = Failures(log)
         while True:
             try:
                 await self._claims.reconcile()
@@ -269,7 +271,12 @@ class DraService:
             await backoff.wait()
 
     async def _get_info(self, _: Empty) -> dra_api.PluginInfo:
-        return dra_api.PluginInfo(dra_api.PLUGIN_TYPE, DRIVER, self._endpoint, dra_api.SERVICES)
+        return dra_api.PluginInfo(
+            type=dra_api.PLUGIN_TYPE,
+            name=DRIVER,
+            endpoint=self._endpoint,
+            supported_versions=dra_api.SERVICES,
+        )
 
     async def _notify(self, status: dra_api.RegistrationStatus) -> Empty:
         self._counts.registrations[DRIVER, DONE if status.plugin_registered else REFUSED] += 1
@@ -286,19 +293,33 @@ def _check(directories: Iterable[KubeletDirectory]) -> None:
             raise directory.replaced
 
 
-def _prepared(results: Iterable[AllocatedDevice], cdi: str) -> tuple[PreparedDevice, ...]:
-    """The claim's devices. The CDI device is the first one's, for all requests: a container has it once."""
-    results = list(results)
-    names = tuple(dict.fromkeys(one["request"].partition("/")[0] for one in results))
-    return tuple(
-        PreparedDevice(
-            names if index == 0 else (one["request"].partition("/")[0],),
-            one["pool"],
-            one["device"],
-            (cdi,) if index == 0 else (),
-            one.get("shareID", ""),
+def _prepared(allocated: Sequence[AllocatedDevice], cdi: str) -> tuple[PreparedDevice, ...]:
+    """Return the claim's devices.
+
+    The CDI device is the first one's, which is for all requests, because a container has it once.
+    """
+    requests = [device["request"].partition("/")[0] for device in allocated]  # without a subrequest
+    devices: list[PreparedDevice] = []
+    for device, request in zip(allocated, requests):
+        is_first = not devices
+        prepared = PreparedDevice(
+            request_names=tuple(dict.fromkeys(requests)) if is_first else (request,),
+            pool_name=device["pool"],
+            device_name=device["device"],
+            cdi_device_ids=(cdi,) if is_first else (),
+            share_id=device.get("shareID", ""),
         )
-        for index, one in enumerate(results)
+        devices.append(prepared)
+    return tuple(devices)
+
+
+def _health_of(device: OfferedDevice, pool: str, now_s: int) -> DeviceHealth:
+    """Return the device's health as the kubelet is told; `now_s` are seconds since 1970."""
+    return DeviceHealth(
+        device=DeviceIdentifier(pool, device.name),
+        health=dra_api.IS_HEALTHY if device.is_healthy else dra_api.IS_UNHEALTHY,
+        last_updated_time=now_s,
+        message=printable(device.reason)[:_MAX_MESSAGE],
     )
 
 
@@ -307,7 +328,7 @@ def _internal(error: Exception) -> YunionError:
 
 
 def _error_text(error: YunionError) -> str:
-    """What the kubelet shows in the pod's events; escaped, because it may quote a claim."""
+    """Return what the kubelet shows in the pod's events; escaped, because it may quote a claim."""
     return printable(f"{error.message_with_hint} [{error.code}]")
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.addresses import physical_gpu
 from yunion_mps.errors import UnreachableError, YunionError
@@ -21,6 +21,9 @@ from yunion_mps.kubernetes.metrics import Counts, ResourceHealth
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DAEMON_UNREACHABLE
 from yunion_mps.tasks import first_of
+
+if TYPE_CHECKING:
+    from yunion_mps.answers import Domain, Gpu
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +50,10 @@ HOST_TIMES = HostTimes()
 
 
 class DraHost:
-    """`offered` are the devices, None until the daemon has answered; `failure` is why it no longer answers.
+    """What the host offers; the driver reads it, and runs it.
 
-    `changed` is set when either changes.
+    `offered` are the devices, None until the daemon has answered; `failure` is why it no longer answers.
+    `changed` is set when either changes, and then replaced.
     """
 
     def __init__(self, paths: Paths, counts: Counts, times: HostTimes = HOST_TIMES) -> None:
@@ -82,43 +86,52 @@ class DraHost:
         self.failure = None
 
     async def known(self) -> dict[str, OfferedDevice]:
-        """The devices by name, once the daemon has answered; raises YunionError if it does not."""
+        """Return the devices by name, once the daemon has answered; raises YunionError if it does not."""
         if self.offered is None and self.failure is None:
             await first_of(self.changed.wait(), asyncio.sleep(self._first_answer_s))
         if self.offered is None or self.failure:
             raise self.failure or timeout_error(self._paths.socket, self._first_answer_s)
-        return {one.name: one for one in self.offered}
+        return {device.name: device for device in self.offered}
 
     async def _facts(self) -> HostFacts:
         call = self._daemon.call
-        gpus = {gpu["uuid"]: gpu for gpu in (await call(GET_GPUS))["gpus"] if gpu["uuid"]}
-        found = {uuid: pcie_root(self._paths, gpu["pci_address"]) for uuid, gpu in gpus.items()}
-        roots = {uuid: root for uuid, root in found.items() if root}
+        gpus: dict[str, Gpu] = {}
+        pcie_roots: dict[str, str] = {}
+        for gpu in (await call(GET_GPUS))["gpus"]:
+            if gpu["uuid"]:
+                gpus[gpu["uuid"]] = gpu
+                pcie_roots[gpu["uuid"]] = pcie_root(self._paths, gpu["pci_address"])
         status = await call(GET_STATUS)
-        domains = {uuid: domain for domain in status["domains"] for uuid in domain["gpus"]}
-        driver_version = status["driver"]["version"] or ""
+        domains: dict[str, Domain] = {}
+        for domain in status["domains"]:
+            domains.update(dict.fromkeys(domain["gpus"], domain))
         pools = await self._watch.pools()
         devices = await self._watch.devices(HostDevice)
         leases = (await call(GET_LEASES))["leases"]  # after the devices, as unhealthy_cause needs them
-        others = {lease["id"]: lease for lease in leases if not is_claim_lease(lease)}
-        return HostFacts(devices, pools, gpus, domains, roots, driver_version, others)
+        return HostFacts(
+            devices=devices,
+            pools=pools,
+            gpus=gpus,
+            domains=domains,
+            pcie_roots=pcie_roots,
+            driver_version=status["driver"]["version"] or "",
+            other_leases={lease["id"]: lease for lease in leases if not is_claim_lease(lease)},
+        )
 
     def _lose(self, error: YunionError) -> None:
         if not isinstance(error, UnreachableError):
             return
-        is_new, self.failure = self.failure is None, error
+        is_new = self.failure is None
+        self.failure = error
         if self.offered is not None:
-            taint, reason = DAEMON_UNREACHABLE, error.message
-            self._publish(
-                [one._replace(taint=taint, reason=reason, is_healthy=False) for one in self.offered]
-            )
+            self._publish([_lost(device, error) for device in self.offered])
         elif is_new:
             self._wake()
         self.status = error.message
 
     def _publish(self, offered: Sequence[OfferedDevice]) -> None:
         is_first = self.offered is None
-        tainted = [one for one in offered if one.taint]
+        tainted = [device for device in offered if device.taint]
         status = f"{len(offered) - len(tainted)} of {len(offered)} devices can be allocated"
         if tainted:
             status += f"; {tainted[0].address}: {tainted[0].reason}"
@@ -131,16 +144,21 @@ class DraHost:
             self._wake()
 
     def _wake(self) -> None:
-        changed, self.changed = self.changed, asyncio.Event()
-        changed.set()
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+def _lost(device: OfferedDevice, error: YunionError) -> OfferedDevice:
+    """Return the device while the daemon does not answer."""
+    return device._replace(taint=DAEMON_UNREACHABLE, reason=error.message, is_healthy=False)
 
 
 def _health(offered: Sequence[OfferedDevice]) -> dict[str, str]:
-    return {one.name: UNHEALTHY if one.taint else HEALTHY for one in offered}
+    return {device.name: UNHEALTHY if device.taint else HEALTHY for device in offered}
 
 
 def pcie_root(paths: Paths, address: str) -> str:
     """Return the root of a GPU's PCI hierarchy, as in /sys/devices/pci0000:00/…; empty if sysfs has none."""
     path = os.path.realpath(os.path.join(paths.pci_devices, physical_gpu(address)))
-    found = _PCIE_ROOT.search(path)
-    return found[1] if found else ""
+    match = _PCIE_ROOT.search(path)
+    return match[1] if match else ""

@@ -1,6 +1,6 @@
 """The API group resource.k8s.io/v1: the members that are used here of devices and claims.
 
-The source is k8s.io/api/resource/v1/types.go.
+Source: Kubernetes API, ResourceSlice and ResourceClaim; k8s.io/api/resource/v1/types.go.
 """
 
 from __future__ import annotations

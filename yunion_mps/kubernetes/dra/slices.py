@@ -2,6 +2,8 @@
 
 All slices form one pool, named after the node, with one generation. Writes are rare: the API server of 5,000
 nodes has to store each of them and to tell every scheduler.
+
+Source: Kubernetes API, ResourceSlice, ResourcePool; k8s.io/api/resource/v1/types.go.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from yunion_mps.kubernetes.api.credentials import ApiServerError
 from yunion_mps.kubernetes.api.objects import ApiObject, ObjectMeta, OwnerReference, Resource
 from yunion_mps.kubernetes.api.server import NODES, ApiServer, Backoff
 from yunion_mps.kubernetes.dra.devices import DRIVER, OfferedDevice
-from yunion_mps.kubernetes.dra.objects import API_VERSION, SINCE, SliceDevice
+from yunion_mps.kubernetes.dra.objects import API_VERSION, SINCE, DeviceTaint, SliceDevice
 from yunion_mps.kubernetes.metrics import API_SERVER, Counts
 from yunion_mps.tasks import first_of
 
@@ -69,8 +71,9 @@ class ResourceSlice(SpecifiedSlice, total=False):
     stored: StoredDevices
 
 
-def _summarized(one: ResourceSlice) -> ResourceSlice:
-    return {**one, "spec": {**one["spec"], "devices": []}, "stored": summary(one["spec"].get("devices", ()))}
+def _summarized(stored: ResourceSlice) -> ResourceSlice:
+    spec: SliceSpec = {**stored["spec"], "devices": []}
+    return {**stored, "spec": spec, "stored": summary(stored["spec"].get("devices", ()))}
 
 
 #: A page of 8 full slices takes 2 MiB once it is parsed.
@@ -78,8 +81,9 @@ SLICES = Resource(f"/apis/{API_VERSION}", "resourceslices", ResourceSlice, SINCE
 
 
 class SliceWrite(NamedTuple):
-    """A slice to write; one with a resource version is replaced."""
+    """A slice to write."""
 
+    #: With a resource version, it replaces the stored slice.
     metadata: ObjectMeta
     pool: SlicePool
     devices: Sequence[OfferedDevice]
@@ -87,7 +91,7 @@ class SliceWrite(NamedTuple):
     def build(self) -> ResourceSlice:
         """Build one slice; those of several thousand devices would take much memory at the same time."""
         spec: SliceSpec = {"driver": DRIVER, "nodeName": self.pool["name"], "pool": self.pool}
-        spec["devices"] = [one.device for one in self.devices]
+        spec["devices"] = [device.device for device in self.devices]
         return {
             "apiVersion": API_VERSION,
             "kind": "ResourceSlice",
@@ -99,19 +103,21 @@ class SliceWrite(NamedTuple):
 class Writes(NamedTuple):
     """The writes that make the stored slices the desired ones."""
 
+    #: The slices to create or replace.
     stored: Sequence[SliceWrite]
+    #: The names of the slices to delete.
     deleted: Sequence[str]
 
 
 def slices_of(offered: Iterable[OfferedDevice], *, with_taints: bool = True) -> list[list[OfferedDevice]]:
-    """The devices of each slice. A GPU's are in one slice if they fit, so that its loss changes only one.
+    """Return the devices of each slice. A GPU's are in one slice if they fit: its loss changes only one.
 
     Without taints, because the cluster does not support them, devices that would have one are left out.
     """
     by_gpu: dict[str, list[OfferedDevice]] = {}
-    for one in offered:
-        if with_taints or not one.taint:
-            by_gpu.setdefault(one.gpu, []).append(one)
+    for device in offered:
+        if with_taints or not device.taint:
+            by_gpu.setdefault(device.gpu, []).append(device)
     slices: list[list[OfferedDevice]] = [[]]
     for devices in by_gpu.values():
         if len(slices[-1]) + min(len(devices), MAX_DEVICES) > MAX_DEVICES:
@@ -124,6 +130,10 @@ def slices_of(offered: Iterable[OfferedDevice], *, with_taints: bool = True) -> 
 
 
 def slice_name(node: str, index: int) -> str:
+    """Return the name of a slice: with the node's or, if that is too long, a hash of it.
+
+    Source: Kubernetes: Object Names and IDs, section "DNS Subdomain Names".
+    """
     name = f"{node}-{DRIVER}-{index}"
     if len(name) <= _MAX_NAME:
         return name
@@ -137,46 +147,53 @@ def plan_writes(
     node: str,
     owner: OwnerReference | None,
 ) -> Writes:
-    """What to write; `existing` are the stored slices of the driver on this node, by name.
+    """Return what to write; `existing` are the stored slices of the driver on this node, by name.
 
     The generation is kept if a single slice changes; otherwise, schedulers ignore the old slices, and wait
     until they have all new ones.
     """
-    names = [slice_name(node, index) for index in range(len(desired))]
-    generation = max((one["spec"]["pool"]["generation"] for one in existing.values()), default=0)
+    slices = {slice_name(node, index): devices for index, devices in enumerate(desired)}
+    generation = max((stored["spec"]["pool"]["generation"] for stored in existing.values()), default=0)
     pool: SlicePool = {"name": node, "generation": generation, "resourceSliceCount": len(desired)}
-    changed = [
-        name
-        for name, devices in zip(names, desired)
-        if name not in existing
-        or existing[name]["spec"]["pool"] != pool
-        or existing[name]["stored"] != summary(one.device for one in devices)
-    ]
-    deleted = [name for name in existing if name not in names]
+    changed: list[str] = []
+    for name, devices in slices.items():
+        stored = existing.get(name)
+        if stored is None or stored["spec"]["pool"] != pool or stored["stored"] != _summary_of(devices):
+            changed.append(name)
+    deleted = [name for name in existing if name not in slices]
     if len(changed) + len(deleted) > 1 or (changed and changed[0] not in existing):
-        pool, changed = {**pool, "generation": generation + 1}, names
-    stored: list[SliceWrite] = []
-    for name, devices in zip(names, desired):
-        if name in changed:
-            metadata: ObjectMeta = {"name": name}
-            if owner:
-                metadata["ownerReferences"] = [owner]
-            if name in existing:
-                metadata["resourceVersion"] = existing[name]["metadata"]["resourceVersion"]
-            stored.append(SliceWrite(metadata, pool, devices))
-    return Writes(stored, deleted)
+        pool = {**pool, "generation": generation + 1}
+        changed = list(slices)
+    writes: list[SliceWrite] = []
+    for name in changed:
+        metadata: ObjectMeta = {"name": name}
+        if owner:
+            metadata["ownerReferences"] = [owner]
+        if name in existing:
+            metadata["resourceVersion"] = existing[name]["metadata"]["resourceVersion"]
+        writes.append(SliceWrite(metadata, pool, slices[name]))
+    return Writes(writes, deleted)
+
+
+def _summary_of(devices: Iterable[OfferedDevice]) -> StoredDevices:
+    return summary(device.device for device in devices)
 
 
 def summary(devices: Iterable[SliceDevice]) -> StoredDevices:
-    """A summary of the devices without the times that the API server adds to taints."""
-    digest, have_taints = sha256(), False
+    """Return a summary of the devices without the times that the API server adds to taints."""
+    digest = sha256()
+    have_taints = False
     for device in devices:
         taints = device.get("taints")
         if taints:
             have_taints = True
-            device = {**device, "taints": [{"key": one["key"], "effect": one["effect"]} for one in taints]}
+            device = {**device, "taints": [_without_time(taint) for taint in taints]}
         digest.update(json.dumps(device, sort_keys=True).encode())
     return StoredDevices(digest.hexdigest(), have_taints)
+
+
+def _without_time(taint: DeviceTaint) -> DeviceTaint:
+    return {"key": taint["key"], "effect": taint["effect"]}
 
 
 class SlicePublisher:
@@ -205,7 +222,8 @@ class SlicePublisher:
         self._sent: dict[str, StoredDevices] = {}
         self._with_taints = True
         self._owner: OwnerReference | None = None
-        self._changed, self._urgent = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()
+        self._urgent = asyncio.Event()
         self._written_s = -math.inf
         #: What is published, or why not, in one line.
         self.status = "the devices are not published yet"
@@ -240,8 +258,8 @@ class SlicePublisher:
 
     async def _watch(self) -> None:
         selection = f"spec.driver={DRIVER},spec.nodeName={self._node}"
-        async for found in self._server.watch(SLICES, fields=selection, on_failure=self._report):
-            self._existing = {one["metadata"]["name"]: one for one in found.values()}
+        async for slices in self._server.watch(SLICES, fields=selection, on_failure=self._report):
+            self._existing = _by_name(slices.values())
             self._seen += 1
             self._changed.set()
 
@@ -265,8 +283,8 @@ class SlicePublisher:
         await self._read()  # the watch may not have delivered the last write yet
         writes = plan_writes(self._as_sent(), desired, self._node, self._owner)
         seen = self._seen
-        for one in writes.stored:
-            await self._store(one.build())
+        for write in writes.stored:
+            await self._store(write.build())
         for name in writes.deleted:
             await self._server.delete(SLICES, name)
             self._existing.pop(name, None)
@@ -275,18 +293,20 @@ class SlicePublisher:
         self._written_s = time.monotonic()
         self._note_published(desired)
 
-    async def _store(self, one: ResourceSlice) -> None:
+    async def _store(self, desired: ResourceSlice) -> None:
         assert self._existing is not None
-        name, is_new = one["metadata"]["name"], "resourceVersion" not in one["metadata"]
         try:
-            stored = await (self._server.create(SLICES, one) if is_new else self._server.replace(SLICES, one))
+            if "resourceVersion" in desired["metadata"]:
+                stored = await self._server.replace(SLICES, desired)
+            else:
+                stored = await self._server.create(SLICES, desired)
         except ApiServerError as error:
             if error.status in (HTTPStatus.CONFLICT, HTTPStatus.NOT_FOUND):
                 await self._read()  # another writer, or a kubelet that removed the slices
             raise
-        self._existing[name] = stored
-        sent = summary(one["spec"]["devices"])
-        versions = {other["metadata"]["resourceVersion"] for other in self._existing.values()}
+        self._existing[desired["metadata"]["name"]] = stored
+        sent = summary(desired["spec"]["devices"])
+        versions = {existing["metadata"]["resourceVersion"] for existing in self._existing.values()}
         self._sent = {version: devices for version, devices in self._sent.items() if version in versions}
         self._sent[stored["metadata"]["resourceVersion"]] = sent
         if sent.have_taints and not stored["stored"].have_taints:
@@ -301,19 +321,22 @@ class SlicePublisher:
         seen = -1
         while seen != self._seen:
             seen = self._seen
-            found, _ = await self._server.list(SLICES, fields=selection)
-        self._existing = {one["metadata"]["name"]: one for one in found}
+            slices, _ = await self._server.list(SLICES, fields=selection)
+        self._existing = _by_name(slices)
 
     def _as_sent(self) -> dict[str, ResourceSlice]:
-        """The stored slices, with the devices that were sent if nothing else has changed them."""
-        found: dict[str, ResourceSlice] = {}
-        for name, one in (self._existing or {}).items():
-            sent = self._sent.get(one["metadata"]["resourceVersion"])
-            found[name] = one if sent is None else {**one, "stored": sent}
-        return found
+        """Return the stored slices, with the devices that were sent if nothing else has changed them."""
+        slices: dict[str, ResourceSlice] = {}
+        for name, stored in (self._existing or {}).items():
+            sent = self._sent.get(stored["metadata"]["resourceVersion"])
+            slices[name] = stored if sent is None else {**stored, "stored": sent}
+        return slices
 
     async def _find_owner(self) -> None:
-        """The node owns its slices, so that they are deleted with it."""
+        """Find the node, which owns its slices, so that they are deleted with it.
+
+        Source: Kubernetes: Garbage Collection, section "Owners and dependents".
+        """
         try:
             node = await self._server.get(NODES, self._node)
         except ApiServerError as error:
@@ -340,5 +363,10 @@ class SlicePublisher:
 
 
 def _health(offered: Iterable[OfferedDevice]) -> dict[str, str]:
-    """The taints of devices that cannot serve, by name."""
-    return {one.name: one.taint for one in offered if one.taint and one.taint not in _USE_TAINTS}
+    """Return the taints of devices that cannot serve, by name."""
+    taints = {device.name: device.taint for device in offered}
+    return {name: taint for name, taint in taints.items() if taint and taint not in _USE_TAINTS}
+
+
+def _by_name(slices: Iterable[ResourceSlice]) -> dict[str, ResourceSlice]:
+    return {stored["metadata"]["name"]: stored for stored in slices}

@@ -342,7 +342,7 @@ class _ServerConnection(_Connection):
 
 
 def _seconds(timeout: bytes) -> float | None:
-    """The value of a `grpc-timeout` header; None if it is missing or malformed."""
+    """Return the value of a `grpc-timeout` header in s; None if it is missing or malformed."""
     match = re.fullmatch(rb"([0-9]{1,8})([HMSmun])", timeout)
     return int(match[1]) * _UNITS_S[match[2]] if match else None
 
