@@ -25,7 +25,8 @@ def cap_memory(*frameworks: str) -> dict[str, int]:
     Those that are named are imported. If none is named, those are capped that the program has imported
     already, and none is imported. Without a budget in the environment, nothing is capped, and neither is a
     framework that sees no GPU. Call it before the first use of a GPU, and in each process that uses one.
-    Raises HostError if a framework cannot be capped.
+
+    Raises ValueError for another framework, and HostError if one cannot be capped.
     """
     unknown = set(frameworks) - _CAPS.keys()
     if unknown:

@@ -14,7 +14,8 @@ from yunion_mps.client.lease import LeaseArguments, LeaseMethod
 
 #: The resources of a node, as `yunion-mps ray start` registers them: the number of its devices, and the MiB
 #: of the GPUs whose memory is leased in units.
-DEVICES, MEMORY = "yunion_mps", "yunion_mps_memory"
+DEVICES = "yunion_mps"
+MEMORY = "yunion_mps_memory"
 #: Ray sets CUDA_VISIBLE_DEVICES in a worker of a task with `num_gpus`, which would hide the leased device.
 _KEEP_VARIABLES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
@@ -25,11 +26,15 @@ def options(
     count: int = 1,
     runtime_env: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The resources and the runtime environment of a task with devices: `@ray.remote(**options())`.
+    """Return the resources and the runtime environment of a task with devices: `@ray.remote(**options())`.
 
     The arguments are those of `runtime_env`; its other keys are in the argument `runtime_env`. With `memory`,
     the task requires `yunion_mps_memory`, a resource of nodes with GPUs that are divided by memory_unit;
     without it, `yunion_mps`.
+
+    Raises YunionError if an argument is invalid.
+
+    Source: Ray: Resources, section "Custom Resources".
     """
     request = _ARGUMENTS.lease(memory=memory, count=count)
     amount = request.members["memory_mib"]
@@ -40,13 +45,17 @@ def options(
 
 
 def runtime_env(memory: str | None = None, *, count: int = 1, **others: Any) -> dict[str, Any]:
-    """The runtime environment of a worker that has devices of its own.
+    """Return the runtime environment of a worker that has devices of its own.
 
     `memory` and `count` are those of `Client.lease`. `others` are other keys of Ray's, such as `pip` or
-    `env_vars`; `py_executable` is the Python of the worker. Raises YunionError.
+    `env_vars`; `py_executable` is the Python of the worker.
 
     The worker waits for its devices, because Ray retries a worker that exits before it has started only after
     a minute.
+
+    Raises YunionError if an argument is invalid.
+
+    Source: Ray: Environment Dependencies, section "API Reference".
     """
     request = _ARGUMENTS.lease(memory=memory, count=count)
     return _environment(request, others)
@@ -63,7 +72,8 @@ _ARGUMENTS = _Arguments()
 
 
 def _environment(request: LeaseArguments, others: Mapping[str, Any]) -> dict[str, Any]:
-    members, words = request.members, ["yunion-mps", "run", "--wait"]
+    members = request.members
+    words = ["yunion-mps", "run", "--wait"]
     if members["memory_mib"]:
         words.append(f"--gpu-mem={members['memory_mib']}MiB")
     if members["count"]:

@@ -46,7 +46,12 @@ _MAX_LENGTH = 1000
 
 
 def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_S) -> int:
-    """Run the hook; returns the exit status. An error is one line, which some engines include in theirs."""
+    """Run the hook; return the exit status. An error is one line, which some engines include in theirs.
+
+    `arguments` are a device or the id of a lease and, for a device that cannot be used, UNSERVED_ARGUMENT, or
+    MISSING_NODES_ARGUMENT with a message and a hint. `state` is the container's, and `retry_s` is how long to
+    retry while the daemon restarts.
+    """
     paths = Paths.from_environment()
     container: Mapping[str, Any] = {}
     try:
@@ -56,20 +61,15 @@ def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_
         container = read_state(state)
         name = arguments[0]
         if missing:  # before the device is taken
-            raise HostError(*missing)
+            message, hint = missing
+            raise HostError(message, hint)
         environment = read_environment(container)
         refuse_missing(name, environment)
         refuse_several(name, environment)
         lease = _bind(name, container["pid"], DaemonClient(paths, _ANSWER_S), retry_s)
         if len(arguments) > 1:  # its GPU has just returned, and the container's CDI file is outdated
             raise HostError(f"device {name} became available only now", "start the container again")
-        needed = {key: value for key, value in lease["environment"].items() if key not in _CHANGEABLE}
-        # The engine has read an outdated file: with another pipe directory, CUDA would find no control
-        # daemon, and run without limits.
-        if any(environment.get(key) != value for key, value in needed.items()):
-            raise HostError(
-                f"device {name} changed while the container was starting", "start the container again"
-            )
+        _require_environment(environment, lease["environment"], name)
         if lease["unenforced_gpus"]:
             which = gpus_that_are(WHY_UNENFORCED[lease["sharing"]], lease["unenforced_gpus"])
             _log(paths, container, f"{name}: budgets are not enforced on {which}")
@@ -82,7 +82,7 @@ def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_
 
 
 def _bind(name: str, pid: int, daemon: DaemonClient, retry_s: float) -> LeaseRecord:
-    """Bind the device, or the lease, to the container; returns the lease.
+    """Bind the device, or the lease, to the container; return the lease.
 
     The request is retried if the daemon restarts, because its answer may have been lost.
     """
@@ -108,14 +108,29 @@ def _bind(name: str, pid: int, daemon: DaemonClient, retry_s: float) -> LeaseRec
             time.sleep(_RETRY_INTERVAL_S)
 
 
+def _require_environment(environment: Mapping[str, str], leased: Mapping[str, str], name: str) -> None:
+    """Raise HostError if the container lacks variables of its lease, because the engine read an old file.
+
+    With another pipe directory, CUDA would find no control daemon, and run without limits.
+    """
+    for variable, value in leased.items():
+        if variable not in _CHANGEABLE and environment.get(variable) != value:
+            what = f"device {name} changed while the container was starting"
+            raise HostError(what, "start the container again")
+
+
 def _one_line(text: str) -> str:
-    """The text, shortened and escaped, because it may quote a command line of any user."""
+    """Return the text, shortened and escaped, because it may quote a command line of any user."""
     return printable(text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}…")
 
 
 def _log(paths: Paths, state: Mapping[str, Any], line: str) -> None:
+    """Write the line to the system's log, if there is one."""
+    text = _HEAD.format(pid=os.getpid())
     container = _one_line(str(state.get("id", ""))[:_SHORT_ID])
-    text = _HEAD.format(pid=os.getpid()) + (f"container {container}: " if container else "") + line
+    if container:
+        text += f"container {container}: "
+    text += line
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
         log.settimeout(0)  # a full log must not delay a container
         log.connect(paths.under(_LOG))
@@ -123,7 +138,7 @@ def _log(paths: Paths, state: Mapping[str, Any], line: str) -> None:
 
 
 def _taken_error(name: str, daemon: DaemonClient) -> YunionError | None:
-    """The error that names the lease of the device, None if there is none or it cannot be found."""
+    """Return the error that names the lease of the device, None if there is none or it cannot be found."""
     with contextlib.suppress(YunionError):
         for lease in daemon.call(GET_LEASES)["leases"]:
             if name == ALL or name in lease["devices"]:

@@ -3,7 +3,8 @@
 `spec` makes a CDI specification, `nodes` finds the device nodes in it, and `publisher` keeps the files where
 podman, docker, containerd and CRI-O find them; the package container_hook is what these call before a
 container starts. `lookup` finds the container of a process, and `command` reads the options of `docker run`.
-The format's specification is at github.com/cncf-tags/container-device-interface.
+
+Source: Container Device Interface, SPEC.md (github.com/cncf-tags/container-device-interface).
 """
 
 from __future__ import annotations
@@ -27,22 +28,27 @@ MISSING_NODES_ARGUMENT = "--missing-nodes"
 
 
 def budget_variables(shares: Iterable[Share]) -> dict[str, str]:
-    """What a container may use of each of its GPUs, for frameworks; the least if that differs.
+    """Return what a container may use of each of its GPUs, for frameworks; the least if that differs.
 
     Memory is left out if that of all GPUs is unknown.
     """
-    memory_mib, tenths = Counter[str](), Counter[str]()
+    memory_mib = Counter[str]()
+    tenths = Counter[str]()  # of a percent: whole numbers can be added without an error
     for gpu, share_mib, percentage in shares:
         if share_mib is not None:
             memory_mib[gpu] += share_mib
         tenths[gpu] += round(percentage * 10)
-    sm = min(1000, *tenths.values()) / 10
-    known = {MEMORY_VARIABLE: str(min(memory_mib.values()))} if memory_mib else {}
-    return {**known, _SM_VARIABLE: f"{sm:g}"}
+    variables: dict[str, str] = {}
+    if memory_mib:
+        variables[MEMORY_VARIABLE] = str(min(memory_mib.values()))
+    least_tenths = min(tenths.values(), default=1000)
+    variables[_SM_VARIABLE] = f"{min(1000, least_tenths) / 10:g}"
+    return variables
 
 
 def lease_variables(
     environment: Mapping[str, str], shares: Iterable[Share], *, is_shared: bool
 ) -> dict[str, str]:
-    """The environment of a lease's containers, with its budget unless it is of whole MIG instances."""
-    return {**environment, **(budget_variables(shares) if is_shared else {})}
+    """Return the environment of a lease's containers, with its budget unless it is of whole MIG instances."""
+    budget = budget_variables(shares) if is_shared else {}
+    return {**environment, **budget}

@@ -2,6 +2,8 @@
 
 Both parse options as Go's pflag does, and none after the image, where similar words belong to the command or
 are the value of another option. `words` are what follows `run`.
+
+Source: docker run and podman-run(1); github.com/spf13/pflag, README.md, section "Command line flag syntax".
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ def variables_in(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
     """Return the container's variables, with the pipe directory's path on the host."""
     variables = {}
     for text in option_values(words, "env"):
-        name, equals, value = text.partition("=")
-        if equals or name in environ:
-            variables[name] = value if equals else environ[name]
+        name, has_value, value = text.partition("=")
+        if has_value:
+            variables[name] = value
+        elif name in environ:
+            variables[name] = environ[name]
     directory = os.path.normpath(variables.get(_PIPE, ""))
     for source, target in mounts_in(words):
         if _PIPE in variables and (directory == target or directory.startswith(f"{target}/")):
@@ -58,28 +62,44 @@ def variables_in(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
 
 def device_in(words: Sequence[str]) -> str:
     """Return the name of our CDI device that the container requests; empty if there is none."""
-    devices = (text.partition("=") for text in option_values(words, "device"))
-    return next((name for kind, _, name in devices if kind == CDI_KIND), "")
+    for text in option_values(words, "device"):
+        kind, _, name = text.partition("=")
+        if kind == CDI_KIND:
+            return name
+    return ""
 
 
 def mounts_in(words: Sequence[str]) -> list[tuple[str, str]]:
     """Return the mounted directories, as (path on the host, path in the container)."""
-    volumes = (text.split(":") for text in option_values(words, "volume"))
-    mounts = [(parts[0], parts[1]) for parts in volumes if len(parts) > 1]
+    mounts: list[tuple[str, str]] = []
+    for text in option_values(words, "volume"):
+        parts = text.split(":")
+        if len(parts) > 1:
+            mounts.append((os.path.normpath(parts[0]), os.path.normpath(parts[1])))
     for text in option_values(words, "mount"):
-        fields = dict(part.partition("=")[::2] for part in text.split(","))
-        source, target = fields.get("source", fields.get("src")), fields.get("target", fields.get("dst"))
+        fields: dict[str, str] = {}
+        for part in text.split(","):
+            name, _, value = part.partition("=")
+            fields[name] = value
+        source = fields.get("source", fields.get("src"))
+        target = fields.get("target", fields.get("dst"))
         if source and target:
-            mounts.append((source, target))
-    return [(os.path.normpath(source), os.path.normpath(target)) for source, target in mounts]
+            mounts.append((os.path.normpath(source), os.path.normpath(target)))
+    return mounts
 
 
 def mount_words(path: str) -> list[str]:
     """Return options that mount a directory at the same path, whatever characters it contains."""
-    ends = [f"{end}={path}" for end in ("source", "target")]
-    if any(char in path for char in ',"\r\n'):  # quoted for Go's encoding/csv
-        ends = ['"{}"'.format(end.replace('"', '""')) for end in ends]
-    return ["--mount", ",".join(["type=bind", *ends])]
+    source = _mount_field(f"source={path}")
+    target = _mount_field(f"target={path}")
+    return ["--mount", f"type=bind,{source},{target}"]
+
+
+def _mount_field(text: str) -> str:
+    """Return a field of `--mount`, which engines read with Go's encoding/csv."""
+    if not set(text).intersection(',"\r\n'):
+        return text
+    return '"{}"'.format(text.replace('"', '""'))
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:

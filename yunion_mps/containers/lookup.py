@@ -49,8 +49,12 @@ _BUNDLES = (
 )
 #: The annotations there with the namespace, pod and container: of containerd, and of CRI-O.
 _ANNOTATIONS = (
-    tuple(f"io.kubernetes.cri.{key}" for key in ("sandbox-namespace", "sandbox-name", "container-name")),
-    tuple(f"io.kubernetes.{key}" for key in ("pod.namespace", "pod.name", "container.name")),
+    (
+        "io.kubernetes.cri.sandbox-namespace",
+        "io.kubernetes.cri.sandbox-name",
+        "io.kubernetes.cri.container-name",
+    ),
+    ("io.kubernetes.pod.namespace", "io.kubernetes.pod.name", "io.kubernetes.container.name"),
 )
 
 
@@ -78,6 +82,8 @@ class ContainerGroup(NamedTuple):
 
 
 class Containers:
+    """Finds the containers of processes, and keeps the names that it has read."""
+
     def __init__(self, paths: Paths, proc: str = "/proc", mounts: str = MOUNTS) -> None:
         self._paths = paths
         self._proc = proc
@@ -88,12 +94,12 @@ class Containers:
         self._files: dict[str, tuple[FileVersion, dict[str, str]]] = {}
 
     def of(self, pid: int) -> Container | None:
-        """The container of the process; None if it is in none, or has ended."""
+        """Return the container of the process; None if it is in none, or has ended."""
         match = self.group_of(pid)
         return Container(match.id, self._name(pid, match)) if match else None
 
     def group_of(self, pid: int) -> ContainerGroup | None:
-        """The control group of the process's container, without its name; None if it is in none."""
+        """Return the control group of the process's container, without its name; None if it is in none."""
         return container_in(control_groups_of(pid, self._proc), self._mounts)
 
     def _name(self, pid: int, match: ContainerGroup) -> str:
@@ -109,13 +115,20 @@ class Containers:
         return self._names[match.id] or match.id[:_SHORT_ID]
 
     def _name_in_pod(self, match: ContainerGroup) -> str:
-        """The namespace, pod and container, which never change; the pod's uid if they cannot be read."""
+        """Return the namespace, pod and container, which never change; the pod's uid if they are unknown."""
         if match.id not in self._names:
-            files = (_json(self._paths.under(path.format(id=match.id)), dict) for path in _BUNDLES)
-            if not (name := next(filter(None, map(_name_in_bundle, files)), "")):
+            name = self._name_in_bundles(match.id)
+            if not name:
                 return f"pod {match.pod}/{match.id[:_SHORT_ID]}"
             self._remember(match, f"pod {name}")
         return self._names[match.id]
+
+    def _name_in_bundles(self, container_id: str) -> str:
+        for path in _BUNDLES:
+            name = _name_in_bundle(_json(self._paths.under(path.format(id=container_id)), dict))
+            if name:
+                return name
+        return ""
 
     def _remember(self, match: ContainerGroup, name: str) -> None:
         if len(self._names) >= _MAX_CACHED:
@@ -123,14 +136,16 @@ class Containers:
         self._names[match.id] = printable(name)
 
     def _name_in_files(self, match: ContainerGroup) -> str:
-        """The current name in the engine's files, empty if there is none."""
-        files: list[tuple[str, type]] = [(_DOCKER_CONFIG.format(id=match.id), dict)]
+        """Return the current name in the engine's files, empty if there is none."""
         if match.engine != "docker":
-            files[:0] = [(path, list) for path in _CONTAINERS_JSON]
-        return next(filter(None, (self._names_in(*file).get(match.id, "") for file in files)), "")
+            for path in _CONTAINERS_JSON:
+                name = self._names_in(path, list).get(match.id, "")
+                if name:
+                    return name
+        return self._names_in(_DOCKER_CONFIG.format(id=match.id), dict).get(match.id, "")
 
     def _names_in(self, name: str, kind: type) -> dict[str, str]:
-        """By id, the names in a file: a list of podman's containers, or docker's configuration of one."""
+        """Return the names in a file by id: podman's list of containers, or docker's configuration of one."""
         path = self._paths.under(name)
         version = version_of(path)
         if version is None:
@@ -145,7 +160,7 @@ class Containers:
         return cached[1]
 
     def _name_from_monitor(self, pid: int, container_id: str) -> str:
-        """The name in the command line of conmon, the parent of podman's and CRI-O's containers.
+        """Return the name in the command line of conmon, the parent of podman's and CRI-O's containers.
 
         This works for every user's storage, wherever it is.
         """
@@ -160,7 +175,7 @@ class Containers:
 
 
 def container_in(groups: Iterable[ControlGroup], mounts: str = MOUNTS) -> ContainerGroup | None:
-    """The innermost container among a process's control groups; None if there is none.
+    """Return the innermost container among a process's control groups; None if there is none.
 
     The groups of version 1 are in several hierarchies. One that root made takes precedence.
     """
@@ -170,33 +185,35 @@ def container_in(groups: Iterable[ControlGroup], mounts: str = MOUNTS) -> Contai
         if not matches:
             continue
         innermost = matches[-1]
+        pods = _POD.findall(group.path)
         own = group._replace(path=group.path[: innermost.end()])
-        found = ContainerGroup(
+        container = ContainerGroup(
             id=innermost["id"],
             engine=innermost["engine"] or "",
-            pod=(_POD.findall(group.path) or [""])[-1].replace("_", "-"),
+            pod=pods[-1].replace("_", "-") if pods else "",
             group=own,
             is_made_by_root=is_made_by_root(own, mounts),
         )
-        if found.is_made_by_root:
-            return found
-        first = first or found
+        if container.is_made_by_root:
+            return container
+        first = first or container
     return first
 
 
 def _names_of(content: Any) -> dict[str, str]:
-    """By id: of podman's storage, or of docker's configuration of one container."""
+    """Return the names by id: of podman's storage, or of docker's configuration of one container."""
     if isinstance(content, dict):
         return {str(content.get("ID")): str(content.get("Name") or "").lstrip("/")}
-    return {
-        str(container.get("id")): str(container["names"][0])
-        for container in content
-        if isinstance(container, dict) and isinstance(container.get("names"), list) and container["names"]
-    }
+    names: dict[str, str] = {}
+    for container in content:
+        its_names = container.get("names") if isinstance(container, dict) else None
+        if isinstance(its_names, list) and its_names:
+            names[str(container.get("id"))] = str(its_names[0])
+    return names
 
 
 def _name_in_bundle(config: Any) -> str:
-    """The namespace, pod and container of an OCI configuration, empty if it does not name all of them."""
+    """Return the namespace, pod and container of an OCI configuration, empty if it lacks one of them."""
     annotations = config.get("annotations")
     if isinstance(annotations, dict):
         for keys in _ANNOTATIONS:
@@ -207,7 +224,7 @@ def _name_in_bundle(config: Any) -> str:
 
 
 def _json(path: str, kind: type) -> Any:
-    """The content of a file, empty if it has another type."""
+    """Return the content of a file, empty if it has another type."""
     try:
         content = json.loads(read_text(path) or "null")
     except (ValueError, RecursionError):

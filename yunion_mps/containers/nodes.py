@@ -31,53 +31,54 @@ class MissingNodes(NamedTuple):
 
 
 def driver_nodes(paths: Paths) -> tuple[DeviceNode, ...]:
-    """The driver's nodes that exist; an engine refuses to start a container with a missing one."""
+    """Return the driver's nodes that exist; an engine refuses to start a container with a missing one."""
     return _existing(paths, _DRIVER_NODES)
 
 
 def gpu_nodes(paths: Paths, gpus: Iterable[Gpu]) -> dict[str, tuple[DeviceNode, ...]]:
-    """The nodes of each GPU or MIG instance (by UUID) that exist."""
-    return {
-        gpu.uuid: _existing(
-            paths, (f"nvidia{gpu.minor}", *capability_nodes(paths, gpu.minor, gpu.pci_address))
-        )
-        for gpu in gpus
-        if gpu.uuid is not None and gpu.minor is not None
-    }
+    """Return the nodes of each GPU or MIG instance (by UUID) that exist."""
+    nodes: dict[str, tuple[DeviceNode, ...]] = {}
+    for gpu in gpus:
+        if gpu.uuid is not None and gpu.minor is not None:
+            names = [f"nvidia{gpu.minor}"]
+            names += capability_nodes(paths, gpu.minor, gpu.pci_address)
+            nodes[gpu.uuid] = _existing(paths, names)
+    return nodes
 
 
 def missing_nodes(paths: Paths, gpus: Iterable[Gpu]) -> dict[str, MissingNodes]:
-    """The MIG instances (by UUID) whose capabilities have no nodes; engines do not check that."""
-    found = {}
+    """Return the MIG instances (by UUID) whose capabilities have no nodes; engines do not check that."""
+    without_nodes: dict[str, MissingNodes] = {}
     for gpu in gpus:
         if gpu.uuid is None or gpu.minor is None or not gpu.is_instance:
             continue
         files = _capability_files(paths, gpu.minor, gpu.pci_address)
-        missing = {
-            path: name for path, name in files.items() if not os.path.exists(paths.under(f"/dev/{name}"))
-        }
+        missing = [path for path, name in files.items() if not os.path.exists(paths.under(f"/dev/{name}"))]
         if missing:
-            nodes = ", ".join(f"/dev/{name}" for name in missing.values())
+            nodes = ", ".join(f"/dev/{files[path]}" for path in missing)
             create = " ".join(f"-f {path}" for path in missing)
-            found[gpu.uuid] = MissingNodes(
+            without_nodes[gpu.uuid] = MissingNodes(
                 f"MIG instance {gpu.address}: no such device node: {nodes}",
                 f"create it: nvidia-modprobe {create}; containers get it within 10 seconds",
             )
         elif len(files) < INSTANCE_CAPABILITIES:
-            found[gpu.uuid] = MissingNodes(
+            without_nodes[gpu.uuid] = MissingNodes(
                 f"MIG instance {gpu.address}: its capabilities are missing from {paths.capabilities}",
                 "wait until the instance exists again: yunion-mps gpus",
             )
-    return found
+    return without_nodes
 
 
 def capability_nodes(paths: Paths, minor: int, pci_address: str) -> list[str]:
-    """The nodes, below /dev, of which a process needs read access to use a MIG instance; none for a GPU."""
-    return [*_capability_files(paths, minor, pci_address).values()]
+    """Return the nodes, below /dev, that a process has to read to use a MIG instance; none for a GPU.
+
+    Source: NVIDIA: Multi-Instance GPU User Guide, section "Device Nodes and Capabilities".
+    """
+    return list(_capability_files(paths, minor, pci_address).values())
 
 
 def _capability_files(paths: Paths, minor: int, pci_address: str) -> dict[str, str]:
-    """The capabilities of a GPU instance and of its compute instance, as NVIDIA's MIG User Guide names them.
+    """Return the capabilities of a GPU instance and of its compute instance.
 
     The keys are the files in /proc that describe them, and the values their nodes, below /dev.
     """
@@ -88,14 +89,23 @@ def _capability_files(paths: Paths, minor: int, pci_address: str) -> dict[str, s
     inside: list[str] = []
     with contextlib.suppress(OSError):  # destroyed meanwhile
         inside = os.listdir(place)
-    files = [f"{place}/access", *sorted(f"{place}/{name}/access" for name in inside if name[:2] == "ci")]
-    minors = {path: re.match(r"DeviceFileMinor: (\d+)", read_text(path)) for path in files}
-    return {path: f"nvidia-caps/nvidia-cap{minor[1]}" for path, minor in minors.items() if minor}
+    compute_instances = [name for name in sorted(inside) if name.startswith("ci")]
+    nodes: dict[str, str] = {}
+    for directory in (place, *(f"{place}/{name}" for name in compute_instances)):
+        path = f"{directory}/access"
+        match = re.match(r"DeviceFileMinor: (\d+)", read_text(path))
+        if match:
+            nodes[path] = f"nvidia-caps/nvidia-cap{match[1]}"
+    return nodes
 
 
 def _existing(paths: Paths, names: Sequence[str]) -> tuple[DeviceNode, ...]:
-    nodes = [DeviceNode(f"/dev/{name}", paths.under(f"/dev/{name}")) for name in names]
-    return tuple(node for node in nodes if _is_device(node.host_path))
+    nodes: list[DeviceNode] = []
+    for name in names:
+        host_path = paths.under(f"/dev/{name}")
+        if _is_device(host_path):
+            nodes.append(DeviceNode(f"/dev/{name}", host_path))
+    return tuple(nodes)
 
 
 def _is_device(path: str) -> bool:

@@ -35,13 +35,15 @@ log = logging.getLogger(__name__)
 
 #: The file of all devices; a lease's own file has its id in between.
 DEVICES_FILE = "yunion-mps.json"
-_LEASE, _END = "yunion-mps-lease-", ".json"
+_LEASE = "yunion-mps-lease-"
+_END = ".json"
 #: How often the files are compared with what was written: a handful of system calls.
 _CHECK_INTERVAL_S = 10.0
 _PROGRAM = "/usr/bin/yunion-mps"
 
 
 def lease_file(lease_id: str) -> str:
+    """Return the name of the lease's file."""
     return f"{_LEASE}{lease_id}{_END}"
 
 
@@ -53,6 +55,7 @@ class SpecDirectory:
         self._written: dict[str, FileVersion] = {}
 
     def write(self, name: str, spec: Mapping[str, object]) -> None:
+        """Write a file; raises OSError."""
         text = json.dumps(spec, separators=(",", ":"))
         if not os.path.isdir(self.path):
             os.makedirs(self.path, exist_ok=True)
@@ -60,7 +63,7 @@ class SpecDirectory:
         self._written[name] = write_atomically(os.path.join(self.path, name), text)
 
     def is_unchanged(self, name: str) -> bool:
-        """Whether the file exists, and no other program has changed it."""
+        """Return whether the file exists, and no other program has changed it."""
         version = version_of(os.path.join(self.path, name), follow_symlinks=False)
         return version is not None and self._written.get(name) == version
 
@@ -71,14 +74,16 @@ class SpecDirectory:
             os.unlink(os.path.join(self.path, name))
 
     def names(self) -> list[str]:
-        """The names of our files, including unfinished ones."""
+        """Return the names of our files, including unfinished ones."""
         try:
             files = os.listdir(self.path)
         except OSError:
             return []
-        return [
-            name for name in files if name.removesuffix(UNFINISHED) == DEVICES_FILE or name.startswith(_LEASE)
-        ]
+        return [name for name in files if _is_ours(name)]
+
+
+def _is_ours(name: str) -> bool:
+    return name.removesuffix(UNFINISHED) == DEVICES_FILE or name.startswith(_LEASE)
 
 
 class _Inputs(NamedTuple):
@@ -115,16 +120,21 @@ class CdiPublisher:
 
     def restore(self, leases: Iterable[Lease], kept: Iterable[str] = ()) -> None:
         """Write the files of these leases, and remove all others, except those of `kept` leases (ids)."""
-        published = {lease_file(lease.id): lease for lease in leases if lease.cdi}
-        spared = {DEVICES_FILE, *published, *(lease_file(lease_id) for lease_id in kept)}
+        published = [lease for lease in leases if lease.cdi]
+        spared = {DEVICES_FILE}
+        spared.update(lease_file(lease.id) for lease in published)
+        spared.update(lease_file(lease_id) for lease_id in kept)
         for name in self._files.names():
             if name not in spared:
                 self._files.remove(name)
-        for lease in published.values():
+        for lease in published:
             self.add(lease, warn_only=True)
 
     def add(self, lease: Lease, *, warn_only: bool) -> None:
-        """Write a lease's file at once; if that fails, warn if `warn_only`, otherwise raise HostError."""
+        """Write a lease's file at once.
+
+        Raises HostError if that fails; with `warn_only`, only a warning is logged.
+        """
         if self._host is None:
             self._host, _ = self._read_host(self._inputs_of(self._supervisor.snapshot()))
         try:
@@ -144,24 +154,28 @@ class CdiPublisher:
             self._files.write(lease_file(lease.id), lease_spec(lease, planned, host))
 
     def forget(self, lease: Lease) -> None:
+        """Remove the file of a lease that has ended."""
         self._leases.pop(lease.id, None)
         if lease.cdi:
             self._files.remove(lease_file(lease.id))
 
     def refresh(self) -> None:
         """Schedule a write of the files if they are outdated; cheap if nothing has changed."""
-        snapshot, now_s = self._supervisor.snapshot(), asyncio.get_running_loop().time()
+        snapshot = self._supervisor.snapshot()
+        now_s = asyncio.get_running_loop().time()
         if self._is_closed or (snapshot is self._snapshot and now_s < self._next_check_s):
             return
         if self._work and not self._work.done():
             return
-        self._snapshot, self._next_check_s = snapshot, now_s + _CHECK_INTERVAL_S
+        self._snapshot = snapshot
+        self._next_check_s = now_s + _CHECK_INTERVAL_S
         inputs = self._inputs_of(snapshot)
         is_written = not inputs.devices or self._files.is_unchanged(DEVICES_FILE)
         if inputs != self._inputs or not is_written or self._leases_to_rewrite():
             self._work = asyncio.ensure_future(self._write(inputs))
 
     def close(self) -> None:
+        """Write nothing any longer."""
         self._is_closed = True
 
     def remove(self) -> None:
@@ -174,20 +188,19 @@ class CdiPublisher:
     def _inputs_of(self, snapshot: Snapshot) -> _Inputs:
         gpus = snapshot.inventory.gpus
         return _Inputs(
-            snapshot.plan.devices,
-            tuple(status.plan for status in snapshot.domains),
-            snapshot.plan.parked,
-            tuple(Gpu(gpu.pci_address, gpu.uuid, minor=gpu.minor) for gpu in gpus),
-            driver_nodes(self._paths),
-            gpu_nodes(self._paths, gpus),
-            missing_nodes(self._paths, gpus),
-            find_nvidia_spec(self._paths),
+            devices=snapshot.plan.devices,
+            domains=tuple(status.plan for status in snapshot.domains),
+            parked=snapshot.plan.parked,
+            gpus=tuple(Gpu(gpu.pci_address, gpu.uuid, minor=gpu.minor) for gpu in gpus),
+            nodes=driver_nodes(self._paths),
+            gpu_nodes=gpu_nodes(self._paths, gpus),
+            missing=missing_nodes(self._paths, gpus),
+            nvidia=find_nvidia_spec(self._paths),
         )
 
     def _leases_to_rewrite(self) -> list[Lease]:
-        return [
-            lease for lease in self._leases.values() if not self._files.is_unchanged(lease_file(lease.id))
-        ]
+        is_unchanged = self._files.is_unchanged
+        return [lease for lease in self._leases.values() if not is_unchanged(lease_file(lease.id))]
 
     async def _write(self, inputs: _Inputs) -> None:
         """Write the files on a thread: thousands of devices would block the event loop."""
@@ -202,19 +215,20 @@ class CdiPublisher:
                     self._files.write(DEVICES_FILE, spec)
             return host, failure
 
-        before, path = self._host, f"{self._files.path}/{DEVICES_FILE}"
+        before = self._host
+        path = f"{self._files.path}/{DEVICES_FILE}"
         try:
             host, failure = await on_thread(work)
-            if not self._is_closed:  # containers may be started with an old lease after a driver update
-                self._write_leases(
-                    self._leases.values() if host != before else self._leases_to_rewrite(), host
-                )
-            self._host, self._inputs = host, inputs
+            if not self._is_closed:
+                # After an update of the driver, containers may be started with leases of before.
+                outdated = self._leases_to_rewrite() if host == before else list(self._leases.values())
+                self._write_leases(outdated, host)
+            self._host = host
+            self._inputs = inputs
         except (OSError, HostError) as error:
             why = error.strerror if isinstance(error, OSError) else error.message
-            failure = Reason(
-                f"containers cannot find the devices: {path}: {why}", reasons.CDI_DIRECTORY_FAILED
-            )
+            what = f"containers cannot find the devices: {path}: {why}"
+            failure = Reason(what, reasons.CDI_DIRECTORY_FAILED)
         except Exception as error:  # noqa: BLE001 - it is retried, and reported to operators
             what = f"containers cannot find the devices: {path} cannot be created: {error!r}"
             failure = Reason(what, reasons.CDI_DIRECTORY_FAILED)
@@ -225,7 +239,7 @@ class CdiPublisher:
         self._last_error = failure
 
     def _read_host(self, inputs: _Inputs) -> tuple[HostFiles, Reason]:
-        """What containers need from the host, and the error in NVIDIA's specification, if any."""
+        """Return what containers need from the host, and the error in NVIDIA's specification, if any."""
         theirs: Nvidia | None = None
         failure = NO_REASON
         if inputs.nvidia:
@@ -237,9 +251,15 @@ class CdiPublisher:
                 what = f"containers do not get the driver from yunion-mps: {path} is ignored: {why}"
                 failure = Reason(what, reasons.CDI_DRIVER_FAILED)
         root = self._paths.root
-        environment = {} if root == "/" else {ROOT_VARIABLE: root}
-        nodes = (inputs.nodes, inputs.gpu_nodes, inputs.missing)
-        return HostFiles(*nodes, self._hook, environment, theirs), failure
+        host = HostFiles(
+            nodes=inputs.nodes,
+            gpu_nodes=inputs.gpu_nodes,
+            missing=inputs.missing,
+            hook=self._hook,
+            hook_environment={} if root == "/" else {ROOT_VARIABLE: root},
+            nvidia=theirs,
+        )
+        return host, failure
 
     def _report(self, failure: Reason) -> None:
         """Report a failure, or its end, once: in the log, as an event, and as a warning in `status`."""
@@ -247,7 +267,14 @@ class CdiPublisher:
         event = Event("info", "daemon", "containers", "containers can find the devices again")
         if failure:
             consequence = "everything else continues, and the write is retried"
-            event = Event("warning", "daemon", "containers", failure, "", consequence, failure.code)
+            event = Event(
+                severity="warning",
+                kind="daemon",
+                subject="containers",
+                what=failure,
+                consequence=consequence,
+                code=failure.code,
+            )
             log.warning("%s; %s", failure, consequence)
         else:
             log.info("%s", event.what)
@@ -255,7 +282,7 @@ class CdiPublisher:
 
 
 def _hook_program() -> str:
-    """The path of the command line's program, for engines to call; preferably beside the daemon's."""
+    """Return the path of the command line's program, for engines to call; preferably beside the daemon's."""
     beside = os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), "yunion-mps")
     if os.access(beside, os.X_OK):
         return beside

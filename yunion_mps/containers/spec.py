@@ -2,6 +2,8 @@
 
 Version 0.5.0 of the format is the first whose names may begin with a digit, as our addresses do; every podman
 since 4.1 and docker since 25 reads it. What NVIDIA's own specification adds may need a later one.
+
+Source: Container Device Interface, SPEC.md, sections "Versions" and "CDI JSON Specification".
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from yunion_mps.containers import MISSING_NODES_ARGUMENT, UNSERVED_ARGUMENT, lease_variables
+import yaml
+
+from yunion_mps.containers import MISSING_NODES_ARGUMENT, UNSERVED_ARGUMENT, Share, lease_variables
 from yunion_mps.containers.nodes import DeviceNode, MissingNodes
 from yunion_mps.enums import NOT_SHARED
 from yunion_mps.host.files import FileVersion, version_of
@@ -55,26 +59,29 @@ class Edits(NamedTuple):
     additional_gids: tuple[int, ...] = ()
 
     def followed_by(self, others: Edits) -> Edits:
-        """Both edits; of two that contradict each other, the later one counts."""
+        """Return both edits; of two that contradict each other, the later one counts."""
         return Edits(
-            self.env + others.env,
-            self.mounts + others.mounts,
-            self.hooks + others.hooks,
-            self.device_nodes + others.device_nodes,
-            self.additional_gids + others.additional_gids,
+            env=self.env + others.env,
+            mounts=self.mounts + others.mounts,
+            hooks=self.hooks + others.hooks,
+            device_nodes=self.device_nodes + others.device_nodes,
+            additional_gids=self.additional_gids + others.additional_gids,
         )
 
     def with_nodes(self, nodes: Iterable[DeviceNode]) -> Edits:
-        """Add the nodes that are missing."""
+        """Return the edits with those of these nodes added that they lack."""
         present = {node["path"] for node in self.device_nodes}
-        added: list[Entry] = []
+        device_nodes = list(self.device_nodes)
         for node in nodes:
             if node.path not in present:
-                other = {} if node.host_path == node.path else {"hostPath": node.host_path}
-                added.append({"path": node.path, **other})
-        return self._replace(device_nodes=(*self.device_nodes, *added))
+                entry = {"path": node.path}
+                if node.host_path != node.path:
+                    entry["hostPath"] = node.host_path
+                device_nodes.append(entry)
+        return self._replace(device_nodes=tuple(device_nodes))
 
     def as_json(self) -> dict[str, object]:
+        """Return the edits as the format has them, without empty parts."""
         parts = {
             "env": self.env,
             "mounts": self.mounts,
@@ -86,27 +93,29 @@ class Edits(NamedTuple):
 
 
 class Nvidia(NamedTuple):
-    """The edits of NVIDIA's own specification: common edits, and each GPU's edits by its UUID."""
+    """The edits of NVIDIA's own specification."""
 
     #: The first version of the format that has all its parts, whatever version it declares.
     version: tuple[int, ...] = VERSION
+    #: The edits of all containers with one of its devices.
     common: Edits = Edits()
+    #: Each GPU's edits, by its UUID.
     by_gpu: Mapping[str, Edits] = {}
 
 
 class HostFiles(NamedTuple):
-    """The files and programs of the host that a container needs.
+    """The files and programs of the host that a container needs."""
 
-    `nodes` are the driver's nodes, `gpu_nodes` each GPU's nodes by its UUID, and `missing` has the MIG
-    instances without theirs. `hook` is the program to call with `hook_environment`. `nvidia` is None if
-    NVIDIA's toolkit has made no specification.
-    """
-
+    #: The driver's nodes.
     nodes: Sequence[DeviceNode] = ()
+    #: Each GPU's nodes, by its UUID.
     gpu_nodes: Mapping[str, Sequence[DeviceNode]] = {}
+    #: The MIG instances without their nodes, by UUID.
     missing: Mapping[str, MissingNodes] = {}
+    #: The program that engines call, and the environment in which they do.
     hook: str = "/usr/bin/yunion-mps"
     hook_environment: Mapping[str, str] = {}
+    #: None if NVIDIA's toolkit has made no specification.
     nvidia: Nvidia | None = None
 
 
@@ -116,7 +125,7 @@ def devices_spec(
     host: HostFiles,
     parked: Collection[DomainPlan] = (),
 ) -> dict[str, object] | None:
-    """The devices of the plan, each by its address and by its id; None if there are none.
+    """Return the devices of the plan, each by its address and by its id; None if there are none.
 
     Unserved devices are included, because the hook can refuse them with the reason; an engine could only say
     that there is no such device. Devices of `parked` domains, which have no control daemon while their GPUs
@@ -124,18 +133,18 @@ def devices_spec(
     """
     plans = {domain.name: domain for domain in domains}
     lost = {domain.name: domain for domain in parked}
-    entries = []
+    entries: list[Entry] = []
     for device in devices:
         if not device.domain or device.domain in plans:
             environment = client_environment([device], plans.get(device.domain))
             edits = _device_edits(environment, device.addr, host)
         elif device.domain in lost:
-            edits = _base_edits(
-                client_environment([device], lost[device.domain]), host, device.addr, UNSERVED_ARGUMENT
-            )
+            environment = client_environment([device], lost[device.domain])
+            edits = _base_edits(environment, host, (device.addr, UNSERVED_ARGUMENT))
         else:
             continue
-        entries += [_named(name, edits) for name in (device.addr, device.id)]
+        entries.append(_named(device.addr, edits))
+        entries.append(_named(device.id, edits))
     if plans and {device.domain for device in devices} == plans.keys() and len(plans) == 1:
         environment = whole_environment(list(devices), next(iter(domains)))
         entries.append(_named(ALL, _device_edits(environment, ALL, host)))
@@ -143,13 +152,11 @@ def devices_spec(
 
 
 def lease_spec(lease: Lease, planned: Collection[str], host: HostFiles) -> dict[str, object]:
-    """A lease as a device with its name; a device created for it also has its address and id as names.
+    """Return a lease as a device with its name; a device created for it also has its address and id as names.
 
     `planned` are the ids of the devices that exist without a lease.
     """
-    shares = [
-        (device.gpu_uuid, device.memory_limit_mib, device.thread_percentage) for device in lease.devices
-    ]
+    shares = [_share_of(device) for device in lease.devices]
     is_shared = sharing_of(lease.devices) != NOT_SHARED
     environment = lease_variables(lease.environment, shares, is_shared=is_shared)
     edits = _device_edits(environment, lease.id, host)
@@ -159,30 +166,44 @@ def lease_spec(lease: Lease, planned: Collection[str], host: HostFiles) -> dict[
     return _spec([_named(name, edits) for name in names], host)
 
 
+def _share_of(device: Device) -> Share:
+    return device.gpu_uuid, device.memory_limit_mib, device.thread_percentage
+
+
 def _named(name: str, edits: Edits) -> Entry:
     return {"name": name, "containerEdits": edits.as_json()}
 
 
 def _device_edits(environment: Mapping[str, str], hook_argument: str, host: HostFiles) -> Edits:
-    """The edits of one device; `hook_argument` is the argument of the hook."""
+    """Return the edits of one device, or of a lease; `hook_argument` names it for the hook."""
     pipe_directory = environment.get("CUDA_MPS_PIPE_DIRECTORY")  # none if its GPU is shared without MPS
     mounts = (_mount(pipe_directory), _mount(SHARED_MEMORY)) if pipe_directory else ()
     gpus = environment["CUDA_VISIBLE_DEVICES"].split(",")
     by_gpu = host.nvidia.by_gpu if host.nvidia else {}
-    missing = next((host.missing[gpu] for gpu in gpus if gpu in host.missing and gpu not in by_gpu), None)
-    refusal = (MISSING_NODES_ARGUMENT, *missing) if missing else ()
-    edits = _base_edits(environment, host, hook_argument, *refusal)._replace(mounts=mounts)
-    for theirs in [by_gpu[gpu] for gpu in gpus if gpu in by_gpu]:
-        edits = theirs.followed_by(edits)
-    return edits.with_nodes(node for gpu in gpus for node in host.gpu_nodes.get(gpu, ()))
+    arguments = [hook_argument]
+    for gpu in gpus:
+        if gpu in host.missing and gpu not in by_gpu:  # NVIDIA's specification has its nodes
+            arguments += [MISSING_NODES_ARGUMENT, host.missing[gpu].message, host.missing[gpu].hint]
+            break
+    edits = _base_edits(environment, host, arguments)._replace(mounts=mounts)
+    nodes: list[DeviceNode] = []
+    for gpu in gpus:
+        if gpu in by_gpu:
+            edits = by_gpu[gpu].followed_by(edits)
+        nodes += host.gpu_nodes.get(gpu, ())
+    return edits.with_nodes(nodes)
 
 
-def _base_edits(environment: Mapping[str, str], host: HostFiles, *hook_argument: str) -> Edits:
-    """The environment and the hook, without files that may be missing."""
+def _base_edits(environment: Mapping[str, str], host: HostFiles, hook_arguments: Sequence[str]) -> Edits:
+    """Return the environment and the hook, without files that may be missing.
+
+    Source: Container Device Interface, SPEC.md, "hooks"; OCI Runtime Specification, config.json, section
+    "POSIX-platform Hooks".
+    """
     hook: dict[str, object] = {
         "hookName": "createRuntime",
         "path": host.hook,
-        "args": [host.hook.rpartition("/")[2], HOOK_COMMAND, *hook_argument],
+        "args": [host.hook.rpartition("/")[2], HOOK_COMMAND, *hook_arguments],
         "timeout": _HOOK_TIMEOUT_S,
     }
     if host.hook_environment:
@@ -211,19 +232,25 @@ def _mount(path: str) -> Entry:
 
 
 def find_nvidia_spec(paths: Paths) -> tuple[str, FileVersion] | None:
-    """The path and version of NVIDIA's file that has precedence, None if there is none; in microseconds."""
+    """Return the path and version of NVIDIA's file that has precedence, None if there is none.
+
+    Takes microseconds.
+    """
     for directory in (paths.cdi_directory, paths.under("/etc/cdi")):
         for name in _NAMES:
             path = os.path.join(directory, name)
-            if version := version_of(path):
+            version = version_of(path)
+            if version:
                 return path, version
     return None
 
 
 def read_nvidia_spec(path: str, gpus: Iterable[Gpu]) -> Nvidia:
-    """Read the GPUs' edits from the file; raises OSError, and ValueError with the reason if it is unusable.
+    """Read the GPUs' edits from the file.
 
     Takes half a second if YAML has no C part and the file has hundreds of lines.
+
+    Raises OSError, and ValueError with the reason if the file cannot be used.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError("it is not a file")  # reading from a pipe could block forever
@@ -238,42 +265,45 @@ def parse_nvidia_spec(spec: Any, gpus: Iterable[Gpu]) -> Nvidia:
     """Parse the GPUs' edits of NVIDIA's specification; raises ValueError with the reason."""
     if not isinstance(spec, dict) or spec.get("kind") != _KIND:
         raise ValueError(f"kind is not {_KIND}")
-    devices = {
-        str(device["name"]): _edits(device.get("containerEdits"))
-        for device in _list(spec.get("devices"))
-        if isinstance(device, dict) and "name" in device
-    }
-    by_gpu = {gpu.uuid: edits for gpu in gpus if gpu.uuid and (edits := _of(gpu, devices)) is not None}
+    devices: dict[str, Edits] = {}
+    for device in _list(spec.get("devices")):
+        if isinstance(device, dict) and "name" in device:
+            devices[str(device["name"])] = _edits(device.get("containerEdits"))
+    by_gpu: dict[str, Edits] = {}
+    for gpu in gpus:
+        edits = _of(gpu, devices)
+        if gpu.uuid and edits is not None:
+            by_gpu[gpu.uuid] = edits
     common = _edits(spec.get("containerEdits"))
-    has_groups = any(edits.additional_gids for edits in (common, *by_gpu.values()))
+    has_groups = bool(common.additional_gids) or any(edits.additional_gids for edits in by_gpu.values())
     return Nvidia(_WITH_GROUPS if has_groups else VERSION, common, by_gpu)
 
 
 def _of(gpu: Gpu, devices: Mapping[str, Edits]) -> Edits | None:
-    """The GPU's edits: of the device with its UUID, or otherwise of the one with only its node."""
+    """Return the GPU's edits: of the device with its UUID, or otherwise of the one with only its node."""
     if gpu.uuid and gpu.uuid in devices:
         return devices[gpu.uuid]
     if gpu.is_instance:
         return None  # another instance has the same node
     node = f"/dev/nvidia{gpu.minor}"
     for edits in devices.values():
-        nodes = [str(entry["path"]) for entry in edits.device_nodes]
-        if [path for path in nodes if path.startswith("/dev/nvidia") and path[11:].isdigit()] == [node]:
+        paths = [str(entry["path"]) for entry in edits.device_nodes]
+        if [path for path in paths if re.fullmatch(r"/dev/nvidia[0-9]+", path)] == [node]:
             return edits
     return None
 
 
 def _edits(value: Any) -> Edits:
-    """The edits, without unknown parts and fields; raises ValueError."""
+    """Return the edits, without unknown parts and fields; raises ValueError."""
     parts = {} if value is None else value
     if not isinstance(parts, dict):
         raise _not_understood()
     edits = Edits(
-        tuple(_variables(parts.get("env"))),
-        _entries(parts.get("mounts"), _MOUNT),
-        _entries(parts.get("hooks"), _HOOK),
-        _entries(parts.get("deviceNodes"), _DEVICE_NODE),
-        tuple(_number(gid) for gid in _list(parts.get("additionalGids"))),
+        env=tuple(_variables(parts.get("env"))),
+        mounts=_entries(parts.get("mounts"), _MOUNT),
+        hooks=_entries(parts.get("hooks"), _HOOK),
+        device_nodes=_entries(parts.get("deviceNodes"), _DEVICE_NODE),
+        additional_gids=tuple(_number(gid) for gid in _list(parts.get("additionalGids"))),
     )
     _refuse_too_large(edits)
     return edits
@@ -284,8 +314,11 @@ def _entries(value: Any, fields: _Fields) -> tuple[Entry, ...]:
     for entry in _list(value):
         if not isinstance(entry, dict):
             raise _not_understood()
-        present = [name for name, read in fields.items() if entry.get(name) is not None or read in _NEEDED]
-        entries.append({name: fields[name](entry.get(name)) for name in present})
+        values: dict[str, object] = {}
+        for name, read in fields.items():
+            if entry.get(name) is not None or read in _NEEDED:
+                values[name] = read(entry.get(name))
+        entries.append(values)
     return tuple(entries)
 
 
@@ -321,7 +354,8 @@ def _variables(value: Any) -> list[str]:
 
 _needed = partial(_text, pattern=".+")
 _hook_name = partial(_text, pattern="prestart|create(Runtime|Container)|startContainer|poststart|poststop")
-_node_type, _permissions = partial(_text, pattern="[bcup]?"), partial(_text, pattern="[rwm]*")
+_node_type = partial(_text, pattern="[bcup]?")
+_permissions = partial(_text, pattern="[rwm]*")
 #: Readers of required fields: they refuse a missing value.
 _NEEDED = (_needed, _hook_name)
 #: The fields of each part's entries (pkg/cdi/container-edits.go of the format's library); other
@@ -358,8 +392,6 @@ def _load(text: bytes, path: str) -> Any:
             return json.loads(text)
         except (ValueError, RecursionError):
             raise ValueError("it is not JSON") from None
-    import yaml
-
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         return yaml.load(text, loader)  # noqa: S506 - both loaders are safe

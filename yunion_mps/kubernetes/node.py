@@ -8,30 +8,28 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from yunion_mps.errors import ConfigError, Problem, YunionError
 from yunion_mps.host.log import Failures
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.client import AsyncDaemonClient
+from yunion_mps.kubernetes.api.credentials import ApiCredentials, find_credentials
+from yunion_mps.kubernetes.api.server import ApiServer
 from yunion_mps.kubernetes.device_plugin.leases import ContainerLeases
 from yunion_mps.kubernetes.device_plugin.node_resources import NodeResources, OfferWatch
 from yunion_mps.kubernetes.device_plugin.plugin import DevicePlugin
 from yunion_mps.kubernetes.device_plugin.registration import Registration
 from yunion_mps.kubernetes.device_plugin.resources import ExtendedResource
+from yunion_mps.kubernetes.dra.driver import DraService
 from yunion_mps.kubernetes.features import FeatureFile, labels_of
 from yunion_mps.kubernetes.kubelet import grpc, protobuf
 from yunion_mps.kubernetes.kubelet.directory import DirectoryWatch
 from yunion_mps.kubernetes.metrics import DAEMON, KUBELET, Counts, MetricsPage, ResourceHealth, serve_metrics
 from yunion_mps.kubernetes.options import CLUSTER_VARIABLE, PluginOptions
+from yunion_mps.kubernetes.pod_deletions import PodDeletionWatch
 from yunion_mps.kubernetes.selection import Selector
 from yunion_mps.paths import Paths
 from yunion_mps.tasks import first_of
-
-if TYPE_CHECKING:
-    from yunion_mps.kubernetes.api.credentials import ApiCredentials
-    from yunion_mps.kubernetes.api.server import ApiServer
-    from yunion_mps.kubernetes.dra.driver import DraService
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +84,6 @@ class NodeService:
         work = [self._selector.run(), self._follow_choice(), self._reconcile()]
         if self._api:
             server, node = self._api
-            from yunion_mps.kubernetes.pod_deletions import PodDeletionWatch  # others need no TLS
-
             work.append(PodDeletionWatch(server, node, self._daemon, self._counts).run())
         await first_of(*work)
 
@@ -140,8 +136,6 @@ class NodeService:
 
     def _dra_service(self, refusal: str = "") -> DraService:
         """Return the DRA driver; raises ConfigError if there are no credentials."""
-        from yunion_mps.kubernetes.dra.driver import DraService  # others need no TLS
-
         credentials = dra_credentials(self._options, self._paths)
         return DraService(
             credentials, kubernetes_node_name(self._options), self._paths, self._counts, refusal
@@ -210,9 +204,6 @@ def find_api_server(options: PluginOptions, paths: Paths) -> tuple[ApiServer, st
     """Return the API server and the node's name, None without access to it; raises ApiServerError."""
     if not options.kubeconfig and CLUSTER_VARIABLE not in os.environ:
         return None
-    from yunion_mps.kubernetes.api.credentials import find_credentials
-    from yunion_mps.kubernetes.api.server import ApiServer  # others need no TLS
-
     return ApiServer(find_credentials(options.kubeconfig or "", paths, os.environ)), kubernetes_node_name(
         options
     )
@@ -220,8 +211,6 @@ def find_api_server(options: PluginOptions, paths: Paths) -> tuple[ApiServer, st
 
 def dra_credentials(options: PluginOptions, paths: Paths) -> ApiCredentials:
     """Return the credentials for the API server; raises ConfigError, because without them there is no DRA."""
-    from yunion_mps.kubernetes.api.credentials import find_credentials  # the device plugins need no TLS
-
     try:
         return find_credentials(options.kubeconfig or "", paths, os.environ)
     except YunionError as error:

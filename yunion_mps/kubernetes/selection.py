@@ -11,19 +11,17 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from yunion_mps.errors import YunionError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.log import Failures
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_GPUS
+from yunion_mps.kubernetes.api.credentials import ApiServerError
+from yunion_mps.kubernetes.api.server import NODES, ApiServer, missing_node, node_failure
 from yunion_mps.kubernetes.metrics import API_SERVER
 from yunion_mps.kubernetes.options import PluginOptions
-
-if TYPE_CHECKING:
-    from yunion_mps.kubernetes.api.credentials import ApiServerError
-    from yunion_mps.kubernetes.api.server import ApiServer
 
 log = logging.getLogger(__name__)
 
@@ -153,8 +151,6 @@ class Selector:
             await asyncio.sleep(_POLL_S)
 
     async def _watch_node(self, server: ApiServer, node: str) -> None:
-        from yunion_mps.kubernetes.api.server import NODES, missing_node, node_failure  # others need no TLS
-
         failures = Failures(log, self._errors)
 
         def report(error: ApiServerError) -> None:

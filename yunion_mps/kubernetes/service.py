@@ -12,6 +12,7 @@ from yunion_mps.errors import YunionError
 from yunion_mps.host.log import set_up_log
 from yunion_mps.host.malloc import tune_malloc
 from yunion_mps.host.systemd import Notifier
+from yunion_mps.kubernetes.api.credentials import Kubeconfig
 from yunion_mps.kubernetes.features import is_foreign
 from yunion_mps.kubernetes.node import (
     PROGRAM,
@@ -89,8 +90,6 @@ def _check(options: PluginOptions, paths: Paths, name: str, labels_file: str) ->
 def _check_kubeconfig(options: PluginOptions, paths: Paths) -> None:
     """Raise ConfigError if the file cannot be used. Without --check, the plugin waits for it instead."""
     if options.kubeconfig:
-        from yunion_mps.kubernetes.api.credentials import Kubeconfig
-
         try:
             Kubeconfig(options.kubeconfig).access()
         except YunionError as error:

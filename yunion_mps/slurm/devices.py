@@ -3,6 +3,8 @@
 An index is a device or, with gres/shard, a GPU; a device's type says how it is shared. `gres-conf
 --install` records the devices, so that the hooks notice if the host's devices no longer match: an index never
 stands for a different device, or type, than when gres.conf was written.
+
+Source: gres.conf(5), File, Type, Count and Name; slurm.conf(5), GresTypes and Gres.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,13 +45,12 @@ _CHANGES = {LEASES_PENDING, *LAYOUT_WAITS, *LAYOUT_NEEDS}
 
 
 class RecordedDevice(NamedTuple):
-    """A device as it was when gres.conf was written.
-
-    Its type is `mps` or `time-sliced`; for a whole MIG instance, it is the profile.
-    """
+    """A device as it was when gres.conf was written."""
 
     addr: str
+    #: None if it is unknown.
     memory_mib: int | None
+    #: `mps` or `time-sliced`; the profile of a whole MIG instance.
     type: str
 
     @classmethod
@@ -71,24 +72,31 @@ class RecordedDevice(NamedTuple):
         return self.type in _TYPES.values()
 
     def current_address(self, devices: Sequence[Device]) -> str:
-        """Its address; raises NotFoundError unless the device is as it was."""
-        now = next((self.of(device) for device in devices if device["addr"] == self.addr), None)
-        if now == self:
-            return self.addr
-        change = f"was {self.budget}, but is now {now.budget}" if now else "no longer exists"
-        what = f"gres.conf: device {self.addr} {change}"
-        raise NotFoundError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED)
+        """Return its address; raises NotFoundError unless the device is as it was."""
+        change = "no longer exists"
+        for device in devices:
+            if device["addr"] == self.addr:
+                current = self.of(device)
+                if current == self:
+                    return self.addr
+                change = f"was {self.budget}, but is now {current.budget}"
+                break
+        raise _changed(f"gres.conf: device {self.addr} {change}")
 
 
 class Record(NamedTuple):
-    """The devices of gres.conf in order. With `shards`, each index stands for all devices of a GPU."""
+    """The devices of gres.conf in order."""
 
+    #: Whether each index stands for all devices of a GPU.
     shards: bool
     devices: Sequence[RecordedDevice]
 
     @property
     def numbers(self) -> dict[str, int]:
-        """How many indices each type has, in order: Slurm counts type by type, as slurm.conf lists them."""
+        """How many indices each type has, in order.
+
+        Source: gres.conf(5), Type: Slurm counts type by type, in the order of slurm.conf.
+        """
         return Counter(devices[0].type for devices in self.entries)
 
     @property
@@ -100,36 +108,58 @@ class Record(NamedTuple):
         """The devices of each index."""
         if not self.shards:
             return [[device] for device in self.devices]
-        return [list(some) for _, some in groupby(self.devices, lambda device: device.gpu)]
+        return _runs(self.devices, lambda device: device.gpu)
 
     def allows_steps(self, indices: Iterable[int]) -> bool:
-        """Whether a step can have a single one of these indices; with `shards`, not if one is a share."""
-        return not self.shards or not any(self.entries[index][0].is_share for index in indices)
+        """Return whether a step can have one of these indices alone; with `shards`, not if one is a share."""
+        if not self.shards:
+            return True
+        entries = self.entries
+        return not any(entries[index][0].is_share for index in indices)
 
     def require_numbers(self, numbers: Mapping[str, int]) -> None:
         """Raise NotFoundError unless slurm.conf has these numbers of each type in the recorded order."""
-        if [*numbers.items()] != [*self.numbers.items()]:
-            what = f"slurm.conf: the node has {_gres(numbers)}, but needs {_gres(self.numbers)} in this order"
-            raise NotFoundError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED)
+        if list(numbers.items()) != list(self.numbers.items()):
+            needed = _gres(self.numbers)
+            raise _changed(f"slurm.conf: the node has {_gres(numbers)}, but needs {needed} in this order")
 
     def addresses(self, indices: Sequence[int], devices: Sequence[Device]) -> dict[int, list[str]]:
-        """The addresses of the devices of each index; raises NotFoundError unless they are as recorded."""
+        """Return the addresses of the devices of each index.
+
+        Raises NotFoundError unless they are as recorded.
+        """
         entries = self.entries
-        if missing := [index for index in indices if index >= len(entries)]:
-            what = f"gres.conf: index {missing[0]} is not among the {len(entries)} recorded ones"
-            raise NotFoundError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED)
-        return {index: [one.current_address(devices) for one in entries[index]] for index in indices}
+        addresses: dict[int, list[str]] = {}
+        for index in indices:
+            if index >= len(entries):
+                raise _changed(f"gres.conf: index {index} is not among the {len(entries)} recorded ones")
+        for index in indices:
+            addresses[index] = [recorded.current_address(devices) for recorded in entries[index]]
+        return addresses
+
+
+def _changed(what: str) -> NotFoundError:
+    return NotFoundError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED)
+
+
+def _runs(
+    devices: Iterable[RecordedDevice], key: Callable[[RecordedDevice], object]
+) -> list[list[RecordedDevice]]:
+    """Return the devices in runs of consecutive ones with the same key."""
+    return [list(run) for _, run in groupby(devices, key)]
 
 
 def gpus_for_slurm(gpus: Sequence[Gpu]) -> list[Gpu]:
-    """The GPUs that are reserved for Slurm or, if none is, those that are not reserved."""
+    """Return the GPUs that are reserved for Slurm or, if none is, those that are not reserved."""
     reserved = [gpu for gpu in gpus if gpu["reserved_for"] == SLURM]
     return reserved or [gpu for gpu in gpus if gpu["reserved_for"] is None]
 
 
 def pending_change(addresses: Iterable[str], problems: Iterable[StatusProblem]) -> Reason | None:
-    """Why these GPUs, or the GPUs of these devices, will get other devices; None if nothing is pending."""
-    gpus = {gpu for addr in addresses for gpu in (addr, gpu_of(addr), physical_gpu(addr))}
+    """Return why these GPUs, or those of these devices, will get other devices; None if none will."""
+    gpus: set[str] = set()
+    for addr in addresses:
+        gpus.update((addr, gpu_of(addr), physical_gpu(addr)))
     for problem in problems:
         if problem["gpu"] in gpus and problem["code"] in _CHANGES:
             return Reason(problem["text"], problem["code"])
@@ -137,43 +167,47 @@ def pending_change(addresses: Iterable[str], problems: Iterable[StatusProblem]) 
 
 
 def record_of(devices: Sequence[Device], *, shards: bool) -> Record:
-    """Record the devices; raises HostError if not all shards would be shared in the same way.
+    """Return the record of the devices, type by type.
 
     A job cannot choose the type of its shards: Slurm 24.11 does not start a node with types of shards.
+
+    Raises HostError if not all shards would be shared in the same way.
     """
-    found = [RecordedDevice.of(device) for device in devices]
-    types = [*dict.fromkeys(device.type for device in found)]
-    record = Record(shards, sorted(found, key=lambda device: types.index(device.type)))
+    recorded = [RecordedDevice.of(device) for device in devices]
+    types = list(dict.fromkeys(device.type for device in recorded))
+    recorded.sort(key=lambda device: types.index(device.type))
     ways = [way for way in types if way in _TYPES.values()]
     if shards and len(ways) != 1:
         listed = " and ".join(ways) or "none"
         what = f"--shards: the devices of all shared GPUs must be of one type, but there are {listed}"
         raise HostError(what, f"omit --shards, so that jobs name the type: --gres=gpu:{types[0]}:1")
-    return record
+    return Record(shards, recorded)
 
 
 def gres_lines(record: Record, node: str, paths: Paths) -> list[str]:
-    """The lines of gres.conf: at least one for each GPU, because Slurm prefers devices of one line."""
-    beginning, files = f"NodeName={node} Name=", paths.under(f"{_DIRECTORY}/")
+    """Return the lines of gres.conf: at least one for each GPU, because Slurm prefers devices of one line."""
+    beginning = f"NodeName={node} Name="
+    files = paths.under(f"{_DIRECTORY}/")
+    lines: list[str] = []
     if record.shards:
-        lines = []
         for index, devices in enumerate(record.entries):
             file = f"File={files}gpu{index}"
             lines.append(f"{beginning}gpu Type={devices[0].type} {file}")
             if devices[0].is_share:
                 lines.append(f"{beginning}shard Count={len(devices)} {file}")
         return lines
-    lines, first = [], 0
-    for (_, type_), some in groupby(record.devices, lambda one: (one.addr.rpartition("-")[0], one.type)):
-        number = len(list(some))
-        numbers = f"{first}" if number == 1 else f"[{first}-{first + number - 1}]"
+    first = 0
+    for devices in _runs(record.devices, lambda device: (device.addr.rpartition("-")[0], device.type)):
+        type_ = devices[0].type
+        last = first + len(devices) - 1
+        numbers = f"{first}" if first == last else f"[{first}-{last}]"
         lines.append(f"{beginning}gpu Type={type_} File={files}{type_}{numbers}")
-        first += number
+        first = last + 1
     return lines
 
 
 def node_lines(record: Record, node: str) -> list[str]:
-    """The lines of slurm.conf; the node's line has to be merged with the existing one."""
+    """Return the lines of slurm.conf; the node's line has to be merged with the existing one."""
     gres = _gres(record.numbers)
     if not record.shards:
         return ["GresTypes=gpu", f"NodeName={node} Gres={gres}"]
@@ -182,30 +216,42 @@ def node_lines(record: Record, node: str) -> list[str]:
 
 
 def _gres(numbers: Mapping[str, int]) -> str:
+    """Return the numbers as slurm.conf has them: `gpu:mps:4,gpu:time-sliced:2`."""
     return ",".join(f"gpu:{type_}:{number}" for type_, number in numbers.items()) or "no gpu"
 
 
 def install(record: Record, paths: Paths) -> None:
-    """Create the device nodes, now and at each boot, and record the devices; raises HostError."""
-    kinds = ["gpu" if record.shards else devices[0].type for devices in record.entries]
-    names = [f"{_DIRECTORY}/{kind}{index}" for index, kind in enumerate(kinds)]
-    lines = [f"d {_DIRECTORY} 0755 root root -"]
-    lines += [f"c {name} 0600 root root - {_MAJOR}:{minor}" for minor, name in enumerate(names)]
-    heading = "# Written by yunion-mps slurm gres-conf: gres.conf names these nodes. Nothing opens them.\n"
+    """Create the device nodes, now and at each boot, and record the devices.
+
+    Raises NotAllowedError for lack of rights, and HostError if a file cannot be written or is another one.
+
+    Source: tmpfiles.d(5), types d and c.
+    """
+    tmpfiles = "# Written by yunion-mps slurm gres-conf: gres.conf names these nodes. Nothing opens them.\n"
+    tmpfiles += f"d {_DIRECTORY} 0755 root root -\n"
+    names: list[str] = []
+    for minor, devices in enumerate(record.entries):
+        kind = "gpu" if record.shards else devices[0].type
+        names.append(f"{_DIRECTORY}/{kind}{minor}")
+        tmpfiles += f"c {names[minor]} 0600 root root - {_MAJOR}:{minor}\n"
     try:
         os.makedirs(paths.under(_DIRECTORY), mode=0o755, exist_ok=True)
         for minor, name in enumerate(names):
             _create_node(paths.under(name), minor)
-        write_atomically(paths.slurm_tmpfiles, heading + "".join(f"{line}\n" for line in lines))
-        write_atomically(paths.slurm_devices, f"{json.dumps(record._asdict())}\n")
+        write_atomically(paths.slurm_tmpfiles, tmpfiles)
+        write_atomically(paths.slurm_devices, _as_json(record))
     except PermissionError as error:
         what = f"{error.filename}: cannot be created: {error.strerror}"
         raise NotAllowedError(what, "retry as root") from None
     except OSError as error:
-        raise HostError(
-            f"{error.filename}: cannot be created: {error.strerror}",
-            "check that its directory exists and is writable",
-        ) from None
+        what = f"{error.filename}: cannot be created: {error.strerror}"
+        raise HostError(what, "check that its directory exists and is writable") from None
+
+
+def _as_json(record: Record) -> str:
+    """Return the record as `read_record` reads it."""
+    devices = [[device.addr, device.memory_mib, device.type] for device in record.devices]
+    return json.dumps({"shards": record.shards, "devices": devices}) + "\n"
 
 
 def _create_node(path: str, minor: int) -> None:
@@ -213,22 +259,22 @@ def _create_node(path: str, minor: int) -> None:
     try:
         os.mknod(path, 0o600 | stat.S_IFCHR, device)
     except FileExistsError:
-        found = os.lstat(path)
-        if not stat.S_ISCHR(found.st_mode) or found.st_rdev != device:
+        existing = os.lstat(path)
+        if not stat.S_ISCHR(existing.st_mode) or existing.st_rdev != device:
             what = f"{path}: exists, but is not the character device {_MAJOR}:{minor}"
             raise HostError(what, f"remove it: rm {path}") from None
 
 
 def read_record(paths: Paths) -> Record | None:
-    """The record of this node; None if it has none. Raises HostError."""
+    """Return the record of this node; None if it has none. Raises HostError if it cannot be read."""
     try:
         with open_regular(paths.slurm_devices) as file:
-            found = json.load(file)
-        devices = [
-            RecordedDevice(str(addr), None if memory_mib is None else int(memory_mib), str(type_))
-            for addr, memory_mib, type_ in found["devices"]
-        ]
-        return Record(bool(found["shards"]), devices)
+            value = json.load(file)
+        devices: list[RecordedDevice] = []
+        for addr, memory_mib, type_ in value["devices"]:
+            known_mib = None if memory_mib is None else int(memory_mib)
+            devices.append(RecordedDevice(str(addr), known_mib, str(type_)))
+        return Record(bool(value["shards"]), devices)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

@@ -3,6 +3,8 @@
 Slurm drains a node whose Prolog fails. So Prolog fails only if the node cannot run jobs, and only after it
 has drained the node with a reason that the health check recognises and ends. If the job is at fault, and
 not the node, TaskProlog fails instead: then only that job fails, and the user sees what TaskProlog prints.
+
+Source: Slurm: Prolog and Epilog Guide; slurm.conf(5), Prolog, TaskProlog, Epilog and HealthCheckProgram.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -38,6 +40,8 @@ _LONGEST_CHECK_S = 60.0
 
 
 class Hooks:
+    """Slurm's hooks, of which each process runs one; cli/slurm calls them."""
+
     def __init__(self, paths: Paths, environment: Mapping[str, str], on_message: OnMessage) -> None:
         """`environment` has the variables that Slurm set for the hook."""
         self._paths = paths
@@ -45,7 +49,10 @@ class Hooks:
         self._on_message = on_message
 
     def prolog(self) -> int:
-        """Lease the job's devices; returns the exit status. Raises HostError if Slurm did not call it."""
+        """Lease the job's devices; return the exit status.
+
+        Raises HostError if Slurm did not call it.
+        """
         job_id_of(self._environment)  # otherwise, a call by hand would drain the node
         try:
             record = read_record(self._paths)
@@ -61,9 +68,11 @@ class Hooks:
         return 0
 
     def task_prolog(self) -> tuple[int, list[str]]:
-        """The exit status, and the lines for slurmstepd: `export NAME=VALUE`, `unset NAME` and `print TEXT`.
+        """Return the exit status, and the lines for slurmstepd.
 
         A job inherits the variables of the job that submitted it, so those of its devices are removed.
+
+        Source: slurm.conf(5), TaskProlog: `export NAME=VALUE`, `unset NAME` and `print TEXT`.
         """
         try:
             if read_record(self._paths) is None:
@@ -82,13 +91,13 @@ class Hooks:
         inherited = [name for name in DEVICE_VARIABLES if name not in environment]
         if MEMORY_VARIABLE in inherited and MEMORY_VARIABLE in self._environment:
             inherited.append(JAX_VARIABLE)  # it is that of the other job, too
-        return 0, [
-            *(f"unset {name}" for name in inherited if name in self._environment),
-            *(f"export {name}={value}" for name, value in environment.items()),
-        ]
+        lines = [f"unset {name}" for name in inherited if name in self._environment]
+        for name, value in environment.items():
+            lines.append(f"export {name}={value}")
+        return 0, lines
 
     def epilog(self) -> int:
-        """Release the job's devices; returns 0, because the health check retries what failed.
+        """Release the job's devices; return 0, because the health check retries what failed.
 
         Raises HostError if Slurm did not call it.
         """
@@ -98,17 +107,20 @@ class Hooks:
                 self._leases().release(job_id)
         except YunionError as error:
             self._drain(error)
-        _remove(path for job, path in self._files_by_job() if job == job_id)
+        for job, path in self._files_by_job():
+            if job == job_id:
+                _remove(path)
         return 0
 
     def health_check(self) -> int:
-        """Drain the node while Slurm's devices cannot be used, and resume it once they can; returns 0.
+        """Drain the node while Slurm's devices cannot be used, and resume it once they can; return 0.
 
         Also disconnects the processes of jobs from MPS before Slurm kills them.
         """
         node = SlurmNode()
         try:
-            if reason := self._trouble(node):
+            reason = self._trouble(node)
+            if reason:
                 node.drain(reason)
                 self._on_message(f"{node.name}: drained: {reason}")
             elif node.state().is_ours and not self._has_failed_recently():
@@ -119,31 +131,39 @@ class Hooks:
         return 0
 
     def _prepare(self, job: Job, record: Record) -> JobFile:
-        leases, node = self._leases(), SlurmNode()
+        """Lease what Slurm has assigned to the job, and return what TaskProlog needs.
+
+        Raises YunionError if the node cannot run the job; what is the job's fault is in the result.
+        """
+        leases = self._leases()
+        node = SlurmNode()
         _require_numbers(record, node)
         addresses = _addresses(record, job.indices, leases.devices(), leases)
-        everything = [addr for some in addresses.values() for addr in some]
+        assigned = _all_addresses(addresses)
         try:
-            asks = record.is_mixed or record.shards
-            number = number_of_shards(job, node.gres(job.id), [*record.numbers]) if asks else 0
-            lease = leases.take(job, Assignment(everything, number), node.jobs)
+            number = 0
+            if record.is_mixed or record.shards:  # otherwise, Slurm need not be asked
+                number = number_of_shards(job, node.gres(job.id), list(record.numbers))
+            lease = leases.take(job, Assignment(assigned, number), node.jobs)
         except NothingFreeError as error:
             if error.code == OTHER_USER:
                 hint = "ask the administrator for ExclusiveUser=YES on the partition, or cuda_mps_multiuser"
                 error = NothingFreeError(error.message, f"submit it again later; {hint}", error.code)
-            elif error.code == SERVER_START_FAILED and not _is_any_unavailable(everything, leases):
+            elif error.code == SERVER_START_FAILED and not _is_any_unavailable(assigned, leases):
                 hint = f"submit it again later; the servers of other users start; {error.hint}"
                 error = NothingFreeError(error.message, hint, error.code)
             elif error.code != INFEASIBLE:  # for example, if the devices are now reserved for something else
                 raise
             return {"environment": {}, "devices": {}, "error": error.lines}
-        several = addresses if len(addresses) > 1 and record.allows_steps(addresses) else {}
-        lease_id = {LEASE_VARIABLE: lease["id"]}  # a step with one device uses the job's lease, too
-        single = {str(index): {**leases.environment(addr), **lease_id} for index, (addr,) in several.items()}
+        single: dict[str, Mapping[str, str]] = {}
+        if len(addresses) > 1 and record.allows_steps(addresses):
+            for index, (addr,) in addresses.items():
+                # a step with one device uses the job's lease, too
+                single[str(index)] = {**leases.environment(addr), LEASE_VARIABLE: lease["id"]}
         return {"environment": lease["environment"], "devices": single, "error": []}
 
     def _trouble(self, node: SlurmNode) -> Reason | None:
-        """Why this node cannot run jobs with devices now; also ends the leases of jobs that have ended.
+        """Return why this node cannot run jobs with devices now; also end the leases of jobs that have ended.
 
         Raises SlurmError if Slurm does not answer.
         """
@@ -153,18 +173,19 @@ class Hooks:
             if record is None:
                 return None
             # Slurm is asked for its jobs last, and once.
-            files, jobs = self._files_by_job(), lru_cache(node.jobs)
-            found = leases.reconcile(jobs)
-            through_mps = [lease for lease in found.live if lease["sharing"] == MPS]
-            ending = [(lease, since_s) for lease in through_mps if (since_s := jobs()[job_of(lease)])]
-            self._disconnect(ending, leases, node)
+            files = self._files_by_job()
+            jobs = lru_cache(node.jobs)
+            reconciled = leases.reconcile(jobs)
+            through_mps = [lease for lease in reconciled.live if lease["sharing"] == MPS]
+            self._disconnect(through_mps, jobs, leases, node)
             _require_numbers(record, node)
             devices = leases.devices()
             indices = range(len(record.entries))
-            by_index = _addresses(record, indices, devices, leases)
-            addresses = [addr for some in by_index.values() for addr in some]
-            _remove([path for job, path in files if job not in jobs()])  # their Epilogs did not finish
-            held = held_outside(leases.all(), addresses) or still_used(found.used)
+            addresses = _all_addresses(_addresses(record, indices, devices, leases))
+            for job, path in files:
+                if job not in jobs():  # its Epilog did not finish
+                    _remove(path)
+            held = held_outside(leases.all(), addresses) or still_used(reconciled.used)
             problems = leases.problems()
         except SlurmError:  # slurmctld is at fault, not this node
             raise
@@ -174,29 +195,46 @@ class Hooks:
             if device["addr"] in addresses and _is_refused(device):
                 return Reason(f"device {device['addr']}: {device['reason']}", device["reason_code"])
         # If a problem names devices, those that no job can have were found above.
-        return pending_change(addresses, [one for one in problems if not one["devices"]]) or held
+        of_gpus = [problem for problem in problems if not problem["devices"]]
+        return pending_change(addresses, of_gpus) or held
 
     def _disconnect(
-        self, ending: Sequence[tuple[LeaseDetails, float]], leases: JobLeases, node: SlurmNode
+        self,
+        live: Iterable[LeaseDetails],
+        jobs: Callable[[], Mapping[str, float | None]],
+        leases: JobLeases,
+        node: SlurmNode,
     ) -> None:
         """Disconnect the processes of jobs from MPS that Slurm is about to kill.
 
-        `ending` has the lease of each job that is ending, and since when. Slurm calls no hook between its
-        SIGTERM and its SIGKILL.
+        `live` are the leases of Slurm's jobs, and `jobs` returns when Slurm began to end each of these.
+
+        Source: slurm.conf(5), KillWait: Slurm calls no hook between its SIGTERM and its SIGKILL.
         """
-        settings = node.kill_settings_s() if ending else (0, 0)
+        ending: list[tuple[LeaseDetails, float]] = []
+        for lease in live:
+            since_s = jobs()[job_of(lease)]
+            if since_s:
+                ending.append((lease, since_s))
+        if not ending:
+            return
+        kill_wait_s, interval_s = node.kill_settings_s()
         for lease, since_s in ending:
-            if is_about_to_be_killed(time.time() - since_s, *settings):
+            if is_about_to_be_killed(time.time() - since_s, kill_wait_s, interval_s):
                 leases.disconnect(lease)
 
     def _files_by_job(self) -> list[tuple[str, str]]:
-        """The ids of the jobs that have files, and the files, also unfinished ones."""
+        """Return the ids of the jobs that have files, and the files, also unfinished ones."""
         try:
             names = os.listdir(self._paths.slurm_jobs)
         except FileNotFoundError:
             return []
-        found = [(name.partition(".")[0], os.path.join(self._paths.slurm_jobs, name)) for name in names]
-        return [(job, path) for job, path in found if re.fullmatch(JOB_ID, job)]
+        files: list[tuple[str, str]] = []
+        for name in names:
+            job = name.partition(".")[0]
+            if re.fullmatch(JOB_ID, job):
+                files.append((job, os.path.join(self._paths.slurm_jobs, name)))
+        return files
 
     def _drain(self, error: YunionError) -> None:
         """Drain the node because a hook of a job failed."""
@@ -209,7 +247,7 @@ class Hooks:
             self._on_message(f"the node was not drained: {failure.message}")
 
     def _has_failed_recently(self) -> bool:
-        """Whether a hook of a job may have failed after a check that is still running asked the daemon.
+        """Return whether a hook of a job may have failed after a check, which still runs, asked the daemon.
 
         Also, Slurm may not have noticed yet that a Prolog has failed. It leaves our drain alone, but if we
         resume the node before that, Slurm drains it with a reason of its own, which no check may end.
@@ -229,18 +267,25 @@ class Hooks:
         return JobLeases(self._paths, self._on_message)
 
 
-def _remove(files: Iterable[str]) -> None:
-    for path in files:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _all_addresses(by_index: Mapping[int, Iterable[str]]) -> list[str]:
+    addresses: list[str] = []
+    for of_index in by_index.values():
+        addresses += of_index
+    return addresses
 
 
 def _addresses(
     record: Record, indices: Sequence[int], devices: Sequence[Device], leases: JobLeases
 ) -> dict[int, list[str]]:
-    """The addresses of the devices of each index; raises NotFoundError if the devices have changed.
+    """Return the addresses of the devices of each index.
 
-    A pending change is the reason, if there is one: gres.conf cannot be written until it is in effect.
+    Raises NotFoundError if the devices have changed. A pending change is the reason, if there is one:
+    gres.conf cannot be written until it is in effect.
     """
     try:
         return record.addresses(indices, devices)
@@ -252,13 +297,17 @@ def _addresses(
 
 
 def _is_refused(device: Device) -> bool:
-    """Whether no job can have the device: its GPU is unavailable, or changes its type after its leases."""
+    """Return whether no job can have the device.
+
+    Its GPU is unavailable, or changes its type after its leases.
+    """
     return device["state"] == UNAVAILABLE or (device["state"] == PENDING and not device["lease"])
 
 
 def _is_any_unavailable(addresses: Collection[str], leases: JobLeases) -> bool:
-    """Whether one of these devices is unavailable to all users."""
-    return any(one["addr"] in addresses and one["state"] == UNAVAILABLE for one in leases.devices())
+    """Return whether one of these devices is unavailable to all users."""
+    unavailable = {device["addr"] for device in leases.devices() if device["state"] == UNAVAILABLE}
+    return not unavailable.isdisjoint(addresses)
 
 
 def _require_numbers(record: Record, node: SlurmNode) -> None:
@@ -268,15 +317,22 @@ def _require_numbers(record: Record, node: SlurmNode) -> None:
 
 
 def number_of_shards(job: Job, gres: Collection[str], types: Sequence[str]) -> int:
-    """How many of a GPU's devices the job has, according to Slurm; 0 if it has devices of one of the `types`.
+    """Return how many of a GPU's devices the job has, according to Slurm.
+
+    It is 0 if the job has devices of one of the `types`. `gres` are Slurm's answers, which is asked because
+    Prolog's environment has only the devices of one of the job's types.
 
     Raises InfeasibleError if the job is ending, its shards are of several GPUs, its devices are of different
-    types, or Slurm's answers differ. Prolog's environment has only the devices of one of the job's types.
+    types, or Slurm's answers differ.
+
+    Source: Slurm: Generic Resource (GRES) Scheduling, section "Sharding"; slurm.conf(5),
+    SelectTypeParameters, MULTIPLE_SHARING_GRES_PJ.
     """
     if not gres:
         raise InfeasibleError("the job ended while its Prolog was running", "submit it again")
-    number, *others = {sum(counts_of(one, "shard").values()) for one in gres}
-    if others:
+    numbers = {sum(counts_of(answer, "shard").values()) for answer in gres}
+    number = numbers.pop()
+    if numbers:
         what = (
             f"Slurm gives contradictory answers to what the job has on this node: {', '.join(sorted(gres))}"
         )
@@ -284,28 +340,32 @@ def number_of_shards(job: Job, gres: Collection[str], types: Sequence[str]) -> i
     if number and len(job.indices) > 1:
         what = f"the job has shards of {len(job.indices)} GPUs: only shards of one GPU can be leased"
         raise InfeasibleError(what, "remove MULTIPLE_SHARING_GRES_PJ from SelectTypeParameters")
-    counts = [counts_of(one, "gpu") for one in gres]
-    if not number and [len(job.indices)] not in [[*one.values()] for one in counts]:
-        found = ", ".join(f"{count} of {type_}" for type_, count in counts[0].items())
+    if number:
+        return number
+    counts = [counts_of(answer, "gpu") for answer in gres]
+    if not any(list(of_type.values()) == [len(job.indices)] for of_type in counts):
+        given = ", ".join(f"{count} of {type_}" for type_, count in counts[0].items())
         what = (
-            f"Slurm has given the job devices of several types, but a process can use only one type: {found}"
+            f"Slurm has given the job devices of several types, but a process can use only one type: {given}"
         )
         hint = f"request one type ({', '.join(types)}) without --exclusive: --gres=gpu:{types[0]}:1"
         raise InfeasibleError(what, hint)
-    return number
+    return 0
 
 
 def environment_of_task(job: Job, content: JobFile) -> Mapping[str, str]:
-    """The environment of a task: of all of the job's devices, or of the single device of its step.
+    """Return the environment of a task: of all of the job's devices, or of the single device of its step.
 
     Raises YunionError if Prolog refused the job, or if the step has several of the devices, but not all.
     """
     if content["error"]:
-        message, *hints = content["error"]
-        raise YunionError(message, "\n".join(hints))
+        message = content["error"][0]
+        raise YunionError(message, "\n".join(content["error"][1:]))
     devices = content["devices"]
-    indices = job.task.indices([*map(int, devices)]) if job.task and devices else job.step_indices
-    step = [*map(str, indices)]
+    indices: Sequence[int] = job.step_indices
+    if job.task and devices:
+        indices = job.task.indices([int(index) for index in devices])
+    step = [str(index) for index in indices]
     if not devices or not set(step) <= set(devices) or len(step) in (0, len(devices)):
         return content["environment"]  # others are inherited: see Job
     if len(step) == 1:

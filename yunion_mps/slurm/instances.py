@@ -37,46 +37,52 @@ class JobInstances(TypedDict):
 
 def write_instances(paths: Paths, leases: Iterable[LeaseRecord], devices: Iterable[Device]) -> None:
     """Write a file for each of Slurm's jobs that has MIG instances, if it changes."""
-    reasons = {one["addr"]: one["reason"] for one in devices if one["reason_code"] == MIG_INSTANCE_GONE}
+    reasons: dict[str, str] = {}
+    for device in devices:
+        if device["reason_code"] == MIG_INSTANCE_GONE:
+            reasons[device["addr"]] = device["reason"]
     for lease in leases:
-        if (job := job_of(lease)) and "MIG-" in lease["environment"].get(_UUIDS, ""):
-            missing = {addr: reasons[addr] for addr in lease["devices"] if addr in reasons}
-            text = json.dumps(JobInstances(environment=lease["environment"], missing=missing))
-            path = _path(paths, job)
-            if text != read_text(path):
-                try:
-                    write_atomically(path, text)
-                except OSError as error:
-                    log.error("the MIG instances of job %s cannot be written: %s", job, error)
+        job = job_of(lease)
+        if not job or "MIG-" not in lease["environment"].get(_UUIDS, ""):
+            continue
+        missing = {addr: reasons[addr] for addr in lease["devices"] if addr in reasons}
+        text = json.dumps(JobInstances(environment=lease["environment"], missing=missing))
+        path = _path(paths, job)
+        if text != read_text(path):
+            try:
+                write_atomically(path, text)
+            except OSError as error:
+                log.error("the MIG instances of job %s cannot be written: %s", job, error)
 
 
 def current_environment(
     paths: Paths, job_id: str, environment: Mapping[str, str], leased: Mapping[str, str]
 ) -> Mapping[str, str]:
-    """The environment of all of a job's devices, or of one, with their current UUIDs and addresses.
+    """Return the environment of all of a job's devices, or of one, with their current UUIDs and addresses.
 
     `leased` is that of all when Prolog leased them. Raises HostError while an instance is missing, and if
     the daemon's file of the job cannot be read.
     """
-    now = _read_instances(_path(paths, job_id))
-    if now is None or now["environment"].get(LEASE_VARIABLE) != leased.get(LEASE_VARIABLE):
+    instances = _read_instances(_path(paths, job_id))
+    if instances is None or instances["environment"].get(LEASE_VARIABLE) != leased.get(LEASE_VARIABLE):
         return environment  # it has no instances, or was requeued
-    addresses = dict(zip(_split(leased, DEVICE_VARIABLE), _split(now["environment"], DEVICE_VARIABLE)))
+    of_job = instances["environment"]
+    addresses = dict(zip(_split(leased, DEVICE_VARIABLE), _split(of_job, DEVICE_VARIABLE)))
     own = [addresses[addr] for addr in _split(environment, DEVICE_VARIABLE)]
     for addr in own:
-        if addr in now["missing"]:
-            what = f"device {addr} is unavailable: {now['missing'][addr]}"
+        if addr in instances["missing"]:
+            what = f"device {addr} is unavailable: {instances['missing'][addr]}"
             raise HostError(what, "start the step later, or requeue the job", MIG_INSTANCE_GONE)
     if len(own) == len(addresses):
-        return now["environment"]
-    uuids = dict(zip(_split(leased, _UUIDS), _split(now["environment"], _UUIDS)))
+        return of_job
+    uuids = dict(zip(_split(leased, _UUIDS), _split(of_job, _UUIDS)))
     (uuid,) = _split(environment, _UUIDS)
     current = {name: value.replace(uuid, uuids[uuid]) for name, value in environment.items()}
     return {**current, DEVICE_VARIABLE: ",".join(own)}
 
 
 def _read_instances(path: str) -> JobInstances | None:
-    """What the daemon has written about a job; None if there is no file. Raises HostError."""
+    """Return what the daemon has written about a job; None if there is no file. Raises HostError."""
     try:
         with open_regular(path) as file:
             value = json.load(file)

@@ -38,28 +38,30 @@ _HINT_SET_BY_SLURM = (
 
 
 class TaskShare(NamedTuple):
-    """The devices of a task of --gpus-per-task=TYPE:N, if Slurm 22.05 has read the type as the number.
-
-    `number` is the number that was requested, and `step_devices` the number of devices that all of the step's
-    tasks have on this node.
-    """
+    """The devices of a task of --gpus-per-task=TYPE:N, if Slurm 22.05 has read the type as the number."""
 
     type: str
+    #: How many devices each task has requested.
     number: int
+    #: The place of the task among the step's tasks on this node.
     local_id: int
+    #: How many devices all of the step's tasks have on this node.
     step_devices: int
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> TaskShare | None:
-        """None if Slurm has assigned the devices correctly, or if this is the step's only task on the node.
+        """Return the devices of the task whose environment this is.
 
-        A batch script is always the only one, but it inherits the binding of a task that has submitted it.
+        None if Slurm has assigned them correctly, or if this is the step's only task on the node. A batch
+        script is always the only one, but it inherits the binding of a task that has submitted it.
+
         Raises HostError if a variable is missing or malformed.
         """
         match = _PER_TASK.fullmatch(environment.get("SLURMD_TRES_BIND", ""))
         if not match or "," not in environment.get("SLURM_GTIDS", ""):
             return None
-        type_, number = match["type"], int(match["number"] or 1)
+        type_ = match["type"]
+        number = int(match["number"] or 1)
         if re.match(f"{number}(?![0-9])", type_):
             return None
         return cls(
@@ -70,7 +72,7 @@ class TaskShare(NamedTuple):
         )
 
     def indices(self, job_indices: Sequence[int]) -> Sequence[int]:
-        """Which of the job's indices are the task's; raises InfeasibleError if Slurm does not say."""
+        """Return which of the job's indices are the task's; raises InfeasibleError if Slurm does not say."""
         if self.step_devices != len(job_indices):
             what = f"Slurm did not assign the task its devices: it read the type {self.type} as their number"
             separate = f"start a step for each task: srun --exact -n1 --gres=gpu:{self.type}:{self.number}"
@@ -80,19 +82,22 @@ class TaskShare(NamedTuple):
 
 
 class Job(NamedTuple):
-    """`indices` are the gres.conf indices of the job's devices, `step_indices` those of its current step.
+    """A job, or a step or task of it.
 
     A batch script is not a step, but inherits the indices of a step that submitted it. Slurm sets
     CUDA_VISIBLE_DEVICES for both: if its number of devices differs, the indices are not the script's own.
 
-    `components` are the ids of the jobs that form a heterogeneous job. No two of them share a node, and the
-    tasks of all of them have the id of the first.
+    Source: Slurm: Prolog and Epilog Guide, for the variables of the hooks; Heterogeneous Job Support.
     """
 
     id: str
     uid: int = 0
+    #: The indices in gres.conf of the job's devices.
     indices: tuple[int, ...] = ()
+    #: Those of its current step.
     step_indices: tuple[int, ...] = ()
+    #: The ids of the jobs that form a heterogeneous job. No two of them share a node, and the tasks of all of
+    #: them have the id of the first.
     components: tuple[str, ...] = ()
     task: TaskShare | None = None
     #: The job's group; None if Slurm does not say.
@@ -112,18 +117,19 @@ class Job(NamedTuple):
         gid = None
         if "SLURM_JOB_GID" in environment:
             gid = _number(environment, "SLURM_JOB_GID", _MAX_ID)
-        job, step = (indices_of(environment.get(f"SLURM_{kind}_GPUS", "")) for kind in ("JOB", "STEP"))
+        indices = indices_of(environment.get("SLURM_JOB_GPUS", ""))
+        step_indices = indices_of(environment.get("SLURM_STEP_GPUS", ""))
         visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-        if visible and visible.count(",") + 1 != len(step):
-            step = ()
+        if visible and visible.count(",") + 1 != len(step_indices):
+            step_indices = ()
         components = [value for name, value in environment.items() if _COMPONENT.fullmatch(name)]
-        if job_id not in components or not all(re.fullmatch(JOB_ID, one) for one in components):
+        if job_id not in components or not all(re.fullmatch(JOB_ID, value) for value in components):
             components = []  # inherited from another job
         return cls(
             id=job_id,
             uid=uid,
-            indices=job,
-            step_indices=step,
+            indices=indices,
+            step_indices=step_indices,
             components=tuple(components),
             task=TaskShare.of(environment),
             gid=gid,
@@ -131,7 +137,7 @@ class Job(NamedTuple):
 
 
 def job_id_of(environment: Mapping[str, str]) -> str:
-    """The id of the job whose hook this is; raises HostError if Slurm did not set it."""
+    """Return the id of the job whose hook this is; raises HostError if Slurm did not set it."""
     text = environment.get("SLURM_JOB_ID", "")
     if not re.fullmatch(JOB_ID, text):
         what = f"SLURM_JOB_ID: not set by Slurm (job id {_shown(text)})"
@@ -140,7 +146,7 @@ def job_id_of(environment: Mapping[str, str]) -> str:
 
 
 def _number(environment: Mapping[str, str], name: str, highest: int) -> int:
-    """The number in a variable that Slurm sets; raises HostError if it is none from 0 to `highest`."""
+    """Return the number in a variable that Slurm sets; raises HostError if it is none from 0 to `highest`."""
     text = environment.get(name)
     if text is None:
         raise HostError(f"{name}: not set by Slurm", _HINT_SET_BY_SLURM, INVALID_REQUEST)
@@ -152,29 +158,32 @@ def _number(environment: Mapping[str, str], name: str, highest: int) -> int:
 
 
 def indices_of(text: str) -> tuple[int, ...]:
-    """Parse a list such as `0,1` or `0-3,6`; raises HostError. An empty text is an empty list."""
+    """Parse a list such as `0,1` or `0-3,6`; an empty text is an empty list.
+
+    Raises HostError if it is no list, or too long.
+    """
     if not text:
         return ()
     if not _INDICES.fullmatch(text):
         what = f"{_shown(text)} is not a list of device indices"
         raise HostError(what, "remove AutoDetect from gres.conf: yunion-mps slurm gres-conf", INVALID_REQUEST)
-    found: dict[int, None] = {}
+    indices: dict[int, None] = {}  # in order, each once
     for part in text.split(","):
         first, _, last = part.partition("-")
-        found.update(dict.fromkeys(range(int(first), int(last or first) + 1)))
-        if len(found) > _MAX_INDICES:
+        indices.update(dict.fromkeys(range(int(first), int(last or first) + 1)))
+        if len(indices) > _MAX_INDICES:
             what = f"{_shown(text)} has more than {_MAX_INDICES} device indices"
             raise HostError(what, _HINT_SET_BY_SLURM, INVALID_REQUEST)
-    return tuple(found)
+    return tuple(indices)
 
 
 def _shown(text: str) -> str:
-    """The text in quotes and escaped; of a long one, the beginning."""
+    """Return the text in quotes and escaped; of a long one, the beginning."""
     return repr(text) if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]!r}…"
 
 
 def job_of(lease: LeaseRecord) -> str:
-    """The id of the Slurm job that has the lease; empty if something else has it, such as root."""
+    """Return the id of the Slurm job that has the lease; empty if something else has it, such as root."""
     match = _LEASE_NAME.fullmatch(lease["name"] or "")
     if not match or lease["binding"] != "name" or lease["expires"] is not None:
         return ""
@@ -182,16 +191,18 @@ def job_of(lease: LeaseRecord) -> str:
 
 
 def stale_leases(leases: Iterable[L], live: Iterable[str]) -> list[L]:
-    """The leases of Slurm's jobs whose ids are not in `live`."""
-    ids = set(live)
-    return [lease for lease in leases if (job := job_of(lease)) and job not in ids]
+    """Return the leases of Slurm's jobs whose ids are not in `live`."""
+    others = {"", *live}  # what is not leased to a job has an empty id
+    return [lease for lease in leases if job_of(lease) not in others]
 
 
 def is_about_to_be_killed(age_s: float, kill_wait_s: int, interval_s: int) -> bool:
-    """Whether Slurm kills a job, which it began to end `age_s` ago, before the next check can act.
+    """Return whether Slurm kills a job, which it began to end `age_s` ago, before the next check can act.
 
     `interval_s` is the time from a check to the next. Always false if it is so long that a check would have
     to act before a program had 10 s to end by itself.
+
+    Source: slurm.conf(5), KillWait and HealthCheckInterval.
     """
     first_s = kill_wait_s - interval_s - _CHECK_S
     return interval_s > 0 and first_s >= _GRACE_S and first_s <= age_s < kill_wait_s

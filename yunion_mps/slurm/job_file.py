@@ -16,13 +16,12 @@ from yunion_mps.text import parse_number
 
 
 class JobFile(TypedDict):
-    """The environment of a job's tasks, or why the job cannot have its devices.
-
-    `devices` are the environments of single devices, by index, for the steps of a job that has several.
-    """
+    """The environment of a job's tasks, or why the job cannot have its devices."""
 
     environment: Mapping[str, str]
+    #: The environments of single devices, by index, for the steps of a job that has several.
     devices: Mapping[str, Mapping[str, str]]
+    #: The message and its hints, one a line; empty if the job has its devices.
     error: Sequence[str]
 
 
@@ -31,13 +30,13 @@ def write_job_file(paths: Paths, job: Job, content: JobFile) -> None:
 
     It is ours, because its owner could fill the file system, which is memory. The job's group can read it.
     """
-    path, gid = _path(paths, job.id), _group_of(job)
+    path = _path(paths, job.id)
+    gid = _group_of(job)
     try:
         write_atomically(path, json.dumps(content), readable_by=gid)
     except OSError as error:
-        raise HostError(
-            f"{path}: cannot be written: {error.strerror}", "check the free space: df -h /run"
-        ) from None
+        what = f"{path}: cannot be written: {error.strerror}"
+        raise HostError(what, "check the free space: df -h /run") from None
 
 
 def read_job_file(paths: Paths, job: Job, *, is_required: bool) -> tuple[str, JobFile | None]:
@@ -45,7 +44,11 @@ def read_job_file(paths: Paths, job: Job, *, is_required: bool) -> tuple[str, Jo
 
     Raises NotFoundError if it cannot be read.
     """
-    job_id = next((one for one in job.components if os.path.exists(_path(paths, one))), job.id)
+    job_id = job.id
+    for component in job.components:
+        if os.path.exists(_path(paths, component)):
+            job_id = component
+            break
     path = _path(paths, job_id)
     try:
         with open_regular(path) as file:
@@ -60,7 +63,7 @@ def read_job_file(paths: Paths, job: Job, *, is_required: bool) -> tuple[str, Jo
 
 
 def _content_of(value: Any) -> JobFile:
-    """The value that Prolog wrote; raises ValueError if it is another one."""
+    """Return the value that Prolog wrote; raises ValueError if it is another one."""
     try:
         devices = {index: _texts(environment) for index, environment in value["devices"].items()}
         content = JobFile(
@@ -70,7 +73,7 @@ def _content_of(value: Any) -> JobFile:
         )
     except (KeyError, TypeError, AttributeError):
         raise ValueError("it is not a file of Prolog's") from None
-    if not all(parse_number(index) is not None for index in devices):
+    if any(parse_number(index) is None for index in devices):
         raise ValueError("it is not a file of Prolog's")
     return content
 
@@ -80,7 +83,7 @@ def _texts(environment: Any) -> dict[str, str]:
 
 
 def _group_of(job: Job) -> int:
-    """The job's group or, if Slurm does not say it, its user's primary group; raises HostError."""
+    """Return the job's group or, if Slurm does not say it, its user's primary group; raises HostError."""
     if job.gid is not None:
         return job.gid
     try:

@@ -6,7 +6,6 @@ the lease is stale, and is released as soon as another job needs its devices.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -53,24 +52,30 @@ _POLL_S = 2
 
 
 class Assignment(NamedTuple):
-    """The devices that Slurm has assigned: all of `addresses`, or any `number` of them, on one GPU."""
+    """The devices that Slurm has assigned."""
 
     addresses: Sequence[str]
+    #: How many of them, on one GPU; 0 for all.
     number: int = 0
 
     def matches(self, lease: LeaseRecord) -> bool:
+        """Return whether the lease has the devices."""
         number = self.number or len(self.addresses)
         return len(lease["devices"]) == number and set(lease["devices"]) <= set(self.addresses)
 
     @property
     def request(self) -> dict[str, Value]:
+        """Those arguments of TAKE_LEASE that say what is leased."""
         if self.number in (0, len(self.addresses)):
             return {"devices": list(self.addresses)}
         return {"count": self.number, "gpu": gpu_of(self.addresses[0])}
 
 
 class JobLeases:
-    """Every method raises YunionError, for example if the daemon is still unreachable after 10 s."""
+    """The daemon's leases, as Slurm's hooks take and end them.
+
+    Every method raises YunionError, for example if the daemon is still unreachable after 10 s.
+    """
 
     def __init__(self, paths: Paths, on_message: OnMessage) -> None:
         self._retrier = Retrier(BlockingTransport(DaemonClient(paths)), _RESTART_S, on_message)
@@ -80,7 +85,7 @@ class JobLeases:
         return self._call(GET_DEVICES, limit=0)["isolated_devices"]
 
     def environment(self, addr: str) -> dict[str, str]:
-        """The environment of a process that uses just this device."""
+        """Return the environment of a process that uses just this device."""
         return dict(self._call(GET_DEVICE, id=addr)["client_environment"])
 
     def all(self) -> Sequence[LeaseDetails]:
@@ -122,7 +127,7 @@ class JobLeases:
     def _release_stale(
         self, addresses: Sequence[str], live: Callable[[], Iterable[str]], error: NothingFreeError
     ) -> Reason | None:
-        """End the leases of jobs that have ended; returns why one cannot be ended yet.
+        """End the leases of jobs that have ended; return why one cannot be ended yet.
 
         Raises NothingFreeError if waiting for the devices is useless.
         """
@@ -131,7 +136,8 @@ class JobLeases:
         if error.code != NOTHING_FREE:
             raise error
         holders = [lease for lease in self.all() if set(lease["devices"]).intersection(addresses)]
-        if held := held_outside(holders, addresses):
+        held = held_outside(holders, addresses)
+        if held:
             raise _held(held) from None
         return still_used(self._end_unused(stale_leases(holders, live())))
 
@@ -149,17 +155,23 @@ class JobLeases:
         leases = [lease for lease in self.all() if job_of(lease)]
         stale = stale_leases(leases, live()) if leases else []
         used = self._end_unused(stale)
-        kept = [lease for lease in leases if lease not in stale]
-        return ReconcileResult([lease for lease in stale if lease not in used], used, kept)
+        return ReconcileResult(
+            ended=[lease for lease in stale if lease not in used],
+            used=used,
+            live=[lease for lease in leases if lease not in stale],
+        )
 
     def disconnect(self, lease: LeaseRecord) -> None:
         """Have their MPS server disconnect the job's processes, which continue without MPS."""
-        with contextlib.suppress(NotFoundError):  # its Epilog released it
-            for one in self._call(TERMINATE_LEASE, lease=lease["id"], signals=NO_SIGNAL)["terminations"]:
-                self._on_message(f"{lease['name']}: PID {one['pid']}: {one['how']}")
+        try:
+            answer = self._call(TERMINATE_LEASE, lease=lease["id"], signals=NO_SIGNAL)
+        except NotFoundError:  # its Epilog released it
+            return
+        for ended in answer["terminations"]:
+            self._on_message(f"{lease['name']}: PID {ended['pid']}: {ended['how']}")
 
     def _end_unused(self, leases: Iterable[LeaseDetails]) -> list[LeaseDetails]:
-        """End the leases whose devices no process uses; returns the others.
+        """End the leases whose devices no process uses; return the others.
 
         A leftover process would take memory of the next job, so its lease is kept until it ends.
         """
@@ -195,13 +207,13 @@ class JobLeases:
 
 
 class ReconcileResult(NamedTuple):
-    """The leases of jobs that are not live: those that were ended, and those in use, which are kept.
+    """The leases of Slurm's jobs, after those of jobs that are not live were ended."""
 
-    `live` are the leases of the others.
-    """
-
+    #: Those that were ended.
     ended: Sequence[LeaseDetails]
+    #: Those that are kept because a process still uses their devices.
     used: Sequence[LeaseDetails]
+    #: Those of live jobs.
     live: Sequence[LeaseDetails]
 
 
@@ -211,18 +223,20 @@ def _held(reason: Reason) -> NothingFreeError:
 
 def still_used(leases: Iterable[LeaseRecord]) -> Reason | None:
     """Name a device of an ended job that a process still uses; None if there are no leases."""
-    for lease in leases:
-        text = f"a process of the ended job {job_of(lease)} still uses {', '.join(lease['devices'])}"
-        return Reason(text, SLURM_DEVICE_HELD)
-    return None
+    lease = next(iter(leases), None)
+    if lease is None:
+        return None
+    text = f"a process of the ended job {job_of(lease)} still uses {', '.join(lease['devices'])}"
+    return Reason(text, SLURM_DEVICE_HELD)
 
 
 def held_outside(leases: Iterable[LeaseRecord], addresses: Iterable[str]) -> Reason | None:
     """Name a device that is leased outside Slurm, and its holder; None if there is no such device."""
+    requested = set(addresses)
     for lease in leases:
-        for addr in set(lease["devices"]).intersection(addresses) if not job_of(lease) else ():
+        held = [addr for addr in lease["devices"] if addr in requested]
+        if held and not job_of(lease):
             holder = lease["name"] or (f"PID {lease['pid']}" if lease["pid"] else lease["id"])
-            return Reason(
-                f"device {addr} is leased outside Slurm: {lease['user']} ({holder})", SLURM_DEVICE_HELD
-            )
+            what = f"device {held[0]} is leased outside Slurm: {lease['user']} ({holder})"
+            return Reason(what, SLURM_DEVICE_HELD)
     return None
