@@ -34,7 +34,7 @@ _FIRST = "yunion.io/mps.gpus"
 _GPU = "nvidia.com/gpu"
 
 
-def is_foreign(path: str) -> bool:
+def is_foreign_feature_file(path: str) -> bool:
     """Return whether something exists at `path` that is not a feature file of this plugin."""
     if not os.path.isfile(path):
         return os.path.lexists(path)
@@ -134,7 +134,7 @@ class FeatureFile:
         if not labels:
             self._remove()
         elif labels != written:
-            if is_foreign(self._path):
+            if is_foreign_feature_file(self._path):
                 raise FileExistsError(errno.EEXIST, "the file there is not this plugin's")
             text = "".join(f"{name}={value}\n" for name, value in labels.items())
             # NFD reads every file in the directory that is not hidden
@@ -142,6 +142,6 @@ class FeatureFile:
             log.info("%s: wrote %s node labels", self._path, len(labels))
 
     def _remove(self) -> None:
-        if not is_foreign(self._path):
+        if not is_foreign_feature_file(self._path):
             with contextlib.suppress(OSError):
                 os.unlink(self._path)

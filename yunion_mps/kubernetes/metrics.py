@@ -73,10 +73,10 @@ class ResourceHealth:
         self.devices = Counter[str]()
         self.changes = Counter[str]()
 
-    def update(self, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    def update(self, before: Mapping[str, str], after: Mapping[str, str]) -> None:
         """Count the devices, whose health is given by name: HEALTHY or UNHEALTHY."""
-        self.devices = Counter(now.values())
-        self.changes.update(health for _, health in now.items() - before.items())
+        self.devices = Counter(after.values())
+        self.changes.update(health for _, health in after.items() - before.items())
 
 
 class PluginMetric(NamedTuple):

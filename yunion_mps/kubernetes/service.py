@@ -13,7 +13,7 @@ from yunion_mps.host.log import set_up_log
 from yunion_mps.host.malloc import tune_malloc
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.kubernetes.api.credentials import Kubeconfig
-from yunion_mps.kubernetes.features import is_foreign
+from yunion_mps.kubernetes.features import is_foreign_feature_file
 from yunion_mps.kubernetes.node import (
     PROGRAM,
     NodeService,
@@ -82,7 +82,7 @@ def _check(options: PluginOptions, paths: Paths, name: str, labels_file: str) ->
     if chosen.dra:
         dra_credentials(chosen, paths)
     file = chosen.feature_file
-    if file and is_foreign(paths.under(file)):
+    if file and is_foreign_feature_file(paths.under(file)):
         what = f"featureFile is {file}, which exists and is not a feature file of this plugin"
         raise config_error(paths, what, "remove that file, or set another path")
 
