@@ -3,7 +3,7 @@
 Version 0.5.0 of the format is the first whose names may begin with a digit, as our addresses do; every podman
 since 4.1 and docker since 25 reads it. What NVIDIA's own specification adds may need a later one.
 
-Source: Container Device Interface, SPEC.md, sections "Versions" and "CDI JSON Specification".
+Source: Container Device Interface, SPEC.md, sections "Released versions" and "CDI JSON Specification".
 """
 
 from __future__ import annotations
