@@ -6,6 +6,8 @@ which does not change what is escaped already.
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterable, Sequence
 
 #: Every number of so many digits fits into 64 bits.
@@ -24,6 +26,21 @@ def printable(text: str) -> str:
 
 def _escaped(character: str) -> str:
     return character if character.isprintable() else repr(character)[1:-1]
+
+
+def shell_word(text: str) -> str:
+    r"""Quote the text as one word of a shell command (bash, ksh, zsh), on one line.
+
+    Bytes that cannot be shown are written as `$'\x1b'`, so that the command means the same file.
+    """
+    if text.isprintable():
+        return shlex.quote(text)
+    word = ""
+    for byte in os.fsencode(text):
+        char = chr(byte)
+        is_plain = char.isascii() and char.isprintable() and char not in "'\\"
+        word += char if is_plain else f"\\x{byte:02x}"
+    return f"$'{word}'"
 
 
 def command_line(words: Sequence[str]) -> str:

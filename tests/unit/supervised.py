@@ -49,7 +49,7 @@ class Supervised:
         self.host = host
         self._make = make or Supervised
         self.paths = Paths(str(host.root))
-        self.preflight = run_preflight(self.paths).for_start()
+        self.preflight = run_preflight(self.paths, creates_directories=True).for_start()
         self.supervisor = Supervisor(self.paths, self.preflight)
         self.lease_waits: FindLeaseWaits = lambda _: {}
         self._has_nvml = True
@@ -82,7 +82,7 @@ class Supervised:
     def accept(self) -> list[Change]:
         """Read the files again, and aim at what they say."""
         nvml = self.supervisor.nvml
-        preflight = run_preflight(self.paths, nvml, confirms_replacements=True)
+        preflight = run_preflight(self.paths, nvml, confirms_replacements=True, creates_directories=True)
         changes = self.supervisor.accept(preflight, self.lease_waits)
         self.set_modes()
         self.supervisor.apply(time.monotonic())

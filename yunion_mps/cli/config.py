@@ -355,7 +355,7 @@ def _notice(preflight: Preflight) -> str:
         notices.append(f"MPS is disabled: enable_cuda_mps is false{config.also_disabled}")
     if preflight.driver_error:
         notices.append(f"the NVIDIA driver does not work now: {preflight.driver_error.message}")
-    return "; ".join([*notices, *preflight.warnings])
+    return "; ".join([*notices, *preflight.all_warnings])
 
 
 def gpu_records(preflight: Preflight) -> list[GpuRecord]:

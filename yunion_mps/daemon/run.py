@@ -79,7 +79,7 @@ def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -
     notifier = Notifier()
     notifier.status("reading the configuration and the GPUs")
     directories.set_record_file(os.path.join(paths.state_directory, "directories"))
-    preflight = run_preflight(paths, find_unit_problems=own_unit_problems)
+    preflight = run_preflight(paths, creates_directories=True, find_unit_problems=own_unit_problems)
     try:
         preflight = preflight.for_start()
         daemon = _Daemon(paths, signals, notifier, Supervisor(paths, preflight), lock, state)

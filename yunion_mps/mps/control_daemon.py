@@ -26,6 +26,7 @@ from yunion_mps.mps.processes import (
     control_environment,
     could_be_ours,
     forget,
+    log_directory_in,
     our_processes,
     pipe_directory_in,
     record,
@@ -285,15 +286,19 @@ def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningD
     return RunningDaemon(process, served, order)
 
 
-def is_serving(pipe_directory: str) -> bool:
-    """Whether root's control daemon, ours or another program's, serves from the directory it was started for.
+def directories_in_use(pipe_directory: str) -> tuple[str, ...]:
+    """Return the pipe and log directory of root's control daemon that serves there; empty if none does.
 
-    A socket there that only leads to another control daemon does not count: any user can make such a link.
+    It may be another program's. A socket there that only leads to another control daemon does not count: any
+    user can make such a link.
     """
     peer = peer_of(pipe_directory)
     if peer is None or not could_be_ours(peer.pid):
-        return False
-    return pipe_directory_in(environment_of(peer.pid)) == pipe_directory
+        return ()
+    environment = environment_of(peer.pid)
+    if pipe_directory_in(environment) != pipe_directory:
+        return ()
+    return pipe_directory, log_directory_in(environment)
 
 
 def in_running_order(plan: DomainPlan, running: DomainPlan) -> DomainPlan:

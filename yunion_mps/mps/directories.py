@@ -20,15 +20,17 @@ from collections.abc import Iterator, Sequence
 
 from yunion_mps.errors import HostError, ShortageError, UnsafePathError
 from yunion_mps.host.proc import credentials_of, user_name
+from yunion_mps.mps.obstacles import (
+    FILES,
+    close_command,
+    remove_command,
+    replace_command,
+    unsafe_path,
+    user_mounts,
+)
 from yunion_mps.text import printable
 
 log = logging.getLogger(__name__)
-
-#: The files of NVIDIA's programs and ours in pipe and log directories; purge.sh has the same names.
-FILES = (
-    *("control", "control_lock", "control_privileged", "log", "nvidia-cuda-mps-control.pid"),
-    *("control.log", "control.log.1", "server.log", "server.log.1"),
-)
 
 _MODE = 0o755
 #: The mode of a pipe directory that only one group may enter.
@@ -39,8 +41,10 @@ _MAX_LINKS = 40
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-#: Directories that every user may write to.
-_FOR_ALL = ("/tmp", "/var/tmp", "/dev/shm")
+#: How often a directory is tried to be created while another user creates and removes it.
+_MAX_ATTEMPTS = 3
+#: Errors of a directory that its owner, or who has mounted it, keeps even root from opening.
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTCONN, errno.ESTALE)
 
 #: The file of the record; empty if none is kept.
 _record = ""
@@ -73,13 +77,15 @@ def use(path: str) -> Iterator[int]:
         os.close(directory)
 
 
-def find_obstacle(path: str) -> UnsafePathError | None:
-    """Return what `use` or `check_entries` would raise because of other users; None if nothing.
+def find_obstacle(path: str, *, make: bool = False) -> UnsafePathError | None:
+    """Return what `use` or `check_entries` raises because of other users; None if nothing.
 
-    Changes nothing, and does not look behind parts that are missing. Other errors are left to `use`.
+    With `make`, the directory and its parents are created in the same step, so that no other user can create
+    them afterwards; without it, nothing is changed, and parts that are missing are no obstacle. Other errors
+    are left to `use`.
     """
     try:
-        directory = _walk(path, make=False, checks=True)
+        directory = _walk(path, make=make, checks=True)
         try:
             check_entries(directory, path)
         finally:
@@ -169,6 +175,8 @@ def _walk(path: str, *, make: bool, checks: bool) -> int:
     try:
         while names:
             name = names.pop()
+            if checks:
+                _check_mount(directory, f"{at}/{name}", last=not names)
             child = _open_child(directory, name, f"{at}/{name}", last=not names, make=make, checks=checks)
             if isinstance(child, str):
                 links += 1
@@ -196,23 +204,52 @@ def _walk(path: str, *, make: bool, checks: bool) -> int:
 def _open_child(directory: int, name: str, path: str, *, last: bool, make: bool, checks: bool) -> int | str:
     """Open the child, created if missing and `make`; or return the target of a symlink to follow."""
     try:
-        try:
-            return os.open(name, _OPEN, dir_fd=directory)
-        except FileNotFoundError:
-            if not make:
-                raise
-            _mkdir(directory, name, path, last=last)
-            child = os.open(name, _OPEN, dir_fd=directory)
-            os.fchmod(child, _MODE)  # whatever the umask is
-            return child
+        for _ in range(_MAX_ATTEMPTS):
+            try:
+                return os.open(name, _OPEN, dir_fd=directory)
+            except FileNotFoundError:
+                if not make:
+                    raise
+            # Another user may create it right now, and remove it before it is opened.
+            with contextlib.suppress(FileExistsError):
+                _mkdir(directory, name, path, last=last)
+                child = os.open(name, _OPEN, dir_fd=directory)
+                os.fchmod(child, _MODE)  # whatever the umask is
+                return child
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            return _read_trusted_link(directory, name, path)
-        if checks and error.errno == errno.EACCES:  # a directory that its owner has closed to us
-            _check_owner(os.stat(name, dir_fd=directory, follow_symlinks=False), path)
+            return _read_trusted_link(directory, name, path, last=last)
+        if checks and error.errno in _CLOSED:
+            _check_closed(directory, name, path, error, last=last)
         if not make:
             raise
         raise _host_error(error, f"{path} cannot be created or opened") from None
+    what = "is created and removed again and again by another user"
+    raise unsafe_path(path, what, replace_command(path, last=last), look="ls -ld")
+
+
+def _check_closed(directory: int, name: str, path: str, error: OSError, *, last: bool) -> None:
+    """Raise UnsafePathError if another user has closed the directory to us."""
+    try:
+        info = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:  # it could not be created
+        return
+    except OSError:
+        if os.fstat(directory).st_mode & _OTHERS_WRITE:
+            what = f"cannot be opened, even by root ({error.strerror})"
+            raise unsafe_path(path, what, replace_command(path, last=last), look="ls -ld") from None
+        return
+    _check_owner(info, path, last=last)
+
+
+def _check_mount(directory: int, path: str, *, last: bool) -> None:
+    """Raise UnsafePathError if another user has mounted a file system there."""
+    if not os.fstat(directory).st_mode & _OTHERS_WRITE:
+        return  # only root can create a directory there, to mount something on
+    uid = user_mounts().get(path, os.geteuid())
+    if uid != os.geteuid():
+        command = replace_command(path, last=last, mounted=True)
+        raise unsafe_path(path, _is_mount_of(uid), command, look="findmnt")
 
 
 def _mkdir(directory: int, name: str, path: str, *, last: bool) -> None:
@@ -262,26 +299,25 @@ def _write_record(before: Sequence[str] | None, lines: Sequence[str]) -> None:
         log.warning(_UNRECORDED, _record, "written", error.strerror)
 
 
-def _read_trusted_link(directory: int, name: str, path: str) -> str:
+def _read_trusted_link(directory: int, name: str, path: str, *, last: bool) -> str:
     link = os.stat(name, dir_fd=directory, follow_symlinks=False)
     if not stat.S_ISLNK(link.st_mode):
         if is_foreign(link):
-            raise _unsafe(path, f"is not a directory, and belongs to {user_name(link.st_uid)}", "rm")
+            what = f"is not a directory, and belongs to {user_name(link.st_uid)}"
+            raise unsafe_path(path, what, replace_command(path, last=last))
         raise HostError(f"{path} is not a directory", f"check it (ls -ld {path}), and remove it")
     place = os.fstat(directory)
     if is_foreign(link) or is_foreign(place) or place.st_mode & _OTHERS_WRITE:
-        raise _symlink_error(link, path)
+        raise _symlink_error(link, path, replace_command(path, last=last))
     return os.readlink(name, dir_fd=directory)
 
 
 def _check_directory(directory: int, path: str, *, last: bool) -> None:
     info = os.fstat(directory)
-    _check_owner(info, path)
+    _check_owner(info, path, last=last)
     if is_writable_by_others(info, last=last):
-        mode = stat.S_IMODE(info.st_mode)
-        # Every user needs a directory such as /tmp, which lacks its sticky bit then.
-        command = "chmod +t" if path in _FOR_ALL else "chmod go-w"
-        raise _unsafe(path, f"is writable by other users (mode {mode:o})", command)
+        what = f"is writable by other users (mode {stat.S_IMODE(info.st_mode):o})"
+        raise unsafe_path(path, what, close_command(path, last=last))
 
 
 def is_foreign(info: os.stat_result) -> bool:
@@ -302,37 +338,43 @@ def is_writable_by_others(info: os.stat_result, *, last: bool) -> bool:
 def check_entries(directory: int, path: str) -> None:
     """Raise UnsafePathError if something in the directory is a symlink or belongs to another user."""
     try:
-        for name in os.listdir(directory):
-            entry = f"{path}/{printable(name)}"
-            try:
-                info = os.stat(name, dir_fd=directory, follow_symlinks=False)
-            except FileNotFoundError:  # removed meanwhile, perhaps by a control daemon that ends
-                continue
-            if stat.S_ISLNK(info.st_mode):
-                raise _symlink_error(info, entry)
-            _check_owner(info, entry)
+        names = os.listdir(directory)
     except OSError as error:
         raise _host_error(error, f"{path} cannot be read") from None
+    mounts = user_mounts()
+    for name in names:
+        entry = f"{path}/{name}"
+        if mounts.get(entry, os.geteuid()) != os.geteuid():
+            what = _is_mount_of(mounts[entry])
+            raise unsafe_path(entry, what, remove_command(entry, mounted=True), look="findmnt")
+        try:
+            info = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        except FileNotFoundError:  # removed meanwhile, perhaps by a control daemon that ends
+            continue
+        except OSError as error:
+            raise _host_error(error, f"{printable(entry)} cannot be read") from None
+        if stat.S_ISLNK(info.st_mode):
+            raise _symlink_error(info, entry, remove_command(entry))
+        if is_foreign(info):
+            raise unsafe_path(entry, _belongs_to(info), remove_command(entry))
 
 
-def _check_owner(info: os.stat_result, path: str) -> None:
+def _check_owner(info: os.stat_result, path: str, *, last: bool) -> None:
     if is_foreign(info):
-        raise _unsafe(path, f"belongs to another user ({user_name(info.st_uid)})", "rm -r")
+        raise unsafe_path(path, _belongs_to(info), replace_command(path, last=last))
 
 
-def _symlink_error(link: os.stat_result, path: str) -> UnsafePathError:
+def _belongs_to(info: os.stat_result) -> str:
+    return f"belongs to another user ({user_name(info.st_uid)})"
+
+
+def _is_mount_of(uid: int) -> str:
+    return f"is a file system that another user ({user_name(uid)}) has mounted"
+
+
+def _symlink_error(link: os.stat_result, path: str, command: str) -> UnsafePathError:
     what = f"is a symlink of {user_name(link.st_uid)}, which is not followed"
-    return _unsafe(path, what, "rm", look="ls -ld")
-
-
-def _unsafe(path: str, what: str, command: str, *, look: str = "ls -la") -> UnsafePathError:
-    """Return the error; the operator checks the path with `look`, and mends it with `command`."""
-    import shlex  # few hosts need it
-
-    # Another user may have chosen the name, and root pastes the command.
-    quoted = shlex.quote(path)
-    hint = f"check it ({look} {quoted}); then {command} {quoted}, or choose another directory"
-    return UnsafePathError(f"{path} {what}", hint)
+    return unsafe_path(path, what, command, look="ls -ld")
 
 
 def open_log(directory: int, path: str, name: str) -> int:

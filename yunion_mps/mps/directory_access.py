@@ -10,8 +10,7 @@ import stat
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from yunion_mps.host.proc import user_name
-from yunion_mps.mps.directories import is_foreign, is_writable_by_others
+from yunion_mps.mps.directories import find_obstacle
 
 _ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _ALL_WRITE = 0o222
@@ -25,7 +24,9 @@ class AccessProblem(NamedTuple):
 
 
 def find_access_problems(root: str, directory: str, group: str | None) -> list[AccessProblem]:
-    """Return what is wrong with the path of a pipe directory, or with its socket; changes nothing.
+    """Return what is wrong with the path of a pipe directory, with its entries, or with its socket.
+
+    What other users have done is found as a start finds it. Changes nothing.
 
     root: the host's root, whose own parents are not checked
     directory: the pipe directory, below the root
@@ -33,48 +34,38 @@ def find_access_problems(root: str, directory: str, group: str | None) -> list[A
 
     Raises FileNotFoundError if the directory does not exist.
     """
+    obstacle = find_obstacle(directory)
+    if obstacle:
+        return [AccessProblem(obstacle.message, obstacle.hint)]
     return list(_check_path(root, directory, group)) or list(_check_socket(directory))
 
 
 def _check_path(root: str, directory: str, group: str | None) -> Iterator[AccessProblem]:
-    """Check each directory from the host's root to `directory`."""
+    """Check who can enter each directory from the host's root to `directory`."""
     path = root.rstrip("/")
     names = [name for name in directory[len(path) :].split("/") if name]
     for number, name in enumerate(names):
         path = f"{path}/{name}"
         try:
-            info = os.lstat(path)
+            info = os.stat(path)
         except PermissionError:  # its parent cannot be entered, which was reported
             return
-        if stat.S_ISLNK(info.st_mode):
-            if info.st_uid != 0:
-                what = f"{path} is a symlink that belongs to {user_name(info.st_uid)}, so it is not followed"
-                yield AccessProblem(what, f"check who created it (ls -l {path}), and remove it")
-            info = os.stat(path)
         if not stat.S_ISDIR(info.st_mode):
             yield AccessProblem(
                 f"{path} is not a directory", f"check what it is (ls -ld {path}), and remove it"
             )
             return
         last = number == len(names) - 1
-        yield from _check_directory(path, info, last=last, closed=last and bool(group))
+        yield from _check_entering(path, info, closed=last and bool(group))
 
 
-def _check_directory(path: str, info: os.stat_result, *, last: bool, closed: bool) -> Iterator[AccessProblem]:
+def _check_entering(path: str, info: os.stat_result, *, closed: bool) -> Iterator[AccessProblem]:
     if closed and info.st_mode & stat.S_IXOTH:
         what = f"{path} is open to all users, but cuda_mps_pipe_group limits it to one group"
         yield AccessProblem(what, "systemctl reload yunion-mps-daemon")
     elif not closed and info.st_mode & _ALL_ENTER != _ALL_ENTER:
         what = f"{path} is not accessible to other users: their programs cannot reach the control daemon"
         yield AccessProblem(f"{what}, and neither can their MPS servers", f"chmod a+x {path}")
-    if is_foreign(info):
-        what = f"{path} belongs to {user_name(info.st_uid)}, who can replace the control daemon's sockets"
-        yield AccessProblem(
-            what, f"check its contents (ls -la {path}); remove it, or choose another directory"
-        )
-    elif is_writable_by_others(info, last=last):
-        what = f"{path} is writable by other users, who can replace the control daemon's sockets"
-        yield AccessProblem(what, f"chmod go-w {path}")
 
 
 def _check_socket(directory: str) -> Iterator[AccessProblem]:

@@ -48,6 +48,8 @@ MARK = "YUNION_MPS_DOMAIN"
 _NAME = SERVER[:15]
 #: Where NVIDIA's control daemon serves without CUDA_MPS_PIPE_DIRECTORY.
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
+#: Where a control daemon writes its logs by default.
+DEFAULT_LOG_DIRECTORY = "/var/log/nvidia-mps"
 #: How long after its fork a process may have no environment yet, before exec; 44 ms under load (measured).
 _EXEC_S = 2.0
 #: How long a process may take to end after its clients' timeout, and after SIGTERM before SIGKILL.
@@ -94,6 +96,11 @@ def server_path(program: str) -> str:
 
 def pipe_directory_in(environment: Mapping[str, str]) -> str:
     return os.path.normpath(environment.get("CUDA_MPS_PIPE_DIRECTORY") or DEFAULT_PIPE_DIRECTORY)
+
+
+def log_directory_in(environment: Mapping[str, str]) -> str:
+    """Return where a control daemon writes its logs (man nvidia-cuda-mps-control, CUDA_MPS_LOG_DIRECTORY)."""
+    return os.path.normpath(environment.get("CUDA_MPS_LOG_DIRECTORY") or DEFAULT_LOG_DIRECTORY)
 
 
 # -- which processes are ours

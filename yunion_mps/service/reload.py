@@ -133,7 +133,7 @@ class Reloader:
             try:
                 await self._supervisor.store().until_unlocked()
                 self._supervisor.refuse_if_unsafe()
-                preflight = await self._run_preflight()
+                preflight = await self._run_preflight(creates_directories=True)
                 confirmed = self._listings.confirmed_by(confirmation)
                 foreseen = await self._confirmed(preflight, confirmed) if now else None
                 changes = self._accept(preflight)
@@ -240,11 +240,18 @@ class Reloader:
         asyncio.get_running_loop().call_later(0.02, self._control.reexec)  # after the answer was sent
         return {"pid": os.getpid()}
 
-    async def _run_preflight(self) -> Preflight:
+    async def _run_preflight(self, *, creates_directories: bool = False) -> Preflight:
         opened = self._supervisor.nvml
         self._supervisor.keep_record()  # which the new plan is based on
         try:
-            return await on_thread(lambda: run_preflight(self._paths, opened, confirms_replacements=True))
+            return await on_thread(
+                lambda: run_preflight(
+                    self._paths,
+                    opened,
+                    confirms_replacements=True,
+                    creates_directories=creates_directories,
+                )
+            )
         finally:
             # Parsed YAML has reference cycles. Freed later, they would fragment the heap: 500 reloads took
             # 1 MiB instead of 0.3 MiB (measured).

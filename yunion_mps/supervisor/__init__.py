@@ -132,7 +132,16 @@ class Supervisor:
         self._replan()
         self._make_fleet(program, leftovers)
         self.fleet.start(now_s, leftovers.running)
+        self._leave_unsafe_directories(now_s)
         self._changed()
+
+    def _leave_unsafe_directories(self, now_s: float) -> bool:
+        """Use other directories for new domains that other users have kept from starting; return if any."""
+        if not self.desired.refuse_directories(self.fleet.take_refused()):
+            return False
+        self._changed()
+        self._follow_plan(now_s)
+        return True
 
     def refuse_if_unsafe(self) -> None:
         """Raise HostError if nothing may change now: nothing can be recorded, or a stop has begun."""
@@ -145,8 +154,10 @@ class Supervisor:
 
         `readable` are those of `watched()` that have become readable, None if that is unknown.
         """
-        due_s = (self.fleet.tick(now_s, readable), self.jobs.tick(now_s), self.event_log.tick(now_s))
-        return earliest(due_s)
+        domains_s = self.fleet.tick(now_s, readable)
+        if self._leave_unsafe_directories(now_s):
+            domains_s = now_s
+        return earliest((domains_s, self.jobs.tick(now_s), self.event_log.tick(now_s)))
 
     def watched(self) -> list[Watchable]:
         """Return what to watch for reading; ask again after every tick."""

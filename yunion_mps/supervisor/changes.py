@@ -25,6 +25,7 @@ from yunion_mps.planning.plan import below_root, devices_of, make_plan
 from yunion_mps.planning.sharing import direct_devices, keep_sharing
 from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config
+from yunion_mps.supervisor.domain_directories import DomainDirectories
 from yunion_mps.supervisor.fleet import Fleet, blocks
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import Preflight, with_leased_domains
@@ -92,9 +93,15 @@ class DesiredState:
         self.leases: Callable[[], Mapping[str, Users]] = dict
         #: Returns the GPUs and MIG devices (UUIDs) whose leases MIG layouts do not wait for.
         self.confirmed: Callable[[], Collection[str]] = tuple
-        #: Settings that are configured but ignored or replaced.
-        self.warnings = preflight.warnings
-        _log_warnings(preflight.warnings, known=())
+        self._directories = preflight.directories
+        #: Settings that are configured but ignored.
+        self._ignored = preflight.warnings
+        _log_warnings(self.warnings, known=())
+
+    @property
+    def warnings(self) -> tuple[Reason, ...]:
+        """Settings that are configured but ignored, and directories that are replaced."""
+        return (*self._ignored, *self._directories.warnings())
 
     def keep_leased(self, ways: Mapping[str, str], store: Store) -> None:
         """Keep GPUs that are leased in these `ways` (by UUID) as they are, until the leases are restored."""
@@ -133,7 +140,7 @@ class DesiredState:
         possible, or if a driver that has worked does not work now.
         """
         preflight.check(even_without_driver=not driver_worked)
-        plan = self._make_plan(preflight.config, preflight.inventory)
+        plan = self._make_plan(preflight.config, preflight.inventory, preflight.directories)
         if plan.domains:
             find_control_program()
         placed = plan._replace(domains=tuple(self.domains(plan)))
@@ -150,17 +157,34 @@ class DesiredState:
     def accept(self, preflight: Preflight, plan: Plan) -> bool:
         """Make the reloaded configuration the desired one; return whether it differs."""
         differs = (preflight.config, plan) != (self.config, self._target)
-        _log_warnings(preflight.warnings, known=self.warnings)
-        self.config, self.warnings = preflight.config, preflight.warnings
+        known = self.warnings
+        self.config = preflight.config
+        self._ignored = preflight.warnings
+        self._directories = preflight.directories
+        _log_warnings(self.warnings, known=known)
         self._aim_at(plan)
         return differs
 
     def replan(self) -> None:
         """Plan for the GPUs as they are known now; if that fails, keep the plan."""
+        known = self.warnings
         try:
-            self._aim_at(self._make_plan(self.config, self._gpus.inventory, is_accepted=True))
+            self._aim_at(
+                self._make_plan(self.config, self._gpus.inventory, self._directories, is_accepted=True)
+            )
         except ConfigError as error:
             log.error("the configuration does not fit the newly found GPUs: %s", error.message)
+        _log_warnings(self.warnings, known=known)
+
+    def refuse_directories(self, domains: Iterable[DomainPlan]) -> bool:
+        """Choose other directories for new domains that cannot start in theirs because of other users.
+
+        Returns whether there are any; then `replan` plans with them.
+        """
+        known = self.warnings
+        refused = [self._directories.refuse(domain) for domain in domains]
+        _log_warnings(self.warnings, known=known)
+        return any(refused)
 
     def _aim_at(self, target: Plan) -> None:
         self._target, self.plan = target, self._keep_leased(target)
@@ -171,14 +195,21 @@ class DesiredState:
         users, domains = self.users(), self.domains(target)
         return keep_sharing(target, self.plan, leased, gpus, lambda uuid: users.of(uuid, domains))
 
-    def _make_plan(self, config: Config, inventory: Inventory, *, is_accepted: bool = False) -> Plan:
+    def _make_plan(
+        self,
+        config: Config,
+        inventory: Inventory,
+        directories: DomainDirectories,
+        *,
+        is_accepted: bool = False,
+    ) -> Plan:
         """Return the plan; problems of single entries of an `is_accepted` configuration are conditions."""
         known = self._gpus.for_planning(inventory, self.plan, are_named=bool(config.devices))
         used = self.ways_leased().keys() | self.users().by_gpu().keys()
         plan, problems = make_plan(config, known, self._machine_id, used)
         if not all(problem.is_minor or (is_accepted and problem.entry) for problem in problems):
             raise ConfigError(problems)
-        return plan
+        return directories.place(plan)
 
 
 def changes_to(

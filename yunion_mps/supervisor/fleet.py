@@ -13,7 +13,7 @@ from typing import Optional
 
 from yunion_mps import reasons
 from yunion_mps.enums import ANSWERING, BACKOFF, FAILED, STOPPED, WEDGED
-from yunion_mps.errors import HostError, YunionError
+from yunion_mps.errors import HostError, UnsafePathError, YunionError
 from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
 from yunion_mps.host.processes import Watchable, earliest, refuse_if_no_process_can_start
 from yunion_mps.host.store import Store
@@ -54,6 +54,8 @@ class Fleet:
         self._stop_timeout_s = 0
         self._stopping = False
         self._wants_poll = False
+        #: New domains that could not start because of other users, until `take_refused`.
+        self._refused: list[DomainPlan] = []
 
     def create_domains(
         self, plans: Sequence[DomainPlan], left: Sequence[LimitsInEffect], program: str, stop_timeout_s: int
@@ -72,7 +74,7 @@ class Fleet:
     def start(self, now_s: float, ours: Sequence[MpsProcess]) -> None:
         """Start every domain, or adopt its control daemon if that is among `ours`, the running ones."""
         for domain in self.domains:
-            domain.start(now_s, ours)
+            self._start(domain, now_s, ours)
 
     def apply(
         self,
@@ -200,6 +202,14 @@ class Fleet:
             refusals += domain.take_end_refusals()
         return refusals
 
+    def take_refused(self) -> list[DomainPlan]:
+        """Return the new domains that other users' files have kept from starting; only once.
+
+        A domain that has served is not among them: clients know its directories.
+        """
+        refused, self._refused = self._refused, []
+        return refused
+
     def take_poll_request(self) -> bool:
         """Whether the GPUs should be polled now; true only once for each cause."""
         requests = [self._wants_poll, *(domain.take_poll_request() for domain in self.domains)]
@@ -210,6 +220,11 @@ class Fleet:
         """Return the UUIDs of the GPUs with an MPS server of ours, and so perhaps a job."""
         busy = [domain for domain in self.domains if domain.server_pids()]
         return {uuid for domain in busy for uuid in domain.in_effect.gpu_uuids}
+
+    def _start(self, domain: Domain, now_s: float, ours: Sequence[MpsProcess] | None = None) -> None:
+        domain.start(now_s, ours)
+        if isinstance(domain.error, UnsafePathError):
+            self._refused.append(domain.desired)
 
     def _advance(self, now_s: float) -> bool:
         """Drop ended domains and start those that waited for them; return whether there were any."""
@@ -226,7 +241,7 @@ class Fleet:
             self.blocked.remove(plan)
             domain = self._create(plan)
             self.domains.append(domain)
-            domain.start(now_s)
+            self._start(domain, now_s)
         self._wants_poll |= bool(ended)  # their GPUs' modes may have to be restored
         if ended or begun:
             self._changed()

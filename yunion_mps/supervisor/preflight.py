@@ -10,12 +10,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.config import load
 from yunion_mps.enums import KEEP, MPS, SHARING
-from yunion_mps.errors import ConfigError, DriverError, HostError, Problem, UnsafePathError
+from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
 from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.host.store import COMPUTE_MODE, Store
 from yunion_mps.identity import gpu_uuids_in
@@ -23,9 +23,8 @@ from yunion_mps.inventory.driver import reason_of
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_saved
 from yunion_mps.models import EXCLUSIVE_PROCESS, DomainPlan, Driver, Gpu, Inventory, Plan
-from yunion_mps.mps.control_daemon import MULTIUSER, is_serving
+from yunion_mps.mps.control_daemon import MULTIUSER
 from yunion_mps.mps.conversation import peer_of
-from yunion_mps.mps.directories import find_obstacle
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.processes import (
     PROGRAM,
@@ -42,14 +41,10 @@ from yunion_mps.planning.plan import make_plan, without_root
 from yunion_mps.planning.sharing import mode_for, ways_of_sharing
 from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config
+from yunion_mps.supervisor.domain_directories import DomainDirectories
 
 log = logging.getLogger(__name__)
 
-#: Directories that only root can create, by the key of those that they replace.
-OWN_DIRECTORIES = {
-    "cuda_mps_pipe_directory": "/run/nvidia-mps/pipe",
-    "cuda_mps_log_directory": "/run/nvidia-mps/log",
-}
 #: What happens to a setting with a minor problem.
 IGNORED_SETTING = "the daemon ignores this setting"
 RESTORED_LATER = "the next start of yunion-mps-daemon then restores its GPUs' compute modes"
@@ -69,7 +64,7 @@ class Preflight(NamedTuple):
     """The result of a preflight.
 
     `nvml` is open if MPS is enabled and the driver answers; the caller closes it. `warnings` name settings
-    that are configured but ignored.
+    that are configured but ignored. `directories` are those of the domains in `plan`.
     """
 
     config: Config
@@ -79,17 +74,19 @@ class Preflight(NamedTuple):
     machine_id: str
     nvml: Nvml | None
     driver_error: DriverError | None
+    directories: DomainDirectories
     warnings: tuple[Reason, ...] = ()
-    #: The directories that are not used because of other users, as they are written, by key.
-    taken: Mapping[str, str] = {}
+
+    @property
+    def all_warnings(self) -> tuple[Reason, ...]:
+        """The warnings, and those of directories that are not used because of other users."""
+        return (*self.warnings, *self.directories.warnings())
 
     @property
     def configured(self) -> Config:
-        """The configuration as it is written, with settings that are ignored or replaced."""
+        """The configuration as it is written, with settings that are ignored."""
         is_ignored = any(warning.code == reasons.MULTIUSER_UNSUPPORTED for warning in self.warnings)
-        written = self.config._replace(cuda_mps_multiuser=True) if is_ignored else self.config
-        replaced: dict[str, Any] = {**self.taken}
-        return written._replace(**replaced)
+        return self.config._replace(cuda_mps_multiuser=True) if is_ignored else self.config
 
     def check(self, *, even_without_driver: bool = False) -> None:
         """Raise ConfigError with all problems, or DriverError if the driver does not work."""
@@ -131,9 +128,13 @@ def run_preflight(
     *,
     even_if_disabled: bool = False,
     confirms_replacements: bool = False,
+    creates_directories: bool = False,
     find_unit_problems: FindUnitProblems | None = None,
 ) -> Preflight:
-    """Read the files and scan the GPUs, through `opened` if NVML is already open; changes nothing.
+    """Read the files and scan the GPUs, through `opened` if NVML is already open.
+
+    Changes nothing, except that `creates_directories` creates the domains' directories if the configuration
+    can be used, so that no other user can create them before the control daemons start.
 
     If MPS is disabled, the GPUs are not scanned; with `even_if_disabled`, it counts as enabled. With
     `confirms_replacements`, the operator confirms that entries mean the cards that replaced theirs.
@@ -146,7 +147,6 @@ def run_preflight(
     config, warnings = _without_multiuser(config, paths)
     nvml, inventory, driver_error = None, Inventory(Driver("", None), ()), None
     plan, host_problems = Plan(""), list[Problem]()
-    taken, taken_warnings = dict[str, str](), list[Reason]()
     if config.enable_cuda_mps:
         try:
             nvml = opened or Nvml()
@@ -163,15 +163,15 @@ def run_preflight(
             lost = (gpu._replace(reason=reason_of(driver_error)) for gpu in inventory.gpus)
             inventory = inventory._replace(gpus=tuple(lost), driver_reason=reason_of(driver_error))
         plan, host_problems = make_plan(config, inventory, host)
-        config, taken, taken_warnings = _with_own_directories(config, plan, paths)
-        if taken:
-            plan, host_problems = make_plan(config, inventory, host)
         kept = (g for g in inventory.gpus if g.pci_address not in gone or g.pci_address in plan.unavailable)
         inventory = inventory._replace(gpus=tuple(kept))
     device_file = paths.under(config.container_device_config_file)
     if not config.devices and any(problem.file == device_file for problem in problems):
         host_problems = []  # the entries have problems, so cuda_mps_replicas does not apply
-    unit_problems = find_unit_problems(paths, config) if find_unit_problems else []
+    can_start = all(problem.is_minor for problem in (*problems, *host_problems))
+    directories = DomainDirectories(config, paths, creates=creates_directories and can_start)
+    plan = directories.place(plan)
+    unit_problems = find_unit_problems(paths, directories.in_use(config)) if find_unit_problems else []
     all_problems = (*problems, *host_problems, *unit_problems)
     return Preflight(
         config=config,
@@ -181,53 +181,9 @@ def run_preflight(
         machine_id=host,
         nvml=nvml,
         driver_error=driver_error,
-        warnings=(*warnings, *taken_warnings),
-        taken=taken,
+        directories=directories,
+        warnings=warnings,
     )
-
-
-def _with_own_directories(
-    config: Config, plan: Plan, paths: Paths
-) -> tuple[Config, dict[str, str], list[Reason]]:
-    """Use directories in /run instead of those that are unsafe, as any user can make those in /tmp.
-
-    Returns the changed configuration, the directories as they are written, by key, and a warning for each
-    obstacle. Nothing of another user's is used, changed or removed.
-    """
-    pipe_directories = [config.cuda_mps_pipe_directory]
-    log_directories = [config.cuda_mps_log_directory]
-    for domain in (*plan.domains, *plan.parked):
-        pipe_directories.append(domain.pipe_directory)
-        log_directories.append(domain.log_directory)
-    found: dict[str, UnsafePathError] = {}
-    obstacle = _find_obstacle(pipe_directories, paths)
-    # A running control daemon needs no new directory: it may have jobs, or be adopted with them.
-    if obstacle and not any(is_serving(paths.under(directory)) for directory in pipe_directories):
-        found["cuda_mps_pipe_directory"] = obstacle
-    obstacle = _find_obstacle(log_directories, paths)
-    if obstacle:
-        found["cuda_mps_log_directory"] = obstacle
-    taken: dict[str, str] = {}
-    uses: dict[tuple[str, str], list[str]] = {}
-    for key, obstacle in found.items():
-        written, own = getattr(config, key), OWN_DIRECTORIES[key]
-        if written != own:
-            taken[key] = written
-            uses.setdefault((obstacle.message, obstacle.hint), []).append(f"{own} instead of {written}")
-    warnings = []
-    for (what, hint), changes in uses.items():
-        text = f"{what}: the daemon uses {', and '.join(changes)}; {hint}"
-        warnings.append(Reason(text, reasons.DIRECTORY_TAKEN))
-    own_directories: dict[str, Any] = {key: OWN_DIRECTORIES[key] for key in taken}
-    return config._replace(**own_directories), taken, warnings
-
-
-def _find_obstacle(directories: Iterable[str], paths: Paths) -> UnsafePathError | None:
-    for directory in directories:
-        obstacle = find_obstacle(paths.under(directory))
-        if obstacle:
-            return obstacle
-    return None
 
 
 def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[Reason, ...]]:

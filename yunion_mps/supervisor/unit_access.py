@@ -15,7 +15,7 @@ from yunion_mps.host.sandbox import INACCESSIBLE, PRIVATE, UNIT, Rule, Sandbox, 
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import METRICS_FILE_FAILED, Reason
 from yunion_mps.settings import Config
-from yunion_mps.supervisor.preflight import OWN_DIRECTORIES
+from yunion_mps.supervisor.domain_directories import OWN_DIRECTORIES
 
 #: The directories of the state file, and of the socket; no key sets them.
 _FIXED = ("/var/lib/yunion-mps", "/run/yunion-mps")

@@ -5,9 +5,11 @@ from typing import Any
 
 from yunion_mps.cli.config import _entry_text, _plan_text, config_json, gpu_records, plan_json
 from yunion_mps.models import Gpu, Inventory
+from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.reasons import GPU_LOST, MULTIUSER_UNSUPPORTED, RECORD_HIDDEN, Reason
 from yunion_mps.settings import Config, SliceEntry
+from yunion_mps.supervisor.domain_directories import DomainDirectories
 from yunion_mps.supervisor.preflight import Preflight
 
 from unit.builders import DEVICES, MACHINE_ID, config, entry, gpu, inventory
@@ -16,7 +18,8 @@ from unit.http.snapshots import WAYS, every_way
 
 def preflight_of(settings: Config, found: Inventory) -> Preflight:
     plan, problems = make_plan(settings, found, MACHINE_ID)
-    return Preflight(settings, tuple(problems), found, plan, MACHINE_ID, None, None)
+    directories = DomainDirectories(settings, Paths(), creates=False)
+    return Preflight(settings, tuple(problems), found, plan, MACHINE_ID, None, None, directories)
 
 
 def test_an_entry_shows_what_the_file_has_of_how_it_divides_its_gpu() -> None:

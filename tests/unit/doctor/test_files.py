@@ -70,6 +70,11 @@ def _others_link(pipe: Path) -> None:
     os.lchown(pipe.parent, NOBODY, NOBODY)
 
 
+def _others_file(pipe: Path) -> None:
+    (pipe / "theirs").touch()
+    os.chown(pipe / "theirs", NOBODY, NOBODY)
+
+
 def _file_in_its_place(pipe: Path) -> None:
     pipe.rmdir()
     pipe.touch()
@@ -79,13 +84,17 @@ def _file_in_its_place(pipe: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [
-        (lambda pipe: os.chown(pipe.parent, NOBODY, NOBODY), "tmp/nvidia-mps belongs to nobody"),
+        (
+            lambda pipe: os.chown(pipe.parent, NOBODY, NOBODY),
+            "tmp/nvidia-mps belongs to another user (nobody)",
+        ),
         (lambda pipe: pipe.chmod(0o777), "tmp/nvidia-mps/pipe is writable by other users"),
-        (_others_link, "tmp/nvidia-mps is a symlink that belongs to nobody"),
+        (_others_link, "tmp/nvidia-mps is a symlink of nobody, which is not followed"),
         (_file_in_its_place, "tmp/nvidia-mps/pipe is not a directory"),
         (lambda pipe: (pipe / "control").touch(0o600), "other users may not connect to "),
+        (_others_file, "tmp/nvidia-mps/pipe/theirs belongs to another user (nobody)"),
     ],
-    ids=["owner", "mode", "symlink", "file", "socket"],
+    ids=["owner", "mode", "symlink", "file", "socket", "entry"],
 )
 def test_a_pipe_directory_that_others_could_change_or_not_use_is_found(
     host: Host, pipe: Path, spoil: Callable[[Path], None], what: str

@@ -11,7 +11,7 @@ import pytest
 from yunion_mps.enums import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.host.processes import spawn
 from yunion_mps.models import DomainPlan, PlannedGpu
-from yunion_mps.mps.control_daemon import is_serving, start_error
+from yunion_mps.mps.control_daemon import directories_in_use, start_error
 from yunion_mps.mps.processes import MARK, PROGRAM, control_environment
 
 from .driving import Bench
@@ -66,13 +66,13 @@ def test_a_survivor_that_ends_while_found_does_not_fail_the_start(bench: Bench) 
 
 def test_a_directory_serves_only_through_its_own_control_daemon(bench: Bench) -> None:
     pipe = bench.plan.pipe_directory
-    assert not is_serving(pipe)
+    assert directories_in_use(pipe) == ()
     bench.control()
-    assert is_serving(pipe)
+    assert directories_in_use(pipe) == (pipe, bench.plan.log_directory)
     elsewhere = bench.place / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "control").symlink_to(f"{pipe}/control")
-    assert not is_serving(str(elsewhere)), "any user can make such a link"
+    assert directories_in_use(str(elsewhere)) == (), "any user can make such a link"
 
 
 def test_a_stopped_survivor_is_continued_and_adopted(bench: Bench) -> None:

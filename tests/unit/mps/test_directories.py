@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import stat
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,17 @@ def refused(path: Path, watched: Path) -> HostError:
         make(path)
     assert (everything_below(watched), open_descriptors()) == (before, descriptors)
     return caught.value
+
+
+def replaced(path: Path) -> str:
+    """The command that puts root's directory in the place of a stranger's, whose contents it keeps."""
+    return f'mv {path} "$(mktemp -d {path.parent}/old.XXXXXX)" && mkdir -m 755 {path}'
+
+
+def run_hint(error: HostError) -> None:
+    """Run the command that the hint names, as an operator does."""
+    command = error.hint.partition("; then ")[2].partition(", or ")[0]
+    subprocess.run(["bash", "-c", command], check=True)
 
 
 def make_for_clients(path: Path) -> None:
@@ -130,7 +143,7 @@ def test_a_strangers_symlink_is_refused_at_every_level(tmp: Path, place: Path, l
     os.lchown(link, STRANGER, STRANGER)
     error = refused(tmp / LEVELS[-1], place)
     assert error.message == f"{link} is a symlink of nobody, which is not followed"
-    assert error.hint == f"check it (ls -ld {link}); then rm {link}, or choose another directory"
+    assert error.hint == f"check it (ls -ld {link}); then {replaced(link)}, or choose another directory"
 
 
 def test_a_symlink_of_root_in_a_world_writable_directory_is_refused(tmp: Path, place: Path) -> None:
@@ -171,7 +184,7 @@ def test_a_strangers_directory_is_refused_at_every_level(tmp: Path, level: str, 
     os.chown(path, STRANGER, STRANGER)
     error = refused(tmp / LEVELS[-1], tmp)
     assert error.message == f"{path} belongs to another user (nobody)"
-    assert error.hint == f"check it (ls -la {path}); then rm -r {path}, or choose another directory"
+    assert error.hint == f"check it (ls -la {path}); then {replaced(path)}, or choose another directory"
 
 
 def test_a_stranger_without_a_name_is_named_by_number(tmp: Path) -> None:
@@ -238,7 +251,7 @@ def test_a_symlink_in_the_directory_is_refused_even_when_it_is_ours(place: Path)
     with pytest.raises(HostError) as caught:
         check(place / "pipe")
     assert caught.value.message == f"{log} is a symlink of root, which is not followed"
-    assert caught.value.hint == f"check it (ls -ld {log}); then rm {log}, or choose another directory"
+    assert caught.value.hint == f"check it (ls -ld {log}); then rm -r {log}, or choose another directory"
 
 
 # -- what others have made unsafe is known before the directory is used
@@ -319,24 +332,161 @@ def test_what_is_wrong_without_other_users_is_no_obstacle(place: Path) -> None:
         assert refused(path, place)
 
 
-def test_a_name_that_a_stranger_chose_is_quoted_in_the_command(place: Path) -> None:
-    entry = make(place / "pipe") / "a b;reboot"
+NAMES = ("a b;reboot", "a'b", "a\\b", "a\nb\x1b[31m", "\udcff x", "\u202e")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_hints_command_removes_an_entry_with_any_name(tmp: Path, name: str) -> None:
+    entry = make(tmp / "pipe") / name
     entry.touch()
     chown_to_stranger(entry)
-    obstacle = find_obstacle(str(place / "pipe"))
+    obstacle = find_obstacle(str(tmp / "pipe"))
     assert obstacle is not None
-    assert f"then rm -r '{entry}', or" in obstacle.hint
+    assert obstacle.hint.isprintable()
+    assert obstacle.message.isprintable()
+    run_hint(obstacle)
+    assert find_obstacle(str(tmp / "pipe")) is None
 
 
-@pytest.mark.parametrize("spoil", OBSTACLES[2:4])
-def test_the_hints_command_removes_the_obstacle(tmp: Path, spoil: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("spoil", OBSTACLES)
+def test_the_hints_command_puts_roots_directory_in_its_place(
+    tmp: Path, spoil: Callable[[Path], None]
+) -> None:
     path = make(tmp / "pipe")
     spoil(path)
     obstacle = find_obstacle(str(path))
     assert obstacle is not None
-    command = obstacle.hint.partition("; then ")[2].partition(", or ")[0]
-    subprocess.run(command, shell=True, check=True)
+    run_hint(obstacle)
     assert find_obstacle(str(path)) is None
+    assert (path.stat().st_uid, mode_of(path)) == (os.geteuid(), 0o755)
+
+
+def test_what_a_stranger_keeps_in_the_directory_is_moved_and_not_deleted(tmp: Path) -> None:
+    path = tmp / "nvidia-mps"
+    path.mkdir()
+    (path / "theirs").write_text("precious")
+    chown_to_stranger(path)
+    run_hint(refused(path / "pipe", tmp))
+    (kept,) = tmp.glob("old.*/nvidia-mps/theirs")
+    assert kept.read_text() == "precious"
+    make(path / "pipe")
+
+
+def test_no_command_is_offered_for_a_strangers_directory_elsewhere(tmp: Path, place: Path) -> None:
+    """Such as /home/alice for /home/alice/mps/pipe, /var/log/slurm, or /tmp/alice for /tmp/alice/pipe."""
+    for theirs, path in ((place / "alice", "mps/pipe"), (place / "slurm", ""), (tmp / "alice", "pipe")):
+        theirs.mkdir()
+        chown_to_stranger(theirs)
+        hint = refused(theirs / path, place).hint
+        assert hint == f"check it (ls -la {theirs}), and choose another directory in host.conf"
+
+
+def test_no_command_is_offered_for_a_file_that_is_not_of_mps(place: Path) -> None:
+    entry = make(place / "srv/logs") / "postgresql"
+    entry.mkdir()
+    chown_to_stranger(entry)
+    obstacle = find_obstacle(str(place / "srv/logs"))
+    assert obstacle is not None
+    assert obstacle.hint == f"check it (ls -la {entry}), and choose another directory in host.conf"
+
+
+def test_no_command_closes_a_directory_above_that_others_write_to(place: Path) -> None:
+    (place / "shared").mkdir()
+    open_to_all(place / "shared")
+    hint = refused(place / "shared/pipe", place).hint
+    assert hint == f"check it (ls -la {place}/shared), and choose another directory in host.conf"
+
+
+# -- a stranger who is quick, or who mounts something
+
+
+def test_a_directory_that_a_stranger_creates_meanwhile_is_the_obstacle(
+    tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp / "nvidia-mps"
+    mkdir = os.mkdir
+
+    def be_overtaken(name: str, mode: int, *, dir_fd: int) -> None:
+        mkdir(name, dir_fd=dir_fd)
+        chown_to_stranger(path)
+        mkdir(name, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "mkdir", be_overtaken)
+    obstacle = find_obstacle(f"{path}/pipe", make=True)
+    assert obstacle is not None
+    assert obstacle.message == f"{path} belongs to another user (nobody)"
+
+
+def test_a_directory_that_comes_and_goes_is_an_obstacle(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def be_overtaken(name: str, mode: int, *, dir_fd: int) -> None:
+        raise FileExistsError  # and it is gone when it is opened
+
+    monkeypatch.setattr(os, "mkdir", be_overtaken)
+    obstacle = find_obstacle(f"{tmp}/pipe", make=True)
+    assert obstacle is not None
+    assert obstacle.message == f"{tmp}/pipe is created and removed again and again by another user"
+
+
+def test_a_directory_is_created_as_it_is_found_safe(tmp: Path) -> None:
+    assert find_obstacle(f"{tmp}/nvidia-mps/pipe", make=True) is None
+    assert [(tmp / level).stat().st_uid for level in LEVELS[:2]] == [os.geteuid()] * 2
+
+
+@pytest.fixture
+def mount() -> Iterator[Callable[[Path], None]]:
+    """Mount a file system there as fusermount does for a stranger; no process serves it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with ExitStack() as stack:
+
+        def mount_at(path: Path) -> None:
+            try:
+                device = os.open("/dev/fuse", os.O_RDWR)
+            except OSError:
+                pytest.skip("no /dev/fuse")
+            stack.callback(os.close, device)
+            options = f"fd={device},rootmode=40000,user_id={STRANGER},group_id={STRANGER}"
+            if libc.mount(b"theirs", os.fsencode(path), b"fuse.theirs", 6, options.encode()):
+                pytest.skip("no file system can be mounted here")
+            stack.callback(libc.umount2, os.fsencode(path), 2)
+
+        yield mount_at
+
+
+def test_a_strangers_mount_is_an_obstacle_that_the_command_removes(
+    tmp: Path, mount: Callable[[Path], None]
+) -> None:
+    path = tmp / "nvidia-mps"
+    path.mkdir()
+    chown_to_stranger(path)
+    mount(path)
+    obstacle = find_obstacle(f"{path}/pipe")
+    assert obstacle is not None
+    assert obstacle.message == f"{path} is a file system that another user (nobody) has mounted"
+    run_hint(obstacle)
+    assert find_obstacle(f"{path}/pipe", make=True) is None
+
+
+def test_a_strangers_mount_in_the_directory_is_an_obstacle(tmp: Path, mount: Callable[[Path], None]) -> None:
+    entry = make(tmp / "pipe") / "the irs"
+    entry.mkdir()
+    chown_to_stranger(entry)
+    mount(entry)
+    obstacle = find_obstacle(f"{tmp}/pipe")
+    assert obstacle is not None
+    assert obstacle.message == f"{entry} is a file system that another user (nobody) has mounted"
+    run_hint(obstacle)
+    assert find_obstacle(f"{tmp}/pipe") is None
+
+
+def test_a_directory_that_root_cannot_open_below_tmp_is_an_obstacle(
+    tmp: Path, mount: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("yunion_mps.mps.directories.user_mounts", dict)  # it was mounted just now
+    (tmp / "pipe").mkdir()
+    mount(tmp / "pipe")
+    obstacle = find_obstacle(f"{tmp}/pipe")
+    assert obstacle is not None
+    assert obstacle.message == f"{tmp}/pipe cannot be opened, even by root (Permission denied)"
 
 
 def test_an_entry_that_vanishes_after_the_listing_is_ignored() -> None:

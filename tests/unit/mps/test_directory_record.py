@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError
-from yunion_mps.mps.directories import FILES, set_access, set_record_file, use
+from yunion_mps.mps.directories import set_access, set_record_file, use
+from yunion_mps.mps.obstacles import FILES
 
 PURGE = Path(__file__).resolve().parents[3] / "packaging/scriptlets/purge.sh"
 

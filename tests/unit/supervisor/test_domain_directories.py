@@ -1,0 +1,190 @@
+"""The directories of each domain: decided once, with what is running, and created as they are chosen."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from yunion_mps.enums import READY
+from yunion_mps.models import DomainPlan
+from yunion_mps.paths import Paths
+from yunion_mps.reasons import DIRECTORY_TAKEN
+from yunion_mps.supervisor.preflight import Preflight, run_preflight
+
+from simhost import SimHost
+from unit.as_user import needs_root
+from unit.http.server_host import NOBODY
+from unit.supervised import Begin, MakeHost, PutToWork, Supervised, configure, pid
+
+pytestmark = [needs_root, pytest.mark.processes]
+
+TWO = [{"kind": "v100"}, {"kind": "v100"}]
+
+
+def preflight_of(host: SimHost, *, creates: bool = False) -> Preflight:
+    with closing(run_preflight(Paths(str(host.root)), creates_directories=creates)) as found:
+        return found
+
+
+def domains_of(host: SimHost) -> tuple[DomainPlan, ...]:
+    return preflight_of(host).plan.domains
+
+
+def put_strangers_file(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "control").touch()
+    os.chown(directory / "control", NOBODY, NOBODY)
+
+
+def in_effect(made: Supervised) -> list[tuple[str, str]]:
+    """The state of each domain, and its pipe directory below the root."""
+    root = str(made.host.root)
+    rows = [(domain.state, domain.plan.pipe_directory.removeprefix(root)) for domain in made.snapshot.domains]
+    return sorted(rows, key=lambda row: row[1])
+
+
+def codes(made: Supervised) -> list[str]:
+    return [warning.code for warning in made.snapshot.warnings]
+
+
+def open_to_all(made: Supervised) -> None:
+    Path(made.paths.under("/tmp/nvidia-mps")).chmod(0o777)
+
+
+# -- the decision
+
+
+def test_each_domain_has_a_decision_of_its_own(make_host: MakeHost) -> None:
+    host = make_host(TWO, cuda_mps_scope="gpu")
+    first, second = domains_of(host)
+    put_strangers_file(Path(f"{host.root}{second.pipe_directory}"))
+    found = preflight_of(host)
+    uuid = host.gpus[1].uuid
+    assert [domain.pipe_directory for domain in found.plan.domains] == [
+        first.pipe_directory,
+        f"/run/nvidia-mps/pipe/{uuid}",
+    ]
+    (warning,) = found.all_warnings
+    uses = f"the daemon uses /run/nvidia-mps/pipe/{uuid} instead of /tmp/nvidia-mps/pipe/{uuid}; check it"
+    assert uses in warning
+    assert warning.code == DIRECTORY_TAKEN
+
+
+def test_an_obstacle_above_many_domains_is_one_warning(make_host: MakeHost) -> None:
+    host = make_host(TWO, cuda_mps_scope="gpu")
+    (host.root / "tmp/nvidia-mps").mkdir(parents=True)
+    (host.root / "tmp/nvidia-mps").chmod(0o777)
+    (warning,) = preflight_of(host).all_warnings
+    uses = "/run/nvidia-mps/pipe instead of /tmp/nvidia-mps/pipe, and /run/nvidia-mps/log instead of "
+    assert f": the daemon uses {uses}/tmp/nvidia-mps/log; check it" in warning
+
+
+def test_a_log_directory_that_is_unsafe_moves_no_pipe_directory(make_host: MakeHost) -> None:
+    host = make_host()
+    put_strangers_file(host.root / "tmp/nvidia-mps/log")
+    (domain,) = domains_of(host)
+    places = (domain.pipe_directory, domain.log_directory)
+    assert places == ("/tmp/nvidia-mps/pipe", "/run/nvidia-mps/log")
+
+
+def test_if_our_own_directories_are_unsafe_there_are_others(make_host: MakeHost) -> None:
+    host = make_host()
+    for directory in ("tmp/nvidia-mps", "run/nvidia-mps"):
+        (host.root / directory).mkdir(parents=True)
+        (host.root / directory).chmod(0o777)
+    (domain,) = domains_of(host)
+    places = (domain.pipe_directory, domain.log_directory)
+    assert places == ("/run/yunion-mps/nvidia-mps/pipe", "/run/yunion-mps/nvidia-mps/log")
+
+
+def test_directories_are_created_as_they_are_chosen(make_host: MakeHost) -> None:
+    """So no other user can create them before the control daemon starts."""
+    host = make_host()
+    (host.root / "tmp").mkdir(exist_ok=True)
+    preflight_of(host)
+    assert not (host.root / "tmp/nvidia-mps").exists(), "what only shows the plan changes nothing"
+    preflight_of(host, creates=True)
+    owners = [(host.root / path).stat().st_uid for path in ("tmp/nvidia-mps/pipe", "tmp/nvidia-mps/log")]
+    assert owners == [0, 0]
+
+
+def test_a_configuration_that_is_refused_creates_no_directory(make_host: MakeHost) -> None:
+    host = make_host(cuda_mps_scope="hots")
+    preflight_of(host, creates=True)
+    assert not (host.root / "tmp/nvidia-mps").exists()
+
+
+# -- what is running
+
+
+def test_a_running_control_daemon_keeps_both_directories_at_a_reload(begin: Begin) -> None:
+    _, made = begin([{"kind": "v100"}])
+    before = pid(made)
+    open_to_all(made)
+    for _ in range(2):
+        assert made.reload() == []
+        assert (in_effect(made), pid(made)) == ([(READY, "/tmp/nvidia-mps/pipe")], before)
+    assert codes(made) == []
+
+
+def test_an_unsafe_log_directory_moves_it_once_and_not_at_each_reload(begin: Begin) -> None:
+    host, made = begin([{"kind": "v100"}])
+    made.stop()
+    put_strangers_file(host.root / "tmp/nvidia-mps/log")
+    again = made.again()
+    before = pid(again)
+    assert codes(again) == [DIRECTORY_TAKEN]
+    assert again.reload() == []
+    assert (in_effect(again), pid(again)) == ([(READY, "/tmp/nvidia-mps/pipe")], before)
+
+
+def test_a_job_on_an_unsafe_directory_survives_a_reload(put_to_work: PutToWork) -> None:
+    work = put_to_work([{"kind": "v100"}])
+    before = pid(work.made)
+    open_to_all(work.made)
+    assert work.made.reload() == []
+    assert pid(work.made) == before
+    assert [domain.pending for domain in work.made.snapshot.domains] == [""]
+    work.end()
+
+
+def test_a_reload_that_needs_another_control_daemon_does_not_fail(begin: Begin) -> None:
+    """It cannot start where the former one served, because others can write there."""
+    host, made = begin(TWO, 2)
+    open_to_all(made)
+    host.divide(2, 2)
+    made.reload()
+    made.until(lambda: in_effect(made) == [(READY, "/run/nvidia-mps/pipe")])
+    assert made.available == 4
+    assert codes(made) == [DIRECTORY_TAKEN]
+
+
+def test_a_serving_gpu_does_not_keep_another_from_its_directory(begin: Begin) -> None:
+    host, made = begin(TWO, 2, cuda_mps_scope="gpu")
+    before = pid(made)
+    first, second = (gpu.uuid for gpu in host.gpus)
+    put_strangers_file(host.root / f"tmp/nvidia-mps/pipe/{second}")
+    host.divide(2, 2)
+    made.reload()
+    made.until(lambda: made.available == 4)
+    assert in_effect(made) == [
+        (READY, f"/run/nvidia-mps/pipe/{second}"),
+        (READY, f"/tmp/nvidia-mps/pipe/{first}"),
+    ]
+    assert pid(made) == before
+    assert codes(made) == [DIRECTORY_TAKEN]
+
+
+def test_a_mended_directory_is_used_again_after_a_reload(begin: Begin) -> None:
+    host, made = begin(TWO, 2)
+    open_to_all(made)
+    host.divide(2, 2)
+    made.reload()
+    made.until(lambda: in_effect(made) == [(READY, "/run/nvidia-mps/pipe")])
+    (host.root / "tmp/nvidia-mps").chmod(0o755)
+    configure(host)
+    made.reload()
+    made.until(lambda: in_effect(made) == [(READY, "/tmp/nvidia-mps/pipe")])
+    assert codes(made) == []
