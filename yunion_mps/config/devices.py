@@ -10,6 +10,7 @@ from typing import Any
 from yunion_mps.config.document import (
     FileProblemError,
     MappingNode,
+    Mistake,
     Node,
     SequenceNode,
     line_of,
@@ -23,8 +24,8 @@ from yunion_mps.config.mapping import (
     MappingReader,
     Nodes,
     distinct_pairs,
-    look_alike_problem,
-    merge_problem,
+    look_alike_mistake,
+    merge_mistake,
 )
 from yunion_mps.config.values import (
     MAX_OVERRIDE,
@@ -33,12 +34,12 @@ from yunion_mps.config.values import (
     InvalidValueError,
     Kind,
     boolean,
+    decimal_number,
     layout,
     max_devices,
     memory,
-    number,
+    one_line,
     one_of,
-    text,
     whole_number,
 )
 from yunion_mps.enums import (
@@ -116,7 +117,7 @@ _VALID_WITH = {
 
 _SLICE_KINDS: dict[str, Kind] = {
     "memory": memory(1),
-    "thread_percentage": number(0.1, 100, decimals=1),
+    "thread_percentage": decimal_number(0.1, 100, decimals=1),
     "priority": one_of(*PRIORITIES),
 }
 #: All keys that the file can have because of us, at any level.
@@ -125,7 +126,7 @@ _SLICE_EXAMPLE = "{memory: 8GiB, thread_percentage: 50}"
 
 
 def read_devices(config: Config, paths: Paths) -> tuple[Config, list[Problem]]:
-    """Add our part of the device file, and return its problems.
+    """Return the configuration with our part of the device file, and the problems of that file.
 
     A file that `container_device_config_file` does not name may be missing: then, as with Cloudpods,
     `cuda_mps_replicas` applies to every GPU.
@@ -153,11 +154,11 @@ class _Reader(MappingReader):
         items = self._items(nodes)
         if "gpu_memory_unit" in nodes:
             unit = self._read_optional("gpu_memory_unit", one_of(*MEMORY_UNITS), nodes)
-            at = Source(self._file, line_of(nodes["gpu_memory_unit"][0]))
+            at = self._source(nodes["gpu_memory_unit"].key)
             unit_mib = MEMORY_UNITS[unit] if unit else config.gpu_memory_unit_mib
             config = config._replace(gpu_memory_unit_mib=unit_mib, gpu_memory_unit_at=at)
         entries = [self._entry(item) for item in items]
-        return config._replace(devices=tuple(entry for entry in entries if entry))
+        return config._replace(devices=tuple(filter(None, entries)))
 
     def _file_nodes(self, root: Node | None) -> Nodes:
         """Return the file's keys; unknown keys are ignored unless they look like ours.
@@ -171,23 +172,24 @@ class _Reader(MappingReader):
             raise FileProblemError(self._problem(root, what, "begin the file with devices:"))
         pairs, duplicates, invalid = distinct_pairs(root, _key_name)
         for pair in invalid:
-            self._report(pair.key, *merge_problem(pair))
+            self._report_mistake(pair.key, merge_mistake(pair))
         for duplicate in duplicates:
             if duplicate.pair.name in _FILE_KEYS:
-                is_list = duplicate.pair.name == "devices"
-                hint = "put all entries under one devices: key" if is_list else duplicate.hint
-                self._report(duplicate.pair.key, duplicate.what, hint)
+                mistake = duplicate.mistake
+                if duplicate.pair.name == "devices":
+                    mistake = mistake._replace(hint="put all entries under one devices: key")
+                self._report_mistake(duplicate.pair.key, mistake)
         for pair in pairs.values():
             self._check_file_key(pair.name, pair.key, has_devices="devices" in pairs)
-        return {name: (pair.key, pair.value) for name, pair in pairs.items() if name in _FILE_KEYS}
+        return {name: pair for name, pair in pairs.items() if name in _FILE_KEYS}
 
     def _check_file_key(self, name: str, key: Node, *, has_devices: bool) -> None:
         """Refuse a key beside `devices` that is nearly one of ours."""
         if name in _FILE_KEYS:
             return
-        odd = look_alike_problem(name, (*_FILE_KEYS, *_KEYS))
-        if odd:
-            self._report(key, *odd)
+        mistake = look_alike_mistake(name, (*_FILE_KEYS, *_KEYS))
+        if mistake:
+            self._report_mistake(key, mistake)
             return
         near = nearest_key(name, (*_FILE_KEYS, *_OUR_KEYS))
         if near in _OUR_KEYS:
@@ -203,9 +205,9 @@ class _Reader(MappingReader):
 
     def _items(self, nodes: Nodes) -> list[Node]:
         """Return the entries; none if `devices` is missing or null."""
-        if "devices" not in nodes or nodes["devices"][1].tag.endswith(":null"):
+        if "devices" not in nodes or nodes["devices"].value.tag.endswith(":null"):
             return []
-        entries = nodes["devices"][1]
+        entries = nodes["devices"].value
         if not isinstance(entries, SequenceNode):
             what = f"devices is {quote(entries)}, not a list"
             raise FileProblemError(self._problem(entries, what, "write each entry after a dash: - path: …"))
@@ -236,15 +238,14 @@ class _Reader(MappingReader):
         mode = self._read_optional("cuda_mps_compute_mode", one_of(SET_EXCLUSIVE, KEEP), nodes) or ""
         if path is None:
             return None
-        at = Source(self._file, line_of(nodes["path"][1]))
         return divided._replace(
             path=path,
-            path_at=at,
+            path_at=self._source(nodes["path"].value),
             reserved_for=reserved_for,
             over_budget=over_budget,
             cuda_mps_compute_mode=mode,
             memory_mib=memory_mib,
-            memory_at=self._at(nodes["memory"][1]) if memory_mib else None,
+            memory_at=self._source(nodes["memory"].value) if memory_mib else None,
         )
 
     def _divided(self, item: Node, nodes: Nodes, sharing: str) -> DeviceEntry:
@@ -252,29 +253,34 @@ class _Reader(MappingReader):
         names = self._read_optional("mig", layout, nodes) or ()
         restore = self._read_optional("mig_restore", boolean, nodes) or False
         if "mig_restore" in nodes and "mig" not in nodes:
-            self._report(nodes["mig_restore"][0], "mig_restore is not allowed without mig", "remove it")
+            self._report(nodes["mig_restore"].key, "mig_restore is not allowed without mig", "remove it")
         if "mig" not in nodes or names == (DISABLED,):
-            way = self._time_sliced if sharing == TIME_SLICING else self._division
-            mig_at = self._at(nodes["mig"][0]) if names else None
-            return way(item, nodes)._replace(mig=names, mig_restore=restore, mig_at=mig_at)
+            mig_at = self._source(nodes["mig"].key) if names else None
+            divide = self._time_sliced if sharing == TIME_SLICING else self._division
+            return divide(item, nodes)._replace(mig=names, mig_restore=restore, mig_at=mig_at)
         for name in _NOT_WITH_MIG:
             if name in nodes and name in _VALID[sharing]:  # another one's problem is reported
                 hint = "remove it; virtual_number divides each instance"
                 if name == "memory":
                     hint = "remove it; each instance has the memory of its profile"
-                self._report(nodes[name][0], f"{name} is not allowed with mig", hint)
+                self._report(nodes[name].key, f"{name} is not allowed with mig", hint)
         most = MAX_TIME_SLICED_DEVICES if sharing == TIME_SLICING else self._max_devices
         number = self._read_optional("virtual_number", whole_number(1, most), nodes) or 0
         if not names:  # its problem is reported; without a layout, the GPU itself is divided
             number = number or 1
-        places = self._places(nodes["virtual_number" if "virtual_number" in nodes else "mig"][0])
-        mig_at = self._at(nodes["mig"][0])
-        return DeviceEntry(
-            "", number, *places, sharing=sharing, mig=names, mig_restore=restore, mig_at=mig_at
-        )
+        divided_by = nodes["virtual_number"] if "virtual_number" in nodes else nodes["mig"]
+        entry = self._new_entry(number, divided_by.key)
+        mig_at = self._source(nodes["mig"].key)
+        return entry._replace(sharing=sharing, mig=names, mig_restore=restore, mig_at=mig_at)
 
-    def _at(self, node: Node) -> Source:
-        return Source(self._file, line_of(node))
+    def _new_entry(self, virtual_number: int, node: Node) -> DeviceEntry:
+        """Return an entry that has no path yet; `node` is what divides its GPU."""
+        return DeviceEntry(
+            path="",
+            virtual_number=virtual_number,
+            path_at=Source(self._file, None),
+            divided_at=self._source(node),
+        )
 
     def _time_sliced(self, item: Node, nodes: Nodes) -> DeviceEntry:
         """Return the entry of a time-sliced GPU; one device if its number is invalid."""
@@ -284,35 +290,34 @@ class _Reader(MappingReader):
         else:
             count = self._read_required(item, "virtual_number", number, nodes, TIME_SLICING)
         time_slice = self._read_optional("time_slice", one_of(*TIME_SLICES), nodes)
-        at = nodes["virtual_number"][1] if "virtual_number" in nodes else item
-        return DeviceEntry(
-            "", count or 1, *self._places(at), sharing=TIME_SLICING, time_slice=time_slice or ""
-        )
+        node = nodes["virtual_number"].value if "virtual_number" in nodes else item
+        entry = self._new_entry(count or 1, node)
+        return entry._replace(sharing=TIME_SLICING, time_slice=time_slice or "")
 
     def _division(self, item: Node, nodes: Nodes) -> DeviceEntry:
         """Return the entry's division of its GPU; one device if it is invalid."""
-        entry = DeviceEntry("", 1, *self._places(item))
+        entry = self._new_entry(1, item)
         present = [name for name in _DIVIDING if name in nodes]
-        if present == ["virtual_number", "memory_unit"] and nodes["virtual_number"][1].value == "0":
+        if present == ["virtual_number", "memory_unit"] and nodes["virtual_number"].value.value == "0":
             present = ["memory_unit"]
         if len(present) > 1:
-            first, second = sorted(present, key=lambda name: (line_of(nodes[name][0]), name))[:2]
-            line = line_of(nodes[first][0])
+            first, second = sorted(present, key=lambda name: (line_of(nodes[name].key), name))[:2]
+            line = line_of(nodes[first].key)
             what = f"{second} divides the GPU, but {first} on line {line} already does"
-            self._report(nodes[second][0], what, "keep one of the two")
+            self._report(nodes[second].key, what, "keep one of the two")
             return entry
         division = present[0] if present else "virtual_number"
         if present:
-            key, value = nodes[division]
-            at = key if division == "slices" else value  # a list may be defined elsewhere, with an alias here
-            entry = entry._replace(divided_at=Source(self._file, line_of(at)))
+            # A list may be defined elsewhere, with an alias here: its key is where the entry has it.
+            node = nodes[division].key if division == "slices" else nodes[division].value
+            entry = entry._replace(divided_at=self._source(node))
         self._check_division(division, nodes)
         if division == "virtual_number":
             count = self._read_required(item, division, whole_number(1, self._max_devices), nodes)
             return entry._replace(virtual_number=count or 1)
-        overcommit = self._read_optional("thread_overcommit", number(1, MAX_OVERRIDE, 2), nodes)
+        overcommit = self._read_optional("thread_overcommit", decimal_number(1, MAX_OVERRIDE, 2), nodes)
         if division == "slices":
-            slices = self._slices(nodes[division][1])
+            slices = self._slices(nodes[division].value)
             if not slices:
                 return entry
             return entry._replace(virtual_number=0, slices=slices, thread_overcommit=overcommit)
@@ -339,7 +344,7 @@ class _Reader(MappingReader):
                     hint = "write it in each slice"
                 if name == "thread_overcommit":
                     hint += ", or set cuda_mps_thread_percentage in host.conf"
-                self._report(nodes[name][0], what, hint)
+                self._report(nodes[name].key, what, hint)
 
     def _slices(self, node: Node) -> tuple[SliceEntry, ...]:
         """Return the slices; none if any of them has a problem."""
@@ -363,12 +368,12 @@ class _Reader(MappingReader):
         self._check_keys(nodes, tuple(_SLICE_KINDS), "a slice")
         if "memory" not in nodes and not _misspelt("memory", nodes, tuple(_SLICE_KINDS)):
             self._report(item, "a slice has no memory", "add memory, for example memory: 8GiB")
-        values = {
-            name: self._read_optional(name, kind, nodes)
-            for name, kind in _SLICE_KINDS.items()
-            if name in nodes
-        }
-        return SliceEntry(values.pop("memory", 0), **values)
+        values: dict[str, Any] = {"memory": 0}
+        for name, kind in _SLICE_KINDS.items():
+            if name in nodes:
+                values[name] = self._read_optional(name, kind, nodes)
+        memory_mib = values.pop("memory")
+        return SliceEntry(memory_mib, **values)
 
     def _sharing(self, item: Node, nodes: Nodes) -> str | None:
         """Return how the entry shares its GPU, even if its type is misspelt, which is reported.
@@ -380,10 +385,11 @@ class _Reader(MappingReader):
             hint = f"write type: {ENTRY_TYPES[MPS]}, or the type of other software"
             self._report(item, "an entry has no type", hint)
             return None
-        key, node = nodes[name]
+        node = nodes[name].value
         if name != "type":
-            odd = look_alike_problem(name, ("type",))
-            self._report(key, *(odd or (f"unknown key {name} (did you mean type?)",)))
+            mistake = look_alike_mistake(name, ("type",))
+            mistake = mistake or Mistake(f"unknown key {name} (did you mean type?)")
+            self._report_mistake(nodes[name].key, mistake)
         value = value_of(node)
         if not isinstance(value, str):
             self._report(node, f"type is {quote(node)}, not a string", f"write type: {ENTRY_TYPES[MPS]}")
@@ -400,9 +406,8 @@ class _Reader(MappingReader):
         for name in SHARING_KEYS:
             if name in nodes:
                 what = f"{name} is not allowed in an entry of the type {entry_type}"
-                types = [ENTRY_TYPES[sharing] for sharing, keys in _VALID.items() if name in keys]
-                hint = f"write {' or '.join(f'type: {ours}' for ours in types)}, or remove it"
-                self._report(nodes[name][0], what, hint)
+                types = [f"type: {ENTRY_TYPES[sharing]}" for sharing, keys in _VALID.items() if name in keys]
+                self._report(nodes[name].key, what, f"write {' or '.join(types)}, or remove it")
 
     def _read_required(self, item: Node, name: str, kind: Kind, nodes: Nodes, sharing: str = MPS) -> Any:
         if name not in nodes:
@@ -430,14 +435,14 @@ def _type_key(nodes: Nodes) -> str | None:
     if "type" in nodes:
         return "type"
     for name in nodes:
-        if nearest_key(name, ["type"]) or look_alike_problem(name, ["type"]):
+        if nearest_key(name, ["type"]) or look_alike_mistake(name, ["type"]):
             return name
     return None
 
 
 def _path(key: str, node: Node) -> str:
     """Accept what can be a GPU, whether this host has it now or not."""
-    path = text(key, node, "a render node, a PCI address or a GPU's UUID")
+    path = one_line(key, node, "a render node, a PCI address or a GPU's UUID")
     if parse_gpu_path(path) is None:
         hint = "write a render node such as /dev/dri/renderD128, a PCI address or a GPU's UUID"
         raise InvalidValueError(key, node, "which cannot be a GPU", hint)

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
-import importlib
 import os
 import re
 import stat
+import unicodedata
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import yaml
 
 from yunion_mps.errors import Problem
-
-_compile = re.compile
-
-
-class _LazyPattern:
-    """A regular expression that is compiled when it is first used."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self._arguments = arguments
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(_compile(*self._arguments), name)
-
-
-def _import_yaml() -> Any:
-    """Import PyYAML without compiling its regular expressions: 4 of 9 ms, most for one that is never used."""
-    re.compile = _LazyPattern  # type: ignore[assignment]
-    try:
-        return importlib.import_module("yaml")
-    finally:
-        re.compile = _compile
-
-
-if TYPE_CHECKING:
-    import yaml
-else:
-    yaml = _import_yaml()
 
 #: A configuration is a page of text; the bounds only limit the cost of a mistake or an attack.
 MAX_FILE_BYTES = 1 << 20
@@ -47,35 +23,15 @@ MAX_VALUES = 200_000
 #: YAML 1.1 has sexagesimal numbers (1:30), whose conversion takes quadratic time.
 _MAX_NUMBER = 64
 
-#: YAML 1.1's words for values, in three spellings each.
-_WORDS = {
-    spelled: f"tag:yaml.org,2002:{kind}"
-    for kind, words in (("bool", "yes no true false on off"), ("null", "null"))
-    for word in words.split()
-    for spelled in (word, word.capitalize(), word.upper())
-}
-
 #: The C parser if PyYAML was built with it (8 times as fast), otherwise the one in Python.
-_ParserOfYaml: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class _Loader(_ParserOfYaml):  # type: ignore[misc]
-    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
-        """As PyYAML does, but names, words and numbers without its regular expressions: 3 ms of a start."""
-        if kind is yaml.ScalarNode and implicit[0] and value.isascii():
-            if value.isidentifier():
-                return _WORDS.get(value, "tag:yaml.org,2002:str")
-            if value.isdigit() and value[0] != "0":
-                return "tag:yaml.org,2002:int"
-        return super().resolve(kind, value, implicit)
-
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 #: Directory in which the packages install examples of configuration files.
 _EXAMPLES = "/usr/share/yunion-mps"
 
 _construct = yaml.constructor.SafeConstructor()
 
-#: Other modules get these classes here, so that PyYAML is imported only once, and quickly.
+#: PyYAML's classes, for the other modules that read the tree.
 Node = yaml.nodes.Node
 MappingNode = yaml.nodes.MappingNode
 ScalarNode = yaml.nodes.ScalarNode
@@ -101,26 +57,38 @@ class FileProblemError(Exception):
         self.problem = problem
 
 
+class Mistake(NamedTuple):
+    """What is wrong at some place of a file."""
+
+    what: str
+    #: What to do; empty if `what` says it (`did you mean …?`).
+    hint: str = ""
+
+
 class Pair(NamedTuple):
-    """A key of a mapping with its value; `name` is the key's text, "" for keys that are not scalars.
+    """A key of a mapping with its value."""
 
-    `is_merged`: the pair is from the value of a merge key (<<), so that the mapping's own keys override it.
-    """
-
+    #: The key's text; empty for keys that are not scalars.
     name: str
     key: Node
     value: Node
+    #: The pair is from the value of a merge key (<<), so that the mapping's own keys override it.
     is_merged: bool = False
 
 
 def read_document(
     path: str, example: str, keys: Iterable[str] = (), other: Callable[[bytes], Node | None] | None = None
 ) -> Node | None:
-    """Return the root of the YAML file `path`, None if it is empty or null; raises FileProblemError.
+    """Return the root of the YAML file `path`, None if it is empty or null.
 
-    Only the first document of the file is read, as by Cloudpods; one of `keys` in another document is a
-    problem. `example` is the name of the packages' example of the file. `other` reads another format, and
-    returns None for what is not in it; it is tried if the file is not a mapping in YAML.
+    Only the first document of the file is read, as by Cloudpods.
+
+    example: the name of the packages' example of the file.
+    keys: the keys that are a problem in another document of the file.
+    other: reads another format, and returns None for what is not in it; it is tried if the file is not a
+    mapping in YAML.
+
+    Raises FileProblemError if the file cannot be read, is no valid YAML, or exceeds the bounds.
     """
     text = _read(path, example)
     try:
@@ -136,7 +104,7 @@ def read_document(
 
 
 def _parse(path: str, text: bytes, keys: frozenset[str]) -> Node | None:
-    if _ParserOfYaml is yaml.SafeLoader and not text.startswith((b"\xff\xfe", b"\xfe\xff")):
+    if _Loader is yaml.SafeLoader and not text.startswith((b"\xff\xfe", b"\xfe\xff")):
         text = re.sub(_TABS, lambda tabs: b" " * len(tabs[0]), text)
     root = _compose(path, text, keys)
     if root is None or root.tag.endswith(":null"):
@@ -170,9 +138,9 @@ def _syntax_problem(path: str, text: bytes, error: Any) -> FileProblemError:
     lines = _lines_of(text)
     for place in (error.problem_mark, error.context_mark):
         for number in (place.line, place.line - 1) if place else ():
-            found = _look_alike_in_line(lines[number]) if 0 <= number < len(lines) else None
-            if found:
-                return _problem(path, number + 1, *found)
+            mistake = _look_alike_in_line(lines[number]) if 0 <= number < len(lines) else None
+            if mistake:
+                return _problem(path, number + 1, mistake.what, mistake.hint)
     mark = error.problem_mark or error.context_mark
     if mark and mark.line >= len(lines):  # noticed only at the end of the file: the beginning says more
         mark = error.context_mark or mark
@@ -188,9 +156,9 @@ def _lines_of(text: bytes) -> list[str]:
 def _check_look_alikes(path: str, text: bytes) -> None:
     """Refuse the first line with a character that only looks like indentation or a separator."""
     for number, line in enumerate(_lines_of(text), start=1):
-        found = _look_alike_in_line(line)
-        if found:
-            raise _problem(path, number, *found)
+        mistake = _look_alike_in_line(line)
+        if mistake:
+            raise _problem(path, number, mistake.what, mistake.hint)
 
 
 def _check_other_document(path: str, root: Node, keys: frozenset[str]) -> None:
@@ -206,19 +174,17 @@ def _check_other_document(path: str, root: Node, keys: frozenset[str]) -> None:
 def look_alike(text: str) -> str:
     """Return the first character that looks like a space but is none, such as `a no-break space (U+00A0)`.
 
-    "" if there is none.
+    Empty if there is none.
     """
     match = re.search(_LOOK_ALIKE, text)
-    return _name_of(match[0]) if match else ""
+    return _character_name(match[0]) if match else ""
 
 
 def without_look_alikes(text: str) -> str:
     return re.sub(_LOOK_ALIKE, "", text)
 
 
-def _name_of(character: str) -> str:
-    import unicodedata  # rarely needed
-
+def _character_name(character: str) -> str:
     if character == "\t":
         return "a tab"
     name = unicodedata.name(character).lower()
@@ -226,22 +192,23 @@ def _name_of(character: str) -> str:
     return f"{article} {name} (U+{ord(character):04X})"
 
 
-def _look_alike_in_line(line: str) -> tuple[str, str] | None:
-    """Return the problem and the hint if a character only looks like indentation or a separator."""
+def _look_alike_in_line(line: str) -> Mistake | None:
+    """Return what is wrong if a character only looks like indentation or a separator."""
     match = re.match(_INDENTATION, line)
     if match:
-        return f"the line is indented with {_name_of(match['odd'])}", "indent it with spaces"
+        return Mistake(f"the line is indented with {_character_name(match['odd'])}", "indent it with spaces")
     match = re.match(_SEPARATOR, line)
     if match and match["colon"]:
-        return f"the line contains {_name_of(match['colon'])}", "replace it with a colon and a space"
+        what = f"the line contains {_character_name(match['colon'])}"
+        return Mistake(what, "replace it with a colon and a space")
     if match:
-        return f"the line contains {_name_of(match['odd'])}", "replace it with a space"
+        return Mistake(f"the line contains {_character_name(match['odd'])}", "replace it with a space")
     return None
 
 
 def mark_of_line(line: int) -> Any:
     """Return the beginning of a line, from 0, as the mark of a node."""
-    return yaml.Mark("", 0, line, 0, None, 0)
+    return yaml.Mark(name="", index=0, line=line, column=0, buffer=None, pointer=0)
 
 
 def line_of(node: Node) -> int:
@@ -278,7 +245,8 @@ def pairs_of(node: Node) -> list[Pair]:
             pairs.append(Pair("<<", key, value))
             continue
         for mapping in merged:
-            pairs += [pair._replace(is_merged=True) for pair in pairs_of(mapping)]
+            for pair in pairs_of(mapping):
+                pairs.append(pair._replace(is_merged=True))
     return pairs
 
 
@@ -320,34 +288,33 @@ def quote(node: Node) -> str:
 
 
 def nearest_key(word: str, names: Iterable[str]) -> str | None:
-    """Like `nearest`; also matches names of which `word` is the first 60 % or more (`cuda_mps_pipe_dir`)."""
-    completions = (
-        name for name in names if name.startswith(word) and 0.6 * len(name) <= len(word) < len(name)
-    )
-    return next(completions, None) or nearest(word, names)
+    """Return the name that `word` abbreviates or misspells, None if there is none.
+
+    An abbreviation is the first 60 % or more of the name (`cuda_mps_pipe_dir`).
+    """
+    for name in names:
+        if name.startswith(word) and 0.6 * len(name) <= len(word) < len(name):
+            return name
+    return nearest(word, names)
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name of which `word` is most likely a misspelling, if any.
+    """Return the name of which `word` is most likely a misspelling, None if there is none.
 
-    It is cheap for all the foreign keys of host.conf: `difflib` (5 ms to import) is used only if letters and
-    length nearly match.
+    It is cheap for all the foreign keys of host.conf: they are only compared with names of nearly the same
+    letters and length.
     """
-    candidates = [
-        name
-        for name in names
-        if abs(len(name) - len(word)) <= 3 and len(set(name.lower()) ^ set(word.lower())) <= 4
-    ]
-    if not candidates:
-        return None
-    import difflib
-
-    by_lower = {name.lower(): name for name in candidates}
+    by_lower = {name.lower(): name for name in names if _is_similar(name, word)}
     for lower, name in by_lower.items():
         if sorted(lower) == sorted(word.lower()):  # `paht`, too distant by the measure below
             return name
     close = difflib.get_close_matches(word.lower().replace("-", "_"), list(by_lower), n=1, cutoff=0.85)
     return by_lower[close[0]] if close else None
+
+
+def _is_similar(name: str, word: str) -> bool:
+    """Whether the two differ in few letters and in length by few."""
+    return abs(len(name) - len(word)) <= 3 and len(set(name.lower()) ^ set(word.lower())) <= 4
 
 
 def _problem(path: str, line: int | None, what: str, hint: str) -> FileProblemError:

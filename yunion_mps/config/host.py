@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from yunion_mps.config.assignments import read_assignments
 from yunion_mps.config.document import (
     FileProblemError,
     MappingNode,
+    Mistake,
+    Node,
     Pair,
     line_of,
     nearest_key,
@@ -16,7 +18,7 @@ from yunion_mps.config.document import (
     read_document,
     value_of,
 )
-from yunion_mps.config.mapping import distinct_pairs, look_alike_problem, merge_problem
+from yunion_mps.config.mapping import distinct_pairs, look_alike_mistake, merge_mistake
 from yunion_mps.config.values import (
     MAX_DEVICES_PER_GPU,
     MAX_OVERRIDE,
@@ -34,6 +36,7 @@ from yunion_mps.config.values import (
     overlap,
     own_directory,
     path_or_empty,
+    split_endpoint,
     textfile,
     whole_number,
 )
@@ -43,7 +46,8 @@ from yunion_mps.paths import MAX_SOCKET_PATH, Paths
 from yunion_mps.settings import Config, Source
 
 #: The keys that name other files.
-LOCAL_FILE, DEVICE_FILE = "local_config_file", "container_device_config_file"
+LOCAL_FILE = "local_config_file"
+DEVICE_FILE = "container_device_config_file"
 
 KEYS: dict[str, Key] = {
     "enable_cuda_mps": Key(
@@ -166,13 +170,15 @@ def read_host(paths: Paths) -> tuple[Config, list[Problem]]:
     # `cuda_mps_max_clients` comes first, because it bounds another key.
     for setting in sorted(settings, key=lambda setting: setting.pair.name != "cuda_mps_max_clients"):
         config, problem = _with_setting(config, setting)
-        problems += [problem] if problem else []
+        if problem:
+            problems.append(problem)
     problems += _check_pipe_directory(paths, config)
-    invalid = [*_check_public(config), *_check_ports(config)]
-    config = config._replace(**{name: KEYS[name].default for name, _ in invalid}, files=tuple(files))
-    problems += [problem._replace(is_minor=True) for _, problem in invalid]
-    places = {file: number for number, file in enumerate(files)}
-    return config, sorted(problems, key=lambda problem: (places.get(problem.file, 0), problem.line or 0))
+    for name, problem in (*_check_public(config), *_check_ports(config)):
+        config = config._replace(**{name: KEYS[name].default})
+        problems.append(problem._replace(is_minor=True))
+    order = {file: number for number, file in enumerate(files)}
+    problems.sort(key=lambda problem: (order.get(problem.file, 0), problem.line or 0))
+    return config._replace(files=tuple(files)), problems
 
 
 def _settings_of(file: str) -> tuple[list[_Setting], list[Problem]]:
@@ -187,19 +193,23 @@ def _settings_of(file: str) -> tuple[list[_Setting], list[Problem]]:
         hint = "write one key: value per line, as in the example"
         return [], [Problem(file, line_of(root), f"contains {quote(root)}, not a mapping", hint)]
     pairs, duplicates, invalid = distinct_pairs(root, _key_name)
-    problems = [Problem(file, line_of(pair.key), *merge_problem(pair)) for pair in invalid]
-    problems += [
-        Problem(file, line_of(duplicate.pair.key), duplicate.what, duplicate.hint)
-        for duplicate in duplicates
-        if duplicate.pair.name in KEYS
-    ]
+    problems = [_problem(file, pair.key, merge_mistake(pair)) for pair in invalid]
+    for duplicate in duplicates:
+        if duplicate.pair.name in KEYS:
+            problems.append(_problem(file, duplicate.pair.key, duplicate.mistake))
     settings = []
     for pair in pairs.values():
         if pair.name in KEYS:
             settings.append(_Setting(file, pair))
-        else:
-            problems += _check_foreign_key(file, line_of(pair.key), pair.name)
+            continue
+        mistake = _foreign_key_mistake(pair.name)
+        if mistake:
+            problems.append(_problem(file, pair.key, mistake))
     return settings, problems
+
+
+def _problem(file: str, node: Node, mistake: Mistake) -> Problem:
+    return Problem(file, line_of(node), mistake.what, mistake.hint)
 
 
 def _key_name(written: str) -> str:
@@ -211,10 +221,10 @@ def _key_name(written: str) -> str:
 def _local_file(settings: list[_Setting]) -> str:
     """Return the value of `local_config_file`; its default if it is missing or invalid, "" if it is empty."""
     key = KEYS[LOCAL_FILE]
-    for _, pair in settings:
-        if pair.name == LOCAL_FILE:
+    for setting in settings:
+        if setting.pair.name == LOCAL_FILE:
             try:
-                return str(key.kind(LOCAL_FILE, pair.value))
+                return str(key.kind(LOCAL_FILE, setting.pair.value))
             except InvalidValueError:  # reported with the other values
                 break
     return str(key.default)
@@ -222,26 +232,35 @@ def _local_file(settings: list[_Setting]) -> str:
 
 def _check_local_file(settings: list[_Setting], file: str) -> list[Problem]:
     """Refuse `local_config_file` in the file that it has named, unless it names that file."""
-    if not any(setting.pair.name == LOCAL_FILE for setting in settings) or _local_file(settings) == file:
+    sources = [setting.source for setting in settings if setting.pair.name == LOCAL_FILE]
+    if not sources or _local_file(settings) == file:
         return []
-    source = next(setting.source for setting in settings if setting.pair.name == LOCAL_FILE)
     what = f"{LOCAL_FILE} has no effect in this file"
-    return [Problem(source.file, source.line, what, "set it in host.conf, or remove it")]
+    return [
+        Problem(
+            file=sources[0].file, line=sources[0].line, what=what, hint="set it in host.conf, or remove it"
+        )
+    ]
 
 
 def _with_setting(config: Config, setting: _Setting) -> tuple[Config, Problem | None]:
     """Return the configuration with the setting, or the problem of its value."""
-    name, node = setting.pair.name, setting.pair.value
-    config = config._replace(sources={**config.sources, name: setting.source})
+    name = setting.pair.name
+    node = setting.pair.value
     if name == DEVICE_FILE and value_of(node) == "":  # as if it were not set
-        default = {name: KEYS[name].default}
-        return config._replace(**default, sources={**config.sources, name: _DEFAULT}), None
+        return _with_value(config, name, KEYS[name].default, _DEFAULT), None
     try:
         value = _kind(name, config)(name, node)
     except InvalidValueError as error:
-        minor = name.startswith(_MINOR)
-        return config, Problem(setting.file, line_of(node), error.what, error.hint, minor)
-    return config._replace(**{name: value}), None
+        problem = _problem(setting.file, node, Mistake(error.what, error.hint))
+        config = config._replace(sources={**config.sources, name: setting.source})
+        return config, problem._replace(is_minor=name.startswith(_MINOR))
+    return _with_value(config, name, value, setting.source), None
+
+
+def _with_value(config: Config, name: str, value: Any, source: Source) -> Config:
+    sources = {**config.sources, name: source}
+    return config._replace(**{name: value}, sources=sources)
 
 
 def _kind(name: str, config: Config) -> Kind:
@@ -250,54 +269,62 @@ def _kind(name: str, config: Config) -> Kind:
     return KEYS[name].kind
 
 
-def _check_foreign_key(file: str, line: int, name: str) -> list[Problem]:
-    """Check a foreign key: it is a problem if it is nearly one of ours, or belongs in the device file."""
-    odd = look_alike_problem(name, KEYS)
-    if odd:
-        return [Problem(file, line, *odd)]
+def _foreign_key_mistake(name: str) -> Mistake | None:
+    """Return why a key that is not ours is wrong: it is nearly one of ours, or belongs in the device file."""
+    mistake = look_alike_mistake(name, KEYS)
+    if mistake:
+        return mistake
     near = nearest_key(name, KEYS)
     if near:
-        return [Problem(file, line, f"unknown key {name} (did you mean {near}?)")]
+        return Mistake(f"unknown key {name} (did you mean {near}?)")
     if name in (*SHARING_KEYS, "virtual_number"):
         hint = "move it to the entry of a GPU in host_container_device.yml"
-        return [Problem(file, line, f"{name} is not a key of host.conf", hint)]
+        return Mistake(f"{name} is not a key of host.conf", hint)
     if name.startswith(("cuda_mps_", "enable_cuda_mps")):
         keys = ", ".join(sorted(KEYS))
-        return [Problem(file, line, f"unknown key {name}", f"remove it; yunion-mps reads these keys: {keys}")]
-    return []
+        return Mistake(f"unknown key {name}", f"remove it; yunion-mps reads these keys: {keys}")
+    return None
 
 
 def _check_public(config: Config) -> list[tuple[str, Problem]]:
     """Return the keys whose address other hosts can reach, although that is not allowed."""
     refused = []
-    for listen, address, allow, is_allowed in (
-        ("metrics_listen", config.metrics_listen, "metrics_allow_public", config.metrics_allow_public),
-        ("web_listen", config.web_listen, "web_allow_public", config.web_allow_public),
-    ):
-        if address and is_public(address) and not is_allowed:
-            port, at = address.rpartition(":")[2], config.sources[listen]
-            hint = f"write 127.0.0.1:{port}, or {allow}: true if this is intended"
-            problem = f"{listen} is {address}, which is reachable from other hosts"
-            refused.append((listen, Problem(at.file, at.line, problem, hint)))
+    if config.metrics_listen and not config.metrics_allow_public and is_public(config.metrics_listen):
+        problem = _public_problem(config, "metrics_listen", "metrics_allow_public")
+        refused.append(("metrics_listen", problem))
+    if config.web_listen and not config.web_allow_public and is_public(config.web_listen):
+        problem = _public_problem(config, "web_listen", "web_allow_public")
+        refused.append(("web_listen", problem))
     return refused
+
+
+def _public_problem(config: Config, listen: str, allow: str) -> Problem:
+    """Return the problem of an address (the key `listen`) that needs the key `allow`."""
+    address = str(getattr(config, listen))
+    source = config.sources[listen]
+    what = f"{listen} is {address}, which is reachable from other hosts"
+    hint = f"write 127.0.0.1:{split_endpoint(address)[1]}, or {allow}: true if this is intended"
+    return Problem(source.file, source.line, what, hint)
 
 
 def _check_ports(config: Config) -> list[tuple[str, Problem]]:
     """Return the key whose address another listener uses already, so that it would never be served."""
-    web, metrics, at = config.web_listen, config.metrics_listen, config.sources["web_listen"]
+    web = config.web_listen
+    metrics = config.metrics_listen
     if not (web and metrics and overlap(web, metrics)):
         return []
-    problem = f"web_listen is {web}, which metrics_listen already uses"
-    return [("web_listen", Problem(at.file, at.line, problem, "use a different port for each"))]
+    source = config.sources["web_listen"]
+    what = f"web_listen is {web}, which metrics_listen already uses"
+    return [("web_listen", Problem(source.file, source.line, what, "use a different port for each"))]
 
 
 def _check_pipe_directory(paths: Paths, config: Config) -> list[Problem]:
     """Check that the paths of the control daemon's sockets fit a socket's address."""
-    at = config.sources["cuda_mps_pipe_directory"]
+    source = config.sources["cuda_mps_pipe_directory"]
     extra = _SOCKET if config.cuda_mps_scope == "host" else _GPU_DIRECTORY + _SOCKET
     room = MAX_SOCKET_PATH - len(extra) - len(paths.under("/")) + 1
     length = len(config.cuda_mps_pipe_directory.encode())
     if length <= room:
         return []
     what = f"cuda_mps_pipe_directory is {length} bytes long, too long for a socket address"
-    return [Problem(at.file, at.line, what, f"choose a path of at most {room} bytes")]
+    return [Problem(source.file, source.line, what, f"choose a path of at most {room} bytes")]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from yunion_mps.config.document import (
+    Mistake,
     Node,
     Pair,
     is_invalid_merge,
@@ -21,23 +22,21 @@ from yunion_mps.config.values import InvalidValueError, Kind
 from yunion_mps.errors import Problem
 from yunion_mps.settings import Source
 
-#: The nodes of each key and its value in a mapping, by the key's text.
-Nodes = dict[str, tuple[Node, Node]]
+#: The pairs of a mapping by the names of their keys.
+Nodes = dict[str, Pair]
 
 
 class Duplicate(NamedTuple):
-    """A pair whose key is in the mapping already, with another value; `first` is that other pair."""
+    """A pair whose key is in the mapping already, with another value."""
 
     pair: Pair
+    #: The pair that has the key already.
     first: Pair
 
     @property
-    def what(self) -> str:
-        return f"duplicate key {self.pair.name}"
-
-    @property
-    def hint(self) -> str:
-        return f"keep one of the two lines (the other is line {line_of(self.first.key)})"
+    def mistake(self) -> Mistake:
+        hint = f"keep one of the two lines (the other is line {line_of(self.first.key)})"
+        return Mistake(f"duplicate key {self.pair.name}", hint)
 
 
 def distinct_pairs(
@@ -45,8 +44,9 @@ def distinct_pairs(
 ) -> tuple[dict[str, Pair], list[Duplicate], list[Pair]]:
     """Return the pairs of a mapping by name, the duplicates, and the merge keys that merge nothing.
 
-    `name_of` returns the name of a key as written. A key twice with the same value is no duplicate. Of
-    duplicates, the first one counts.
+    A key twice with the same value is no duplicate. Of duplicates, the first one counts.
+
+    name_of: returns the name of a key as written.
     """
     pairs: dict[str, Pair] = {}
     duplicates: list[Duplicate] = []
@@ -64,18 +64,19 @@ def distinct_pairs(
     return pairs, duplicates, invalid
 
 
-def merge_problem(pair: Pair) -> tuple[str, str]:
-    """Return what is wrong with a merge key that merges nothing, and the hint."""
-    return f"<< is {quote(pair.value)}, not a mapping", "write <<: and the alias of a mapping, or remove it"
+def merge_mistake(pair: Pair) -> Mistake:
+    """Return what is wrong with a merge key that merges nothing."""
+    what = f"<< is {quote(pair.value)}, not a mapping"
+    return Mistake(what, "write <<: and the alias of a mapping, or remove it")
 
 
-def look_alike_problem(name: str, keys: Iterable[str]) -> tuple[str, str] | None:
-    """Return the problem and hint if `name` is one of `keys` but for characters that look like spaces."""
+def look_alike_mistake(name: str, keys: Iterable[str]) -> Mistake | None:
+    """Return what is wrong if `name` is one of `keys` but for characters that look like spaces."""
     odd = look_alike(name)
     plain = without_look_alikes(name).strip(" -").rstrip(":")
-    return (
-        (f"key {plain} is written with {odd}", "write it with spaces only") if odd and plain in keys else None
-    )
+    if not odd or plain not in keys:
+        return None
+    return Mistake(f"key {plain} is written with {odd}", "write it with spaces only")
 
 
 class MappingReader:
@@ -88,6 +89,9 @@ class MappingReader:
     def _report(self, node: Node, what: str, hint: str = "") -> None:
         self.problems.append(self._problem(node, what, hint))
 
+    def _report_mistake(self, node: Node, mistake: Mistake) -> None:
+        self._report(node, mistake.what, mistake.hint)
+
     def _problem(self, node: Node | None, what: str, hint: str = "") -> Problem:
         return Problem(self._file, line_of(node) if node else None, what, hint)
 
@@ -97,9 +101,10 @@ class MappingReader:
         `name_of` returns the name of a key as written. Of duplicates, the first one counts.
         """
         pairs, duplicates, invalid = distinct_pairs(mapping, name_of)
-        problems = [self._problem(one.pair.key, one.what, one.hint) for one in duplicates]
-        problems += [self._problem(pair.key, *merge_problem(pair)) for pair in invalid]
-        return {name: (pair.key, pair.value) for name, pair in pairs.items()}, problems
+        mistakes = [(duplicate.pair.key, duplicate.mistake) for duplicate in duplicates]
+        mistakes += [(pair.key, merge_mistake(pair)) for pair in invalid]
+        problems = [self._problem(key, mistake.what, mistake.hint) for key, mistake in mistakes]
+        return pairs, problems
 
     def _check_keys(
         self, nodes: Nodes, valid: Sequence[str], owner: str, reported: str | None = None
@@ -108,30 +113,33 @@ class MappingReader:
 
         `owner` names the mapping: `an NVIDIA_MPS entry`.
         """
-        for name, (key, _) in nodes.items():
+        for name, pair in nodes.items():
             if name not in valid and name != reported:
-                odd = look_alike_problem(name, valid)
-                if odd:
-                    self._report(key, *odd)
-                    continue
-                near = nearest_key(name, valid)
-                what = f"{f'unknown key {name}' if name else 'a key that is not a string'} in {owner}"
-                if near:
-                    self._report(key, f"{what} (did you mean {near}?)")
-                else:
-                    self._report(key, what, f"remove it; the valid keys of {owner} are {', '.join(valid)}")
+                self._report_mistake(pair.key, _unknown_key(name, valid, owner))
 
     def _read_optional(self, name: str, kind: Kind, nodes: Nodes) -> Any:
         """Return the value; None if it is missing, or invalid, which is reported."""
         if name not in nodes:
             return None
-        node = nodes[name][1]
+        node = nodes[name].value
         try:
             return kind(name, node)
         except InvalidValueError as error:
             self._report(node, error.what, error.hint)
             return None
 
-    def _places(self, node: Node) -> tuple[Source, Source]:
-        """Return the places of an entry that has no path yet: unknown, and that of its division."""
-        return Source(self._file, None), Source(self._file, line_of(node))
+    def _source(self, node: Node) -> Source:
+        return Source(self._file, line_of(node))
+
+
+def _unknown_key(name: str, valid: Sequence[str], owner: str) -> Mistake:
+    """Return what is wrong with a key that `owner` (`an NVIDIA_MPS entry`) does not have."""
+    mistake = look_alike_mistake(name, valid)
+    if mistake:
+        return mistake
+    near = nearest_key(name, valid)
+    key = f"unknown key {name}" if name else "a key that is not a string"
+    if near:
+        return Mistake(f"{key} in {owner} (did you mean {near}?)")
+    hint = f"remove it; the valid keys of {owner} are {', '.join(valid)}"
+    return Mistake(f"{key} in {owner}", hint)

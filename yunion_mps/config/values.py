@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import grp
+import ipaddress
 import os
 import re
 from collections.abc import Callable
@@ -58,7 +60,7 @@ _LAYOUT = f"{DISABLED}|{BALANCED}|(?:{ALL})?{_PROFILE}"
 
 
 class InvalidValueError(Exception):
-    """An invalid value: what is wrong with it, and what would be right."""
+    """An invalid value: `what` is wrong with it, and the `hint` says what would be right."""
 
     def __init__(self, key: str, node: Node, what: str, hint: str) -> None:
         self.what = f"{key} is {quote(node)}, {what}"
@@ -72,15 +74,19 @@ Kind = Callable[[str, Node], Any]
 
 
 class Key(NamedTuple):
-    """One of our keys: the kind of its value, its default, and its purpose (for help and documentation)."""
+    """One of our keys."""
 
     kind: Kind
     default: Any
+    #: Its purpose, for help and documentation.
     help: str
 
 
 def boolean(key: str, node: Node) -> bool:
-    """Accept YAML's words, `y`, and what Go's strconv.ParseBool reads, as Cloudpods: `"true"`, `1`, `T`."""
+    """Accept YAML's words, `y`, and what Go's strconv.ParseBool reads, as Cloudpods: `"true"`, `1`, `T`.
+
+    Raises InvalidValueError, like every kind of value.
+    """
     value = value_of(node)
     if isinstance(value, bool):
         return value
@@ -113,7 +119,7 @@ def whole_number(lowest: int, highest: int) -> Kind:
     return kind
 
 
-def number(lowest: float, highest: float, decimals: int) -> Kind:
+def decimal_number(lowest: float, highest: float, decimals: int) -> Kind:
     """Accept numbers within inclusive bounds, with at most this many decimals, also in quotes."""
 
     def kind(key: str, node: Node) -> float:
@@ -150,15 +156,16 @@ def memory(lowest_mib: int) -> Kind:
 
 
 def one_of(*choices: str) -> Kind:
+    """Accept one of these words."""
+
     def kind(key: str, node: Node) -> str:
         value = value_of(node)
-        if value not in choices:
-            near = nearest(str(value), choices) if isinstance(value, str) else None
-            allowed = " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))
-            raise InvalidValueError(
-                key, node, f"but must be {allowed}", f"did you mean {near}?" if near else ""
-            )
-        return str(value)
+        if value in choices:
+            return str(value)
+        near = nearest(value, choices) if isinstance(value, str) else None
+        allowed = " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))
+        hint = f"did you mean {near}?" if near else ""
+        raise InvalidValueError(key, node, f"but must be {allowed}", hint)
 
     return kind
 
@@ -170,7 +177,7 @@ def path_or_empty(key: str, node: Node) -> str:
 
 def absolute_path(key: str, node: Node) -> str:
     """Accept absolute paths, except `/`; the value is normalised."""
-    value = text(key, node)
+    value = one_line(key, node)
     if not value.startswith("/"):
         raise InvalidValueError(key, node, "not an absolute path", "write an absolute path")
     normal = "/" + os.path.normpath(value).lstrip("/")
@@ -209,9 +216,8 @@ def own_directory(example: str) -> Kind:
 
 
 def group(key: str, node: Node) -> str:
-    import grp  # rarely needed
-
-    name = text(key, node, "the name of a group")
+    """Accept the name of a group that exists."""
+    name = one_line(key, node, "the name of a group")
     try:
         grp.getgrnam(name)
     except KeyError:
@@ -247,7 +253,7 @@ def max_devices(override: int | None) -> int:
     return max(override or 0, MAX_DEVICES_PER_GPU)
 
 
-def text(key: str, node: Node, what: str = "a string") -> str:
+def one_line(key: str, node: Node, what: str = "a string") -> str:
     """Accept non-empty text on one line; `what` tells the hint what it should name."""
     value = value_of(node)
     if isinstance(value, (int, float)) and ":" in node.value:
@@ -262,21 +268,23 @@ def text(key: str, node: Node, what: str = "a string") -> str:
 def endpoint(key: str, node: Node) -> str:
     """Accept `127.0.0.1:9435`, `[::1]:9435` or `localhost:9435`; other names can change their address."""
     try:
-        return normalise_endpoint(text(key, node, "an IP address and a port"))
+        return normalise_endpoint(one_line(key, node, "an IP address and a port"))
     except ValueError as error:
         raise InvalidValueError(key, node, str(error), f"write {ENDPOINT_EXAMPLE}") from None
 
 
 def normalise_endpoint(value: str) -> str:
-    """Normalise an address and port; raises ValueError, which says what is wrong."""
+    """Return the address and port in one spelling: `127.0.0.1:9435` or `[::1]:9435`.
+
+    Raises ValueError, which says what is wrong, if the value is something else.
+    """
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([a-zA-Z0-9.-]+)):([0-9]{1,5})", value)
     if match is None or not 1 <= int(match[3]) <= _MAX_PORT:
         raise ValueError("not an address with a port")
-    host, port = match[1] or match[2], int(match[3])
+    host = match[1] or match[2]
+    port = int(match[3])
     if host == "localhost":
         return f"{_LOCALHOST}:{port}"
-    import ipaddress  # 5 ms, and rarely needed
-
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -287,20 +295,20 @@ def normalise_endpoint(value: str) -> str:
 
 
 def split_endpoint(listen: str) -> tuple[str, int]:
+    """Return the address, without brackets, and the port of a normalised endpoint."""
     host, _, port = listen.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def is_public(listen: str) -> bool:
     """Whether other hosts can reach the endpoint: any address except those of the loopback device."""
-    import ipaddress
-
     return not ipaddress.ip_address(split_endpoint(listen)[0]).is_loopback
 
 
 def overlap(first: str, other: str) -> bool:
     """Whether only one of the two endpoints can be listened on."""
-    (host, port), (other_host, other_port) = split_endpoint(first), split_endpoint(other)
+    host, port = split_endpoint(first)
+    other_host, other_port = split_endpoint(other)
     if port != other_port or (":" in host) != (":" in other_host):
         return False
     return host == other_host or not {host, other_host}.isdisjoint(_EVERY_ADDRESS)

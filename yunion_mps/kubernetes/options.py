@@ -27,8 +27,8 @@ from yunion_mps.config.values import (
     boolean,
     endpoint,
     is_public,
+    one_line,
     one_of,
-    text,
 )
 from yunion_mps.enums import BINPACK, MPS, NOT_SHARED, PLACEMENTS, TIME_SLICING
 from yunion_mps.errors import ConfigError, Problem
@@ -171,14 +171,14 @@ def _memory_unit(key: str, node: Node) -> int:
 
 
 def _node_name(key: str, node: Node) -> str:
-    value = text(key, node)
+    value = one_line(key, node)
     if not re.fullmatch(_DOMAIN, value) or len(value) > _MAX_DOMAIN:
         raise InvalidValueError(key, node, "not the name of a node", "write it as kubectl get nodes shows it")
     return value
 
 
 def _label(key: str, node: Node) -> str:
-    value = text(key, node)
+    value = one_line(key, node)
     match = re.fullmatch(f"((?P<domain>{_DOMAIN})/)?(?P<name>{_NAME})(=(?P<value>{_NAME})?)?", value)
     if not match:
         raise InvalidValueError(key, node, "not a label", "write ack.node.gpu.schedule=mps, for example")

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -231,14 +229,3 @@ def test_a_number_of_1_mib_is_refused_quickly(files: Files, number: str) -> None
         )
     ]
     assert time.process_time() - begin < QUICK_S
-
-
-@pytest.mark.processes
-def test_pyyaml_compiles_a_regular_expression_when_it_is_first_used() -> None:
-    code = """
-import re, yunion_mps.config, yaml
-compiled = [isinstance(one, re.Pattern) for one in (yaml.reader.Reader.NON_PRINTABLE, re.compile("a"))]
-print(compiled, yaml.load("[1.5, yes, ~, 2026-11-23]", yaml.SafeLoader))
-"""
-    printed = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
-    assert printed.stdout == "[False, True] [1.5, True, None, datetime.date(2026, 11, 23)]\n"
