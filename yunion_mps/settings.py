@@ -16,6 +16,14 @@ class Source(NamedTuple):
     line: int | None
 
 
+class Mistake(NamedTuple):
+    """What is wrong with a setting, without its place."""
+
+    what: str
+    #: What to do; empty if `what` says it (`did you mean …?`).
+    hint: str = ""
+
+
 class SliceEntry(NamedTuple):
     """An item of an entry's `slices`."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from yunion_mps.config import KEYS
 from yunion_mps.gpu_path import parse_gpu_path
 from yunion_mps.models import Driver, Gpu, Inventory, Plan
-from yunion_mps.planning.entries import resolve
+from yunion_mps.planning.entries import resolve_entries
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.settings import Config, DeviceEntry, Source
 
@@ -82,5 +82,5 @@ def find_gpu(path: str, gpus: Iterable[Gpu]) -> Gpu | None:
     if parse_gpu_path(path) is None:
         return None
     host = inventory(*gpus)
-    entries = resolve(config(entry(path, 1)), host).entries
+    entries = resolve_entries(config(entry(path, 1)), host).entries
     return next((gpu for gpu in host.gpus if gpu.pci_address in entries), None)

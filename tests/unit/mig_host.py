@@ -14,7 +14,7 @@ from yunion_mps.inventory.scan import Scanner
 from yunion_mps.mig import DISABLED, MigLayout
 from yunion_mps.models import Gpu
 from yunion_mps.paths import Paths
-from yunion_mps.planning.mig import describe, resolve
+from yunion_mps.planning.mig import describe, layout_profiles
 from yunion_mps.reasons import Reason
 from yunion_mps.supervisor.mig import (
     NO_LOSSES,
@@ -54,7 +54,7 @@ class MigHost(NamedTuple):
 
     def layout(self, *names: str, **given: Any) -> MigLayout:
         gpu = self.gpu
-        return MigLayout(str(gpu.uuid), names[0] != DISABLED, resolve(names, gpu), **given)
+        return MigLayout(str(gpu.uuid), names[0] != DISABLED, layout_profiles(names, gpu), **given)
 
     def apply(self, *names: str, busy: frozenset[str] | None = NOTHING_BUSY, force: bool = False) -> Reason:
         task = LayoutTask(self.layout(*names), self.gpu, busy)

@@ -10,7 +10,6 @@ from typing import Any
 from yunion_mps.config.document import (
     FileProblemError,
     MappingNode,
-    Mistake,
     Node,
     SequenceNode,
     line_of,
@@ -58,7 +57,7 @@ from yunion_mps.errors import Problem
 from yunion_mps.gpu_path import parse_gpu_path
 from yunion_mps.mig import DISABLED
 from yunion_mps.paths import Paths
-from yunion_mps.settings import Config, DeviceEntry, SliceEntry, Source
+from yunion_mps.settings import Config, DeviceEntry, Mistake, SliceEntry, Source
 
 #: The units of pools, as in Alibaba Cloud's ACK, which also has 1 GiB as the default.
 MEMORY_UNITS = {"1GiB": 1024, "128MiB": 128}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from yunion_mps.errors import Problem
+from yunion_mps.settings import Mistake
 
 #: A configuration is a page of text; the bounds only limit the cost of a mistake or an attack.
 MAX_FILE_BYTES = 1 << 20
@@ -55,14 +56,6 @@ class FileProblemError(Exception):
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
         self.problem = problem
-
-
-class Mistake(NamedTuple):
-    """What is wrong at some place of a file."""
-
-    what: str
-    #: What to do; empty if `what` says it (`did you mean …?`).
-    hint: str = ""
 
 
 class Pair(NamedTuple):

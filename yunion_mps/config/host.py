@@ -9,7 +9,6 @@ from yunion_mps.config.assignments import read_assignments
 from yunion_mps.config.document import (
     FileProblemError,
     MappingNode,
-    Mistake,
     Node,
     Pair,
     line_of,
@@ -43,7 +42,7 @@ from yunion_mps.config.values import (
 from yunion_mps.enums import KEEP, REPORT, SET_EXCLUSIVE, TERMINATE
 from yunion_mps.errors import Problem
 from yunion_mps.paths import MAX_SOCKET_PATH, Paths
-from yunion_mps.settings import Config, Source
+from yunion_mps.settings import Config, Mistake, Source
 
 #: The keys that name other files.
 LOCAL_FILE = "local_config_file"

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from yunion_mps.config.document import (
-    Mistake,
     Node,
     Pair,
     is_invalid_merge,
@@ -20,7 +19,7 @@ from yunion_mps.config.document import (
 )
 from yunion_mps.config.values import InvalidValueError, Kind
 from yunion_mps.errors import Problem
-from yunion_mps.settings import Source
+from yunion_mps.settings import Mistake, Source
 
 #: The pairs of a mapping by the names of their keys.
 Nodes = dict[str, Pair]

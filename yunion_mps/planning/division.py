@@ -29,7 +29,7 @@ from yunion_mps.models import (
     Slice,
 )
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.settings import Config, DeviceEntry, SliceEntry
+from yunion_mps.settings import Config, DeviceEntry, Mistake, SliceEntry
 
 VOLTA = (7, 0)
 #: MPS needs compute capability 3.5 (nvidia-cuda-mps-control(1)).
@@ -128,33 +128,52 @@ def unusable_reason(gpu: Gpu, sharing: str = MPS, *, keeps_mode: bool = False) -
 
 def divide(entry: DeviceEntry, gpu: Gpu, config: Config, domain: str, clients: int) -> PlannedGpu:
     """Divide the GPU by a valid entry; `clients` is how many MPS allows."""
-    uuid, total_mib = str(gpu.uuid), gpu.memory_mib or 0
+    uuid = str(gpu.uuid)
+    total_mib = gpu.memory_mib or 0
     overcommit = overcommit_of(entry, config)
     if entry.slices:
-        slices = tuple(
-            Slice(item.memory_mib, _tenths(item, total_mib, overcommit) / 10, item.priority)
-            for item in entry.slices
+        slices = []
+        for item in entry.slices:
+            percentage = _tenths(item, total_mib, overcommit) / 10
+            slices.append(Slice(item.memory_mib, percentage, item.priority))
+        return PlannedGpu(
+            uuid=uuid,
+            memory_limit_mib=max(share.memory_limit_mib for share in slices),
+            device_count=len(slices),
+            thread_percentage=max(share.thread_percentage for share in slices),
+            slices=tuple(slices),
         )
-        most_mib = max(share.memory_limit_mib for share in slices)
-        most = max(share.thread_percentage for share in slices)
-        return PlannedGpu(uuid, most_mib, len(slices), most, slices)
     if entry.memory_unit_mib:
         reserve_mib = entry.memory_reserve_mib
         unit_mib = entry.memory_unit_mib
         most_mib = max(0, total_mib - reserve_mib) // unit_mib * unit_mib
         pool = Pool(
-            uuid, domain, unit_mib, most_mib, total_mib, reserve_mib, clients, overcommit,
-            entry.thread_percentage,
-        )  # fmt: skip
+            gpu_uuid=uuid,
+            domain=domain,
+            unit_mib=unit_mib,
+            memory_mib=most_mib,
+            memory_total_mib=total_mib,
+            reserve_mib=reserve_mib,
+            clients=clients,
+            thread_overcommit=overcommit,
+            thread_percentage=entry.thread_percentage,
+        )
         most = 100.0 if pool.thread_percentage else share_percentage(most_mib, total_mib, overcommit)
-        return PlannedGpu(uuid, most_mib, 0, most, pool=pool)
-    number = entry.virtual_number
-    percentage, share_mib = share_percentage(1, number, overcommit), total_mib // number
-    together = min(config.cuda_mps_combine, number)
-    if together == 1:
-        return PlannedGpu(uuid, share_mib, number, percentage)
-    most = min(100.0, round(percentage * together, 1))
-    return PlannedGpu(uuid, share_mib * together, number, most, (Slice(share_mib, percentage),) * number)
+        return PlannedGpu(uuid=uuid, memory_limit_mib=most_mib, thread_percentage=most, pool=pool)
+    count = entry.virtual_number
+    percentage = share_percentage(1, count, overcommit)
+    share_mib = total_mib // count
+    combined = min(config.cuda_mps_combine, count)
+    planned = PlannedGpu(
+        uuid=uuid, memory_limit_mib=share_mib, device_count=count, thread_percentage=percentage
+    )
+    if combined == 1:
+        return planned
+    return planned._replace(
+        memory_limit_mib=share_mib * combined,
+        thread_percentage=min(100.0, round(percentage * combined, 1)),
+        slices=(Slice(share_mib, percentage),) * count,
+    )
 
 
 def share_percentage(part: int, whole: int, overcommit: float | None) -> float:
@@ -173,41 +192,42 @@ def overcommit_of(entry: DeviceEntry, config: Config) -> float | None:
     return _OVERCOMMIT[config.cuda_mps_thread_percentage]
 
 
-def slices_error(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[tuple[str, str]]:
-    """Return in which ways the slices exceed the GPU, each with a hint."""
+def slices_mistakes(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[Mistake]:
+    """Return in which ways the slices exceed the GPU."""
     total_mib = gpu.memory_mib
     if total_mib is None:
         return []
-    wrong = []
+    mistakes = []
     taken_mib = sum(item.memory_mib for item in entry.slices)
     if taken_mib > total_mib:
         what = f"the slices add up to {taken_mib} MiB, more than the {total_mib} MiB of {_gpu_name(gpu)}"
-        wrong.append((what, f"reduce them by {taken_mib - total_mib} MiB"))
+        mistakes.append(Mistake(what, f"reduce them by {taken_mib - total_mib} MiB"))
     overcommit = overcommit_of(entry, config)
     by_share = all(item.thread_percentage is None for item in entry.slices)
     if overcommit is None or by_share:
-        return wrong
+        return mistakes
     tenths = sum(_tenths(item, total_mib, overcommit) for item in entry.slices)
     if tenths > round(_ALL_TENTHS * overcommit):
         most = f"more than {100 * overcommit:g} %"
         what = f"the slices add up to {tenths / 10:g} % of the threads of {_gpu_name(gpu)}, {most}"
         more = -(-tenths // 10) / 100
-        wrong.append(
-            (what, f"lower their thread_percentage, or overcommit the threads: thread_overcommit: {more:g}")
-        )
-    return wrong
+        hint = f"lower their thread_percentage, or overcommit the threads: thread_overcommit: {more:g}"
+        mistakes.append(Mistake(what, hint))
+    return mistakes
 
 
-def pool_error(entry: DeviceEntry, gpu: Gpu) -> list[tuple[str, str]]:
-    """Return why no client could get anything from the pool, with a hint."""
+def pool_mistake(entry: DeviceEntry, gpu: Gpu) -> Mistake | None:
+    """Return why no client could get anything from the pool; None if a client can."""
     if gpu.memory_mib is None or gpu.memory_mib >= entry.memory_unit_mib + entry.memory_reserve_mib:
-        return []
-    what, smaller = f"memory_unit is {entry.memory_unit_mib} MiB,", "a smaller one"
+        return None
+    what = f"memory_unit is {entry.memory_unit_mib} MiB,"
+    smaller = "a smaller one"
     if entry.memory_reserve_mib:
-        what = f"{what[:-1]} and memory_reserve {entry.memory_reserve_mib} MiB, together"
+        what = f"memory_unit is {entry.memory_unit_mib} MiB "
+        what += f"and memory_reserve {entry.memory_reserve_mib} MiB, together"
         smaller = "smaller ones"
     what += f" more than the {gpu.memory_mib} MiB of {_gpu_name(gpu)}"
-    return [(what, f"write {smaller}, or divide the GPU by virtual_number")]
+    return Mistake(what, f"write {smaller}, or divide the GPU by virtual_number")
 
 
 def _tenths(item: SliceEntry, total_mib: int, overcommit: float | None) -> int:
@@ -223,12 +243,12 @@ def _share_tenths(part: int, whole: int, overcommit: float | None) -> int:
     return max(1, min(_ALL_TENTHS, _ALL_TENTHS * part * hundredths // (100 * whole)))
 
 
-def memory_error(entry: DeviceEntry, gpu: Gpu) -> list[tuple[str, str]]:
-    """Return that the entry's memory exceeds what the driver reports, with a hint."""
+def memory_mistake(entry: DeviceEntry, gpu: Gpu) -> Mistake | None:
+    """Return that the entry's memory exceeds what the driver reports; None if it does not."""
     if entry.memory_mib is None or gpu.memory_mib is None or entry.memory_mib <= gpu.memory_mib:
-        return []
+        return None
     what = f"memory is {entry.memory_mib} MiB, more than the {gpu.memory_mib} MiB of {_gpu_name(gpu)}"
-    return [(what, f"write at most {gpu.memory_mib}MiB, or remove it")]
+    return Mistake(what, f"write at most {gpu.memory_mib}MiB, or remove it")
 
 
 def _gpu_name(gpu: Gpu) -> str:
@@ -236,11 +256,13 @@ def _gpu_name(gpu: Gpu) -> str:
 
 
 def pools_of(domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Pool]:
-    there = {gpu.uuid for gpu in gpus}
-    return [gpu.pool for gpu in domain.gpus if gpu.pool and gpu.uuid in there]
+    """Return the pools of the domain whose GPU is among `gpus`."""
+    uuids = {gpu.uuid for gpu in gpus}
+    return [gpu.pool for gpu in domain.gpus if gpu.pool and gpu.uuid in uuids]
 
 
 def units_for(pool: Pool, memory_mib: int) -> int:
+    """Return how many units of the pool have at least this much memory."""
     return -(-memory_mib // pool.unit_mib)
 
 
@@ -269,14 +291,19 @@ def pool_percentage(
 def pool_device(host_id: str, pool: Pool, units: int, slot: int, gpus: Iterable[Gpu]) -> Device:
     """Return the device of a number of units; the same slot always has the same id and address.
 
-    Raises NotFoundError if the pool's GPU is not among `gpus`, ValueError if the pool never has that many.
+    Raises NotFoundError if the pool's GPU is not among `gpus`, and ValueError if the pool never has that many
+    units.
     """
     memory_mib = units * pool.unit_mib
     if not 0 < memory_mib <= pool.memory_mib:
         raise ValueError(f"{units} units of {pool.unit_mib} MiB out of a pool of {pool.memory_mib} MiB")
-    gpu = next((gpu for gpu in gpus if gpu.uuid == pool.gpu_uuid), None)
+    by_uuid = {gpu.uuid: gpu for gpu in gpus}
+    gpu = by_uuid.get(pool.gpu_uuid)
     if gpu is None:
         raise NotFoundError(f"GPU {pool.gpu_uuid} is no longer present", "list the GPUs: yunion-mps gpus")
+    percentage = pool_percentage(
+        pool.thread_percentage, memory_mib, pool.memory_total_mib, pool.thread_overcommit
+    )
     return Device(
         id=uuid5(host_id, f"{pool.gpu_uuid}/m{slot}"),
         addr=f"{gpu.address}-m{slot}",
@@ -284,9 +311,7 @@ def pool_device(host_id: str, pool: Pool, units: int, slot: int, gpus: Iterable[
         slot=slot,
         memory_limit_mib=memory_mib,
         memory_total_mib=pool.memory_total_mib,
-        thread_percentage=pool_percentage(
-            pool.thread_percentage, memory_mib, pool.memory_total_mib, pool.thread_overcommit
-        ),
+        thread_percentage=percentage,
         budget_enforced=enforces_budgets(gpu),
         domain=pool.domain,
         reserve_mib=pool.reserve_mib,
@@ -295,11 +320,14 @@ def pool_device(host_id: str, pool: Pool, units: int, slot: int, gpus: Iterable[
 
 def describe_division(plan: Plan, gpu_uuid: str | None) -> str:
     """Return `1 x 8192 MiB, 50 % + 2 x 4096 MiB, 25 %` or `180 units of 128 MiB`; empty if unused."""
-    pool = next((pool for pool in plan.pools if pool.gpu_uuid == gpu_uuid), None)
-    if pool:
-        return _describe_pool(pool)
+    for pool in plan.pools:
+        if pool.gpu_uuid == gpu_uuid:
+            return _describe_pool(pool)
     devices = [device for device in plan.devices if device.gpu_uuid == gpu_uuid]
-    return " + ".join(f"{len(list(group))} x {what}" for what, group in groupby(devices, _describe_budget))
+    parts = []
+    for budget, equal_devices in groupby(devices, _describe_budget):
+        parts.append(f"{len(list(equal_devices))} x {budget}")
+    return " + ".join(parts)
 
 
 def _describe_budget(device: Device) -> str:

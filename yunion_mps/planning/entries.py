@@ -20,14 +20,14 @@ from yunion_mps.models import Gpu, Inventory, MeantGpu, MissingGpu
 from yunion_mps.planning.division import (
     enforces_budgets,
     max_clients,
-    memory_error,
+    memory_mistake,
     overcommit_of,
-    pool_error,
-    slices_error,
+    pool_mistake,
+    slices_mistakes,
 )
 from yunion_mps.planning.mig import LayoutError, layout_of
 from yunion_mps.reasons import Reason
-from yunion_mps.settings import Config, DeviceEntry, Source
+from yunion_mps.settings import Config, DeviceEntry, Mistake, Source
 
 #: Where CUDA looks for a control daemon unless CUDA_MPS_PIPE_DIRECTORY is set (NVIDIA's MPS documentation).
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
@@ -46,22 +46,20 @@ _BY_PATH = "by path"
 
 
 class Resolution(NamedTuple):
-    """The entries with their GPUs.
+    """The entries with their GPUs; `missing`, `meant` and `warnings` are the plan's."""
 
-    `entries` has the entry of each GPU, and `refused` the reason for those that cannot divide theirs, both by
-    PCI address. `missing`, `meant` and `warnings` are the plan's. `problems` are those of the files; those of
-    a single GPU are minor.
-    """
-
-    entries: dict[str, DeviceEntry]
-    refused: dict[str, Reason]
-    missing: tuple[MissingGpu, ...]
-    meant: dict[str, MeantGpu]
-    warnings: tuple[Reason, ...]
-    problems: list[Problem]
+    #: The entry of each GPU, by PCI address.
+    entries: Mapping[str, DeviceEntry] = {}
+    #: Why entries cannot divide their GPUs, by PCI address.
+    refused: Mapping[str, Reason] = {}
+    missing: tuple[MissingGpu, ...] = ()
+    meant: Mapping[str, MeantGpu] = {}
+    warnings: tuple[Reason, ...] = ()
+    #: The problems of the files; those of a single GPU are minor.
+    problems: Sequence[Problem] = ()
 
 
-def resolve(config: Config, inventory: Inventory) -> Resolution:
+def resolve_entries(config: Config, inventory: Inventory) -> Resolution:
     """Return which GPU each entry divides.
 
     Without entries, every GPU is divided into `cuda_mps_replicas` equal devices, except those that are bound
@@ -86,8 +84,8 @@ def confirm_replacements(meant: Mapping[str, MeantGpu], inventory: Inventory) ->
     for key, gpu in meant.items():
         successor = present.get(gpu.pci_address)
         is_gone = gpu.uuid not in uuids
-        if gpu == UNKNOWN_GPU:
-            continue  # the path decides, as for a new entry
+        if gpu == UNKNOWN_GPU:  # the path decides, as for a new entry
+            continue
         stands_in = successor is not None and successor.uuid == gpu.uuid and gpu.replaced not in uuids
         if gpu.replaced and stands_in:
             confirmed[key] = gpu._replace(replaced="")
@@ -137,14 +135,13 @@ class _Resolver:
         order = list(self._config.devices)
         self._missing.sort(key=lambda item: order.index(item[0]))
         self._problems.sort(key=lambda problem: (problem.file, problem.line or 0))
-        missing = tuple(
-            MissingGpu(entry.path, _place(entry), reason, entry.reserved_for)
-            for entry, reason in self._missing
-        )
+        missing = []
+        for entry, reason in self._missing:
+            missing.append(MissingGpu(entry.path, _place(entry), reason, entry.reserved_for))
         return Resolution(
             entries=self._entries,
             refused=refused,
-            missing=missing,
+            missing=tuple(missing),
             meant=self._meant,
             warnings=tuple(self._warnings),
             problems=self._problems,
@@ -167,12 +164,15 @@ class _Resolver:
             # A render node without a record may lead to another GPU after the next boot: it is no reason not
             # to start, and leaves the GPU to the other entry. The same path twice is always an error.
             first = conflicting[0]
-            certain = [one for one in conflicting if not self._is_uncertain(one)]
+            certain = [other for other in conflicting if not self._is_uncertain(other)]
             is_certain = bool(certain) and not self._is_uncertain(entry)
-            is_same_path = any(parse_gpu_path(one.path) == name for one in conflicting)
-            loser, winner = first, entry
+            is_same_path = any(parse_gpu_path(other.path) == name for other in conflicting)
             if certain or self._is_uncertain(entry):
-                loser, winner = entry, certain[0] if certain else first
+                loser = entry
+                winner = certain[0] if certain else first
+            else:
+                loser = first
+                winner = entry
             problem = _divided_twice(entry, first, gpu)
             is_minor = not (is_certain or is_same_path)
             self._problems.append(problem._replace(is_minor=is_minor, entry=loser.path))
@@ -335,27 +335,32 @@ class _Resolver:
 
 
 def _all_gpus(config: Config, inventory: Inventory) -> Resolution:
-    at = config.sources["cuda_mps_replicas"]
+    source = config.sources["cuda_mps_replicas"]
     entries: dict[str, DeviceEntry] = {}
     refused: dict[str, Reason] = {}
     problems: list[Problem] = []
     for gpu in inventory.gpus:
         if gpu.parent or gpu.reason.code == reasons.GPU_OTHER_DRIVER:
             continue
-        entry = DeviceEntry(gpu.pci_address, config.cuda_mps_replicas, at, at)
-        entries[gpu.pci_address] = entry
-        wrong = (
-            [] if gpu.reason else _equal_devices_errors("cuda_mps_replicas", entry, gpu, config, inventory)
+        entry = DeviceEntry(
+            path=gpu.pci_address,
+            virtual_number=config.cuda_mps_replicas,
+            path_at=source,
+            divided_at=source,
         )
-        problems += wrong
-        if wrong:
-            refused[gpu.pci_address] = Reason(str(wrong[0]), reasons.ENTRY_REFUSED)
-    return Resolution(entries, refused, (), {}, (), problems)
+        entries[gpu.pci_address] = entry
+        if gpu.reason:  # a broken GPU is not checked
+            continue
+        errors = _equal_devices_errors("cuda_mps_replicas", entry, gpu, config, inventory)
+        problems += errors
+        if errors:
+            refused[gpu.pci_address] = Reason(str(errors[0]), reasons.ENTRY_REFUSED)
+    return Resolution(entries=entries, refused=refused, problems=problems)
 
 
 def _place(entry: DeviceEntry) -> str:
-    file, line = entry.path_at
-    return file if line is None else f"{file}:{line}"
+    source = entry.path_at
+    return source.file if source.line is None else f"{source.file}:{source.line}"
 
 
 def _conflicting_entries(earlier: Iterable[tuple[DeviceEntry, str]], how: str) -> list[DeviceEntry]:
@@ -374,7 +379,7 @@ def _divided_twice(entry: DeviceEntry, first: DeviceEntry, gpu: Gpu | None) -> P
         what = f"path {entry.path} is GPU {gpu.address}, which is already divided on line {line}"
     if entry.path != first.path:
         what += f" as {first.path}"
-    return Problem(*entry.path_at, what, "remove one of the two entries")
+    return Problem(entry.path_at.file, entry.path_at.line, what, "remove one of the two entries")
 
 
 # -- whether an entry can divide its GPU
@@ -384,86 +389,104 @@ def entry_errors(entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Invent
     """Return how the entry exceeds its GPU, as minor problems; a broken GPU is not checked."""
     if gpu.reason:
         return []
-    at = entry.divided_at
-    if wrong := [_of_gpu(gpu, entry.memory_at or at, *error) for error in memory_error(entry, gpu)]:
-        return wrong
+    source = entry.divided_at
+    too_much_memory = memory_mistake(entry, gpu)
+    if too_much_memory:
+        return [_of_gpu(gpu, entry.memory_at or source, too_much_memory)]
     gpu = gpu._replace(memory_mib=entry.memory_mib or gpu.memory_mib)
-    if wrong := _layout_error(entry, gpu):
-        return wrong
+    impossible_layout = _layout_mistake(entry, gpu)
+    if impossible_layout:
+        return [_of_gpu(gpu, entry.mig_at or source, impossible_layout)]
     is_split = entry.mig not in ((), (DISABLED,))
-    if entry.sharing == TIME_SLICING or (is_split and not entry.virtual_number):
-        how = "split into MIG instances" if is_split else "time-sliced"
-        problems = _found_by_every_program(gpu, config, how)
-        return problems if is_split else problems + _memory_errors("virtual_number", entry, gpu, at)
+    if is_split and (entry.sharing == TIME_SLICING or not entry.virtual_number):
+        return _found_by_every_program(gpu, config, "split into MIG instances")
+    if entry.sharing == TIME_SLICING:
+        problems = _found_by_every_program(gpu, config, "time-sliced")
+        return [*problems, *_memory_errors("virtual_number", entry, gpu)]
     if entry.slices:
-        many = _too_many("slices", len(entry.slices), gpu, config, inventory, at)
-        return many + [_of_gpu(gpu, at, *wrong) for wrong in slices_error(entry, gpu, config)]
+        too_many = _too_many("slices", len(entry.slices), gpu, source, config=config, inventory=inventory)
+        return too_many + [_of_gpu(gpu, source, mistake) for mistake in slices_mistakes(entry, gpu, config)]
     if entry.memory_unit_mib:
-        return [_of_gpu(gpu, at, *wrong) for wrong in pool_error(entry, gpu)]
+        too_small = pool_mistake(entry, gpu)
+        return [_of_gpu(gpu, source, too_small)] if too_small else []
     return _equal_devices_errors("virtual_number", entry, gpu, config, inventory)
 
 
 def _equal_devices_errors(
     key: str, entry: DeviceEntry, gpu: Gpu, config: Config, inventory: Inventory
 ) -> list[Problem]:
-    at = entry.divided_at
-    wrong = _too_many(key, entry.virtual_number, gpu, config, inventory, at)
+    """Return why the GPU cannot have as many equal devices as `key` says."""
+    source = entry.divided_at
+    count = entry.virtual_number
+    too_many = _too_many(key, count, gpu, source, config=config, inventory=inventory)
+    if too_many:
+        return too_many
     if entry.mig in ((), (DISABLED,)):
-        wrong = wrong or _memory_errors(key, entry, gpu, at)
+        too_small = _memory_errors(key, entry, gpu)
+        if too_small:
+            return too_small
     overcommit = overcommit_of(entry, config)
-    if not wrong and overcommit is not None and entry.virtual_number > 1000 * overcommit:
-        what = f"{key} is {entry.virtual_number}, so each device of GPU {_name(gpu)} would have less than "
-        hint = f"write at most {1000 * overcommit:g}"
-        wrong = [_of_gpu(gpu, at, f"{what}0.1 % of its threads", hint)]
-    return wrong
+    if overcommit is None or count <= 1000 * overcommit:
+        return []
+    what = f"{key} is {count}, so each device of GPU {_name(gpu)} would have less than 0.1 % of its threads"
+    return [_of_gpu(gpu, source, Mistake(what, f"write at most {1000 * overcommit:g}"))]
 
 
-def _memory_errors(key: str, entry: DeviceEntry, gpu: Gpu, at: Source) -> list[Problem]:
+def _memory_errors(key: str, entry: DeviceEntry, gpu: Gpu) -> list[Problem]:
     """Return a problem if each equal device would have less than 1 MiB."""
     if gpu.memory_mib is None or entry.virtual_number <= gpu.memory_mib:
         return []
     what = f"{key} is {entry.virtual_number}, so each device of GPU {_name(gpu)} with {gpu.memory_mib} MiB "
     what += "would have less than 1 MiB"
-    return [_of_gpu(gpu, at, what, f"write at most {gpu.memory_mib}")]
+    return [_of_gpu(gpu, entry.divided_at, Mistake(what, f"write at most {gpu.memory_mib}"))]
 
 
-def _of_gpu(gpu: Gpu, at: Source, what: str, hint: str) -> Problem:
-    return Problem(*at, what, hint, is_minor=True, gpu=gpu.pci_address)
+def _of_gpu(gpu: Gpu, source: Source, mistake: Mistake) -> Problem:
+    return Problem(
+        file=source.file,
+        line=source.line,
+        what=mistake.what,
+        hint=mistake.hint,
+        is_minor=True,
+        gpu=gpu.pci_address,
+    )
 
 
 def _found_by_every_program(gpu: Gpu, config: Config, how: str) -> list[Problem]:
     """Return a problem if programs without MPS would find the control daemon of other GPUs."""
-    at = config.sources["cuda_mps_pipe_directory"]
+    source = config.sources["cuda_mps_pipe_directory"]
     if config.cuda_mps_scope != "host" or config.cuda_mps_pipe_directory != DEFAULT_PIPE_DIRECTORY:
         return []
     what = f"cuda_mps_pipe_directory is {DEFAULT_PIPE_DIRECTORY}, where every program finds the control "
     what += f"daemon, even one on GPU {gpu.address} ({gpu.name}), which is {how}"
-    return [Problem(*at, what, "write another directory, such as /run/nvidia-mps/pipe")]
+    hint = "write another directory, such as /run/nvidia-mps/pipe"
+    return [Problem(source.file, source.line, what, hint)]
 
 
-def _layout_error(entry: DeviceEntry, gpu: Gpu) -> list[Problem]:
+def _layout_mistake(entry: DeviceEntry, gpu: Gpu) -> Mistake | None:
     try:
         if entry.mig:
             layout_of(entry, gpu)
     except LayoutError as error:
-        return [_of_gpu(gpu, entry.mig_at or entry.divided_at, error.what, error.hint)]
-    return []
+        return Mistake(error.what, error.hint)
+    return None
 
 
 def _too_many(
-    key: str, count: int, gpu: Gpu, config: Config, inventory: Inventory, at: Source
+    key: str, count: int, gpu: Gpu, source: Source, *, config: Config, inventory: Inventory
 ) -> list[Problem]:
+    """Return a problem if the GPU would have more devices than MPS allows clients."""
     most = max_clients(gpu, inventory.driver, config.cuda_mps_max_clients)
     if count <= most:
         return []
-    if at.line is None:  # the default exceeds the operator's own override
-        at = config.sources["cuda_mps_max_clients"]
+    if source.line is None:  # the default exceeds the operator's own override
+        source = config.sources["cuda_mps_max_clients"]
     is_many = f"are {count}" if key == "slices" else f"is {count}"
     what = f"{key} {is_many}, more than the {most} clients that MPS allows on GPU {_name(gpu)}"
     hint = f"write at most {most}"
     if enforces_budgets(gpu):
         hint += ", or set cuda_mps_max_clients in host.conf if the driver allows more"
-    return [_of_gpu(gpu, at, what, hint)]
+    return [_of_gpu(gpu, source, Mistake(what, hint))]
 
 
 def _name(gpu: Gpu) -> str:

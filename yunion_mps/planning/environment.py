@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from yunion_mps.enums import JAX_VARIABLE, MEMORY_VARIABLE, NORMAL, NOT_SHARED, PRIORITIES
 from yunion_mps.errors import InfeasibleError
@@ -12,11 +12,16 @@ from yunion_mps.reasons import LIMITS_PENDING, hint_of
 
 #: Lists the addresses of the devices that a process uses; CUDA ignores it.
 DEVICE_VARIABLE = "YUNION_MPS_DEVICE"
+#: Variables of MPS clients (NVIDIA's MPS documentation, "Environment Variables").
 _THREADS_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+_MEMORY_LIMIT_VARIABLE = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 
 def limit_mib(device: Device) -> int:
-    """Return the memory of a device that is shared through MPS, which is always known."""
+    """Return the memory of a device that is shared through MPS, which is always known, in MiB.
+
+    Raises AssertionError if the device has no limit.
+    """
     if device.memory_limit_mib is None:
         raise AssertionError(f"device {device.addr} has no memory limit")
     return device.memory_limit_mib
@@ -36,8 +41,10 @@ def sharing_of(devices: Sequence[Device]) -> str:
 
     A process can use whole instances together with time-sliced devices, but neither together with MPS.
     """
-    ways = (device.sharing for device in devices)
-    return next((way for way in ways if way != NOT_SHARED), NOT_SHARED)
+    for device in devices:
+        if device.sharing != NOT_SHARED:
+            return device.sharing
+    return NOT_SHARED
 
 
 def client_environment(devices: Sequence[Device], domain: DomainPlan | None) -> dict[str, str]:
@@ -47,7 +54,8 @@ def client_environment(devices: Sequence[Device], domain: DomainPlan | None) -> 
     thread percentage and one priority: the lowest among them. `domain` is None if the GPUs are shared without
     MPS. If nothing enforces the budgets, frameworks are told what they may use.
     """
-    return dict(sorted({**_mps_variables(devices, domain), **_advice(devices)}.items()))
+    environment = {**_mps_variables(devices, domain), **_advice(devices)}
+    return dict(sorted(environment.items()))
 
 
 def _mps_variables(devices: Sequence[Device], domain: DomainPlan | None) -> dict[str, str]:
@@ -65,10 +73,9 @@ def _mps_variables(devices: Sequence[Device], domain: DomainPlan | None) -> dict
         gpu = device.gpu_uuid
         memory_mib[gpu] = memory_mib.get(gpu, 0) + limit_mib(device)
         percentage[gpu] = min(100.0, round(percentage.get(gpu, 0.0) + device.thread_percentage, 1))
-    limits = (f"{number}={mib}M" for number, mib in enumerate(memory_mib.values()))
     environment |= {
         _THREADS_VARIABLE: decimal(min(percentage.values())),
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": ",".join(limits),
+        _MEMORY_LIMIT_VARIABLE: _memory_limits(memory_mib.values()),
         "CUDA_MPS_PIPE_DIRECTORY": domain.pipe_directory,
     }
     priority = max(PRIORITIES.index(device.priority) for device in devices)
@@ -77,14 +84,20 @@ def _mps_variables(devices: Sequence[Device], domain: DomainPlan | None) -> dict
     return environment
 
 
+def _memory_limits(limits_mib: Iterable[int]) -> str:
+    """Return `0=4096M,1=8192M`: the limits of the visible GPUs by their CUDA ordinals."""
+    return ",".join(f"{ordinal}={limit_mib}M" for ordinal, limit_mib in enumerate(limits_mib))
+
+
 def _advice(devices: Sequence[Device]) -> dict[str, str]:
-    """What frameworks may allocate of each GPU, if nothing enforces it; the least if that differs.
+    """Return what frameworks may allocate of each GPU if nothing enforces it; the least if that differs.
 
     Nothing if the memory of all GPUs is unknown.
     """
     if all(device.budget_enforced for device in devices):
         return {}
-    memory_mib, total_mib = Counter[str](), Counter[str]()
+    memory_mib = Counter[str]()
+    total_mib = Counter[str]()
     for device in devices:
         if device.memory_limit_mib is not None and device.memory_total_mib is not None:
             memory_mib[device.gpu_uuid] += device.memory_limit_mib
@@ -102,13 +115,13 @@ def whole_environment(devices: Sequence[Device], domain: DomainPlan | None) -> d
     """Return the environment of a process that has all devices, with the domain's limit for each GPU."""
     if domain is None:
         return client_environment(devices, domain)
-    sums = Counter[str]()
+    sums_mib = Counter[str]()
     for device in devices:
-        sums[device.gpu_uuid] += limit_mib(device)
-    most = [domain.memory_limit_of(gpu) or mib for gpu, mib in sums.items()]
+        sums_mib[device.gpu_uuid] += limit_mib(device)
+    limits_mib = [domain.memory_limit_of(uuid) or sum_mib for uuid, sum_mib in sums_mib.items()]
     return {
         **client_environment(devices, domain),
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": ",".join(f"{number}={mib}M" for number, mib in enumerate(most)),
+        _MEMORY_LIMIT_VARIABLE: _memory_limits(limits_mib),
         _THREADS_VARIABLE: decimal(domain.thread_percentage),
     }
 
@@ -140,7 +153,11 @@ def why_not_honoured(devices: Sequence[Device], domain: DomainPlan | None) -> st
 def require_one_budget(
     devices: Sequence[Device], domain: DomainPlan | None, planned: DomainPlan | None
 ) -> None:
-    """Raise InfeasibleError if the devices cannot form one budget; the limits of `planned` are pending."""
+    """Raise InfeasibleError if the devices cannot form one budget.
+
+    domain: the domain with the limits in effect, None if the devices are not shared through MPS.
+    planned: the domain with the limits that will be in effect, None if that is unknown.
+    """
     why = why_not_honoured(devices, domain)
     if not why:
         return

@@ -36,42 +36,48 @@ class LayoutError(ValueError):
 
 
 class Placement(NamedTuple):
-    """A GPU instance to create: its profile, and the first memory slice that it occupies.
-
-    `is_whole`: it becomes one MIG device; otherwise it gets no compute instance.
-    """
+    """A GPU instance to create."""
 
     profile: MigProfile
+    #: The first memory slice that it occupies.
     start: int
+    #: It becomes one MIG device; otherwise it gets no compute instance.
     is_whole: bool = True
+
+    @property
+    def slices(self) -> range:
+        """The memory slices that it occupies."""
+        return range(self.start, self.start + self.profile.size)
 
 
 class LayoutChange(NamedTuple):
-    """The steps to a layout; if instances `in_the_way` prevent it, there are none.
-
-    `complete` has the instances among those to `keep` that lack a compute instance.
-    """
+    """The steps to a layout; if instances prevent it, there are none."""
 
     keep: tuple[MigInstance, ...] = ()
+    #: Those among the instances to keep that lack a compute instance.
     complete: tuple[MigInstance, ...] = ()
     destroy: tuple[MigInstance, ...] = ()
     create: tuple[Placement, ...] = ()
+    #: The instances that prevent the layout.
     in_the_way: tuple[MigInstance, ...] = ()
 
     @property
     def is_due(self) -> bool:
+        """Whether instances are created or destroyed, now or once nothing is in the way."""
         return bool(self.destroy or self.create or self.in_the_way)
 
 
-def resolve(names: Sequence[str], gpu: Gpu) -> tuple[MigProfile, ...]:
-    """Return the profiles of the instances that a layout has on this GPU, in one order; raises LayoutError.
+def layout_profiles(names: Sequence[str], gpu: Gpu) -> tuple[MigProfile, ...]:
+    """Return the profiles of the instances that a layout has on this GPU, in one order.
 
-    `names` are profiles, or the name of one layout; `all-disabled` has no instances.
+    names: profiles, or the name of one layout; `all-disabled` has no instances.
+
+    Raises LayoutError if the GPU cannot have them.
     """
     desired = _in_order(_expand(names, gpu))
     if desired and _place(desired) is None:
         what = f"{describe(desired)} do not fit on {_name(gpu)}"
-        raise LayoutError(what, f"write fewer or smaller ones, or a layout: {', '.join(layouts(gpu))}")
+        raise LayoutError(what, f"write fewer or smaller ones, or a layout: {', '.join(layout_names(gpu))}")
     return desired
 
 
@@ -94,24 +100,28 @@ def _expand(names: Sequence[str], gpu: Gpu) -> list[MigProfile]:
     return _as_many_as_fit(_profile(names[0].removeprefix(ALL), gpu))
 
 
-def layouts(gpu: Gpu) -> list[str]:
+def layout_names(gpu: Gpu) -> list[str]:
     """Return the names of the layouts that the GPU can have, smallest instances first."""
-    named = [f"{ALL}{_layout_name(profile.name)}" for profile in _smallest_first(gpu)]
-    return [*named, *([BALANCED] if _balanced(gpu) else []), DISABLED]
+    names = [f"{ALL}{_layout_name(profile.name)}" for profile in _smallest_first(gpu)]
+    if _balanced(gpu):
+        names.append(BALANCED)
+    return [*names, DISABLED]
 
 
 def describe(profiles: Iterable[MigProfile | MigInstance]) -> str:
     """Return `2 x 1g.10gb + 1 x 3g.40gb`."""
-    names = Counter(one.name if isinstance(one, MigProfile) else one.profile for one in profiles)
-    return " + ".join(f"{number} x {name}" for name, number in sorted(names.items()))
+    counts = Counter[str]()
+    for profile in profiles:
+        counts[profile.name if isinstance(profile, MigProfile) else profile.profile] += 1
+    return " + ".join(f"{number} x {name}" for name, number in sorted(counts.items()))
 
 
 def describe_layout(plan: Plan, gpu: Gpu) -> str:
     """Return the layout that the plan has for the GPU; empty if it has none."""
-    layout = next((layout for layout in plan.layouts if layout.gpu_uuid == gpu.uuid), None)
-    if layout is None:
-        return ""
-    return describe(layout.profiles) if layout.enabled else "MIG mode off"
+    for layout in plan.layouts:
+        if layout.gpu_uuid == gpu.uuid:
+            return describe(layout.profiles) if layout.enabled else "MIG mode off"
+    return ""
 
 
 def describe_result(after: Plan, gpu: Gpu) -> str:
@@ -136,24 +146,29 @@ def change(
 ) -> LayoutChange:
     """Return how to get from the instances that exist to those desired, with as few changes as possible.
 
-    Instances with an id in `fixed` are never destroyed. They are kept if the layout has them and they are not
-    `useless` (ids); otherwise, the layout avoids them. If it cannot, they are `in_the_way`. Above all, those
-    that are `used` (ids), by leases or processes, are kept.
+    fixed: ids of instances that are never destroyed. They are kept if the layout has them and they are not
+    useless; otherwise, the layout avoids them. If it cannot, they are in the way.
+    useless: ids of instances that are not kept for the layout.
+    used: ids of the instances that leases or processes use, which are kept above all.
     """
     desired = _in_order(desired)
-    stay = [one for one in existing if one.id in fixed]
-    useful = [one for one in existing if one.id not in useless]
+    stay = [instance for instance in existing if instance.id in fixed]
+    useful = [instance for instance in existing if instance.id not in useless]
     for keep in _kept(desired, useful, used):
         occupied = {*keep, *stay}
         rest = _without(desired, keep)
         places = _place(rest, tuple(occupied))
         if places is not None:
-            destroy = tuple(one for one in existing if one not in occupied)
-            complete = tuple(one for one in keep if not one.compute_instances)
-            return LayoutChange(keep, complete, destroy, places)
-    free = change(desired, existing, (), useless, used)
-    blocking = tuple(one for one in free.destroy if one in stay and _blocks(one, free.create))
-    return LayoutChange(in_the_way=blocking or tuple(one for one in free.destroy if one in stay))
+            return LayoutChange(
+                keep=keep,
+                complete=tuple(instance for instance in keep if not instance.compute_instances),
+                destroy=tuple(instance for instance in existing if instance not in occupied),
+                create=places,
+            )
+    unhindered = change(desired, existing, (), useless, used)
+    removed = [instance for instance in unhindered.destroy if instance in stay]
+    blocking = [instance for instance in removed if _blocks(instance, unhindered.create)]
+    return LayoutChange(in_the_way=tuple(blocking or removed))
 
 
 def change_to(
@@ -161,76 +176,92 @@ def change_to(
 ) -> LayoutChange:
     """Return how to get from the instances that exist to instances at these places.
 
-    Instances with an id in `fixed` are never destroyed: those that occupy a place are `in_the_way`. One that
-    is a MIG device, where it should not be whole, is created again without compute instances.
+    A MIG device, where an instance should not be whole, is created again without compute instances.
+
+    fixed: ids of instances that are never destroyed: those that occupy a place are in the way.
     """
-    shells = {(place.profile.name, place.start) for place in places if not place.is_whole}
-    there = {(one.profile, one.start): one for one in existing}
-    there = {at: one for at, one in there.items() if at not in shells or not one.uuid or one.id in fixed}
-    kept = [(place, there.get((place.profile.name, place.start))) for place in places]
-    keep = tuple(one for _, one in kept if one)
-    complete = tuple(one for place, one in kept if one and place.is_whole and not one.compute_instances)
-    create = tuple(place for place, one in kept if not one)
-    rest = [one for one in existing if one not in keep]
-    stay = [one for one in rest if one.id in fixed]
-    blocking = tuple(one for one in stay if _blocks(one, create))
+    there = {(instance.profile, instance.start): instance for instance in existing}
+    keep: list[MigInstance] = []
+    complete: list[MigInstance] = []
+    create: list[Placement] = []
+    for place in places:
+        instance = there.get((place.profile.name, place.start))
+        is_kept = instance and (place.is_whole or not instance.uuid or instance.id in fixed)
+        if instance is None or not is_kept:
+            create.append(place)
+            continue
+        keep.append(instance)
+        if place.is_whole and not instance.compute_instances:
+            complete.append(instance)
+    rest = [instance for instance in existing if instance not in keep]
+    blocking = [instance for instance in rest if instance.id in fixed and _blocks(instance, create)]
     if blocking:
-        return LayoutChange(in_the_way=blocking)
-    return LayoutChange(keep, complete, tuple(one for one in rest if one not in stay), create)
+        return LayoutChange(in_the_way=tuple(blocking))
+    destroy = [instance for instance in rest if instance.id not in fixed]
+    return LayoutChange(
+        keep=tuple(keep), complete=tuple(complete), destroy=tuple(destroy), create=tuple(create)
+    )
 
 
 class Instances(NamedTuple):
-    """How MIG entries divide their GPUs: by the entry of each instance, by its address.
+    """How MIG entries divide their GPUs. Instances that already exist are used."""
 
-    `waiting` says, by GPU address, why layouts are not in effect. Instances that already exist are used.
-    """
-
+    #: The entry of each instance, by its address.
     entries: Mapping[str, DeviceEntry] = {}
     layouts: tuple[MigLayout, ...] = ()
+    #: Why layouts are not in effect, by the address of their GPU.
     waiting: Mapping[str, Reason] = {}
 
 
 def instances_of(entry: DeviceEntry, gpu: Gpu, gpus: Iterable[Gpu], used: Collection[str] = ()) -> Instances:
     """Return how a MIG entry divides its GPU, as far as its layout is in effect.
 
-    `gpus` has the instances of the GPU, lost ones included, and `used` the UUIDs of those that are leased or
-    have processes. Nothing if the layout is impossible.
+    Nothing if the layout is impossible.
+
+    gpus: all GPUs, with the instances of this one, lost ones included.
+    used: UUIDs of the instances that are leased or have processes.
     """
-    children = [one for one in gpus if one.parent and one.physical_address == gpu.pci_address]
-    each = entry._replace(mig=(), virtual_number=entry.virtual_number or 1)
+    children = [child for child in gpus if child.parent and child.physical_address == gpu.pci_address]
+    child_entry = entry._replace(mig=(), virtual_number=entry.virtual_number or 1)
     if not entry.virtual_number:
-        each = each._replace(sharing=NOT_SHARED)
+        child_entry = child_entry._replace(sharing=NOT_SHARED)
     if not gpu.mig_profiles:  # lost, as are its instances
-        return Instances({one.pci_address: each for one in children})
+        return Instances({child.pci_address: child_entry for child in children})
     try:
         layout = layout_of(entry, gpu)
     except LayoutError:
         return Instances()
+    address = gpu.pci_address
+    if not layout.enabled and gpu.mig_enabled:
+        return Instances({}, (layout,), {address: _waiting("MIG mode is still on", layout)})
     if not layout.enabled:
-        waiting = {gpu.pci_address: _waiting("MIG mode is still on", layout)} if gpu.mig_enabled else {}
-        return Instances({} if waiting else {gpu.pci_address: entry._replace(mig=())}, (layout,), waiting)
-    in_use = [one.id for one in gpu.mig_instances if one.uuid in used]
-    done = change(layout.profiles, gpu.mig_instances, (), (), in_use)
-    kept = {one.uuid for one in done.keep}
-    missing = Counter(place.profile.name for place in done.create)
-    used = {one.pci_address for one in children if one.uuid in kept}
-    for one in children:
-        if one.reason and one.uuid not in kept and missing[one.mig_profile]:
-            missing[one.mig_profile] -= 1
-            used.add(one.pci_address)
+        return Instances({address: entry._replace(mig=())}, (layout,))
+    in_use = [instance.id for instance in gpu.mig_instances if instance.uuid in used]
+    needed = change(layout.profiles, gpu.mig_instances, (), (), in_use)
+    kept = {instance.uuid for instance in needed.keep}
+    missing = Counter(place.profile.name for place in needed.create)
+    divided = {child.pci_address for child in children if child.uuid in kept}
+    # A lost instance counts as one of the missing ones, so that its devices stay listed until it is back.
+    for child in children:
+        if child.reason and child.uuid not in kept and missing[child.mig_profile]:
+            missing[child.mig_profile] -= 1
+            divided.add(child.pci_address)
     waiting = {}
     if not gpu.mig_enabled:
-        waiting[gpu.pci_address] = _waiting("MIG mode is off", layout)
-    elif done.create or not all(kept):
-        have = describe(done.keep) or "none of its instances"
-        waiting[gpu.pci_address] = _waiting(f"the GPU has {have}", layout)
-    return Instances(dict.fromkeys(used, each), (layout,), waiting)
+        waiting[address] = _waiting("MIG mode is off", layout)
+    elif needed.create or not all(kept):
+        present = describe(needed.keep) or "none of its instances"
+        waiting[address] = _waiting(f"the GPU has {present}", layout)
+    return Instances(dict.fromkeys(divided, child_entry), (layout,), waiting)
 
 
 def layout_of(entry: DeviceEntry, gpu: Gpu) -> MigLayout:
-    """Return the layout that the entry specifies for its GPU; raises LayoutError."""
+    """Return the layout that the entry specifies for its GPU.
+
+    Raises LayoutError if the GPU cannot have it.
+    """
     enabled = entry.mig != (DISABLED,)
-    return MigLayout(str(gpu.uuid), enabled, resolve(entry.mig, gpu), entry.mig_restore)
+    return MigLayout(str(gpu.uuid), enabled, layout_profiles(entry.mig, gpu), entry.mig_restore)
 
 
 def with_layouts(gpus: Sequence[Gpu], layouts: Iterable[MigLayout]) -> tuple[Gpu, ...]:
@@ -242,28 +273,41 @@ def with_layouts(gpus: Sequence[Gpu], layouts: Iterable[MigLayout]) -> tuple[Gpu
         if layout is None:
             after.append(gpu)
         elif not gpu.parent:
-            after += _split(gpu, layout, [one for one in gpus if one.parent == gpu.uuid])
+            after += _split(gpu, layout, [child for child in gpus if child.parent == gpu.uuid])
     return tuple(after)
 
 
 def _split(gpu: Gpu, layout: MigLayout, children: Sequence[Gpu]) -> list[Gpu]:
-    done = change(layout.profiles, gpu.mig_instances if gpu.mig_enabled else (), ())
-    kept = {one.uuid for one in done.keep}
-    made = [
-        MigInstance(-number, place.profile.name, place.start, place.profile.size, f"{gpu.uuid}/{number}")
-        for number, place in enumerate(done.create, 1)
-    ]
-    new = [
-        Gpu(
-            f"{gpu.pci_address}-g{one.id}", one.uuid, gpu.name,
-            memory_mib=place.profile.memory_mib, compute_capability=gpu.compute_capability,
-            parent=str(gpu.uuid), identity=f"{gpu.uuid}/{one.profile}@{one.start}",
+    """Return the GPU and its instances as they are once the layout is in effect."""
+    needed = change(layout.profiles, gpu.mig_instances if gpu.mig_enabled else (), ())
+    kept = {instance.uuid for instance in needed.keep}
+    instances = list(needed.keep)
+    parts = [child for child in children if child.uuid in kept]
+    for number, place in enumerate(needed.create, start=1):
+        instance = MigInstance(
+            id=-number,
+            profile=place.profile.name,
+            start=place.start,
+            size=place.profile.size,
+            uuid=f"{gpu.uuid}/{number}",
         )
-        for one, place in zip(made, done.create)
-    ]  # fmt: skip
-    instances = tuple(sorted([*done.keep, *made]))
-    whole = gpu._replace(mig_enabled=layout.enabled, mig_pending=layout.enabled, mig_instances=instances)
-    return [whole, *(one for one in children if one.uuid in kept), *new]
+        part = Gpu(
+            pci_address=f"{gpu.pci_address}-g{instance.id}",
+            uuid=instance.uuid,
+            name=gpu.name,
+            memory_mib=place.profile.memory_mib,
+            compute_capability=gpu.compute_capability,
+            parent=str(gpu.uuid),
+            identity=f"{gpu.uuid}/{instance.profile}@{instance.start}",
+        )
+        instances.append(instance)
+        parts.append(part)
+    whole = gpu._replace(
+        mig_enabled=layout.enabled,
+        mig_pending=layout.enabled,
+        mig_instances=tuple(sorted(instances, key=lambda instance: instance.id)),
+    )
+    return [whole, *parts]
 
 
 def _waiting(what: str, layout: MigLayout) -> Reason:
@@ -278,19 +322,21 @@ def _kept(
 
     Those with most `used` ones (ids) come first, and of these the largest.
     """
-    useful = sorted((one for one in existing if one.is_whole), key=lambda one: (one.start, one.id))
-    names = Counter(profile.name for profile in desired)
-    sets = [
-        keep
-        for number in range(min(len(useful), len(desired)), -1, -1)
-        for keep in combinations(useful, number)
-        if not Counter(one.profile for one in keep) - names
-    ]
-    return sorted(sets, key=lambda keep: -sum(one.id in used for one in keep))
+    whole = [instance for instance in existing if instance.is_whole]
+    whole.sort(key=lambda instance: (instance.start, instance.id))
+    desired_names = Counter(profile.name for profile in desired)
+    sets: list[tuple[MigInstance, ...]] = []
+    for number in range(min(len(whole), len(desired)), -1, -1):
+        for keep in combinations(whole, number):
+            names = Counter(instance.profile for instance in keep)
+            if not names - desired_names:
+                sets.append(keep)
+    return sorted(sets, key=lambda keep: -sum(instance.id in used for instance in keep))
 
 
 def _without(desired: Iterable[MigProfile], keep: Iterable[MigInstance]) -> list[MigProfile]:
-    names = Counter(one.profile for one in keep)
+    """Return the desired profiles that none of the kept instances has."""
+    names = Counter(instance.profile for instance in keep)
     rest = []
     for profile in desired:
         if names[profile.name]:
@@ -304,33 +350,37 @@ def _place(
     desired: Sequence[MigProfile], occupied: Sequence[MigInstance] = ()
 ) -> tuple[Placement, ...] | None:
     """Return a place for each, the first in order of starts; None if they do not fit beside those there."""
-    there = Counter(one.profile for one in occupied)
-    there.update(profile.name for profile in desired)
-    if any(there[profile.name] > profile.max_count for profile in desired):
+    counts = Counter(instance.profile for instance in occupied)
+    counts.update(profile.name for profile in desired)
+    if any(counts[profile.name] > profile.max_count for profile in desired):
         return None
-    return _search(desired, {part for one in occupied for part in range(one.start, one.start + one.size)})
+    taken: set[int] = set()
+    for instance in occupied:
+        taken.update(instance.slices)
+    return _search(desired, taken)
 
 
 def _search(desired: Sequence[MigProfile], taken: set[int], least: int = 0) -> tuple[Placement, ...] | None:
+    """Return places for all beside the `taken` memory slices, the first from `least` on; None without any."""
     if not desired:
         return ()
-    profile, rest = desired[0], desired[1:]
+    profile = desired[0]
+    rest = desired[1:]
     for start in sorted(profile.starts):
-        parts = set(range(start, start + profile.size))
-        if start < least or parts & taken:
+        place = Placement(profile, start)
+        if start < least or not taken.isdisjoint(place.slices):
             continue
         following = start if rest and rest[0] == profile else 0  # equal ones are placed in one order only
-        places = _search(rest, taken | parts, following)
+        places = _search(rest, taken.union(place.slices), following)
         if places is not None:
-            return (Placement(profile, start), *places)
+            return (place, *places)
     return None
 
 
 def _blocks(instance: MigInstance, places: Iterable[Placement]) -> bool:
-    parts = range(instance.start, instance.start + instance.size)
-    return any(
-        part in parts for place in places for part in range(place.start, place.start + place.profile.size)
-    )
+    """Whether the instance occupies a memory slice of one of the places."""
+    occupied = set(instance.slices)
+    return not all(occupied.isdisjoint(place.slices) for place in places)
 
 
 def _in_order(profiles: Iterable[MigProfile]) -> tuple[MigProfile, ...]:
@@ -365,15 +415,18 @@ def _as_many_as_fit(profile: MigProfile) -> list[MigProfile]:
 def _balanced(gpu: Gpu) -> list[MigProfile]:
     """Return the profiles of `all-balanced`: of each size the plain one that most instances can have."""
     plain = [profile for profile in gpu.mig_profiles if re.fullmatch(r"\d+g\.\d+gb", profile.name)]
-    sizes = _BALANCED_SLICES.get(max((profile.slices for profile in plain), default=0), ())
-    of_size = [[profile for profile in plain if profile.slices == slices] for slices in sizes]
-    if not all(of_size):
-        return []
-    return [max(some, key=lambda profile: (profile.max_count, profile.name)) for some in of_size]
+    most_slices = max((profile.slices for profile in plain), default=0)
+    balanced = []
+    for slices in _BALANCED_SLICES.get(most_slices, ()):
+        of_size = [profile for profile in plain if profile.slices == slices]
+        if not of_size:
+            return []
+        balanced.append(max(of_size, key=lambda profile: (profile.max_count, profile.name)))
+    return balanced
 
 
 def _possible(gpu: Gpu) -> str:
-    return f"use one of its layouts: {', '.join(layouts(gpu))}"
+    return f"use one of its layouts: {', '.join(layout_names(gpu))}"
 
 
 def _name(gpu: Gpu) -> str:

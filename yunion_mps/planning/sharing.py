@@ -21,46 +21,59 @@ _CHANGES = {
 
 
 def mode_for(gpu: Gpu, way: str) -> tuple[str, str]:
-    """Return the UUID of the whole GPU, and the compute mode that this way of sharing requires of it."""
+    """Return the UUID of the whole GPU, and the compute mode that this way of sharing requires of it.
+
+    MPS requires that only its server creates contexts (NVIDIA's MPS documentation, which recommends
+    EXCLUSIVE_PROCESS); MIG instances and time slices are shared in the mode Default.
+    """
     is_exclusive = way == MPS and not gpu.parent
     return gpu.parent or str(gpu.uuid), EXCLUSIVE_PROCESS if is_exclusive else DEFAULT
 
 
 def divide_directly(entry: DeviceEntry, gpu: Gpu) -> DirectGpu:
     """Divide the GPU, which is not shared through MPS, into the equal devices of a valid entry."""
-    number, uuid = entry.virtual_number, str(gpu.uuid)
+    uuid = str(gpu.uuid)
+    count = entry.virtual_number
     if entry.sharing == NOT_SHARED:
-        return DirectGpu(uuid, gpu.memory_mib, 1, NOT_SHARED, gpu.sm_percentage or 100.0)
-    share_mib = None if gpu.memory_mib is None else gpu.memory_mib // number
-    return DirectGpu(uuid, share_mib, number, entry.sharing)
+        percentage = gpu.sm_percentage or 100.0
+        return DirectGpu(uuid, gpu.memory_mib, 1, NOT_SHARED, percentage)
+    share_mib = None if gpu.memory_mib is None else gpu.memory_mib // count
+    return DirectGpu(uuid, share_mib, count, entry.sharing)
 
 
-def direct_devices(host: str, direct: Iterable[DirectGpu], gpus: Iterable[Gpu]) -> list[Device]:
+def direct_devices(host_id: str, direct: Iterable[DirectGpu], gpus: Iterable[Gpu]) -> list[Device]:
     """Return the devices of these GPUs, in the order of slots, as far as the GPUs are among `gpus`."""
     by_uuid = {gpu.uuid: gpu for gpu in gpus}
-    return [
-        Device(
-            id=uuid5(host, f"{by_uuid[shared.uuid].identity or shared.uuid}/{slot}"),
-            addr=by_uuid[shared.uuid].address + ("" if shared.sharing == NOT_SHARED else f"-{slot}"),
-            gpu_uuid=shared.uuid,
-            slot=slot,
-            memory_limit_mib=shared.memory_limit_mib,
-            memory_total_mib=by_uuid[shared.uuid].memory_mib,
-            thread_percentage=shared.thread_percentage,
-            budget_enforced=shared.sharing == NOT_SHARED,
-            domain="",
-            sharing=shared.sharing,
-        )
-        for shared in direct
-        if shared.uuid in by_uuid
-        for slot in range(shared.device_count)
-    ]
+    devices: list[Device] = []
+    for shared in direct:
+        gpu = by_uuid.get(shared.uuid)
+        if gpu is None:
+            continue
+        for slot in range(shared.device_count):
+            device = Device(
+                id=uuid5(host_id, f"{gpu.identity or shared.uuid}/{slot}"),
+                addr=gpu.address if shared.sharing == NOT_SHARED else f"{gpu.address}-{slot}",
+                gpu_uuid=shared.uuid,
+                slot=slot,
+                memory_limit_mib=shared.memory_limit_mib,
+                memory_total_mib=gpu.memory_mib,
+                thread_percentage=shared.thread_percentage,
+                budget_enforced=shared.sharing == NOT_SHARED,
+                domain="",
+                sharing=shared.sharing,
+            )
+            devices.append(device)
+    return devices
 
 
 def ways_of_sharing(plan: Plan) -> dict[str, str]:
     """Return how each GPU (UUID) of the plan is shared."""
-    through_mps = (uuid for domain in (*plan.parked, *plan.domains) for uuid in domain.gpu_uuids)
-    return {**dict.fromkeys(through_mps, MPS), **{gpu.uuid: gpu.sharing for gpu in plan.direct}}
+    ways: dict[str, str] = {}
+    for domain in (*plan.parked, *plan.domains):
+        ways.update(dict.fromkeys(domain.gpu_uuids, MPS))
+    for gpu in plan.direct:
+        ways[gpu.uuid] = gpu.sharing
+    return ways
 
 
 def keep_sharing(
@@ -70,33 +83,35 @@ def keep_sharing(
     gpus: Sequence[Gpu],
     users_of: Callable[[str], Users] = lambda _: NO_USERS,
 ) -> Plan:
-    """Return the plan with each GPU shared as its leases require (`leased`, by UUID) until they end.
+    """Return the plan with each GPU shared as its leases require until they end.
 
-    `users_of` returns what the change of a GPU waits for. Until then, the GPU is divided as in the `former`
-    plan. After a restart, when that plan is unknown, a time-sliced GPU has only the leased devices.
+    Until then, the GPU is divided as in the `former` plan. After a restart, when that plan is unknown, a
+    time-sliced GPU has only the leased devices.
 
     A GPU or MIG instance that the plan does not divide, or that a MIG layout removes, keeps its control
     daemon or time-slicing, too. Leases of whole instances need nothing to be kept.
+
+    leased: the way of sharing of the leased devices of each GPU, by UUID.
+    users_of: returns what the change of a GPU waits for.
     """
     for gpu in gpus:
-        uuid, desired = str(gpu.uuid), ways_of_sharing(plan).get(str(gpu.uuid))
-        if desired is None and leased.get(uuid) in (MPS, TIME_SLICING):
-            if plan.has_layout(gpu):
-                desired = MIG
-            elif gpu.pci_address not in plan.sharing and not gpu.reason:
-                desired = _REMOVED
+        uuid = str(gpu.uuid)
+        desired = _desired_sharing(plan, gpu, leased)
         before = leased.get(uuid, desired)
         if desired is None or before is None or desired == before:
             continue
         if gpu.mig_enabled and not gpu.parent:  # nothing can use it as a whole anymore
             continue
-        is_mps = before == MPS
-        kept = _with_domain(plan, former, uuid, gpus) if is_mps else _direct(plan, former, uuid, before)
+        if before == MPS:
+            kept = _kept_in_domain(plan, former, uuid, gpus)
+        else:
+            kept = _kept_directly(plan, former, uuid, before)
         if kept is None:
             continue
-        whole, mode = mode_for(gpu, before)
-        has_mode = whole in kept.compute_modes or whole in former.compute_modes
-        modes = {**kept.compute_modes, **({whole: mode} if has_mode else {})}
+        modes = dict(kept.compute_modes)
+        whole_uuid, mode = mode_for(gpu, before)
+        if whole_uuid in kept.compute_modes or whole_uuid in former.compute_modes:
+            modes[whole_uuid] = mode
         what = _CHANGES.get(desired, f"the change to {desired}")
         why = wait_reason(what, users_of(uuid) or "the leases of its devices", LEASES_PENDING)
         plan = kept._replace(
@@ -107,31 +122,54 @@ def keep_sharing(
     return plan
 
 
-def _with_domain(plan: Plan, former: Plan, uuid: str, gpus: Sequence[Gpu]) -> Plan | None:
+def _desired_sharing(plan: Plan, gpu: Gpu, leased: Mapping[str, str]) -> str | None:
+    """Return how the GPU should be shared; None if nothing that is leased has to be kept."""
+    desired = ways_of_sharing(plan).get(str(gpu.uuid))
+    if desired is not None or leased.get(str(gpu.uuid)) not in (MPS, TIME_SLICING):
+        return desired
+    if plan.has_layout(gpu):
+        return MIG
+    is_removed = gpu.pci_address not in plan.sharing and not gpu.reason
+    return _REMOVED if is_removed else None
+
+
+def _kept_in_domain(plan: Plan, former: Plan, uuid: str, gpus: Sequence[Gpu]) -> Plan | None:
+    """Return the plan with the GPU in the domain of its former one; None if no domain had it."""
     source = next((domain for domain in former.domains if uuid in domain.gpu_uuids), None)
     if source is None:
         return None
     present = next((domain for domain in plan.domains if domain.name == source.name), None)
-    both = (*(present.gpus if present else ()), *(gpu for gpu in source.gpus if gpu.uuid == uuid))
+    members = list(present.gpus) if present else []
+    members += [gpu for gpu in source.gpus if gpu.uuid == uuid]
     order = [gpu.uuid for gpu in gpus]
-    ordered = tuple(sorted(both, key=lambda planned: order.index(planned.uuid)))
-    most = max(planned.thread_percentage for planned in ordered)
-    domain = (present or source)._replace(gpus=ordered, thread_percentage=most)
-    others = [other for other in plan.domains if other is not present]
-    domains = sorted([*others, domain], key=lambda domain: order.index(domain.gpu_uuids[0]))
+    members.sort(key=lambda planned: order.index(planned.uuid))
+    most = max(planned.thread_percentage for planned in members)
+    domain = (present or source)._replace(gpus=tuple(members), thread_percentage=most)
+    domains = [other for other in plan.domains if other is not present]
+    domains.append(domain)
+    domains.sort(key=lambda domain: order.index(domain.gpu_uuids[0]))
     direct = tuple(gpu for gpu in plan.direct if gpu.uuid != uuid)
     return plan._replace(domains=tuple(domains), direct=direct)
 
 
-def _direct(plan: Plan, former: Plan, uuid: str, sharing: str) -> Plan:
-    kept = next((gpu for gpu in former.direct if gpu.uuid == uuid), DirectGpu(uuid, 0, 0, sharing))
-    domains, parked = (tuple(_without(uuid, some)) for some in (plan.domains, plan.parked))
-    others = (gpu for gpu in plan.direct if gpu.uuid != uuid)
-    return plan._replace(domains=domains, parked=parked, direct=(*others, kept))
+def _kept_directly(plan: Plan, former: Plan, uuid: str, sharing: str) -> Plan:
+    """Return the plan with the GPU shared without MPS, as in its former one."""
+    kept = DirectGpu(uuid, 0, 0, sharing)
+    for gpu in former.direct:
+        if gpu.uuid == uuid:
+            kept = gpu
+    others = [gpu for gpu in plan.direct if gpu.uuid != uuid]
+    return plan._replace(
+        domains=tuple(_without(uuid, plan.domains)),
+        parked=tuple(_without(uuid, plan.parked)),
+        direct=(*others, kept),
+    )
 
 
 def _without(uuid: str, domains: Iterable[DomainPlan]) -> Iterable[DomainPlan]:
+    """Yield the domains without the GPU; a domain that had only this one is left out."""
     for domain in domains:
         gpus = tuple(gpu for gpu in domain.gpus if gpu.uuid != uuid)
         if gpus:
-            yield domain._replace(gpus=gpus, thread_percentage=max(gpu.thread_percentage for gpu in gpus))
+            most = max(gpu.thread_percentage for gpu in gpus)
+            yield domain._replace(gpus=gpus, thread_percentage=most)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps import reasons
 from yunion_mps.models import Controller, Gpu, Inventory, MeantGpu
-from yunion_mps.planning.entries import Resolution, confirm_replacements, resolve
+from yunion_mps.planning.entries import Resolution, confirm_replacements, resolve_entries
 from yunion_mps.reasons import GPU_LOST, Reason
 from yunion_mps.settings import DeviceEntry, Source
 
@@ -88,7 +88,7 @@ def test_a_by_path_link_names_its_slot_even_without_nvidia_drm() -> None:
 
 
 def resolved(entries: Sequence[DeviceEntry], host: Inventory) -> Resolution:
-    resolution = resolve(config(*entries), host)
+    resolution = resolve_entries(config(*entries), host)
     assert resolution.problems == []
     return resolution
 
@@ -286,7 +286,7 @@ def test_the_record_of_an_entry_that_was_removed_is_dropped() -> None:
 def test_an_unrecorded_render_node_leaves_its_gpu_to_a_certain_path() -> None:
     """As at a first start with one GPU missing, which gives the others' render nodes other numbers."""
     node, uuid = entry("/dev/dri/renderD130", 2), entry(str(gpu(2).uuid), 4, 5)
-    resolution = resolve(config(node, uuid), inventory(gpu(2)))
+    resolution = resolve_entries(config(node, uuid), inventory(gpu(2)))
     assert meanings(resolution) == {uuid.path: "0000:02:00.0"}
     assert missing(resolution) == {
         node.path: ("it is divided by the entry on line 5, too", reasons.ENTRY_REFUSED)
@@ -297,7 +297,7 @@ def test_an_unrecorded_render_node_leaves_its_gpu_to_a_certain_path() -> None:
 
 def test_of_two_certain_paths_of_one_gpu_the_first_one_divides_it() -> None:
     address, uuid = entry("02:00.0", 2), entry(str(gpu(2).uuid), 4, 5)
-    resolution = resolve(config(address, uuid, entry("01:00.0", 4, 8)), inventory(gpu(1), gpu(2)))
+    resolution = resolve_entries(config(address, uuid, entry("01:00.0", 4, 8)), inventory(gpu(1), gpu(2)))
     assert meanings(resolution) == {"02:00.0": "0000:02:00.0", "01:00.0": "0000:01:00.0"}
     (problem,) = resolution.problems
     assert (problem.is_minor, problem.entry) == (False, uuid.path)
@@ -306,9 +306,9 @@ def test_of_two_certain_paths_of_one_gpu_the_first_one_divides_it() -> None:
 def test_a_render_node_hides_no_certain_conflict() -> None:
     node, address = entry("/dev/dri/renderD130", 2), entry("02:00.0", 2, 5)
     uuid = entry(str(gpu(2).uuid), 4, 8)
-    problems = resolve(config(node, address, uuid), inventory(gpu(2))).problems
+    problems = resolve_entries(config(node, address, uuid), inventory(gpu(2))).problems
     assert [problem.is_minor for problem in problems] == [True, False]
-    twice = resolve(config(node, node._replace(path_at=Source(DEVICES, 5))), inventory(gpu(2)))
+    twice = resolve_entries(config(node, node._replace(path_at=Source(DEVICES, 5))), inventory(gpu(2)))
     assert [problem.is_minor for problem in twice.problems] == [False]
 
 
@@ -354,7 +354,7 @@ def test_a_reload_confirms_no_card_that_another_entry_means() -> None:
 )
 def test_an_entry_that_does_not_fit_its_gpu_is_refused_alone(divided: DeviceEntry, what: str) -> None:
     settings, host = config(divided, entry("02:00.0", 4, 5)), inventory(gpu(1, memory_mib=3), gpu(2))
-    resolution = resolve(settings, host)
+    resolution = resolve_entries(settings, host)
     (problem,) = resolution.problems
     assert problem.is_minor
     assert what in str(problem)

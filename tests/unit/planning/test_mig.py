@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.mig import MigInstance, MigProfile
 from yunion_mps.models import Gpu
-from yunion_mps.planning.mig import LayoutChange, LayoutError, change, change_to, describe, layouts, resolve
+from yunion_mps.planning.mig import (
+    LayoutChange,
+    LayoutError,
+    change,
+    change_to,
+    describe,
+    layout_names,
+    layout_profiles,
+)
 
 from simhost.mig import PROFILES
 from unit.builders import gpu
@@ -28,7 +36,7 @@ def with_mig(kind: str) -> Gpu:
 
 
 def named(layout: str, kind: str) -> str:
-    return describe(resolve([layout], with_mig(kind)))
+    return describe(layout_profiles([layout], with_mig(kind)))
 
 
 # -- the tables of FPT (H100 SXM, H200 SXM, A100 80 GB), without its misprints of profiles, and
@@ -114,21 +122,21 @@ def test_a_named_layout_has_the_instances_of_the_tables(kind: str, layout: str, 
 )
 def test_an_instance_has_at_most_the_memory_of_its_name(kind: str, layout: str) -> None:
     """And at most an eighth less: the 16 GiB of an H200's 1g.18gb are the least."""
-    for one in resolve([layout], with_mig(kind)):
+    for one in layout_profiles([layout], with_mig(kind)):
         gigabytes = int(one.name.partition(".")[2].partition("gb")[0])
         assert gigabytes * 1024 * 7 / 8 <= one.memory_mib <= gigabytes * 1024
 
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_every_layout_that_is_named_as_possible_is(kind: str) -> None:
-    names = layouts(with_mig(kind))
+    names = layout_names(with_mig(kind))
     assert set(TABLES[kind]) < set(names)
-    assert all(resolve([name], with_mig(kind)) for name in names if name != "all-disabled")
+    assert all(layout_profiles([name], with_mig(kind)) for name in names if name != "all-disabled")
 
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_all_disabled_has_no_instances(kind: str) -> None:
-    assert resolve(["all-disabled"], with_mig(kind)) == ()
+    assert layout_profiles(["all-disabled"], with_mig(kind)) == ()
 
 
 @pytest.mark.parametrize(
@@ -146,19 +154,19 @@ def test_an_impossible_layout_is_refused_with_what_is_possible(
     written: list[str], what: str, hint: str
 ) -> None:
     with pytest.raises(LayoutError) as refused:
-        resolve(written, with_mig("h100"))
+        layout_profiles(written, with_mig("h100"))
     assert what in refused.value.what
     assert hint in refused.value.hint
 
 
 def test_a_gpu_without_mig_has_no_layout() -> None:
     with pytest.raises(LayoutError, match="has no MIG mode"):
-        resolve(["all-balanced"], gpu()._replace(mig_enabled=None))
+        layout_profiles(["all-balanced"], gpu()._replace(mig_enabled=None))
 
 
 def test_a_gpu_whose_driver_reports_no_profiles_has_no_layout() -> None:
     with pytest.raises(LayoutError, match="has a MIG mode, but its driver reports no MIG profiles"):
-        resolve(["all-balanced"], gpu()._replace(mig_enabled=False))
+        layout_profiles(["all-balanced"], gpu()._replace(mig_enabled=False))
 
 
 # -- properties
@@ -174,16 +182,16 @@ def layouts_of(draw: st.DrawFn, one: Gpu) -> list[str]:
     """A list of profiles, which may be impossible, or a named layout."""
     names = [profile.name for profile in one.mig_profiles]
     listed = st.lists(st.sampled_from(names), min_size=1, max_size=8)
-    return draw(st.one_of(listed, st.sampled_from(layouts(one)).map(lambda name: [name])))
+    return draw(st.one_of(listed, st.sampled_from(layout_names(one)).map(lambda name: [name])))
 
 
 @st.composite
 def possible(draw: st.DrawFn) -> tuple[Gpu, tuple[MigProfile, ...]]:
     one = draw(hosts())
     try:
-        return one, resolve(draw(layouts_of(one)), one)
+        return one, layout_profiles(draw(layouts_of(one)), one)
     except LayoutError:
-        return one, resolve(["all-balanced"], one)
+        return one, layout_profiles(["all-balanced"], one)
 
 
 def after(done: LayoutChange) -> tuple[MigInstance, ...]:
@@ -228,7 +236,7 @@ def test_the_order_in_which_a_layout_is_written_does_not_matter(
     one, desired = case
     written = [profile.name for profile in desired]
     mixed.shuffle(written)  # type: ignore[attr-defined]
-    assert not written or resolve(written, one) == desired
+    assert not written or layout_profiles(written, one) == desired
     assert change(tuple(reversed(desired)), (), ()) == change(desired, (), ())
 
 
@@ -246,7 +254,9 @@ def test_a_change_to_places_leads_there_or_names_what_prevents_it(
 ) -> None:
     one, former = case
     places = change(former, (), ()).create
-    existing = after(change(resolve([data.draw(st.sampled_from(layouts(one)[:-1]))], one), (), ()))
+    existing = after(
+        change(layout_profiles([data.draw(st.sampled_from(layout_names(one)[:-1]))], one), (), ())
+    )
     fixed = data.draw(st.sets(st.sampled_from([one.id for one in existing])))
     done = change_to(places, existing, fixed)
     assert not {instance.id for instance in done.destroy} & fixed
@@ -262,7 +272,7 @@ def test_a_change_to_places_leads_there_or_names_what_prevents_it(
 def test_a_change_keeps_the_instance_that_is_used(start: int) -> None:
     """Of seven small ones, two can stay beside the larger ones: not only the first two."""
     existing = tuple(instance(7 + at, "1g.10gb", at, 1) for at in range(7))
-    desired = resolve(["all-balanced"], with_mig("h100"))
+    desired = layout_profiles(["all-balanced"], with_mig("h100"))
     done = change(desired, existing, (), (), {7 + start})
     assert existing[start] in done.keep
     assert len(done.keep) == 2
@@ -276,7 +286,7 @@ def test_a_change_never_destroys_what_is_fixed(
     one, former = case
     existing = after(change(former, (), ()))
     try:
-        desired = resolve(data.draw(layouts_of(one)), one)
+        desired = layout_profiles(data.draw(layouts_of(one)), one)
     except LayoutError:
         return
     fixed = data.draw(st.sets(st.sampled_from([one.id for one in existing]))) if existing else set()
@@ -299,7 +309,7 @@ def instance(number: int, profile: str, start: int, size: int, **given: Any) -> 
 
 
 def test_instances_that_already_match_are_kept() -> None:
-    desired = resolve(["all-balanced"], with_mig("h100"))
+    desired = layout_profiles(["all-balanced"], with_mig("h100"))
     small = instance(7, "1g.10gb", 2, 1)
     done = change(desired, (small, instance(3, "2g.20gb", 0, 2)), ())
     assert small in done.keep
@@ -308,10 +318,10 @@ def test_instances_that_already_match_are_kept() -> None:
 
 
 def test_an_instance_is_moved_only_if_the_others_do_not_fit_beside_it() -> None:
-    desired = resolve(["3g.40gb", "3g.40gb"], with_mig("h100"))
+    desired = layout_profiles(["3g.40gb", "3g.40gb"], with_mig("h100"))
     awkward = instance(5, "1g.10gb", 4, 1)
     assert change(desired, (awkward,), ()).destroy == (awkward,)
-    moved = resolve(["4g.40gb", "1g.10gb"], with_mig("h100"))
+    moved = layout_profiles(["4g.40gb", "1g.10gb"], with_mig("h100"))
     low = instance(9, "1g.10gb", 0, 1)
     done = change(moved, (low,), ())
     assert done.destroy == (low,)
@@ -320,24 +330,24 @@ def test_an_instance_is_moved_only_if_the_others_do_not_fit_beside_it() -> None:
 
 def test_an_instance_beside_the_layout_is_no_obstacle() -> None:
     other = instance(2, "3g.40gb", 4, 4)
-    done = change(resolve(["2g.20gb", "2g.20gb"], with_mig("h100")), (other,), {2})
+    done = change(layout_profiles(["2g.20gb", "2g.20gb"], with_mig("h100")), (other,), {2})
     assert [place.start for place in done.create] == [0, 2]
     assert done.in_the_way == ()
 
 
 def test_only_instances_that_take_the_layouts_place_are_in_the_way() -> None:
     big, small = instance(1, "4g.40gb", 0, 4), instance(9, "1g.10gb", 6, 1)
-    done = change(resolve(["4g.40gb", "1g.10gb", "2g.20gb"], with_mig("h100")), (big, small), {1, 9})
+    done = change(layout_profiles(["4g.40gb", "1g.10gb", "2g.20gb"], with_mig("h100")), (big, small), {1, 9})
     assert done.in_the_way == ()
-    done = change(resolve(["all-2g.20gb"], with_mig("h100")), (big, small), {1, 9})
+    done = change(layout_profiles(["all-2g.20gb"], with_mig("h100")), (big, small), {1, 9})
     assert done.in_the_way == (big,)
 
 
 def test_an_instance_without_a_compute_instance_gets_one() -> None:
     half = instance(1, "4g.40gb", 0, 4, uuid="", compute_instances=0)
-    assert change(resolve(["4g.40gb"], with_mig("h100")), (half,), ()).keep == (half,)
+    assert change(layout_profiles(["4g.40gb"], with_mig("h100")), (half,), ()).keep == (half,)
 
 
 def test_an_instance_with_several_compute_instances_does_not_match() -> None:
     shared = instance(1, "4g.40gb", 0, 4, uuid="", compute_instances=2)
-    assert change(resolve(["4g.40gb"], with_mig("h100")), (shared,), {1}).in_the_way == (shared,)
+    assert change(layout_profiles(["4g.40gb"], with_mig("h100")), (shared,), {1}).in_the_way == (shared,)

@@ -10,7 +10,7 @@ from yunion_mps.planning.mig import (
     change_to,
     describe_layout,
     instances_of,
-    resolve,
+    layout_profiles,
     with_layouts,
 )
 from yunion_mps.planning.plan import make_plan
@@ -74,24 +74,24 @@ def test_an_instance_without_a_uuid_is_waited_for() -> None:
 def test_an_instance_whose_profile_is_used_up_is_in_the_way() -> None:
     """Also at another place: only one instance of the GPU has the media engines."""
     other = instance(13, "1g.10gb+me", 6, 1, compute_instances=2)
-    done = change(resolve(["1g.10gb+me"], H100), (other,), {13})
+    done = change(layout_profiles(["1g.10gb+me"], H100), (other,), {13})
     assert (done.in_the_way, done.is_due) == ((other,), True)
     assert done.create == ()
 
 
 def test_a_layout_has_its_largest_instances_first() -> None:
-    desired = resolve(["1g.10gb", "1g.20gb", "2g.20gb"], H100)
+    desired = layout_profiles(["1g.10gb", "1g.20gb", "2g.20gb"], H100)
     assert [profile.name for profile in desired] == ["2g.20gb", "1g.20gb", "1g.10gb"]
 
 
 def test_all_of_a_profile_are_as_many_as_have_a_place() -> None:
     """Even if the driver reports more than that as its maximum."""
     profiles = tuple(one._replace(max_count=7) for one in H100.mig_profiles)
-    assert len(resolve(["all-1g.20gb"], H100._replace(mig_profiles=profiles))) == 4
+    assert len(layout_profiles(["all-1g.20gb"], H100._replace(mig_profiles=profiles))) == 4
 
 
 def test_a_place_that_was_not_whole_gets_no_compute_instance() -> None:
-    (place,) = change(resolve(["4g.40gb"], H100), (), ()).create
+    (place,) = change(layout_profiles(["4g.40gb"], H100), (), ()).create
     half = instance(1, "4g.40gb", 0, 4, uuid="", compute_instances=0)
     assert change_to([place], (half,), ()).complete == (half,)
     assert change_to([place._replace(is_whole=False)], (half,), ()).complete == ()

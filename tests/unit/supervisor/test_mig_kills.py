@@ -15,7 +15,7 @@ from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.mig import DISABLED
 from yunion_mps.paths import Paths
-from yunion_mps.planning.mig import describe, resolve
+from yunion_mps.planning.mig import describe, layout_profiles
 from yunion_mps.supervisor.mig import LayoutTask, carry_out
 from yunion_mps.supervisor.mig_record import MigIntent, MigRecord
 
@@ -93,7 +93,7 @@ def _finish(host: MigHost, after: list[str]) -> None:
     if after == [DISABLED]:
         assert gpu.mig_enabled is False
         return
-    assert describe(gpu.mig_instances) == describe(resolve(after, gpu))
+    assert describe(gpu.mig_instances) == describe(layout_profiles(after, gpu))
     assert all(one.uuid for one in gpu.mig_instances)
 
 
@@ -177,7 +177,7 @@ class _FullDisk:
 def test_an_intent_claims_only_a_new_empty_instance_at_its_place(mig_host: MakeMigHost, cause: str) -> None:
     """Not one that was there before, that another program has completed, or that is at another place."""
     host = mig_host([{"kind": "h100", "mig": True}])
-    profile = resolve(["3g.40gb"], host.gpu)[0]
+    profile = layout_profiles(["3g.40gb"], host.gpu)[0]
     start = profile.starts[1] if cause == "elsewhere" else profile.starts[0]
     number = host.mig.create(str(host.gpu.uuid), profile, profile.starts[0])
     if cause == "complete":
@@ -193,7 +193,7 @@ def test_a_refused_creation_leaves_no_intent_for_another_programs_instance(mig_h
     host = mig_host([{"kind": "h100", "mig": True}])
     host.sim.fail("nvmlDeviceCreateGpuInstanceWithPlacement", "insufficient_resources", times=1)
     assert host.apply("7g.80gb").code == reasons.MIG_INSUFFICIENT_RESOURCES
-    profile = resolve(["7g.80gb"], host.gpu)[0]
+    profile = layout_profiles(["7g.80gb"], host.gpu)[0]
     number = host.mig.create(str(host.gpu.uuid), profile, 0)
     assert host.apply("all-1g.10gb").code == reasons.MIG_FOREIGN_INSTANCE
     assert [one.id for one in host.gpu.mig_instances] == [number]
