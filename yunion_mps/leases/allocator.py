@@ -35,18 +35,19 @@ _MAX_NAMED = 4
 
 
 class Reservation(NamedTuple):
-    """What is free, but reserved for earlier requests: ids of devices, and MiB by GPU UUID.
+    """What is free, but reserved for earlier requests."""
 
-    For pools that count them, also tenths of a percent of the SM threads, by GPU UUID. `users` has the users
-    (uids) whom control daemons serve next, by domain.
-    """
-
+    #: Ids of devices.
     devices: set[str]
+    #: Memory of pools, by GPU UUID.
     memory_mib: Counter[str]
+    #: Tenths of a percent of the SM threads, of pools that count them, by GPU UUID.
     thread_tenths: Counter[str]
+    #: The users (uids) whom control daemons serve next, by domain.
     users: dict[str, int]
 
     def add(self, other: Reservation) -> None:
+        """Reserve what `other` has, too."""
         self.devices.update(other.devices)
         self.memory_mib.update(other.memory_mib)
         self.thread_tenths.update(other.thread_tenths)
@@ -61,8 +62,27 @@ class _Unavailable(NamedTuple):
     domain: str
 
 
+class _Refusal(NamedTuple):
+    """Why a request gets nothing now, as a NothingFreeError says it."""
+
+    message: str
+    hint: str
+    code: str
+
+
+class _PoolFit(NamedTuple):
+    """A pool that has room for a request."""
+
+    candidate: PoolCandidate
+    #: The units of each device.
+    units: int
+    #: How much memory one more client could get.
+    left_mib: int
+
+
 def no_reservation() -> Reservation:
-    return Reservation(set(), Counter(), Counter(), {})
+    """Return an empty reservation."""
+    return Reservation(devices=set(), memory_mib=Counter(), thread_tenths=Counter(), users={})
 
 
 NO_RESERVATION = no_reservation()
@@ -92,9 +112,8 @@ def refuse_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
 
 def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
     pools = candidates.matching_pools(request)
-    if Allocator(Ledger()).from_pools(
-        request, [pool._replace(reason=NO_REASON) for pool in pools], candidates
-    ):
+    served_pools = [pool._replace(reason=NO_REASON) for pool in pools]
+    if Allocator(Ledger()).from_pools(request, served_pools, candidates):
         return
     try:
         _refuse_uncombinable(request, candidates)
@@ -136,12 +155,20 @@ def _refuse_enforced(request: LeaseRequest, candidates: Candidates) -> NoReturn:
 
 
 def _describe_places(devices: Sequence[Device], *, across: bool) -> str:
-    """The GPUs of the devices, with each MIG instance by itself unless different GPUs are requested."""
+    """Return the number of GPUs of the devices.
+
+    Each MIG instance counts by itself unless different GPUs are requested.
+    """
     if across:
         return count(len(of_different_gpus(devices)), "GPU")
-    places = Counter({device.gpu_uuid: device.is_on_instance for device in devices}.values())
-    gpus, instances = count(places[False], "GPU"), count(places[True], "MIG instance")
-    return " and ".join([gpus] * bool(places[False]) + [instances] * bool(places[True]))
+    gpus = {device.gpu_uuid for device in devices if not device.is_on_instance}
+    instances = {device.gpu_uuid for device in devices if device.is_on_instance}
+    parts = []
+    if gpus:
+        parts.append(count(len(gpus), "GPU"))
+    if instances:
+        parts.append(count(len(instances), "MIG instance"))
+    return " and ".join(parts)
 
 
 def _describe_maximum(candidate: PoolCandidate) -> str:
@@ -166,14 +193,16 @@ def _hint_for_memory(request: LeaseRequest, candidates: Candidates, pools: Seque
 
 
 def _refuse_uncombinable(request: LeaseRequest, candidates: Candidates) -> None:
+    """Raise InfeasibleError if the devices that could satisfy the request can never be combined."""
     groups: Iterable[tuple[Device, ...]] = smallest_groups(request, candidates)
     if request.devices:
-        named = tuple(device for device, *_ in candidates.devices if request.matches(device))
+        devices = [candidate.device for candidate in candidates.devices]
+        named = tuple(device for device in devices if request.matches(device))
         groups = [named] if named else []
     refusal = None
-    for devices in groups:
+    for group in groups:
         try:
-            candidates.environment(request, devices)
+            candidates.environment(request, group)
         except InfeasibleError as error:
             refusal = error
         else:
@@ -186,11 +215,12 @@ def satisfying_domains(request: LeaseRequest, candidates: Candidates) -> set[str
     """Return the names of the domains that could satisfy the request now if nothing of them were leased."""
     devices: dict[str, list[Candidate]] = {}
     pools: dict[str, list[PoolCandidate]] = {}
-    for one in candidates.devices:
-        devices.setdefault(one.device.domain, []).append(one)
+    for candidate in candidates.devices:
+        devices.setdefault(candidate.device.domain, []).append(candidate)
     for pool in candidates.pools:
         pools.setdefault(pool.pool.domain, []).append(pool)
-    unleased, satisfying = Allocator(Ledger()), set()
+    unleased = Allocator(Ledger())
+    satisfying: set[str] = set()
     for name in {*devices, *pools}:
         of_domain = candidates._replace(devices=devices.get(name, []), pools=pools.get(name, []))
         with contextlib.suppress(NothingFreeError):
@@ -211,32 +241,36 @@ class Allocator:
         candidates: Candidates,
         reserved: Reservation = NO_RESERVATION,
     ) -> tuple[Device, ...]:
-        """The devices that satisfy the request now; raises NothingFreeError with the reason if none do."""
-        made = self.from_pools(request, candidates.matching_pools(request), candidates, reserved)
-        if made:
-            return made
+        """Return the devices that satisfy the request now.
+
+        Raises NothingFreeError with the reason if there are none.
+        """
+        created = self.from_pools(request, candidates.matching_pools(request), candidates, reserved)
+        if created:
+            return created
         matching = matching_devices(request, candidates)
         by_gpu = self._free_by_gpu(matching, reserved)
         if request.devices:
-            free = [device for devices in by_gpu.values() for device in devices]
+            free = _flat(by_gpu.values())
             placed = tuple(free) if len(free) == len(matching) else ()
         else:
             used = self.ledger.used_shares(candidate.device for candidate in candidates.devices)
             placed = place(request, by_gpu, candidates, used)
         if placed:
             return placed
-        raise NothingFreeError(*self._why_not(request, candidates, matching, by_gpu, reserved))
+        refusal = self._why_not(request, candidates, matching, by_gpu, reserved)
+        raise NothingFreeError(refusal.message, refusal.hint, refusal.code)
 
     def reserve(
         self, request: LeaseRequest, candidates: Candidates, reserved: Reservation = NO_RESERVATION
     ) -> Reservation:
-        """The free devices or memory to reserve for a request that does not fit yet."""
+        """Return the free devices or memory to reserve for a request that does not fit yet."""
         if request.memory_mib:
             return self._reserve_memory(request, candidates, reserved)
         by_gpu = self._free_by_gpu(matching_devices(request, candidates), reserved)
         most_first = sorted(by_gpu.values(), key=len, reverse=True)
         if request.devices:
-            devices = [device for some in most_first for device in some]
+            devices = _flat(most_first)
         elif request.across:
             devices = largest_group_across(request, candidates, most_first)
         else:
@@ -246,21 +280,26 @@ class Allocator:
     def _reserve_memory(
         self, request: LeaseRequest, candidates: Candidates, reserved: Reservation
     ) -> Reservation:
-        """What the pools that come closest have of the memory and threads, as long as memory is left."""
-        gpus, each = (request.number, 1) if request.across else (1, request.number)
-        mib, closest = each * request.memory_mib, []
+        """Return what the pools that come closest have of the memory and threads, if memory is left."""
+        gpus = request.number if request.across else 1
+        devices_each = 1 if request.across else request.number
+        needed_mib = devices_each * request.memory_mib
+        closest = []
         for candidate in candidates.matching_pools(request):
             free_mib = 0 if candidate.reason else self._left_mib(candidate, reserved)
-            if free_mib > 0:
-                tenths = each * _needs_tenths(request, candidate)
-                free_tenths = min(tenths, self._left_tenths(candidate, reserved))
-                missing = max(0, 1 - free_mib / mib) + (1 - free_tenths / tenths if tenths else 0)
-                closest.append((missing, -free_mib, candidate.pool.gpu_uuid, free_tenths))
-        made = no_reservation()
+            if free_mib <= 0:
+                continue
+            needed_tenths = devices_each * _needs_tenths(request, candidate)
+            free_tenths = min(needed_tenths, self._left_tenths(candidate, reserved))
+            missing = max(0, 1 - free_mib / needed_mib)
+            if needed_tenths:
+                missing += 1 - free_tenths / needed_tenths
+            closest.append((missing, -free_mib, candidate.pool.gpu_uuid, free_tenths))
+        reservation = no_reservation()
         for _, negative_mib, gpu, free_tenths in sorted(closest)[:gpus]:
-            made.memory_mib[gpu] = min(-negative_mib, mib)
-            made.thread_tenths[gpu] = free_tenths
-        return made
+            reservation.memory_mib[gpu] = min(-negative_mib, needed_mib)
+            reservation.thread_tenths[gpu] = free_tenths
+        return reservation
 
     def from_pools(
         self,
@@ -269,40 +308,57 @@ class Allocator:
         candidates: Candidates,
         reserved: Reservation = NO_RESERVATION,
     ) -> tuple[Device, ...]:
-        """Devices of the requested memory: binpack prefers the pools that have the least left.
+        """Return devices of the requested memory, none if there is not enough.
 
-        GPUs that enforce budgets are preferred to those that do not.
+        Binpack prefers the pools that have the least left. GPUs that enforce budgets are preferred to those
+        that do not.
         """
-        gpus, each = (request.number, 1) if request.across else (1, request.number)
-        fits = []
-        for candidate in pools:
-            units = units_for(candidate.pool, request.memory_mib)
-            mib = units * candidate.pool.unit_mib
-            others_mib = (each - 1) * (mib + candidate.pool.reserve_mib)
-            tenths = each * _needs_tenths(request, candidate)
-            if candidate.reason or tenths > self._left_tenths(candidate, reserved):
-                continue
-            if mib <= self._left_mib(candidate, reserved, others_mib, each - 1):
-                fits.append((self._left_mib(candidate, reserved), units, candidate))
+        gpus = request.number if request.across else 1
+        devices_each = 1 if request.across else request.number
+        fits = self._fitting_pools(request, pools, devices_each, reserved)
         if len(fits) < gpus:
             return ()
         sign = -1 if request.placement == SPREAD else 1
-        fits.sort(key=lambda fit: (fit[2].pool.gpu_uuid in candidates.unenforced, sign * fit[0]))
-        made = (device for _, units, pool in fits[:gpus] for device in self._make(pool, units, each))
+        unenforced = candidates.unenforced
+        fits.sort(key=lambda fit: (fit.candidate.pool.gpu_uuid in unenforced, sign * fit.left_mib))
+        devices: list[Device] = []
+        for fit in fits[:gpus]:
+            devices += self._create_devices(fit.candidate, fit.units, devices_each)
         if not request.thread_percentage:
-            return tuple(made)
-        return tuple(device._replace(thread_percentage=float(request.thread_percentage)) for device in made)
+            return tuple(devices)
+        percentage = float(request.thread_percentage)
+        return tuple(device._replace(thread_percentage=percentage) for device in devices)
 
-    def _make(self, candidate: PoolCandidate, units: int, number: int) -> list[Device]:
-        """Create `number` devices of the pool, in slots that no lease has."""
-        made: list[Device] = []
+    def _fitting_pools(
+        self,
+        request: LeaseRequest,
+        pools: Iterable[PoolCandidate],
+        devices_each: int,
+        reserved: Reservation,
+    ) -> list[_PoolFit]:
+        """Return the pools, among those that serve, that have room for so many devices each."""
+        fits: list[_PoolFit] = []
+        for candidate in pools:
+            units = units_for(candidate.pool, request.memory_mib)
+            mib = units * candidate.pool.unit_mib
+            others_mib = (devices_each - 1) * (mib + candidate.pool.reserve_mib)
+            tenths = devices_each * _needs_tenths(request, candidate)
+            if candidate.reason or tenths > self._left_tenths(candidate, reserved):
+                continue
+            if mib <= self._left_mib(candidate, reserved, others_mib, devices_each - 1):
+                fits.append(_PoolFit(candidate, units, self._left_mib(candidate, reserved)))
+        return fits
+
+    def _create_devices(self, candidate: PoolCandidate, units: int, number: int) -> list[Device]:
+        """Return `number` devices of the pool, in slots that no lease has."""
+        devices: list[Device] = []
         slot = 0
-        while len(made) < number:
+        while len(devices) < number:
             device = candidate.make(units, slot)
             if device.id not in self.ledger.lease_of:
-                made.append(device)
+                devices.append(device)
             slot += 1
-        return made
+        return devices
 
     def _left_mib(
         self, candidate: PoolCandidate, reserved: Reservation, others_mib: int = 0, others: int = 0
@@ -315,7 +371,7 @@ class Allocator:
         return self.ledger.free_tenths(pool, reserved.thread_tenths[pool.gpu_uuid])
 
     def _free_by_gpu(self, matching: Iterable[Candidate], reserved: Reservation) -> dict[str, list[Device]]:
-        served = (candidate.device for candidate in matching if not candidate.reason)
+        served = [candidate.device for candidate in matching if not candidate.reason]
         return self.ledger.free_by_gpu(served, reserved.devices)
 
     def _describe_left(self, candidate: PoolCandidate, reserved: Reservation) -> str:
@@ -331,51 +387,94 @@ class Allocator:
         matching: Sequence[Candidate],
         by_gpu: Mapping[str, Sequence[Device]],
         reserved: Reservation,
-    ) -> tuple[str, str, str]:
-        """The message, hint and code of a NothingFreeError."""
+    ) -> _Refusal:
+        """Return why the request gets nothing now."""
         pools = candidates.matching_pools(request)
-        if not matching and not pools and (waiting := candidates.waiting_for(request)):
-            reason = waiting.reason
-            named = f"GPU {waiting.gpu}: {reason}" if waiting.gpu else reason
-            what = f"{request} cannot be allocated now: {named}"
-            return what, hint_of(reason.code, gpu=waiting.gpu), reason.code
         if not matching and not pools:
-            what = f"{request} cannot be allocated: no such device exists"
-            return what, "see: yunion-mps list", NOTHING_FREE
-        ids = {candidate.device.id for candidate in matching}
-        unavailable = [
-            _Unavailable(reason, device.gpu_address, device.domain)
-            for device, reason, _ in matching
-            if reason
-        ]
-        unavailable += [_Unavailable(one.reason, one.gpu, one.pool.domain) for one in pools if one.reason]
-        waits = self.ledger.lease_waits([candidate.device for candidate in candidates.devices]).values()
-        able = {device.id for device, reason, _ in matching if not reason or reason.code == OTHER_USER}
-        pending = [(wait.reason, able & wait.pending) for wait in waits if able & wait.pending]
-        used = len(able.intersection(self.ledger.lease_of).difference(*(names for _, names in pending)))
-        free = sum(map(len, by_gpu.values()))
+            return _nothing_matches(request, candidates)
+        unavailable = _unavailable(matching, pools)
         parts = [self._describe_left(pool, reserved) for pool in pools if not pool.reason]
-        parts += [f"{used} of {len(ids)} leased"] if used else []
-        parts += [f"{len(names)} pending ({reason})" for reason, names in pending[:_MAX_NAMED]]
+        parts += self._describe_leased(candidates, matching)
+        ids = {candidate.device.id for candidate in matching}
         if reserved.devices & ids:
             parts.append(f"{len(reserved.devices & ids)} reserved for earlier requests")
-        if free:
-            parts.append(f"{free} free, at most {max(map(len, by_gpu.values()))} on one GPU")
-        for reason, number in Counter(one.reason for one in unavailable).most_common(_MAX_NAMED):
-            gpus = list(dict.fromkeys(one.gpu for one in unavailable if one.reason == reason))
-            more = f" and {len(gpus) - _MAX_NAMED} more" if len(gpus) > _MAX_NAMED else ""
-            where = f"GPU {', '.join(gpus[:_MAX_NAMED])}{more}: {reason}"
-            is_of_other_user = reason.code == OTHER_USER
-            parts.append(where if is_of_other_user else f"{number} unavailable ({where})")
-        hint, code = "see who holds the devices: yunion-mps who", NOTHING_FREE
-        if len(unavailable) == len(matching) + len(pools):
-            hint = "see: yunion-mps status"
-            code = _common_code({one.reason.code for one in unavailable})
-            if code != NOTHING_FREE:
-                first = next(one for one in unavailable if one.reason.code == code)
-                domain = candidates.domains.get(first.domain)
-                hint = hint_of(code, gpu=first.gpu, log_directory=domain.log_directory if domain else "")
-        return f"{request} cannot be allocated now: {'; '.join(parts)}", hint, code
+        if by_gpu:
+            numbers = [len(devices) for devices in by_gpu.values()]
+            parts.append(f"{sum(numbers)} free, at most {max(numbers)} on one GPU")
+        parts += _describe_unavailable(unavailable)
+        message = f"{request} cannot be allocated now: {'; '.join(parts)}"
+        if len(unavailable) < len(matching) + len(pools):
+            return _Refusal(message, "see who holds the devices: yunion-mps who", NOTHING_FREE)
+        code = _common_code({item.reason.code for item in unavailable})
+        if code == NOTHING_FREE:
+            return _Refusal(message, "see: yunion-mps status", code)
+        first = next(item for item in unavailable if item.reason.code == code)
+        domain = candidates.domains.get(first.domain)
+        log_directory = domain.log_directory if domain else ""
+        return _Refusal(message, hint_of(code, gpu=first.gpu, log_directory=log_directory), code)
+
+    def _describe_leased(self, candidates: Candidates, matching: Iterable[Candidate]) -> list[str]:
+        """Return how many of the matching devices are leased or pending."""
+        ids: set[str] = set()
+        able: set[str] = set()
+        for candidate in matching:
+            ids.add(candidate.device.id)
+            if not candidate.reason or candidate.reason.code == OTHER_USER:
+                able.add(candidate.device.id)
+        used = able.intersection(self.ledger.lease_of)
+        pending_parts: list[str] = []
+        for wait in self.ledger.lease_waits([candidate.device for candidate in candidates.devices]).values():
+            pending = able & wait.pending
+            if pending:
+                used -= pending
+                pending_parts.append(f"{len(pending)} pending ({wait.reason})")
+        parts = [f"{len(used)} of {len(ids)} leased"] if used else []
+        return parts + pending_parts[:_MAX_NAMED]
+
+
+def _flat(groups: Iterable[Sequence[Device]]) -> list[Device]:
+    devices: list[Device] = []
+    for group in groups:
+        devices += group
+    return devices
+
+
+def _nothing_matches(request: LeaseRequest, candidates: Candidates) -> _Refusal:
+    """Return why nothing that exists now matches the request."""
+    waiting = candidates.waiting_for(request)
+    if waiting is None:
+        what = f"{request} cannot be allocated: no such device exists"
+        return _Refusal(what, "see: yunion-mps list", NOTHING_FREE)
+    reason = waiting.reason
+    named = f"GPU {waiting.gpu}: {reason}" if waiting.gpu else reason
+    what = f"{request} cannot be allocated now: {named}"
+    return _Refusal(what, hint_of(reason.code, gpu=waiting.gpu), reason.code)
+
+
+def _unavailable(devices: Iterable[Candidate], pools: Iterable[PoolCandidate]) -> list[_Unavailable]:
+    """Return those that are not served, and why."""
+    unavailable: list[_Unavailable] = []
+    for candidate in devices:
+        if candidate.reason:
+            device = candidate.device
+            unavailable.append(_Unavailable(candidate.reason, device.gpu_address, device.domain))
+    for pool in pools:
+        if pool.reason:
+            unavailable.append(_Unavailable(pool.reason, pool.gpu, pool.pool.domain))
+    return unavailable
+
+
+def _describe_unavailable(unavailable: Sequence[_Unavailable]) -> list[str]:
+    """Return the most frequent reasons, each with its GPUs."""
+    parts: list[str] = []
+    for reason, number in Counter(item.reason for item in unavailable).most_common(_MAX_NAMED):
+        gpus = list(dict.fromkeys(item.gpu for item in unavailable if item.reason == reason))
+        where = f"GPU {', '.join(gpus[:_MAX_NAMED])}"
+        if len(gpus) > _MAX_NAMED:
+            where += f" and {len(gpus) - _MAX_NAMED} more"
+        where += f": {reason}"
+        parts.append(where if reason.code == OTHER_USER else f"{number} unavailable ({where})")
+    return parts
 
 
 def _common_code(codes: set[str]) -> str:
@@ -392,17 +491,20 @@ def _common_code(codes: set[str]) -> str:
 
 
 def _needs_tenths(request: LeaseRequest, candidate: PoolCandidate) -> int:
-    """What a device of the pool takes of its threads; 0 if they follow the memory and are not counted."""
+    """Return what a device of the pool takes of its threads, in tenths of a percent.
+
+    0 if they follow the memory and are not counted.
+    """
     default = candidate.pool.thread_percentage
     return 10 * (request.thread_percentage or default) if default else 0
 
 
 def _describe_unenforced(request: LeaseRequest, candidates: Candidates) -> str:
-    of = {candidate.device.gpu_uuid for candidate in matching_devices(request, candidates)}
-    of |= {candidate.pool.gpu_uuid for candidate in candidates.usable_pools(request)}
+    uuids = {candidate.device.gpu_uuid for candidate in matching_devices(request, candidates)}
+    uuids.update(candidate.pool.gpu_uuid for candidate in candidates.usable_pools(request))
     by_cause: dict[str, list[str]] = {}
-    for uuid, (gpu, why) in candidates.unenforced.items():
-        if uuid in of:
-            by_cause.setdefault(why, []).append(gpu)
+    for uuid, unenforced in candidates.unenforced.items():
+        if uuid in uuids:
+            by_cause.setdefault(unenforced.why, []).append(unenforced.gpu)
     which = " and ".join(gpus_that_are(why, names) for why, names in by_cause.items())
     return f"no budget is enforced on {which}: a command could use all of the memory"

@@ -31,14 +31,14 @@ RENEWAL_GRACE_S = 10.0
 
 
 def renew(lease: Lease, now_s: float) -> Lease:
-    """The lease with its full time to live from now; unchanged if it does not expire."""
+    """Return the lease with its full time to live from now; unchanged if it does not expire."""
     if lease.holder.binding != "name" or not lease.holder.ttl_s:
         return lease
     return lease._replace(ends_s=now_s + lease.holder.ttl_s, is_extended=False)
 
 
-def restore(lease: Lease, now_s: float) -> Lease:
-    """The lease after a restart of the daemon: with the time that it had left.
+def with_time_left(lease: Lease, now_s: float) -> Lease:
+    """Return the lease after a restart of the daemon: with the time that it had left.
 
     A lease that expired while the daemon was unreachable, or is about to, is extended by `RENEWAL_GRACE_S` so
     that its holder can renew it; only once, so that frequent restarts do not preserve a dead job's lease.
@@ -52,18 +52,23 @@ def restore(lease: Lease, now_s: float) -> Lease:
 
 
 class HolderWatch:
+    """Watches the processes and timers that end leases, on the event loop.
+
+    end: called with a lease's id and why it has ended.
+    """
+
     def __init__(self, end: Callable[[str, str], None]) -> None:
-        """`end` is called with a lease's id and why it has ended."""
         self._end = end
         self._processes: dict[str, Process] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def watch(self, lease: Lease) -> bool:
-        """Watch the holder's process or timer in place of the previous one; False if it has ended.
+        """Watch the holder's process or timer in place of the previous one; return False if it has ended.
 
         In that case, and if this raises ShortageError, the previous one is still watched.
         """
-        loop, holder = asyncio.get_running_loop(), lease.holder
+        loop = asyncio.get_running_loop()
+        holder = lease.holder
         if holder.binding == "name":
             self.forget(lease.id)
             cause = "it was not renewed in time"
@@ -90,6 +95,7 @@ class HolderWatch:
         return True
 
     def forget(self, lease_id: str) -> None:
+        """Stop watching the lease's holder."""
         timer = self._timers.pop(lease_id, None)
         if timer:
             timer.cancel()
@@ -99,13 +105,18 @@ class HolderWatch:
             process.close()
 
     def expires_s(self, lease_id: str) -> float | None:
-        """When a lease taken by name ends if it is not renewed, in s since 1970; None for others."""
+        """Return when a lease taken by name ends if it is not renewed, in s since 1970; None for others."""
         timer = self._timers.get(lease_id)
-        return time.time() + timer.when() - asyncio.get_running_loop().time() if timer else None
+        if timer is None:
+            return None
+        return time.time() + timer.when() - asyncio.get_running_loop().time()
 
 
 def _has_ended(process: Process, holder: Holder) -> bool:
-    """Whether the holder has ended, even if its PID was reused; raises ShortageError."""
+    """Whether the holder has ended, even if its PID was reused.
+
+    Raises ShortageError if the process cannot be inspected for want of descriptors.
+    """
     started = started_ticks(process.pid)
     if started is None and process.status() is None:  # it runs, but cannot be inspected
         refuse_if_no_file_can_be_opened(f"PID {process.pid} cannot be inspected")
@@ -123,26 +134,29 @@ def lease_json(
     sm_of: Callable[[str], int | None] = lambda _: None,
     peak_of: Callable[[str], int | None] = lambda _: None,
 ) -> answers.LeaseRecord:
-    """A lease; `expires_s` is in s since 1970, None if it ends with a process or a connection.
+    """Return the record of a lease.
 
-    Without `containers` the record is brief: what only the kernel knows about the holder is left out. `sm_of`
-    returns the SM utilization of a device (by address), `peak_of` its highest memory use in MiB.
+    expires_s: in s since 1970; None if the lease ends with a process or a connection.
+    containers: without them, the record is brief: what only the kernel knows about the holder is left out.
+    sm_of: returns the SM utilization of a device (by address), in percent.
+    peak_of: returns the highest memory use of a device (by address), in MiB.
     """
+    budgets: list[answers.DeviceBudget] = []
+    for device in lease.devices:
+        budget: answers.DeviceBudget = {
+            "addr": device.addr,
+            "gpu": device.gpu_address,
+            "memory_mib": device.memory_limit_mib,
+            "thread_percentage": device.thread_percentage,
+            "memory_peak_mib": peak_of(device.addr),
+            "sm_utilization": sm_of(device.addr),
+        }
+        budgets.append(budget)
     return {
         "id": lease.id,
         "devices": [device.addr for device in lease.devices],
         "gpus": _gpus(lease.devices),
-        "budgets": [
-            {
-                "addr": device.addr,
-                "gpu": device.gpu_address,
-                "memory_mib": device.memory_limit_mib,
-                "thread_percentage": device.thread_percentage,
-                "memory_peak_mib": peak_of(device.addr),
-                "sm_utilization": sm_of(device.addr),
-            }
-            for device in lease.devices
-        ],
+        "budgets": budgets,
         "thread_percentage": process_percentage(lease.devices, lease.environment),
         "budget_enforced": all(device.budget_enforced for device in lease.devices),
         "unenforced_gpus": _gpus(device for device in lease.devices if not device.budget_enforced),
@@ -156,7 +170,7 @@ def lease_json(
 
 
 def queued_json(queued: QueuedRequest, why: Reason, containers: Containers) -> answers.QueuedRequest:
-    """A queued request, and why it waits; its place in the list is its position."""
+    """Return the record of a queued request, and why it waits; its place in the list is its position."""
     return {
         **_holder_json(queued.holder, queued.since_s, containers),
         "requested": str(queued.request),
@@ -167,17 +181,21 @@ def queued_json(queued: QueuedRequest, why: Reason, containers: Containers) -> a
 
 def _holder_json(holder: Holder, since_s: float, containers: Containers | None) -> answers.HolderFields:
     pid = holder.pid
-    runs = containers is not None and pid is not None and started_ticks(pid) == holder.started
-    inside = containers.of(pid) if containers and pid is not None and runs else None
+    command = None
+    container = None
+    runs = containers is not None and _still_runs(holder)
+    if containers is not None and pid is not None and runs:
+        command = holder.command or command_of(pid)
+        container = containers.of(pid)
     return {
         # A claim outlives its containers, whose PIDs are reused.
         "pid": pid if runs or holder.binding != "name" else None,
         "uid": holder.uid,
         "user": user_name(holder.uid),
         "for_user": None if holder.job_uid is None else user_name(holder.job_uid),
-        "command": (holder.command or command_of(pid)) if pid is not None and runs else None,
-        "container": inside.name if inside else None,
-        "container_id": inside.id if inside else None,
+        "command": command,
+        "container": container.name if container else None,
+        "container_id": container.id if container else None,
         "name": holder.name or None,
         "since": rfc3339(since_s),
     }
@@ -188,24 +206,27 @@ def _gpus(devices: Iterable[Device]) -> list[str]:
 
 
 def hint_for_another(holder: Holder) -> str:
-    """What to do about a second container that is to have this container's lease."""
+    """Return what to do about a second container that is to have this container's lease."""
     if holder.name:  # one that was awaited, as the kubelet's plugin does
         return "it can start once that one has ended; the kubelet tries again: kubectl describe pod POD"
     return "take another lease: yunion-mps run --podman"
 
 
 def _user_of(holder: Holder) -> str:
-    """The user whose processes use the devices, as far as that is known, or else the lease's owner."""
+    """Return the user whose processes use the devices, as far as that is known, or else the lease's owner."""
     return user_name(holder.uid if holder.job_uid is None else holder.job_uid)
 
 
 def describe_holder(holder: Holder, containers: Containers) -> str:
-    who = _user_of(holder)
+    """Return `job-17 of alice`, `python3 train.py (PID 4260, alice)` or `container web (PID 4260, root)`."""
+    user = _user_of(holder)
     if holder.pid is None or holder.binding == "name":
-        return f"{holder.name} of {who}"
-    inside = containers.of(holder.pid or 0) if holder.binding == "container" else None
-    command = holder.command or command_of(holder.pid or 0) or "a process"
-    return f"{f'container {inside.name}' if inside else command} (PID {holder.pid}, {who})"
+        return f"{holder.name} of {user}"
+    what = holder.command or command_of(holder.pid) or "a process"
+    container = containers.of(holder.pid) if holder.binding == "container" else None
+    if container:
+        what = f"container {container.name}"
+    return f"{what} (PID {holder.pid}, {user})"
 
 
 #: The name of a claim's lease (kubernetes/dra/claims).
@@ -217,7 +238,7 @@ def _claim(holder: Holder) -> re.Match[str] | None:
 
 
 def with_container(lease: Lease, container: Holder) -> Lease:
-    """The lease of a resource claim with the process of the container that was last started with it.
+    """Return the lease of a resource claim with the process of the container last started with it.
 
     Other leases that are taken by name are not changed, because users look for that name.
     """
@@ -229,18 +250,25 @@ def with_container(lease: Lease, container: Holder) -> Lease:
 
 @lru_cache(4096)  # each scrape of the metrics asks for all holders
 def kubernetes_labels(holder: Holder, containers: Containers) -> Mapping[str, str] | None:
-    """The pod with its container, or the resource claim, as labels; None outside Kubernetes."""
-    if claim := _claim(holder):
+    """Return the pod with its container, or the resource claim, as labels; None outside Kubernetes."""
+    claim = _claim(holder)
+    if claim:
         return {"namespace": claim["namespace"], "pod": "", "container": "", "claim": claim["claim"]}
-    inside = containers.of(holder.pid) if holder.pid is not None else None
-    if not inside or not inside.pod:
+    process_container = containers.of(holder.pid) if holder.pid is not None else None
+    if not process_container or not process_container.pod:
         return None
-    return {**dict(zip(("namespace", "pod", "container"), inside.pod)), "claim": ""}
+    namespace, pod, container = process_container.pod
+    return {"namespace": namespace, "pod": pod, "container": container, "claim": ""}
 
 
-def holder_label(holder: Holder, containers: Containers) -> str:
-    """The user and the name, container or process: `bob (job-17)`, `alice (PID 4260)`."""
-    pid, inside = holder.pid, None
-    if pid is not None and (holder.binding != "name" or started_ticks(pid) == holder.started):
-        inside = containers.of(pid)
-    return f"{_user_of(holder)} ({(inside and inside.name) or holder.name or f'PID {pid}'})"
+def short_holder_label(holder: Holder, containers: Containers) -> str:
+    """Return the user and the name, container or process: `bob (job-17)`, `alice (PID 4260)`."""
+    container = None
+    if holder.pid is not None and (holder.binding != "name" or _still_runs(holder)):
+        container = containers.of(holder.pid)
+    what = container.name if container else ""
+    return f"{_user_of(holder)} ({what or holder.name or f'PID {holder.pid}'})"
+
+
+def _still_runs(holder: Holder) -> bool:
+    return holder.pid is not None and started_ticks(holder.pid) == holder.started

@@ -26,6 +26,8 @@ _ID_LENGTH = 8
 
 
 class Ledger:
+    """The leases and what they take of each GPU; the lease service is the only one that changes it."""
+
     def __init__(self, leases: Iterable[Lease] = ()) -> None:
         self.leases: dict[str, Lease] = {}
         #: Lease ids by device id.
@@ -45,13 +47,17 @@ class Ledger:
             self.add(lease)
 
     def add(self, lease: Lease) -> None:
-        """Add a lease; raises AssertionError if another lease has one of its devices."""
+        """Add a lease.
+
+        Raises AssertionError if another lease has one of its devices.
+        """
         for device in lease.devices:
             owner = self.lease_of.get(device.id)
             if owner is not None:
                 raise AssertionError(f"device {device.addr} is already leased: lease {owner}")
         self.leases[lease.id] = lease
-        self.lease_of.update((device.id, lease.id) for device in lease.devices)
+        for device in lease.devices:
+            self.lease_of[device.id] = lease.id
         self._count(lease, 1)
         self._note_change()
 
@@ -67,6 +73,7 @@ class Ledger:
         self.changed()
 
     def remove(self, lease_id: str) -> Lease:
+        """Remove the lease of this id, and return it."""
         lease = self.leases.pop(lease_id)
         for device in lease.devices:
             del self.lease_of[device.id]
@@ -87,17 +94,22 @@ class Ledger:
         A card is in another slot, or a MIG instance was created again, perhaps with another UUID. `devices`
         are those of the plan. A lease does not continue on one that is now shared in another way.
         """
-        planned = {device.id: device for device in devices} if self.leases else {}
-        found = []
+        if not self.leases:  # the plan may have thousands of devices
+            return []
+        planned = {device.id: device for device in devices}
+        moved: list[Lease] = []
         for lease in self.leases.values():
-            now = tuple(_at_its_place(one, planned.get(one.id, one)) for one in lease.devices)
-            if now != lease.devices:
-                found.append(_with_devices(lease, now))
-        return found
+            present = tuple(_at_its_place(device, planned.get(device.id, device)) for device in lease.devices)
+            if present != lease.devices:
+                moved.append(_with_devices(lease, present))
+        return moved
 
     def find_repeated(self, queued: QueuedRequest) -> Lease | None:
-        """The lease that was granted for an earlier attempt of this request, None if there is none."""
-        return next((lease for lease in self.leases.values() if queued.is_answered_by(lease)), None)
+        """Return the lease that was granted for an earlier attempt of this request; None if there is none."""
+        for lease in self.leases.values():
+            if queued.is_answered_by(lease):
+                return lease
+        return None
 
     def refuse_duplicate(self, holder: Holder, idempotency_key: str) -> None:
         """Raise HostError if the holder's owner has a lease already for the name or the idempotency key."""
@@ -105,10 +117,8 @@ class Ledger:
             if lease.holder.owner != holder.owner:
                 continue
             if holder.name and lease.holder.name == holder.name:
-                what = (
-                    f"{holder.name}: a lease with this name already exists, from a different request: "
-                    f"{lease.id}"
-                )
+                what = f"{holder.name}: a lease with this name already exists, from a different request"
+                what += f": {lease.id}"
                 hint = f"release it: yunion-mps lease release {holder.name}; or use another name"
                 raise HostError(what, hint, LEASE_EXISTS)
             if idempotency_key and lease.idempotency_key == idempotency_key:
@@ -118,9 +128,9 @@ class Ledger:
     def free_by_gpu(
         self, devices: Iterable[Device], reserved: Collection[str] = ()
     ) -> dict[str, list[Device]]:
-        """The devices that can be leased together, by GPU UUID: as many as fit into its memory.
+        """Return the devices that can be leased together, by GPU UUID: as many as fit into its memory.
 
-        The devices with the ids in `reserved` are left out.
+        reserved: ids of devices that are left out.
         """
         free: dict[str, list[Device]] = {}
         left_mib: dict[str, int] = {}
@@ -139,34 +149,42 @@ class Ledger:
         return free
 
     def used_shares(self, devices: Iterable[Device]) -> dict[str, float]:
-        """How much memory of each physical GPU (address) of the devices is leased, as a share from 0 to 1.
+        """Return how much memory of each physical GPU (address) of the devices is leased, from 0 to 1.
 
         Of a GPU whose memory is unknown, it is the share of its devices.
         """
-        devices = list(devices)
-        places = {device.gpu_uuid: (physical_gpu(device.addr), device.memory_total_mib) for device in devices}
-        numbers = Counter(device.gpu_uuid for device in devices)
-        used, total = Counter[str](), Counter[str]()
-        for uuid, (gpu, memory_mib) in places.items():
-            is_known = memory_mib is not None
-            used[gpu] += self._memory_mib[uuid] if is_known else self._clients[uuid]
-            total[gpu] += memory_mib if memory_mib is not None else numbers[uuid]
+        by_uuid = group_by_gpu(devices)
+        used = Counter[str]()
+        total = Counter[str]()
+        for uuid, of_gpu in by_uuid.items():
+            gpu = physical_gpu(of_gpu[-1].addr)
+            memory_mib = of_gpu[-1].memory_total_mib
+            if memory_mib is None:
+                used[gpu] += self._clients[uuid]
+                total[gpu] += len(of_gpu)
+            else:
+                used[gpu] += self._memory_mib[uuid]
+                total[gpu] += memory_mib
         return {gpu: used[gpu] / max(1, total[gpu]) for gpu in total}
 
     def ways_of_sharing(self) -> dict[str, str]:
-        """How the GPUs of leased devices are shared, by UUID, as when they were leased."""
-        return {device.gpu_uuid: device.sharing for lease in self.leases.values() for device in lease.devices}
+        """Return how the GPUs of leased devices are shared, by UUID, as when they were leased."""
+        ways: dict[str, str] = {}
+        for lease in self.leases.values():
+            for device in lease.devices:
+                ways[device.gpu_uuid] = device.sharing
+        return ways
 
     def users_by_gpu(self) -> dict[str, Users]:
-        """The leases of each GPU with leased devices, by UUID."""
+        """Return the leases of each GPU with leased devices, by UUID."""
         leases: dict[str, dict[str, Lease]] = {}
         for lease in self.leases.values():
             for device in lease.devices:
                 leases.setdefault(device.gpu_uuid, {})[lease.id] = lease
-        return {uuid: _users([*by_id.values()]) for uuid, by_id in leases.items()}
+        return {uuid: _users(list(by_id.values())) for uuid, by_id in leases.items()}
 
     def leased_gpus(self) -> set[str] | None:
-        """The UUIDs of the GPUs with leased devices; None if not all leased devices are known."""
+        """Return the UUIDs of the GPUs with leased devices; None if not all leased devices are known."""
         return None if self.unknown else set(self.ways_of_sharing())
 
     def set_unknown(self, lease_ids: Iterable[str]) -> None:
@@ -183,16 +201,22 @@ class Ledger:
             raise HostError(what, hint, LEASE_UNREADABLE)
 
     def leases_on(self, gpu_uuid: str) -> list[str]:
-        """The ids of the leases with devices of the GPU."""
-        leases = self.leases.values()
-        return [lease.id for lease in leases if any(one.gpu_uuid == gpu_uuid for one in lease.devices)]
+        """Return the ids of the leases with devices of the GPU."""
+        ids: list[str] = []
+        for lease in self.leases.values():
+            if any(device.gpu_uuid == gpu_uuid for device in lease.devices):
+                ids.append(lease.id)
+        return ids
 
     def free_devices(self, devices: Iterable[Device]) -> set[str]:
-        """The ids of the devices that can all be leased together."""
-        return {device.id for some in self.free_by_gpu(devices).values() for device in some}
+        """Return the ids of the devices that can all be leased together."""
+        ids: set[str] = set()
+        for free in self.free_by_gpu(devices).values():
+            ids.update(device.id for device in free)
+        return ids
 
     def free_singly(self, devices: Iterable[Device]) -> list[Device]:
-        """The devices that can each be leased alone, though perhaps not all together."""
+        """Return the devices that can each be leased alone, though perhaps not all together."""
         return [device for device in devices if device.id not in self.lease_of and self._fits(device)]
 
     def _fits(self, device: Device) -> bool:
@@ -202,51 +226,66 @@ class Ledger:
         return needs_mib(device) <= self._left_mib(device.gpu_uuid, device.memory_total_mib)
 
     def _left_mib(self, gpu_uuid: str, total_mib: int) -> int:
-        """How much of the GPU's memory is left beside all leases; nothing if that of one is not known."""
+        """Return how much of the GPU's memory is left beside all leases; 0 if that of one is not known."""
         return 0 if self._unknown_budgets[gpu_uuid] else total_mib - self._memory_mib[gpu_uuid]
 
     def free_mib(self, pool: Pool, reserved_mib: int = 0, others: int = 0) -> int:
-        """How much memory one more client can get, beside `others` that have `reserved_mib`."""
+        """Return how much memory one more client can get, beside `others` that have `reserved_mib`."""
         if self._unknown_budgets[pool.gpu_uuid]:
             return 0
         taken_mib = self._memory_mib[pool.gpu_uuid] + reserved_mib
         return free_units(pool, taken_mib, self._clients[pool.gpu_uuid] + others) * pool.unit_mib
 
     def free_tenths(self, pool: Pool, reserved: int = 0) -> int:
-        """How many tenths of a percent of the threads more clients can get, beside what is `reserved`."""
+        """Return how many tenths of a percent of the threads more clients can get, beside the `reserved`."""
         return max(0, thread_tenths(pool) - self._thread_tenths[pool.gpu_uuid] - reserved)
 
     def lease_waits(self, devices: Sequence[Device]) -> Mapping[str, LeaseWait]:
-        """The GPUs, by UUID, with leases from another division than the one into `devices`.
+        """Return the GPUs, by UUID, with leases from another division than the one into `devices`.
 
         The devices of these leases are pending, and so are new devices that do not fit beside them. Every
         output counts pending devices from this alone.
         """
+        by_gpu = group_by_gpu(devices)
         divided = {device.id: device for device in devices}
-        gpus = {device.gpu_uuid for device in devices}
-        leases: dict[str, dict[str, Lease]] = {}
-        pending: dict[str, set[str]] = {}
+        waits: dict[str, LeaseWait] = {}
+        for uuid, (leases, former) in self._former_divisions(by_gpu, divided).items():
+            fitting = self.free_devices(by_gpu[uuid])
+            pending = set(former)
+            for device in by_gpu[uuid]:
+                if device.id not in fitting and device.id not in self.lease_of:
+                    pending.add(device.id)
+            waits[uuid] = LeaseWait(
+                pending=frozenset(pending),
+                total=len(by_gpu[uuid]) + len(former - divided.keys()),
+                leases=tuple(leases),
+                users=_users(list(leases.values())),
+            )
+        return waits
+
+    def _former_divisions(
+        self, gpus: Collection[str], divided: Mapping[str, Device]
+    ) -> dict[str, tuple[dict[str, Lease], set[str]]]:
+        """Return, by GPU, the leases from another division by their ids, and the ids of their devices.
+
+        gpus: UUIDs of the GPUs that count.
+        divided: the devices of the present division, by id.
+        """
+        former: dict[str, tuple[dict[str, Lease], set[str]]] = {}
         for lease in self.leases.values():
             for device in lease.devices:
-                here = divided.get(device.id)
-                is_same = here is device or (here and _budget(here) == _budget(device))
+                present = divided.get(device.id)
+                # Most leased devices are the plan's own objects: comparing thousands of budgets takes long.
+                is_same = present is device or (present and _budget(present) == _budget(device))
                 if device.gpu_uuid in gpus and not is_same:
-                    leases.setdefault(device.gpu_uuid, {})[lease.id] = lease
-                    pending.setdefault(device.gpu_uuid, set()).add(device.id)
-        concerned = [device for device in devices if device.gpu_uuid in leases]
-        fitting = self.free_devices(concerned) | self.lease_of.keys()
-        total = {uuid: len(former - divided.keys()) for uuid, former in pending.items()}
-        for device in concerned:
-            total[device.gpu_uuid] += 1
-            if device.id not in fitting:
-                pending[device.gpu_uuid].add(device.id)
-        return {
-            uuid: LeaseWait(frozenset(pending[uuid]), total[uuid], tuple(by_id), _users([*by_id.values()]))
-            for uuid, by_id in leases.items()
-        }
+                    leases, ids = former.setdefault(device.gpu_uuid, ({}, set()))
+                    leases[lease.id] = lease
+                    ids.add(device.id)
+        return former
 
 
 def group_by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
+    """Return the devices of each GPU, by UUID."""
     groups: dict[str, list[Device]] = {}
     for device in devices:
         groups.setdefault(device.gpu_uuid, []).append(device)
@@ -254,12 +293,16 @@ def group_by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
 
 
 def combinable_kind(device: Device) -> tuple[bool, str]:
-    """What all devices of a lease have in common: whether they are on MIG instances, and their domain."""
+    """Return what all devices of a lease have in common: whether they are on MIG instances, and their domain.
+
+    A process sees one MIG instance or whole GPUs (NVIDIA MIG User Guide, CUDA Device Enumeration), and
+    connects to one control daemon.
+    """
     return device.is_on_instance, device.domain
 
 
 def groups_across(devices: Iterable[Device]) -> list[list[Device]]:
-    """The devices that can be in one lease, one of each physical GPU.
+    """Return the devices that can be in one lease, one of each physical GPU.
 
     Whole GPUs come first, because a process can use only one MIG instance.
     """
@@ -271,7 +314,7 @@ def groups_across(devices: Iterable[Device]) -> list[list[Device]]:
 
 
 def of_different_gpus(devices: Iterable[Device]) -> list[Device]:
-    """The first device of each physical GPU, whose MIG instances are not different GPUs."""
+    """Return the first device of each physical GPU, whose MIG instances are not different GPUs."""
     firsts: dict[str, Device] = {}
     for device in devices:
         firsts.setdefault(physical_gpu(device.addr), device)
@@ -279,7 +322,7 @@ def of_different_gpus(devices: Iterable[Device]) -> list[Device]:
 
 
 def needs_mib(device: Device) -> int:
-    """How much of its GPU's memory a device takes: its budget, plus what is reserved with it.
+    """Return how much of its GPU's memory a device takes in MiB: its budget, plus what is reserved with it.
 
     Nothing is counted if its budget is unknown; then nothing else is leased of a GPU with a known memory.
     """
@@ -287,18 +330,19 @@ def needs_mib(device: Device) -> int:
 
 
 def _at_its_place(leased: Device, planned: Device) -> Device:
-    """The leased device with the UUID, address and domain of the planned one with its id."""
-    is_same = (planned.gpu_uuid, planned.addr) == (leased.gpu_uuid, leased.addr)
+    """Return the leased device with the UUID, address and domain of the planned one with its id."""
+    is_same = planned.gpu_uuid == leased.gpu_uuid and planned.addr == leased.addr
     if is_same or planned.sharing != leased.sharing:
         return leased
     return leased._replace(gpu_uuid=planned.gpu_uuid, addr=planned.addr, domain=planned.domain)
 
 
 def _with_devices(lease: Lease, devices: tuple[Device, ...]) -> Lease:
-    """The lease with other UUIDs of its GPUs, after which pipe directories are named, too."""
+    """Return the lease with other UUIDs of its GPUs, after which pipe directories are named, too."""
     environment = dict(lease.environment)
     for old, new in zip(lease.devices, devices):
-        environment = {name: value.replace(old.gpu_uuid, new.gpu_uuid) for name, value in environment.items()}
+        for name, value in environment.items():
+            environment[name] = value.replace(old.gpu_uuid, new.gpu_uuid)
     if DEVICE_VARIABLE in environment:
         environment[DEVICE_VARIABLE] = ",".join(device.addr for device in devices)
     return lease._replace(devices=devices, environment=environment)
@@ -309,7 +353,7 @@ def _budget(device: Device) -> tuple[int | None, float, str, str]:
 
 
 def _users(leases: Sequence[Lease]) -> Users:
-    """The leases: `lease job-17 of alice, lease 7c1f0e7a of bob (PID 4260) and 2 more`."""
+    """Return the leases: `lease job-17 of alice, lease 7c1f0e7a of bob (PID 4260) and 2 more`."""
     texts = []
     for lease in leases[:_MAX_NAMED]:
         holder = lease.holder

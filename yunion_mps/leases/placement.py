@@ -29,7 +29,7 @@ def smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[t
         return
     groups = [sorted(devices, key=needs_mib) for devices in by_gpu.values()]
     if request.across:
-        smallest = [smallest for smallest, *_ in groups]
+        smallest = [devices[0] for devices in groups]
         yield tuple(of_different_gpus(smallest)[: request.number])
         groups = groups_across(smallest)
     for devices in groups:
@@ -38,15 +38,17 @@ def smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[t
 
 
 def matching_devices(request: LeaseRequest, candidates: Candidates) -> list[Candidate]:
-    """The suitable devices; if the request is for memory, the smallest first.
+    """Return the suitable devices; if the request is for memory, the smallest first.
 
     If it is for several devices, GPUs whose devices can never be combined are left out.
     """
     matching = candidates.suitable(request)
     if request.number > 1 and not request.across:
-        groups = smallest_groups(request, candidates)
-        apart = {some[0].gpu_uuid for some in groups if candidates.why_not_combinable(some)}
-        matching = [candidate for candidate in matching if candidate.device.gpu_uuid not in apart]
+        uncombinable: set[str] = set()
+        for group in smallest_groups(request, candidates):
+            if candidates.why_not_combinable(group):
+                uncombinable.add(group[0].gpu_uuid)
+        matching = [candidate for candidate in matching if candidate.device.gpu_uuid not in uncombinable]
     if request.memory_mib:
         matching.sort(key=lambda candidate: needs_mib(candidate.device))
     return matching
@@ -55,13 +57,19 @@ def matching_devices(request: LeaseRequest, candidates: Candidates) -> list[Cand
 def largest_group_across(
     request: LeaseRequest, candidates: Candidates, by_gpu: Iterable[Sequence[Device]]
 ) -> list[Device]:
-    """The largest group of free devices, one of each GPU, that can be in one lease.
+    """Return the largest group of free devices, one of each GPU, that can be in one lease.
 
     Kinds of devices that could not satisfy the request if everything were free are left out.
+
+    by_gpu: the free devices of each GPU, at least one.
     """
-    possible = groups_across(candidate.device for candidate in matching_devices(request, candidates))
-    kinds = {combinable_kind(group[0]) for group in possible if len(group) >= request.number}
-    free = groups_across(devices[0] for devices in by_gpu if combinable_kind(devices[0]) in kinds)
+    matching = [candidate.device for candidate in matching_devices(request, candidates)]
+    kinds: set[tuple[bool, str]] = set()
+    for group in groups_across(matching):
+        if len(group) >= request.number:
+            kinds.add(combinable_kind(group[0]))
+    firsts = [devices[0] for devices in by_gpu]
+    free = groups_across(device for device in firsts if combinable_kind(device) in kinds)
     return max(free, key=len, default=[])[: request.number]
 
 
@@ -71,10 +79,13 @@ def place(
     candidates: Candidates,
     used: Mapping[str, float] = {},
 ) -> tuple[Device, ...]:
-    """As many devices as requested: binpack fills the fullest GPU first, spread the emptiest.
+    """Return as many devices as requested, none if they do not fit.
 
-    `used` is the share of each physical GPU (address) that is leased; among equal GPUs, and among the MIG
-    instances of one, the number of free devices decides. GPUs that enforce budgets come first.
+    Binpack fills the fullest GPU first, spread the emptiest; among equal GPUs, and among the MIG instances of
+    one, the number of free devices decides. GPUs that enforce budgets come first.
+
+    by_gpu: the free devices of each GPU, by UUID.
+    used: the share of each physical GPU (address) that is leased, from 0 to 1.
     """
     need = 1 if request.across else request.number
     fits = [devices for devices in by_gpu.values() if len(devices) >= need]
@@ -85,15 +96,20 @@ def place(
         return not devices[0].budget_enforced, -sign * share, sign * len(devices)
 
     fits.sort(key=order)
-    if not request.across:
-        return next(filter(None, (_combinable(devices, request.number, candidates) for devices in fits)), ())
-    apart = groups_across(first for first, *_ in fits)
-    enough = (firsts for firsts in apart if len(firsts) >= request.number)
-    return tuple(next(enough, [])[: request.number])
+    if request.across:
+        for group in groups_across(devices[0] for devices in fits):
+            if len(group) >= request.number:
+                return tuple(group[: request.number])
+        return ()
+    for devices in fits:
+        combinable = _combinable(devices, request.number, candidates)
+        if combinable:
+            return combinable
+    return ()
 
 
 def _combinable(devices: Sequence[Device], number: int, candidates: Candidates) -> tuple[Device, ...]:
-    """The first or the smallest `number` devices, if they can be combined; empty if neither can."""
+    """Return the first or the smallest `number` devices if they can be combined; none if neither can."""
     if number == 1:
         return (devices[0],)
     for ordered in (devices, sorted(devices, key=needs_mib)):

@@ -31,23 +31,30 @@ RESERVES_S = 3600.0
 
 
 class Grant(NamedTuple):
-    """What a queued request gets: its new lease, which equal requests share."""
+    """What a queued request gets."""
 
     lease: Lease
+    #: False if an earlier attempt of the request has got the lease.
     is_new: bool
+    #: Whether other queued requests that are equal get the same lease.
     is_shared: bool
 
 
 class _Turn(NamedTuple):
-    """A queued request, and the candidates for its user; these are None if it certainly does not fit now."""
+    """The turn of a queued request."""
 
     queued: QueuedRequest
+    #: The candidates for its user; None if it certainly does not fit now.
     candidates: Candidates | None
 
 
 class Queue:
+    """The requests that wait; the lease service adds and removes them.
+
+    clock: returns the time in s since 1970, as that of requests.
+    """
+
     def __init__(self, allocator: Allocator, clock: Callable[[], float] = time.time) -> None:
-        """`clock` returns the time in s since 1970, as that of requests."""
         self._allocator = allocator
         self._clock = clock
         self.requests: list[QueuedRequest] = []
@@ -59,14 +66,14 @@ class Queue:
         self.requests.sort(key=lambda request: request.position)
 
     def remove_answered(self, lease: Lease) -> list[QueuedRequest]:
-        """The requests that this lease was granted for; they are queued no longer."""
+        """Remove and return the requests that this lease was granted for."""
         answered = [request for request in self.requests if request.is_answered_by(lease)]
         for request in answered:
             self.requests.remove(request)
         return answered
 
     def next(self, candidates: Candidates) -> tuple[QueuedRequest, tuple[Device, ...]] | None:
-        """The first request that fits now, and its devices; None if none does.
+        """Return the first request that fits now, and its devices; None if none does.
 
         It stays queued until it is removed; call this again once the ledger has its lease.
         """
@@ -80,23 +87,23 @@ class Queue:
         return None
 
     def reservation(self, candidates: Candidates, before: QueuedRequest | None = None) -> Reservation:
-        """What is free, but reserved for the queued requests, of which only those before `before` count."""
+        """Return what is free, but reserved for the queued requests, or only for those before `before`."""
         reserved = no_reservation()
         for _ in self._in_turn(candidates, reserved, before):
             pass
         return reserved
 
     def choose(self, queued: QueuedRequest, candidates: Candidates) -> tuple[Device, ...]:
-        """The devices that a request would get in its turn; raises NothingFreeError.
+        """Return the devices that a request would get in its turn; one that is not queued comes last.
 
-        One that is not queued comes last.
+        Raises NothingFreeError if it would get none now.
         """
         reserved = self.reservation(candidates, before=queued)
         candidates_for_user = candidates.for_user(queued.holder.user_uid, reserved.users)
         return self._allocator.choose(queued.request, candidates_for_user, reserved)
 
     def why_not(self, queued: QueuedRequest, candidates: Candidates) -> NothingFreeError:
-        """Why this request still waits."""
+        """Return why this request still waits."""
         try:
             self.choose(queued, candidates)
         except NothingFreeError as error:
@@ -116,10 +123,10 @@ class Queue:
                 self._allocator.choose(queued.request, candidates_for_user, reserved)
             except NothingFreeError as error:
                 why[queued.request, uid] = error.reason
-        return {
-            queued.position: why.get((queued.request, queued.holder.user_uid), NO_REASON)
-            for queued in self.requests
-        }
+        reasons: dict[int, Reason] = {}
+        for queued in self.requests:
+            reasons[queued.position] = why.get((queued.request, queued.holder.user_uid), NO_REASON)
+        return reasons
 
     def _in_turn(
         self, candidates: Candidates, reserved: Reservation, before: QueuedRequest | None = None
@@ -130,15 +137,16 @@ class Queue:
         without a free device, and of equal requests that cannot be satisfied only one is yielded.
         """
         passed_over: set[tuple[LeaseRequest, int | None]] = set()
-        served = (candidate.device for candidate in candidates.devices if not candidate.reason)
+        served = [candidate.device for candidate in candidates.devices if not candidate.reason]
         free = self._allocator.ledger.free_singly(served)
         domains_of: dict[LeaseRequest, set[str]] = {}
         withheld: dict[int | None, set[str]] = {}
         owned = self._leases_by_owner()
         for queued in self.requests:
-            request, uid = queued.request, queued.holder.user_uid
             if queued is before:
                 return
+            request = queued.request
+            uid = queued.holder.user_uid
             if (request, uid) in passed_over:
                 continue
             if uid not in withheld:
@@ -191,9 +199,12 @@ def _promise(
 
     All that could satisfy it: which one is the first to have no other user is not known. Those that are
     promised to another user already come after that user's turn. One that cannot start a server of this user
-    is not kept from others. `domains_of` is a cache.
+    is not kept from others.
+
+    domains_of: a cache of the domains that could satisfy a request.
     """
-    request, uid = queued.request, queued.holder.user_uid
+    request = queued.request
+    uid = queued.holder.user_uid
     if uid is None:
         return False
     if request not in domains_of:
@@ -221,7 +232,7 @@ def _may_fit(
     """
     if request.memory_mib:
         return True
-    return any(
-        request.matches(device) and device.id not in reserved.devices and device.domain not in withheld
-        for device in free
-    )
+    for device in free:
+        if device.id not in reserved.devices and device.domain not in withheld and request.matches(device):
+            return True
+    return False

@@ -5,14 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from yunion_mps.addresses import is_part, shown_address
 from yunion_mps.enums import BINPACK, MPS, NOT_SHARED
 from yunion_mps.errors import InfeasibleError, NotAllowedError, NotFoundError
 from yunion_mps.host.proc import user_name
 from yunion_mps.leases.served_users import next_for, why_not_served
-from yunion_mps.models import ALL, Device, DomainPlan, Gpu, Holder, Lease, Owner, Pool, ServedUser, Snapshot
+from yunion_mps.models import (
+    ALL,
+    Device,
+    DomainPlan,
+    Gpu,
+    Holder,
+    Lease,
+    Owner,
+    Plan,
+    Pool,
+    ServedUser,
+    Snapshot,
+)
 from yunion_mps.planning.division import enforces_budgets, pool_device, why_unenforced
 from yunion_mps.planning.environment import (
     client_environment,
@@ -29,22 +41,24 @@ _SHORTEST_PREFIX = 8
 
 
 class LeaseRequest(NamedTuple):
-    """A request for `number` devices on one GPU or on different GPUs (`across`), or for `memory_mib` each.
+    """A request for devices on one GPU or on different GPUs, or for an amount of memory for each of them."""
 
-    `devices` (ids or addresses, or all) requests just these. `gpu` (UUID or address) restricts the choice if
-    it is not empty; a GPU includes its MIG instances. Without `allow_unlimited`, only GPUs that enforce
-    budgets are used. Devices that are reserved are used only if that is for `reserved_for`. A
-    `thread_percentage` of 0 leaves it to the GPU.
-    """
-
+    #: The number of devices.
     number: int = 1
+    #: Ids or addresses of devices, or all; if it is not empty, just these are requested.
     devices: tuple[str, ...] = ()
+    #: The only GPU (UUID or address) whose devices are used, with its MIG instances; empty: any GPU's.
     gpu: str = ""
+    #: Whether each device is to be on a different GPU.
     across: bool = False
     placement: str = BINPACK
+    #: The memory of each device; 0: that of the device.
     memory_mib: int = 0
+    #: Whether GPUs that enforce no budgets may be used.
     allow_unlimited: bool = False
+    #: Reserved devices are used only if they are reserved for this.
     reserved_for: str = ""
+    #: The percentage of SM threads of each device; 0 leaves it to the GPU.
     thread_percentage: int = 0
 
     def matches(self, device: Device) -> bool:
@@ -60,9 +74,10 @@ class LeaseRequest(NamedTuple):
         return not self.gpu or self.gpu == device.gpu_uuid or is_part(device.addr, self.gpu)
 
     def __str__(self) -> str:
+        if ALL in self.devices:
+            return "all devices"
         if self.devices:
-            few = f"device{'s' if len(self.devices) > 1 else ''} {', '.join(self.devices)}"
-            return "all devices" if ALL in self.devices else few
+            return f"device{'s' if len(self.devices) > 1 else ''} {', '.join(self.devices)}"
         where = f" of GPU {self.gpu}" if self.gpu else ""
         what = count(self.number, "device")
         if self.memory_mib:
@@ -74,28 +89,32 @@ class LeaseRequest(NamedTuple):
 
 
 class QueuedRequest(NamedTuple):
-    """A queued request: the lowest `position` is the first, `since_s` is in s since 1970.
-
-    `cdi`: publish the lease as a CDI device. `sent` is the request as text, before names were resolved.
-    """
+    """A request that waits for its turn, or is granted at once."""
 
     request: LeaseRequest
     holder: Holder
     idempotency_key: str = ""
+    #: Whether the lease is published as a CDI device.
     cdi: bool = False
+    #: The place in the queue: the lowest is the first.
     position: int = 0
+    #: When it began to wait, in s since 1970.
     since_s: float = 0.0
+    #: The request as text, before names were resolved.
     sent: str = ""
 
     @property
     def as_text(self) -> str:
-        *request, reserved_for, percentage = self.request
-        # Stored requests of earlier versions have neither.
-        added: list[object] = [reserved_for, percentage] if percentage else []
-        added = added or ([reserved_for] if reserved_for else [])
-        if self.holder.job_uid is not None:
-            added.append({"uid": self.holder.job_uid})
-        return json.dumps([*request, self.cdi, self.holder.ttl_s, *added], separators=(",", ":"))
+        """The content of the request as JSON, by name; requests with the same content have the same text.
+
+        Members with their default values are left out, so a member that a later version adds changes no
+        stored text.
+        """
+        members = self.request._asdict()
+        members["cdi"] = self.cdi
+        members["ttl_s"] = self.holder.ttl_s
+        members["job_uid"] = self.holder.job_uid
+        return _text_of(members)
 
     @property
     def key(self) -> tuple[int, str] | None:
@@ -107,69 +126,131 @@ class QueuedRequest(NamedTuple):
 
         Requests are the same if they have the same content, and the same idempotency key or named holder.
         """
-        holder, other = self.holder, lease.holder
-        is_named = holder.name and (holder.name, holder.owner) == (other.name, other.owner)
-        is_retry = holder == other and self.idempotency_key == lease.idempotency_key != ""
-        return lease.request == self.sent and bool(is_named or is_retry)
+        is_named = self.holder.name != "" and self.holder.name == lease.holder.name
+        is_same_owner = self.holder.owner == lease.holder.owner
+        has_same_key = self.idempotency_key != "" and self.idempotency_key == lease.idempotency_key
+        is_retry = has_same_key and self.holder == lease.holder
+        return lease.request == self.sent and ((is_named and is_same_owner) or is_retry)
+
+
+#: The members of a stored request of earlier versions, which had a list, by position. The last item may be an
+#: object with the `uid` of the job's user.
+_POSITIONS = (
+    "number",
+    "devices",
+    "gpu",
+    "across",
+    "placement",
+    "memory_mib",
+    "allow_unlimited",
+    "cdi",
+    "ttl_s",
+    "reserved_for",
+    "thread_percentage",
+)
+#: The default values of all members of a stored request.
+_DEFAULTS: Mapping[str, Any] = {
+    **LeaseRequest._field_defaults,
+    "devices": [],
+    "cdi": False,
+    "ttl_s": 0.0,
+    "job_uid": None,
+}
+
+
+def _text_of(members: Mapping[str, Any]) -> str:
+    """Return the text of a stored request, without members that have their default values."""
+    stored: dict[str, Any] = {}
+    for name, value in members.items():
+        member = list(value) if isinstance(value, tuple) else value
+        if name not in _DEFAULTS or member != _DEFAULTS[name]:
+            stored[name] = member
+    return json.dumps(stored, separators=(",", ":"), sort_keys=True)
+
+
+def request_by_name(text: str) -> str:
+    """Return a stored request as `QueuedRequest.as_text` has it, also if an earlier version wrote it."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if not isinstance(values, list):
+        return text
+    members = dict(zip(_POSITIONS, values))
+    if values and isinstance(values[-1], dict):
+        members = dict(zip(_POSITIONS, values[:-1]))
+        members["job_uid"] = values[-1].get("uid")
+    return _text_of(members)
 
 
 class Candidate(NamedTuple):
-    """A device in its current state: `reason` says why it is not served, empty if it is.
-
-    `is_slice`: its GPU is divided by `slices`, so it can satisfy a request for memory.
-    """
+    """A device in its current state."""
 
     device: Device
+    #: Why it is not served; empty if it is.
     reason: Reason = NO_REASON
+    #: Whether its GPU is divided by `slices`, so that it can satisfy a request for memory.
     is_slice: bool = False
 
 
 class PoolCandidate(NamedTuple):
-    """A pool in its current state: `make` creates a device of a number of units in a slot."""
+    """A pool in its current state."""
 
     pool: Pool
-    gpu: str  # its address
+    #: The address of its GPU.
+    gpu: str
+    #: Creates a device of a number of units in a slot.
     make: Callable[[int, int], Device]
+    #: Why it is not served; empty if it is.
     reason: Reason = NO_REASON
 
 
 class WaitingGpu(NamedTuple):
     """A GPU that may have more devices later, and why it has none yet, or not all of them.
 
-    Its MIG layout is not in effect, its entry's GPU is missing, or the driver does not work yet. One that
-    cannot be used, and has never served, is waited for only by a request that names it.
+    Its MIG layout is not in effect, its entry's GPU is missing, or the driver does not work yet.
     """
 
-    gpu: str  # its address or path, empty if unknown
+    #: Its address or path; empty if it is unknown.
+    gpu: str
     reason: Reason
+    #: What its devices will be reserved for; None if that is not known, or for nothing.
     reserved_for: str | None = None
+    #: Only a request that names it waits for it: it cannot be used, and has never served.
     must_be_named: bool = False
+
+    def may_serve(self, request: LeaseRequest) -> bool:
+        """Whether the request may wait for this GPU."""
+        if self.reserved_for not in (None, request.reserved_for):
+            return False
+        return request.gpu == self.gpu or not (request.gpu or self.must_be_named)
 
 
 class Unenforced(NamedTuple):
-    """A GPU that enforces no budgets, as errors name it, and why."""
+    """A GPU that enforces no budgets."""
 
+    #: The GPU as errors name it.
     gpu: str
     why: str
 
 
 class Candidates(NamedTuple):
-    """Everything that can be leased; `unenforced` has the GPUs without enforced budgets, by UUID.
-
-    `domains` are the domains of all devices, by name: as they serve, or as planned if they do not serve.
-    `planned` are those that are configured, whose limits may wait for MPS servers to end. `reserved` says, by
-    GPU UUID, what devices are reserved for, and `users`, by domain, whom each control daemon serves.
-    `failing_users` says, by domain and uid, why MPS servers of a user do not start there.
-    """
+    """Everything that can be leased."""
 
     devices: Sequence[Candidate] = ()
     pools: Sequence[PoolCandidate] = ()
+    #: The GPUs without enforced budgets, by UUID.
     unenforced: Mapping[str, Unenforced] = {}
+    #: The domains of all devices, by name: as they serve, or as planned if they do not serve.
     domains: Mapping[str, DomainPlan] = {}
+    #: The domains that are configured, by name; their limits may wait for MPS servers to end.
     planned: Mapping[str, DomainPlan] = {}
+    #: What devices are reserved for, by GPU UUID.
     reserved: Mapping[str, str] = {}
     waiting: Sequence[WaitingGpu] = ()
+    #: Whom each control daemon serves, by domain.
     users: Mapping[str, Sequence[ServedUser]] = {}
+    #: Why MPS servers of a user do not start, by domain and uid.
     failing_users: Mapping[str, Mapping[int, Reason]] = {}
 
     def domains_failing(self, uid: int | None) -> set[str]:
@@ -177,20 +258,28 @@ class Candidates(NamedTuple):
         return {name for name, users in self.failing_users.items() if uid in users}
 
     def domains_withheld(self, uid: int | None, promised: Mapping[str, int] = {}) -> set[str]:
-        """Return the names of the domains whose devices this user cannot have now; `promised` as below."""
+        """Return the names of the domains whose devices this user cannot have now.
+
+        promised: the users (uids) of earlier requests whom control daemons serve next, by domain.
+        """
         if uid is None:
             return set()
-        serving_others = {name for name, users in self.users.items() if any(one.uid != uid for one in users)}
-        promised_to_others = {name for name, other in promised.items() if other != uid}
-        return serving_others | promised_to_others | self.domains_failing(uid)
+        withheld = self.domains_failing(uid)
+        for name, users in self.users.items():
+            if any(user.uid != uid for user in users):
+                withheld.add(name)
+        for name, other_uid in promised.items():
+            if other_uid != uid:
+                withheld.add(name)
+        return withheld
 
     def for_user(self, uid: int | None, promised: Mapping[str, int] = {}) -> Candidates:
-        """The candidates as this user can have them.
+        """Return the candidates as this user can have them.
 
         That is, without those whose control daemon serves another user, or cannot start a server of this one.
+        A user that is not known can have all.
 
-        `promised` has the users (uids) of earlier requests whom control daemons serve next, by domain. A
-        user that is not known can have all.
+        promised: the users (uids) of earlier requests whom control daemons serve next, by domain.
         """
         withheld = self.domains_withheld(uid, promised)
         if uid is None or not withheld:
@@ -200,58 +289,69 @@ class Candidates(NamedTuple):
             reason = self.failing_users.get(name, {}).get(uid)
             reason = reason or why_not_served(self.users.get(name, ()), uid)
             why[name] = reason or next_for(promised[name])
-        devices = [
-            one._replace(reason=one.reason or why.get(one.device.domain, NO_REASON)) for one in self.devices
-        ]
-        pools = [one._replace(reason=one.reason or why.get(one.pool.domain, NO_REASON)) for one in self.pools]
+        devices: list[Candidate] = []
+        for device in self.devices:
+            reason = device.reason or why.get(device.device.domain, NO_REASON)
+            devices.append(device._replace(reason=reason))
+        pools: list[PoolCandidate] = []
+        for pool in self.pools:
+            reason = pool.reason or why.get(pool.pool.domain, NO_REASON)
+            pools.append(pool._replace(reason=reason))
         return self._replace(devices=devices, pools=pools)
 
     def waiting_for(self, request: LeaseRequest) -> WaitingGpu | None:
-        """The GPU that the request may wait for; None if there is none."""
-        uses = (None, request.reserved_for)
-        for one in self.waiting:
-            is_meant = request.gpu == one.gpu or not (request.gpu or one.must_be_named)
-            if is_meant and one.reserved_for in uses:
-                return one
+        """Return the GPU that the request may wait for; None if there is none."""
+        for gpu in self.waiting:
+            if gpu.may_serve(request):
+                return gpu
         return None
 
     def usable_pools(self, request: LeaseRequest) -> list[PoolCandidate]:
-        return [
-            candidate
-            for candidate in self.pools
-            if request.gpu in ("", candidate.pool.gpu_uuid, candidate.gpu)
-            and self.reserved.get(candidate.pool.gpu_uuid, request.reserved_for) == request.reserved_for
-            and (request.allow_unlimited or candidate.pool.gpu_uuid not in self.unenforced)
-        ]
+        """Return the pools on the request's GPU that it may use, whatever amounts it names."""
+        usable: list[PoolCandidate] = []
+        for candidate in self.pools:
+            uuid = candidate.pool.gpu_uuid
+            is_reserved = self.reserved.get(uuid, request.reserved_for) != request.reserved_for
+            is_refused = uuid in self.unenforced and not request.allow_unlimited
+            if request.gpu in ("", uuid, candidate.gpu) and not is_reserved and not is_refused:
+                usable.append(candidate)
+        return usable
 
     def matching_pools(self, request: LeaseRequest) -> list[PoolCandidate]:
-        """The pools that could satisfy a request for memory; none for other requests."""
-        pools = self.usable_pools(request) if request.memory_mib else []
-        return [one for one in pools if one.pool.thread_percentage or not request.thread_percentage]
+        """Return the pools that could satisfy a request for memory; none for other requests."""
+        if not request.memory_mib:
+            return []
+        pools = self.usable_pools(request)
+        if not request.thread_percentage:
+            return pools
+        return [candidate for candidate in pools if candidate.pool.thread_percentage]
 
     def suitable(self, request: LeaseRequest) -> list[Candidate]:
-        """The devices that could satisfy the request, as far as each by itself decides."""
+        """Return the devices that could satisfy the request, as far as each by itself decides."""
         reserved = {uuid for uuid, use in self.reserved.items() if use != request.reserved_for}
         if reserved and ALL in request.devices:
             return []
-        return [
-            candidate
-            for candidate in self.devices
-            if request.matches(candidate.device)
-            and (candidate.is_slice or not request.memory_mib)
-            and candidate.device.gpu_uuid not in reserved
-        ]
+        suitable: list[Candidate] = []
+        for candidate in self.devices:
+            if candidate.device.gpu_uuid in reserved or not request.matches(candidate.device):
+                continue
+            if candidate.is_slice or not request.memory_mib:
+                suitable.append(candidate)
+        return suitable
 
     def why_not_combinable(self, devices: Sequence[Device]) -> str:
-        """Why devices of one domain cannot be combined into one budget, empty if they can."""
+        """Return why devices of one domain cannot be combined into one budget; empty if they can."""
         return why_not_honoured(devices, self.domain_of(devices[0]))
 
     def domain_of(self, device: Device) -> DomainPlan | None:
-        """The domain of the device, None if it is shared without MPS."""
+        """Return the domain of the device; None if it is shared without MPS."""
         return self.domains[device.domain] if device.domain else None
 
     def environment(self, request: LeaseRequest, devices: Sequence[Device]) -> dict[str, str]:
-        """The environment for a process with the devices; raises InfeasibleError if MPS would ignore it."""
+        """Return the environment for a process with the devices.
+
+        Raises InfeasibleError if one process cannot use these devices, or MPS would ignore a limit.
+        """
         names = {device.domain for device in devices}
         if "" in names and len(names) > 1:
             what = "some of these devices are shared through MPS and some are not; a process can use one kind"
@@ -273,113 +373,146 @@ class Candidates(NamedTuple):
 
 
 def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidates:
-    """The devices and pools; `reasons` says, by GPU UUID, why they are unusable, empty if they are not."""
-    plan, gpus = snapshot.plan, snapshot.inventory.gpus
+    """Return the devices and pools of a snapshot.
+
+    reasons: why devices and pools cannot be used, by GPU UUID; empty if they can.
+    """
+    plan = snapshot.plan
+    gpus = snapshot.inventory.gpus
     why = {uuid: reason or plan.pending.get(uuid, NO_REASON) for uuid, reason in reasons.items()}
-    sliced = {gpu.uuid for status in snapshot.domains for gpu in status.plan.gpus if gpu.is_sliced}
-    devices = [Candidate(device, why[device.gpu_uuid], device.gpu_uuid in sliced) for device in plan.devices]
+    sliced: set[str] = set()
+    domains = {domain.name: domain for domain in (*plan.parked, *plan.domains)}
+    failing_users: dict[str, Mapping[int, Reason]] = {}
+    for status in snapshot.domains:
+        domains[status.plan.name] = status.plan
+        sliced.update(gpu.uuid for gpu in status.plan.gpus if gpu.is_sliced)
+        if status.failing_users:
+            failing_users[status.plan.name] = status.failing_users
+    return Candidates(
+        devices=[
+            Candidate(device, why[device.gpu_uuid], device.gpu_uuid in sliced) for device in plan.devices
+        ],
+        pools=_pool_candidates(plan, gpus, why),
+        unenforced=_unenforced_gpus(plan, gpus),
+        domains=domains,
+        planned={domain.name: domain for domain in plan.domains},
+        reserved=plan.reserved,
+        waiting=_waiting_gpus(snapshot),
+        failing_users=failing_users,
+    )
+
+
+def _pool_candidates(plan: Plan, gpus: Sequence[Gpu], why: Mapping[str, Reason]) -> list[PoolCandidate]:
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
-    pools = [
-        PoolCandidate(
-            pool,
-            addresses[pool.gpu_uuid],
-            partial(pool_device, plan.host_id, pool, gpus=gpus),
-            why[pool.gpu_uuid],
-        )
-        for pool in plan.pools
-        if pool.gpu_uuid in addresses
-    ]
+    candidates: list[PoolCandidate] = []
+    for pool in plan.pools:
+        if pool.gpu_uuid in addresses:
+            make = partial(pool_device, plan.host_id, pool, gpus=gpus)
+            candidates.append(PoolCandidate(pool, addresses[pool.gpu_uuid], make, why[pool.gpu_uuid]))
+    return candidates
+
+
+def _unenforced_gpus(plan: Plan, gpus: Sequence[Gpu]) -> dict[str, Unenforced]:
+    """Return the GPUs whose budgets nothing enforces, by UUID."""
     ways = {device.gpu_uuid: device.sharing for device in plan.devices}
     unenforced: dict[str, Unenforced] = {}
     for gpu in gpus:
         sharing = ways.get(gpu.uuid or "", MPS)
         is_enforced = sharing == NOT_SHARED or (sharing == MPS and enforces_budgets(gpu))
-        if not gpu.uuid or is_enforced:
-            continue
-        unenforced[gpu.uuid] = Unenforced(f"{gpu.address} ({gpu.name})", why_unenforced(gpu, sharing))
-    serving = (status.plan for status in snapshot.domains)
-    domains = {domain.name: domain for domain in (*plan.parked, *plan.domains, *serving)}
-    planned = {domain.name: domain for domain in plan.domains}
+        if gpu.uuid and not is_enforced:
+            unenforced[gpu.uuid] = Unenforced(f"{gpu.address} ({gpu.name})", why_unenforced(gpu, sharing))
+    return unenforced
+
+
+def _waiting_gpus(snapshot: Snapshot) -> list[WaitingGpu]:
+    """Return the GPUs that may have more devices later."""
+    plan = snapshot.plan
     layouts = {layout.gpu_uuid for layout in plan.layouts}
-    waiting = []
-    for gpu in gpus:
+    waiting: list[WaitingGpu] = []
+    for gpu in snapshot.inventory.gpus:
         reason = gpu.reason or plan.unavailable.get(gpu.pci_address)
         has_layout = gpu.uuid in layouts
         if reason and plan.divides(gpu) and (has_layout or gpu.uuid not in plan.offered):
             reserved_for = plan.reserved.get(gpu.uuid or "")
             waiting.append(WaitingGpu(gpu.address, reason, reserved_for, must_be_named=not has_layout))
-    waiting += [WaitingGpu(entry.path, entry.reason, entry.reserved_for or None) for entry in plan.missing]
+    for entry in plan.missing:
+        waiting.append(WaitingGpu(entry.path, entry.reason, entry.reserved_for or None))
     if snapshot.inventory.driver_reason:
         waiting.append(WaitingGpu("", snapshot.inventory.driver_reason))
-    failing_users = {one.plan.name: one.failing_users for one in snapshot.domains if one.failing_users}
-    return Candidates(
-        devices=devices,
-        pools=pools,
-        unenforced=unenforced,
-        domains=domains,
-        planned=planned,
-        reserved=plan.reserved,
-        waiting=waiting,
-        failing_users=failing_users,
-    )
+    return waiting
 
 
 # -- names
 
 
 def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:
-    """The GPU of this address or UUID, or a unique prefix of either; raises NotFoundError."""
+    """Return the GPU of this address or UUID, or a unique prefix of either.
+
+    Raises NotFoundError if there is none, or more than one.
+    """
     return gpus[index_of_gpu(name, [(gpu.address, gpu.uuid or "") for gpu in gpus])]
 
 
 def index_of_gpu(name: str, gpus: Sequence[tuple[str, str]]) -> int:
-    """The index of that GPU among these addresses and UUIDs; raises NotFoundError."""
+    """Return the index of that GPU among these addresses and UUIDs.
+
+    Raises NotFoundError if there is none, or more than one.
+    """
     name = shown_address(name)
-    indices = [index for index, names in enumerate(gpus) if name in names]
-    indices = indices or [
-        index for index, names in enumerate(gpus) if any(other.startswith(name) for other in names)
-    ]
-    if len(indices) != 1:
-        what = (
-            f"{shorten(name)} matches {len(indices)} GPUs" if indices else f"there is no GPU {shorten(name)}"
-        )
-        raise NotFoundError(what, "list the GPUs: yunion-mps gpus")
-    return indices[0]
+    equal: list[int] = []
+    prefixed: list[int] = []
+    for index, (address, uuid) in enumerate(gpus):
+        if name in (address, uuid):
+            equal.append(index)
+        if address.startswith(name) or uuid.startswith(name):
+            prefixed.append(index)
+    indices = equal or prefixed
+    if len(indices) == 1:
+        return indices[0]
+    what = f"there is no GPU {shorten(name)}"
+    if indices:
+        what = f"{shorten(name)} matches {len(indices)} GPUs"
+    raise NotFoundError(what, "list the GPUs: yunion-mps gpus")
 
 
 def find_lease(name: str, leases: Mapping[str, Lease], caller: Owner) -> Lease:
-    """Find a lease by its id, by its name if it is the caller's own, or by a prefix of its id.
+    """Return the lease with this id, with this name if it is the caller's own, or with an id that begins so.
 
-    `leases` are by id. A name never matches another owner's lease, not even for root, because the caller's
-    own lease of that name may have ended. Raises NotFoundError.
+    A name never matches another owner's lease, not even for root, because the caller's own lease of that name
+    may have ended. The caller's own leases precede others with the same prefix.
+
+    leases: all leases, by id.
+
+    Raises NotFoundError if there is none, or more than one.
     """
     if name in leases:
         return leases[name]
     named = [lease for lease in leases.values() if lease.holder.name == name]
-    prefixed = [
-        lease for lease in leases.values() if len(name) >= _SHORTEST_PREFIX and lease.id.startswith(name)
-    ]
-    by_caller = [[lease for lease in some if lease.holder.owner == caller] for some in (named, prefixed)]
-    matches = by_caller[0] or by_caller[1] or prefixed
+    prefixed: list[Lease] = []
+    if len(name) >= _SHORTEST_PREFIX:
+        prefixed = [lease for lease in leases.values() if lease.id.startswith(name)]
+    matches = _owned_by(caller, named) or _owned_by(caller, prefixed) or prefixed
     if not matches:
-        hint = (
-            ("refer to another owner's lease by its id: yunion-mps lease list")
-            if named
-            else "list the leases: yunion-mps lease list"
-        )
+        hint = "list the leases: yunion-mps lease list"
+        if named:
+            hint = "refer to another owner's lease by its id: yunion-mps lease list"
         raise NotFoundError(f"there is no lease {shorten(name)}", hint)
     if len(matches) > 1:
         raise NotFoundError(f"{shorten(name)} matches {len(matches)} leases", "use a longer prefix of the id")
     return matches[0]
 
 
+def _owned_by(owner: Owner, leases: Iterable[Lease]) -> list[Lease]:
+    return [lease for lease in leases if lease.holder.owner == owner]
+
+
 def owner_name(owner: Owner) -> str:
-    """The unit's name, or else the user's."""
+    """Return the unit's name, or else the user's."""
     return owner.unit or user_name(owner.uid)
 
 
 def shorten(name: str) -> str:
-    """A name from a caller, shortened and escaped for output."""
+    """Return a name from a caller, shortened and escaped for output."""
     return name if name.isprintable() and len(name) <= 100 else repr(name[:100])
 
 
@@ -393,11 +526,13 @@ class Quota(NamedTuple):
 def refuse_over_quota(
     holder: Holder, devices: int, others: Iterable[tuple[Owner, int]], quota: Quota
 ) -> None:
-    """Raise NotAllowedError if the owner may not have another lease, or so many more `devices`.
+    """Raise NotAllowedError if the owner may not have another lease, or so many more devices.
 
-    `others` has the owner and the number of devices of each lease and of each other queued request, because
-    queued requests are not checked again when granted. Root is not limited, because its container engine
-    takes leases for all users.
+    Root is not limited, because its container engine takes leases for all users.
+
+    devices: the number of devices of the request.
+    others: the owner and the number of devices of each lease and of each other queued request, because queued
+    requests are not checked again when granted.
     """
     if holder.uid == 0:
         return

@@ -20,8 +20,10 @@ def served_users(
 ) -> dict[str, list[ServedUser]]:
     """Return the users whom each control daemon serves, by domain name, those with leases first.
 
-    `jobs` has the users with jobs on the MPS servers. Domains that serve nobody, or all users at once, are
-    left out. A lease whose user is not known, such as a pod's, counts once its jobs have begun.
+    Domains that serve nobody, or all users at once, are left out. A lease whose user is not known, such as a
+    pod's, counts once its jobs have begun.
+
+    jobs: the users with jobs on the MPS servers of each domain.
     """
     served: dict[str, list[ServedUser]] = {}
     for lease in leases:
@@ -37,19 +39,17 @@ def why_not_served(users: Iterable[ServedUser], uid: int) -> Reason | None:
     """Return why a control daemon that serves these users does not serve this one now; None if it does."""
     for other in users:
         if other.uid != uid and other.is_next:
-            text = (
-                f"its control daemon serves one user at a time, next {user_name(other.uid)}, for whose client"
-            )
-            text += f" the MPS server (PID {other.server}) ends once its own have ended"
-            return Reason(text, OTHER_USER)
+            what = f"its control daemon serves one user at a time, next {user_name(other.uid)}, for whose"
+            what += f" client the MPS server (PID {other.server}) ends once its own have ended"
+            return Reason(what, OTHER_USER)
         if other.uid != uid:
-            text = f"its control daemon serves one user at a time, now {user_name(other.uid)}"
+            what = f"its control daemon serves one user at a time, now {user_name(other.uid)}"
             since = f"{rfc3339(other.since_s)[:19]}Z"  # to the second
-            return Reason(f"{text} ({other.because_of}, since {since})", OTHER_USER)
+            return Reason(f"{what} ({other.because_of}, since {since})", OTHER_USER)
     return None
 
 
 def next_for(uid: int) -> Reason:
     """Return the reason for users whose request is later than one of this user."""
-    text = f"its control daemon serves one user at a time, next {user_name(uid)}, whose request is earlier"
-    return Reason(text, OTHER_USER)
+    what = f"its control daemon serves one user at a time, next {user_name(uid)}, whose request is earlier"
+    return Reason(what, OTHER_USER)

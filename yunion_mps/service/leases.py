@@ -19,15 +19,17 @@ from yunion_mps.leases.holders import (
     HolderWatch,
     describe_holder,
     hint_for_another,
-    holder_label,
     lease_json,
     queued_json,
     renew,
-    restore,
+    short_holder_label,
     with_container,
+    with_time_left,
 )
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.memory_peaks import MemoryPeaks
 from yunion_mps.leases.queue import Grant, Queue
+from yunion_mps.leases.queue_positions import QueuePositions
 from yunion_mps.leases.request import (
     LeaseRequest,
     QueuedRequest,
@@ -37,7 +39,7 @@ from yunion_mps.leases.request import (
     refuse_over_quota,
     refuse_too_long,
 )
-from yunion_mps.leases.storage import LeaseStorage, MemoryPeaks, QueuePositions
+from yunion_mps.leases.storage import LeaseStorage
 from yunion_mps.models import (
     ALL,
     LEASE_VARIABLE,
@@ -94,7 +96,7 @@ class LeaseService:
         self.ledger = Ledger()
         self.ledger.changed = queries.changes.notify
         # Cached, because the devices are listed again after each change: a container keeps its first name.
-        name_holder = lru_cache(4096)(partial(holder_label, containers=self.containers))
+        name_holder = lru_cache(4096)(partial(short_holder_label, containers=self.containers))
         queries.set_leases(self.ledger, name_holder)
         self.peaks = MemoryPeaks(self.ledger, supervisor.store())
         self._allocator = Allocator(self.ledger)
@@ -121,7 +123,7 @@ class LeaseService:
         since_s = {lease.addresses: lease.since_s for lease in saved}
         lost = self._supervisor.event_log.not_recorded("lease", since_s)
         for stored in saved:
-            lease = restore(stored, time.monotonic())
+            lease = with_time_left(stored, time.monotonic())
             try:
                 self.ledger.add(lease)
             except AssertionError as error:

@@ -14,7 +14,7 @@ from yunion_mps.addresses import gpu_of
 from yunion_mps.host.proc import variable_of
 from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.storage import MemoryPeaks
+from yunion_mps.leases.memory_peaks import MemoryPeaks
 from yunion_mps.models import Device, Plan
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.service.holdings import distribute

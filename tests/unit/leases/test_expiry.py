@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.host.store import Store
-from yunion_mps.leases.holders import RENEWAL_GRACE_S, renew, restore
+from yunion_mps.leases.holders import RENEWAL_GRACE_S, renew, with_time_left
 from yunion_mps.leases.storage import LeaseStorage
 from yunion_mps.models import Holder, Lease
 from yunion_mps.paths import Paths
@@ -36,25 +36,25 @@ def kept(store: Store, *, ahead_s: float = 0.0) -> Lease:
 def test_a_restart_keeps_the_time_that_a_lease_has_left(store: Store) -> None:
     LeaseStorage(store, lambda: 0.0).write(TAKEN)
     clock_was_set = 1e9
-    assert restore(kept(store, ahead_s=clock_was_set), 1300.0) == TAKEN
+    assert with_time_left(kept(store, ahead_s=clock_was_set), 1300.0) == TAKEN
 
 
 def test_after_a_boot_the_wall_clock_decides_what_a_lease_has_left(store: Store) -> None:
     LeaseStorage(store, lambda: 5000.0).write(TAKEN)  # it ends at 6600 s
     store.write("UPDATE lease SET value = replace(value, ?, 'another')", [(store.boot_id,)])
-    assert restore(kept(store, ahead_s=6100.0), 20.0).ends_s == 500.0
-    assert restore(kept(store, ahead_s=0.0), 20.0).ends_s == 20.0 + TTL_S, "the clock is slow"
+    assert with_time_left(kept(store, ahead_s=6100.0), 20.0).ends_s == 500.0
+    assert with_time_left(kept(store, ahead_s=0.0), 20.0).ends_s == 20.0 + TTL_S, "the clock is slow"
 
 
 def test_a_lease_of_an_older_version_restarts_its_time_to_live(store: Store) -> None:
     LeaseStorage(store).write(TAKEN._replace(ends_s=None))
-    assert restore(kept(store), 1300.0).ends_s == 1300.0 + TTL_S
+    assert with_time_left(kept(store), 1300.0).ends_s == 1300.0 + TTL_S
 
 
 def test_after_an_outage_a_holder_has_time_to_renew() -> None:
-    assert restore(TAKEN, 9000.0).ends_s == 9000.0 + RENEWAL_GRACE_S
+    assert with_time_left(TAKEN, 9000.0).ends_s == 9000.0 + RENEWAL_GRACE_S
     brief = renew(TAKEN._replace(holder=TAKEN.holder._replace(ttl_s=2.0)), 1000.0)
-    assert restore(brief, 9000.0).ends_s == 9002.0, "and no more than its whole time"
+    assert with_time_left(brief, 9000.0).ends_s == 9002.0, "and no more than its whole time"
 
 
 @pytest.mark.parametrize("every_s", [0.1, 1.0, RENEWAL_GRACE_S / 2, RENEWAL_GRACE_S - 0.1])
@@ -64,6 +64,6 @@ def test_frequent_restarts_do_not_keep_an_unrenewed_lease_alive(every_s: float) 
         now_s = 1000.0 + number * every_s
         if one.ends_s is None or one.ends_s <= now_s:
             break
-        one = restore(one, now_s)
+        one = with_time_left(one, now_s)
     assert now_s <= 1600.0 + RENEWAL_GRACE_S + every_s
-    assert restore(renew(one, now_s), now_s + 2 * TTL_S).ends_s == now_s + 2 * TTL_S + RENEWAL_GRACE_S
+    assert with_time_left(renew(one, now_s), now_s + 2 * TTL_S).ends_s == now_s + 2 * TTL_S + RENEWAL_GRACE_S

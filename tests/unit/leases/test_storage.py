@@ -11,15 +11,10 @@ from pathlib import Path
 import pytest
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.request import LeaseRequest, QueuedRequest
-from yunion_mps.leases.storage import (
-    PROMPT_REPEAT_TIMEOUT_S,
-    REPEAT_TIMEOUT_S,
-    LeaseStorage,
-    MemoryPeaks,
-    QueuePositions,
-    recorded_ledger,
-)
+from yunion_mps.leases.memory_peaks import MemoryPeaks
+from yunion_mps.leases.queue_positions import PROMPT_REPEAT_TIMEOUT_S, REPEAT_TIMEOUT_S, QueuePositions
+from yunion_mps.leases.request import LeaseRequest, QueuedRequest, request_by_name
+from yunion_mps.leases.storage import LeaseStorage, recorded_ledger
 from yunion_mps.models import Holder, Lease
 from yunion_mps.paths import Paths
 
@@ -392,3 +387,45 @@ def test_a_state_file_that_fails_costs_no_peak_now(store: Store) -> None:
     peaks.restore()
     peaks.note({ONE: 300})
     assert peaks_of(peaks, TWO) == [300, None]
+
+
+#: What earlier versions stored of a request, and the members that say the same.
+EARLIER_REQUESTS = [
+    ('[1,[],"",false,"binpack",0,false,false,0.0]', {}),
+    ('[2,["00:06.0-0"],"GPU-0",true,"spread",2048,true,true,60.0]', {
+        "number": 2, "devices": ["00:06.0-0"], "gpu": "GPU-0", "across": True, "placement": "spread",
+        "memory_mib": 2048, "allow_unlimited": True, "cdi": True, "ttl_s": 60.0,
+    }),
+    ('[1,[],"",false,"binpack",0,false,false,0.0,"slurm"]', {"reserved_for": "slurm"}),
+    ('[1,[],"",false,"binpack",0,false,false,0.0,"",25]', {"thread_percentage": 25}),
+    ('[1,[],"",false,"binpack",0,false,false,0.0,{"uid":1000}]', {"job_uid": 1000}),
+    ('[1,[],"",false,"binpack",0,false,false,0.0,"slurm",25,{"uid":0}]', {
+        "reserved_for": "slurm", "thread_percentage": 25, "job_uid": 0,
+    }),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "members"), EARLIER_REQUESTS)
+def test_a_request_that_an_earlier_version_stored_by_position_is_the_same(
+    text: str, members: dict[str, object]
+) -> None:
+    assert json.loads(request_by_name(text)) == members
+    request = {name: value for name, value in members.items() if name in LeaseRequest._fields}
+    if "devices" in request:
+        request["devices"] = tuple(members["devices"])  # type: ignore[arg-type]
+    holder = HOLDER._replace(ttl_s=members.get("ttl_s", 0.0), job_uid=members.get("job_uid"))  # type: ignore[arg-type]
+    queued = QueuedRequest(LeaseRequest(**request), holder, cdi=bool(members.get("cdi")))  # type: ignore[arg-type]
+    assert queued.as_text == request_by_name(text)
+
+
+def test_a_request_of_a_newer_version_is_kept_as_it_is() -> None:
+    for text in ('{"number":2,"of_a_newer_version":[1]}', "", "{", "[" * 100_000):
+        assert request_by_name(text) == text
+
+
+def test_a_retry_gets_the_lease_whose_request_an_earlier_version_stored(
+    store: Store, storage: LeaseStorage
+) -> None:
+    storage.write(A._replace(request=EARLIER_REQUESTS[1][0]))
+    read = {lease.id: lease for lease in storage.read()}
+    assert read["a"].request == request_by_name(EARLIER_REQUESTS[1][0])
