@@ -220,7 +220,7 @@ class BaseLease:
         #: Stops the renewals, also if the daemon is unreachable: the lease then expires.
         self._stop_renewing = threading.Event()
         if ttl_s is not None:
-            threads.start(lambda: self._renew(ttl_s), threads.ignore_outcome)
+            threads.start_thread(lambda: self._renew(ttl_s), threads.ignore_outcome)
 
     def environ(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return the environment for a process that uses the devices.

@@ -147,7 +147,7 @@ class _CheckRun:
         self._found: Sequence[Finding] | None = None
         self._ended = threading.Event()
         try:
-            threads.start(self._run, lambda _, __: self._ended.set())
+            threads.start_thread(self._run, lambda _, __: self._ended.set())
         except YunionError as error:
             self._found = [Finding(UNKNOWN, error.message, error.hint)]
             self._ended.set()

@@ -45,7 +45,7 @@ def _await_start_of_threads() -> None:
         time.sleep(0.001)
 
 
-def start(work: Callable[[], Any], done: Done) -> None:
+def start_thread(work: Callable[[], Any], done: Done) -> None:
     """Call `work` on a thread, then `done`, which must neither block nor raise; raises ShortageError."""
     try:
         inbox = _idle.pop()
@@ -84,7 +84,7 @@ async def on_thread(work: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(deliver, outcome, error)
 
-    start(work, done)
+    start_thread(work, done)
     return await result
 
 

@@ -19,7 +19,10 @@ _ROW = re.compile(r"\bTimeslice\s+(\w+)", re.IGNORECASE)
 
 
 def time_slice_of(uuid: str) -> str:
-    """Return the GPU's time slice: `default`, `short`, `medium` or `long`; raises DriverError."""
+    """Return the GPU's time slice: `default`, `short`, `medium` or `long`.
+
+    Raises DriverError if nvidia-smi does not report it.
+    """
     row = _ROW.search(_run(uuid, "--list"))
     if row is None or row[1].lower() not in TIME_SLICES:
         raise _error("nvidia-smi does not report the time slice")
@@ -27,7 +30,10 @@ def time_slice_of(uuid: str) -> str:
 
 
 def set_time_slice(uuid: str, name: str) -> None:
-    """Set the GPU's time slice and read it back; raises DriverError if it is not in effect."""
+    """Set the GPU's time slice and read it back.
+
+    Raises DriverError if it is not in effect.
+    """
     _run(uuid, "--set-timeslice", str(TIME_SLICES.index(name)))
     actual = time_slice_of(uuid)
     if actual != name:
@@ -35,7 +41,10 @@ def set_time_slice(uuid: str, name: str) -> None:
 
 
 def restore_time_slice(uuid: str, name: str) -> bool:
-    """Like `set_time_slice`, but only if it differs; return whether it did."""
+    """Set the GPU's time slice if it differs, and return whether it did.
+
+    Raises DriverError if it is not in effect.
+    """
     try:
         differs = time_slice_of(uuid) != name
         if differs:
@@ -57,10 +66,18 @@ def _run(uuid: str, *options: str) -> str:
     if status is None:
         raise _error(f"nvidia-smi did not answer within {_TIMEOUT_S:g} s")
     if status:
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        named = [line.rpartition(" : ")[2] for line in lines if " : " in line]  # after the name of the GPU
-        raise _error(f"nvidia-smi: {next(iter([*named, *lines]), f'exit status {status}')}")
+        raise _error(f"nvidia-smi: {_first_error(text) or f'exit status {status}'}")
     return text
+
+
+def _first_error(output: str) -> str:
+    """Return what nvidia-smi says after the name of a GPU, or else its first line; empty without output."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    for line in lines:
+        _, colon, message = line.rpartition(" : ")
+        if colon:
+            return message
+    return lines[0] if lines else ""
 
 
 def _error(what: str) -> DriverError:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from queue import Empty, SimpleQueue
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import pynvml as pynvml
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError, ShortageError
@@ -26,57 +25,42 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _import_pynvml() -> Any:
-    """Import pynvml without `ctypes.util`: 4 ms of imports for a function that it never calls.
+class _Meaning(NamedTuple):
+    """What an error of NVML means."""
 
-    If a later release does call it, it gets the real one.
-    """
+    message: str
+    code: str = reasons.DRIVER_ERROR
+    #: What to do; if it is empty, that of the code.
+    hint: str = ""
 
-    def find_library(name: str) -> str | None:
-        return importlib.import_module("ctypes.util").find_library(name)  # type: ignore[no-any-return]
-
-    stand_in = ModuleType("ctypes.util")
-    stand_in.find_library = find_library  # type: ignore[attr-defined]
-    present = sys.modules.setdefault("ctypes.util", stand_in)
-    try:
-        return importlib.import_module("pynvml")
-    finally:
-        if present is stand_in:
-            del sys.modules["ctypes.util"]
+    @property
+    def error(self) -> DriverError:
+        return DriverError(self.message, self.hint or hint_of(self.code), self.code)
 
 
-pynvml = _import_pynvml()
-
-
-def _with_hint(message: str, code: str = reasons.DRIVER_ERROR) -> tuple[str, str, str]:
-    return message, hint_of(code), code
-
-
-#: The message, hint and reason code of NVML errors.
+#: The meanings of NVML's errors (NVML API Reference, nvmlReturn_t).
 _MEANINGS = {
-    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: _with_hint(
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: _Meaning(
         "the NVIDIA driver's library libnvidia-ml.so.1 is not installed", reasons.DRIVER_MISSING
     ),
-    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: _with_hint(
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: _Meaning(
         "the NVIDIA driver's kernel module is not loaded", reasons.DRIVER_NOT_LOADED
     ),
-    pynvml.NVML_ERROR_UNINITIALIZED: _with_hint(
+    pynvml.NVML_ERROR_UNINITIALIZED: _Meaning(
         "the NVIDIA driver was unloaded meanwhile", reasons.DRIVER_NOT_LOADED
     ),
-    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: _with_hint(
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: _Meaning(
         "the NVIDIA driver's library and its kernel module have different versions", reasons.DRIVER_MISMATCH
     ),
-    pynvml.NVML_ERROR_GPU_IS_LOST: _with_hint(
+    pynvml.NVML_ERROR_GPU_IS_LOST: _Meaning(
         "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)", reasons.GPU_LOST
     ),
-    pynvml.NVML_ERROR_IN_USE: _with_hint("in use by a process", reasons.MIG_IN_USE),
-    pynvml.NVML_ERROR_RESET_REQUIRED: _with_hint("the GPU must be reset first", reasons.MIG_RESET_REQUIRED),
-    pynvml.NVML_ERROR_NO_PERMISSION: (
-        "NVML: permission denied",
-        "run as root: systemctl start yunion-mps-daemon",
-        reasons.DRIVER_ERROR,
+    pynvml.NVML_ERROR_IN_USE: _Meaning("in use by a process", reasons.MIG_IN_USE),
+    pynvml.NVML_ERROR_RESET_REQUIRED: _Meaning("the GPU must be reset first", reasons.MIG_RESET_REQUIRED),
+    pynvml.NVML_ERROR_NO_PERMISSION: _Meaning(
+        "NVML: permission denied", hint="run as root: systemctl start yunion-mps-daemon"
     ),
-    pynvml.NVML_ERROR_NOT_SUPPORTED: _with_hint("the driver does not support this on the GPU"),
+    pynvml.NVML_ERROR_NOT_SUPPORTED: _Meaning("the driver does not support this on the GPU"),
 }
 
 #: Errors that mean a field is unknown, not that the GPU is broken.
@@ -101,7 +85,9 @@ TIMEOUT_S = 60.0
 def replaced_library(maps: str = "/proc/self/maps") -> str:
     """Return which library a new process would load instead of the one that this process has loaded.
 
-    Empty if it would load the same one, or if this process has loaded none. `maps` is as in proc(5).
+    Empty if it would load the same one, or if this process has loaded none.
+
+    maps: the file of the process's mappings, as in proc(5).
     """
     with contextlib.suppress(OSError), open(maps, encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -116,6 +102,7 @@ def replaced_library(maps: str = "/proc/self/maps") -> str:
 
 
 def reason_of(error: DriverError) -> Reason:
+    """Return the error as the reason why a GPU is unusable."""
     return Reason(error.message, reasons.GPU_ERROR if error.code == reasons.DRIVER_ERROR else error.code)
 
 
@@ -134,10 +121,16 @@ def refuse_if_abandoned() -> None:
     work: _Work | None = getattr(_of_thread, "work", None)
     if work and work.is_abandoned:
         what = "an earlier call took too long, so this one is not made"
-        raise DriverError(*_with_hint(what, reasons.DRIVER_HUNG))
+        raise _Meaning(what, reasons.DRIVER_HUNG).error
 
 
-def call(function: Callable[..., Any], *arguments: Any, ignored: Collection[int] = ()) -> Any:
+def call_driver(function: Callable[..., Any], *arguments: Any, ignored: Collection[int] = ()) -> Any:
+    """Return the result of a call of NVML.
+
+    ignored: error numbers for which this returns None.
+
+    Raises DriverError for other errors, and if the caller has given up this thread's work.
+    """
     refuse_if_abandoned()
     try:
         return function(*arguments)
@@ -149,19 +142,25 @@ def call(function: Callable[..., Any], *arguments: Any, ignored: Collection[int]
 
 def driver_error(error: Any) -> DriverError:
     """Return what an NVMLError means."""
-    return DriverError(*_MEANINGS.get(error.value) or _with_hint(f"NVML error: {printable(str(error))}"))
+    meaning = _MEANINGS.get(error.value) or _Meaning(f"NVML error: {printable(str(error))}")
+    return meaning.error
 
 
 def optional(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a call, None if the driver does not know the field; raises DriverError."""
-    return call(function, *arguments, ignored=_UNKNOWN_FIELD)
+    """Return the result of a call, None if the driver does not know the field.
+
+    Raises DriverError for other errors.
+    """
+    return call_driver(lambda: function(*arguments), ignored=_UNKNOWN_FIELD)
 
 
-def mib(size: int | None) -> int | None:
+def whole_mib(size: int | None) -> int | None:
+    """Return a size in bytes as MiB, rounded down; None if it is None."""
     return None if size is None else size // MIB
 
 
-def text(value: Any) -> str:
+def printable_text(value: Any) -> str:
+    """Return a text of NVML, which is of bytes with some releases of pynvml, without control characters."""
     return decode_line(value) if isinstance(value, bytes) else printable(str(value))
 
 
@@ -213,11 +212,14 @@ class Deadline:
         self._hanging: SimpleQueue[Any] | None = None
 
     def call(self, work: Callable[[], T], *, may_hang: bool = False) -> T:
-        """Return the result of `work` or raise its error; raises DriverError if it takes too long.
+        """Return the result of `work`, or raise its error.
 
-        Then the driver call that hangs may still succeed later, but `work` makes no call after it. While an
-        earlier call hangs, no other is made. If no thread can be started, raises ShortageError, or
-        with `may_hang` makes the call on the caller's thread without a deadline.
+        If it takes too long, the driver call that hangs may still succeed later, but `work` makes no call
+        after it. While an earlier call hangs, no other is made.
+
+        may_hang: if no thread can be started, make the call on the caller's thread, without a deadline.
+
+        Raises DriverError if it takes too long, and ShortageError if no thread can be started.
         """
         with self._gate.shared():
             return self._call(work, may_hang=may_hang)
@@ -235,7 +237,7 @@ class Deadline:
     def _call(self, work: Callable[[], T], *, may_hang: bool) -> T:
         if self._hanging and self._hanging.empty():
             what = "the NVIDIA driver still does not answer an earlier call"
-            raise DriverError(*_with_hint(what, reasons.DRIVER_HUNG))
+            raise _Meaning(what, reasons.DRIVER_HUNG).error
         outcome: SimpleQueue[tuple[T, BaseException | None]] = SimpleQueue()
         state = _Work()
 
@@ -247,7 +249,7 @@ class Deadline:
                 _of_thread.work = None  # the thread is used again
 
         try:
-            threads.start(run, lambda *given: outcome.put(given))
+            threads.start_thread(run, lambda result, error: outcome.put((result, error)))
         except ShortageError:
             if not may_hang:
                 raise
@@ -258,15 +260,18 @@ class Deadline:
             state.is_abandoned = True
             self._hanging = outcome
             what = f"the NVIDIA driver did not answer within {self._timeout_s:g} s"
-            raise DriverError(*_with_hint(what, reasons.DRIVER_HUNG)) from None
+            raise _Meaning(what, reasons.DRIVER_HUNG).error from None
         if error:
             raise error
         return result
 
 
 def bounded(method: F) -> F:
+    """Decorate a method whose calls must end within `self.deadline`."""
+
     @functools.wraps(method)
     def wrapper(self: Any, *arguments: Any) -> Any:
-        return self.deadline.call(lambda: method(self, *arguments))
+        bound_method = functools.partial(method, self)
+        return self.deadline.call(lambda: bound_method(*arguments))
 
     return wrapper  # type: ignore[return-value]

@@ -63,13 +63,15 @@ OnEvent = Callable[["tuple[str, int] | None"], None]
 
 
 class EventWatch:
-    """A thread that waits for the driver's events until `stop` is called."""
+    """A thread that waits for the driver's events until `stop` is called.
+
+    NVML stays open from now on until the process ends.
+
+    on_event: called on the thread.
+    wait_s: within how long `renew` and `stop` take effect.
+    """
 
     def __init__(self, nvml: Nvml, on_event: OnEvent, wait_s: float = _WAIT_S) -> None:
-        """`on_event` is called on the thread. NVML stays open from now on until the process ends.
-
-        `renew` and `stop` take effect within `wait_s`.
-        """
         nvml.keep_open()
         self._nvml = nvml
         self._wait_ms = round(wait_s * 1000)
@@ -80,7 +82,11 @@ class EventWatch:
         self._addresses: dict[int | None, str] = {}
 
     def start(self) -> None:
-        threads.start(self._run, lambda _, __: self._ended.set())
+        """Start the thread.
+
+        Raises ShortageError if that is impossible.
+        """
+        threads.start_thread(self._run, lambda _, __: self._ended.set())
         self._nvml.watch_ended = self._ended
 
     def renew(self) -> None:
@@ -88,6 +94,7 @@ class EventWatch:
         self._renewed.set()
 
     def stop(self) -> None:
+        """Tell the thread to end; `join` waits for that."""
         self._stopped.set()
         self._renewed.set()
 
@@ -171,7 +178,8 @@ def processes_of_xids(paths: Paths) -> list[tuple[str, int, int]]:
     xids = []
     for record in kernel_records(paths.kernel_log) or []:
         for bus, xid, pid in re.findall(_XID_RECORD, record):
-            address = normalise_address(bus.decode() if bus.count(b".") else f"{bus.decode()}.0")
+            bus_id = bus.decode()
+            address = normalise_address(bus_id if "." in bus_id else f"{bus_id}.0")
             if address:
                 xids.append((address, int(xid), int(pid)))
     return xids

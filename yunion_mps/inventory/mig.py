@@ -13,13 +13,13 @@ from yunion_mps import reasons
 from yunion_mps.errors import DriverError
 from yunion_mps.inventory.driver import (
     bounded,
-    call,
+    call_driver,
     driver_error,
-    mib,
     optional,
+    printable_text,
     pynvml,
     refuse_if_abandoned,
-    text,
+    whole_mib,
 )
 from yunion_mps.inventory.nvml import Nvml, handle_of, mig_devices
 from yunion_mps.inventory.running import COMPUTE, MPS_CLIENTS, running_processes
@@ -33,13 +33,12 @@ _PREFIX = "MIG "
 
 
 class MigMode(NamedTuple):
-    """Whether MIG mode is on; `pending` differs while a change of it waits.
-
-    `in_use`: it waits for processes to end, and not for a reset of the GPU.
-    """
+    """Whether MIG mode is on (NVML API Reference, nvmlDeviceGetMigMode)."""
 
     enabled: bool
+    #: The mode after a reset of the GPU; it differs from `enabled` while a change of it waits.
     pending: bool
+    #: The change waits for processes to end, and not for a reset.
     in_use: bool = False
 
 
@@ -58,16 +57,22 @@ class Mig:
             return (gpu._replace(mig_profiles=profiles, mig_instances=()),)
         instances = _instances(handle, profiles)
         parent = gpu._replace(mig_profiles=profiles, mig_instances=instances)
-        return (parent, *(_as_gpu(parent, one) for one in instances if one.uuid))
+        gpus = [parent]
+        for instance in instances:
+            if instance.uuid:
+                gpus.append(_as_gpu(parent, instance))
+        return tuple(gpus)
 
     @bounded
     def mode(self, uuid: str) -> MigMode:
+        """Return the GPU's MIG mode."""
         return _mode(handle_of(uuid))
 
     @bounded
     def set_mode(self, uuid: str, enabled: bool) -> MigMode:  # noqa: FBT001 - NVML's call
         """Set the mode and read it back; it stays pending if the GPU is in use or needs a reset."""
-        handle, what = handle_of(uuid), f"MIG mode cannot be switched {'on' if enabled else 'off'}"
+        handle = handle_of(uuid)
+        what = f"MIG mode cannot be switched {'on' if enabled else 'off'}"
         status = _change(what, pynvml.nvmlDeviceSetMigMode, handle, int(enabled))
         if status not in (pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_IN_USE, pynvml.NVML_ERROR_RESET_REQUIRED):
             raise _refusal(what, pynvml.NVMLError(status))
@@ -75,21 +80,23 @@ class Mig:
 
     @bounded
     def instances(self, uuid: str, profiles: Sequence[MigProfile]) -> tuple[MigInstance, ...]:
+        """Return the GPU instances that the GPU has of these profiles, by their ids."""
         return _instances(handle_of(uuid), profiles)
 
     @bounded
     def create(self, uuid: str, profile: MigProfile, start: int) -> int:
         """Create a GPU instance at this place and return its id; it has no compute instance yet."""
         place = pynvml.c_nvmlGpuInstancePlacement_t(start, profile.size)
-        handle, what = handle_of(uuid), f"instance {profile.name} cannot be created at slice {start}"
+        handle = handle_of(uuid)
+        what = f"instance {profile.name} cannot be created at slice {start}"
         create = pynvml.nvmlDeviceCreateGpuInstanceWithPlacement
-        made = _change(what, create, handle, profile.id, pynvml.byref(place))
-        return int(call(pynvml.nvmlGpuInstanceGetInfo, made).id)
+        instance = _change(what, create, handle, profile.id, pynvml.byref(place))
+        return int(call_driver(pynvml.nvmlGpuInstanceGetInfo, instance).id)
 
     @bounded
     def create_compute(self, uuid: str, instance: int) -> None:
         """Create the compute instance that has all slices of the GPU instance."""
-        handle = call(pynvml.nvmlDeviceGetGpuInstanceById, handle_of(uuid), instance)
+        handle = call_driver(pynvml.nvmlDeviceGetGpuInstanceById, handle_of(uuid), instance)
         largest = max(_compute_profiles(handle), key=lambda profile: int(profile.sliceCount))
         what = f"the compute instance of g{instance} cannot be created"
         _change(what, pynvml.nvmlGpuInstanceCreateComputeInstance, handle, largest.id)
@@ -97,7 +104,7 @@ class Mig:
     @bounded
     def destroy(self, uuid: str, instance: int) -> None:
         """Destroy the GPU instance and its compute instances; the driver refuses while a process uses it."""
-        handle = call(pynvml.nvmlDeviceGetGpuInstanceById, handle_of(uuid), instance)
+        handle = call_driver(pynvml.nvmlDeviceGetGpuInstanceById, handle_of(uuid), instance)
         what = f"instance g{instance} cannot be destroyed"
         for profile in _compute_profiles(handle):
             for compute in _listed(pynvml.nvmlGpuInstanceGetComputeInstances, handle, profile):
@@ -110,11 +117,15 @@ class Mig:
         handle = handle_of(uuid)
         if instance is None:
             return _processes(handle)
-        devices = [one for one in mig_devices(handle) if _instance_of(one) == instance]
-        return set[int]().union(*map(_processes, devices))
+        pids: set[int] = set()
+        for device in mig_devices(handle):
+            if _instance_of(device) == instance:
+                pids |= _processes(device)
+        return pids
 
 
-#: The refusals of changes that NVML documents: what each means, and its reason code.
+#: What the refusals of changes mean, and their reason codes (NVML API Reference, Multi Instance GPU
+#: Management).
 _REFUSALS = {
     pynvml.NVML_ERROR_IN_USE: ("a process uses it", reasons.MIG_IN_USE),
     pynvml.NVML_ERROR_RESET_REQUIRED: ("the GPU must be reset first", reasons.MIG_RESET_REQUIRED),
@@ -152,34 +163,31 @@ def _processes(handle: Any) -> set[int]:
 
 def _instance_of(device: Any) -> int:
     """Return the id of the GPU instance that a MIG device belongs to."""
-    return int(call(pynvml.nvmlDeviceGetGpuInstanceId, device))
+    return int(call_driver(pynvml.nvmlDeviceGetGpuInstanceId, device))
 
 
 def _mode(handle: Any) -> MigMode:
-    current, pending = call(pynvml.nvmlDeviceGetMigMode, handle)
+    current, pending = call_driver(pynvml.nvmlDeviceGetMigMode, handle)
     return MigMode(bool(current), bool(pending))
 
 
 def _profiles(handle: Any) -> tuple[MigProfile, ...]:
     """Return what the GPU can have; nothing before driver 510, which names no profiles."""
-    found = (
-        optional(pynvml.nvmlDeviceGetGpuInstanceProfileInfo, handle, number)
-        for number in range(pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT)
-    )
-    return tuple(_profile(handle, info) for info in found if info is not None)
+    profiles: list[MigProfile] = []
+    for number in range(pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT):
+        info = optional(pynvml.nvmlDeviceGetGpuInstanceProfileInfo, handle, number)
+        if info is not None:
+            profiles.append(_profile(handle, info))
+    return tuple(profiles)
 
 
 def _profile(handle: Any, info: Any) -> MigProfile:
-    places = _array(
-        pynvml.nvmlDeviceGetGpuInstancePossiblePlacements,
-        pynvml.c_nvmlGpuInstancePlacement_t,
-        handle,
-        info.id,
-        _count(pynvml.nvmlDeviceGetGpuInstancePossiblePlacements, handle, info.id),
-    )
+    list_places = pynvml.nvmlDeviceGetGpuInstancePossiblePlacements
+    most = _count(list_places, handle, info.id)
+    places = _array(list_places, pynvml.c_nvmlGpuInstancePlacement_t, handle, info.id, most)
     return MigProfile(
         id=int(info.id),
-        name=text(info.name).removeprefix(_PREFIX),
+        name=printable_text(info.name).removeprefix(_PREFIX),
         slices=int(info.sliceCount),
         memory_mib=int(info.memorySizeMB),
         multiprocessors=int(info.multiprocessorCount),
@@ -191,13 +199,14 @@ def _profile(handle: Any, info: Any) -> MigProfile:
 
 def _count(function: Any, handle: Any, number: int) -> int:
     most = pynvml.c_uint(0)
-    call(function, handle, number, None, pynvml.byref(most))
+    call_driver(function, handle, number, None, pynvml.byref(most))
     return int(most.value)
 
 
 def _array(function: Any, kind: Any, handle: Any, number: int, most: int) -> list[Any]:
-    items, filled = (kind * max(1, most))(), pynvml.c_uint(most)
-    call(function, handle, number, items, pynvml.byref(filled))
+    items = (kind * max(1, most))()
+    filled = pynvml.c_uint(most)
+    call_driver(function, handle, number, items, pynvml.byref(filled))
     return list(items[: filled.value])
 
 
@@ -207,48 +216,62 @@ def _listed(function: Any, handle: Any, profile: Any) -> list[Any]:
 
 
 def _compute_profiles(instance: Any) -> list[Any]:
-    found = (
-        optional(pynvml.nvmlGpuInstanceGetComputeInstanceProfileInfo, instance, number, 0, 1)
-        for number in range(pynvml.NVML_COMPUTE_INSTANCE_PROFILE_COUNT)
-    )
-    return [info for info in found if info is not None]
+    infos = []
+    for number in range(pynvml.NVML_COMPUTE_INSTANCE_PROFILE_COUNT):
+        info = optional(pynvml.nvmlGpuInstanceGetComputeInstanceProfileInfo, instance, number, 0, 1)
+        if info is not None:
+            infos.append(info)
+    return infos
 
 
 def _instances(handle: Any, profiles: Sequence[MigProfile]) -> tuple[MigInstance, ...]:
-    devices = [(_instance_of(device), device) for device in mig_devices(handle)]
-    found = []
+    """Return the GPU's instances by their ids, each with the UUID of its MIG device if it is whole."""
+    devices: dict[int, list[Any]] = {}
+    for device in mig_devices(handle):
+        devices.setdefault(_instance_of(device), []).append(device)
+    instances: list[MigInstance] = []
+    list_instances = pynvml.nvmlDeviceGetGpuInstances
+    kind = pynvml.c_nvmlGpuInstance_t
     for profile in profiles:
-        kind = pynvml.c_nvmlGpuInstance_t
-        for made in _array(pynvml.nvmlDeviceGetGpuInstances, kind, handle, profile.id, profile.max_count):
-            info = call(pynvml.nvmlGpuInstanceGetInfo, made)
-            inside = [device for number, device in devices if number == info.id]
-            place = info.placement
-            uuid = text(call(pynvml.nvmlDeviceGetUUID, inside[0])) if _is_whole(inside) else ""
-            found.append(
-                MigInstance(int(info.id), profile.name, int(place.start), int(place.size), uuid, len(inside))
+        for instance_handle in _array(list_instances, kind, handle, profile.id, profile.max_count):
+            info = call_driver(pynvml.nvmlGpuInstanceGetInfo, instance_handle)
+            own_devices = devices.get(int(info.id), [])
+            uuid = ""
+            if _is_whole(own_devices):
+                uuid = printable_text(call_driver(pynvml.nvmlDeviceGetUUID, own_devices[0]))
+            instance = MigInstance(
+                id=int(info.id),
+                profile=profile.name,
+                start=int(info.placement.start),
+                size=int(info.placement.size),
+                uuid=uuid,
+                compute_instances=len(own_devices),
             )
-    return tuple(sorted(found))
+            instances.append(instance)
+    return tuple(sorted(instances, key=lambda instance: instance.id))
 
 
 def _is_whole(devices: Sequence[Any]) -> bool:
     if len(devices) != 1:
         return False
-    attributes = call(pynvml.nvmlDeviceGetAttributes, devices[0])
+    attributes = call_driver(pynvml.nvmlDeviceGetAttributes, devices[0])
     return bool(attributes.computeInstanceSliceCount == attributes.gpuInstanceSliceCount)
 
 
 def _as_gpu(parent: Gpu, instance: MigInstance) -> Gpu:
     memory = optional(pynvml.nvmlDeviceGetMemoryInfo, handle_of(instance.uuid))
-    memory_mib = mib(memory.total) if memory else None
+    memory_mib = whole_mib(memory.total) if memory else None
     if not memory_mib:
-        memory_mib = next(one.memory_mib for one in parent.mig_profiles if one.name == instance.profile)
+        by_name = {profile.name: profile.memory_mib for profile in parent.mig_profiles}
+        memory_mib = by_name[instance.profile]
     return instance_gpu(parent, instance)._replace(uuid=instance.uuid, memory_mib=memory_mib)
 
 
 def instance_gpu(parent: Gpu, instance: MigInstance) -> Gpu:
     """Return the instance without what only its MIG device reports: its UUID and its memory."""
     sms = {profile.name: profile.multiprocessors for profile in parent.mig_profiles}
-    tenths = 1000 * sms[instance.profile] // max(1, *sms.values())
+    all_sms = max(sms.values())
+    tenths = 1000 * sms[instance.profile] // max(1, all_sms)
     return Gpu(
         f"{parent.pci_address}-g{instance.id}",
         name=f"{parent.name} MIG {instance.profile}",

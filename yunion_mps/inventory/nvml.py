@@ -15,13 +15,13 @@ from yunion_mps.inventory.driver import (
     TIMEOUT_S,
     Deadline,
     bounded,
-    call,
+    call_driver,
     driver_error,
     optional,
+    printable_text,
     pynvml,
     reason_of,
     refuse_if_abandoned,
-    text,
 )
 from yunion_mps.inventory.running import MPS_CLIENTS, running_processes
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
@@ -46,12 +46,10 @@ _WATCH_ENDS_WITHIN_S = 10.0
 
 
 class GpuLoad(NamedTuple):
-    """The load of one GPU; None for values that the driver does not report.
+    """The load of one GPU; None for values that the driver does not report."""
 
-    `utilization` is the percentage of time in which any kernel ran, over the driver's last sample period of
-    up to a second.
-    """
-
+    #: The percentage of time in which any kernel ran, over the driver's last sample period of up to a second
+    #: (NVML API Reference, nvmlUtilization_t).
     utilization: int | None = None
     memory_used_mib: int | None = None
     temperature_c: int | None = None
@@ -60,12 +58,12 @@ class GpuLoad(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The load of each GPU that answers, by UUID, and the SM utilization in % by GPU UUID and PID.
+    """The load of the GPUs and processes."""
 
-    Processes without a sample are missing: the driver only samples those that have run kernels.
-    """
-
+    #: The load of each GPU that answers, by UUID.
     gpus: Mapping[str, GpuLoad] = {}
+    #: The SM utilization in percent by GPU UUID and PID. Processes without a sample are missing: the driver
+    #: only samples those that have run kernels.
     processes: Mapping[str, Mapping[int, int]] = {}
 
     def with_idle(self, processes: Mapping[str, Iterable[int]]) -> Load:
@@ -78,10 +76,15 @@ class Load(NamedTuple):
 
 
 class Nvml:
-    """An initialised NVML, as a context manager. Opening raises DriverError without a working driver."""
+    """An initialised NVML, as a context manager.
+
+    timeout_s: how long a call may take.
+    deadline: that of an earlier attempt, so that no call is made while the attempt still hangs.
+
+    Opening it raises DriverError without a working driver.
+    """
 
     def __init__(self, timeout_s: float = TIMEOUT_S, deadline: Deadline | None = None) -> None:
-        """With the `deadline` of an earlier attempt, no call is made while that attempt still hangs."""
         self.deadline = deadline or Deadline(timeout_s)
         #: Whether the thread that was last started to wait in NVML for events has ended.
         self.watch_ended = threading.Event()
@@ -91,11 +94,14 @@ class Nvml:
         self.deadline.call(self._initialise)
 
     def _initialise(self) -> None:
-        call(pynvml.nvmlInit)
+        call_driver(pynvml.nvmlInit)
         self._is_initialised = True
 
     def ensure_initialised(self) -> None:
-        """Initialise NVML if `initialise_again` has failed; raises DriverError."""
+        """Initialise NVML if `initialise_again` has failed.
+
+        Raises DriverError if the driver does not work.
+        """
         if not self._is_initialised:
             self.deadline.call(self._initialise)
 
@@ -111,17 +117,18 @@ class Nvml:
 
         def work() -> None:
             if self._is_initialised:
-                call(pynvml.nvmlShutdown)
+                call_driver(pynvml.nvmlShutdown)
                 self._is_initialised = False
             self._initialise()
 
         return self.deadline.call_alone(work, _ALONE_WITHIN_S)
 
     def close(self) -> None:
+        """Shut NVML down, unless it is kept open."""
         if self._is_kept or not self._is_initialised:
             return
         with contextlib.suppress(DriverError):
-            self.deadline.call(lambda: call(pynvml.nvmlShutdown))
+            self.deadline.call(lambda: call_driver(pynvml.nvmlShutdown))
 
     def keep_open(self) -> None:
         """Leave NVML initialised until the process ends, because a thread may be waiting in it."""
@@ -137,7 +144,7 @@ class Nvml:
     def driver(self) -> Driver:
         """Return the versions of the driver and its CUDA driver API, e.g. 535.261.03 and 12.2."""
         cuda = optional(pynvml.nvmlSystemGetCudaDriverVersion)
-        version = text(call(pynvml.nvmlSystemGetDriverVersion))
+        version = printable_text(call_driver(pynvml.nvmlSystemGetDriverVersion))
         return Driver(version, f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None)
 
     @bounded
@@ -148,7 +155,7 @@ class Nvml:
         """
         gpus: list[Gpu] = []
         silent: list[DriverError] = []
-        for index in range(call(pynvml.nvmlDeviceGetCount)):
+        for index in range(call_driver(pynvml.nvmlDeviceGetCount)):
             try:
                 gpus.append(self._gpu(index, known))
             except DriverError as error:
@@ -159,7 +166,7 @@ class Nvml:
     def reason_at(self, pci_address: str) -> Reason:
         """Return why NVML offers no GPU at this address; empty if it does."""
         try:
-            call(pynvml.nvmlDeviceGetHandleByPciBusId, pci_address.encode())
+            call_driver(pynvml.nvmlDeviceGetHandleByPciBusId, pci_address.encode())
         except DriverError as error:
             return reason_of(error)
         return NO_REASON
@@ -170,8 +177,10 @@ class Nvml:
 
         GPUs that do not answer are missing.
         """
-        listed = _of_each_gpu(running_processes)
-        return {uuid: {job.pid: job.memory_mib for job in jobs} for uuid, jobs in listed.items()}
+        memory_mib: dict[str, dict[int, int | None]] = {}
+        for uuid, processes in _of_each_gpu(running_processes).items():
+            memory_mib[uuid] = {process.pid: process.memory_mib for process in processes}
+        return memory_mib
 
     @bounded
     def compute_modes(self) -> dict[str, str]:
@@ -181,8 +190,10 @@ class Nvml:
     @bounded
     def mps_clients(self) -> dict[str, set[int]]:
         """Return the PIDs of the MPS clients on each GPU, by UUID; GPUs that do not answer are missing."""
-        listed = _of_each_gpu(lambda handle: running_processes(handle, MPS_CLIENTS))
-        return {uuid: {client.pid for client in clients} for uuid, clients in listed.items()}
+        pids: dict[str, set[int]] = {}
+        for uuid, clients in _of_each_gpu(lambda handle: running_processes(handle, MPS_CLIENTS)).items():
+            pids[uuid] = {client.pid for client in clients}
+        return pids
 
     @bounded
     def load(self, busy: Collection[str], since_s: float) -> Load:
@@ -190,7 +201,8 @@ class Nvml:
 
         This wakes no GPU: the driver also answers for one in low power.
         """
-        return Load(_of_each_gpu(_load, whole=True), {uuid: _sm_utilization(uuid, since_s) for uuid in busy})
+        processes = {uuid: _sm_utilization(uuid, since_s) for uuid in busy}
+        return Load(_of_each_gpu(_load, whole=True), processes)
 
     @bounded
     def set_compute_mode(self, uuid: str, mode: str) -> None:
@@ -214,9 +226,9 @@ class Nvml:
         return self.deadline.call(restore, may_hang=True)
 
     def _gpu(self, index: int, known: Mapping[str, Gpu]) -> Gpu:
-        handle = call(pynvml.nvmlDeviceGetHandleByIndex, index)
-        pci = call(pynvml.nvmlDeviceGetPciInfo, handle)
-        bus_id = text(pci.busId)
+        handle = call_driver(pynvml.nvmlDeviceGetHandleByIndex, index)
+        pci = call_driver(pynvml.nvmlDeviceGetPciInfo, handle)
+        bus_id = printable_text(pci.busId)
         address = normalise_address(bus_id)
         if address is None:
             raise DriverError(
@@ -225,7 +237,7 @@ class Nvml:
         number = pci.pciDeviceId  # with the vendor in its lower half
         gpu = Gpu(address, nvml_index=index, vendor_device_id=f"{number & 0xFFFF:04x}:{number >> 16:04x}")
         try:
-            gpu = gpu._replace(uuid=text(call(pynvml.nvmlDeviceGetUUID, handle)))
+            gpu = gpu._replace(uuid=printable_text(call_driver(pynvml.nvmlDeviceGetUUID, handle)))
             before = known.get(gpu.uuid or "")
             if before and before.pci_address == address:
                 return self._update(before._replace(nvml_index=index), handle)
@@ -237,7 +249,7 @@ class Nvml:
         name = optional(pynvml.nvmlDeviceGetName, handle)
         capability = optional(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
         return gpu._replace(
-            name=None if name is None else text(name),
+            name=None if name is None else printable_text(name),
             compute_capability=None if capability is None else (capability[0], capability[1]),
             minor=optional(pynvml.nvmlDeviceGetMinorNumber, handle),
         )
@@ -272,12 +284,14 @@ def _of_each_gpu(function: Callable[[Any], T], *, whole: bool = False) -> dict[s
     A GPU with MIG devices is left out, unless `whole`, because NVML adds up what is theirs.
     """
     results: dict[str, T] = {}
-    for index in range(call(pynvml.nvmlDeviceGetCount)):
+    for index in range(call_driver(pynvml.nvmlDeviceGetCount)):
         with contextlib.suppress(DriverError):
-            gpu = call(pynvml.nvmlDeviceGetHandleByIndex, index)
+            gpu = call_driver(pynvml.nvmlDeviceGetHandleByIndex, index)
             devices = list(mig_devices(gpu))
             for handle in [gpu, *devices] if whole or not devices else devices:
-                results[text(call(pynvml.nvmlDeviceGetUUID, handle))] = call(function, handle)
+                results[printable_text(call_driver(pynvml.nvmlDeviceGetUUID, handle))] = call_driver(
+                    function, handle
+                )
     return results
 
 
@@ -289,15 +303,18 @@ def mig_devices(handle: Any) -> Iterator[Any]:
         pynvml.NVML_ERROR_INVALID_ARGUMENT,
     )
     for index in range(optional(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-        device = call(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index, ignored=absent)
+        device = call_driver(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index, ignored=absent)
         if device is not None:
             yield device
 
 
 def handle_of(uuid: str) -> Any:
-    """Return NVML's handle; raises DriverError, with the code GPU_GONE if there is no such GPU."""
+    """Return NVML's handle of a GPU or MIG device.
+
+    Raises DriverError, with the code GPU_GONE if there is no such GPU.
+    """
     absent = (pynvml.NVML_ERROR_NOT_FOUND,)
-    handle = call(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode(), ignored=absent)
+    handle = call_driver(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode(), ignored=absent)
     if handle is None:
         what = "the driver no longer reports this GPU"
         raise DriverError(what, reasons.hint_of(reasons.GPU_GONE), reasons.GPU_GONE)
@@ -312,11 +329,11 @@ def _load(handle: Any) -> GpuLoad:
     power_mw = optional(pynvml.nvmlDeviceGetPowerUsage, handle)
     limit_mw = optional(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     return GpuLoad(
-        rates and rates.gpu,
-        memory and memory.used // MIB,
-        optional(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
-        None if power_mw is None else power_mw / 1000,
-        None if limit_mw is None else limit_mw / 1000,
+        utilization=rates and rates.gpu,
+        memory_used_mib=memory and memory.used // MIB,
+        temperature_c=optional(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        power_w=None if power_mw is None else power_mw / 1000,
+        power_limit_w=None if limit_mw is None else limit_mw / 1000,
     )
 
 
@@ -327,12 +344,15 @@ def _sm_utilization(uuid: str, since_s: float) -> dict[int, int]:
     except (DriverError, pynvml.NVMLError):  # lost; NOT_FOUND: no samples; or more processes than just now
         return {}
     newest = sorted(samples, key=lambda sample: sample.timeStamp)
-    # Drivers have reported 2147483632 % (https://github.com/NVIDIA/DCGM/issues/83).
-    return {sample.pid: sample.smUtil for sample in newest if sample.smUtil <= 100}
+    utilization: dict[int, int] = {}
+    for sample in newest:
+        if sample.smUtil <= 100:  # drivers have reported 2147483632 % (github.com/NVIDIA/DCGM/issues/83)
+            utilization[sample.pid] = sample.smUtil
+    return utilization
 
 
 def _mode(handle: Any) -> str:
-    number = call(pynvml.nvmlDeviceGetComputeMode, handle)
+    number = call_driver(pynvml.nvmlDeviceGetComputeMode, handle)
     return COMPUTE_MODES.get(number, str(number))
 
 

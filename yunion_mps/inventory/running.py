@@ -22,9 +22,10 @@ _MOST_ROOM = 1 << 20
 
 
 class RunningProcess(NamedTuple):
-    """A process, and its memory in MiB; None if the driver does not report it."""
+    """A process on a GPU."""
 
     pid: int
+    #: None if the driver does not report it.
     memory_mib: int | None
 
 
@@ -45,7 +46,12 @@ _TRY_OLDER = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FO
 
 
 def running_processes(handle: Any, kind: str = COMPUTE) -> list[RunningProcess]:
-    """Return the processes of this `kind`: COMPUTE or MPS_CLIENTS; raises NVMLError."""
+    """Return the processes of this kind on a GPU or MIG device.
+
+    kind: COMPUTE or MPS_CLIENTS.
+
+    Raises NVMLError if the driver does not report them.
+    """
     refusals = []
     for suffix, item in _VERSIONS:
         try:
@@ -63,7 +69,8 @@ def _read(name: str, item: Any, handle: Any) -> list[RunningProcess]:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
     room = _FIRST_ROOM
     while True:
-        items, number = (item * room)(), ctypes.c_uint(room)
+        items = (item * room)()
+        number = ctypes.c_uint(room)
         status = function(handle, ctypes.byref(number), items)
         is_full = status == pynvml.NVML_ERROR_INSUFFICIENT_SIZE or number.value > room
         if is_full and room < _MOST_ROOM:
@@ -71,7 +78,8 @@ def _read(name: str, item: Any, handle: Any) -> list[RunningProcess]:
             continue
         if status != pynvml.NVML_SUCCESS:
             raise pynvml.NVMLError(status)
-        return [RunningProcess(int(one.pid), _memory_mib(one)) for one in items[: min(number.value, room)]]
+        filled = items[: min(number.value, room)]
+        return [RunningProcess(int(info.pid), _memory_mib(info)) for info in filled]
 
 
 def _memory_mib(info: Any) -> int | None:

@@ -43,23 +43,26 @@ _NVIDIA_DRIVERS = ("nvidia", "nvgpu")
 
 
 class ServedGpus(NamedTuple):
-    """The GPUs that served devices, whether they did in this boot, and what the entries meant.
-
-    `is_damaged`: the latter could not be read; `is_hidden`: only root can read any of it.
-    """
+    """What the last daemon saved of the GPUs that served devices."""
 
     gpus: tuple[Gpu, ...] = ()
+    #: Whether they served in this boot.
     this_boot: bool = True
+    #: What the entries meant, by `GpuPath.name`.
     meant: Mapping[str, MeantGpu] = {}
+    #: What the entries meant could not be read.
     is_damaged: bool = False
+    #: Only root can read any of it.
     is_hidden: bool = False
 
 
 class Scanner:
-    """Scans repeatedly; reads what cannot change only once, until a GPU fails or a device is added."""
+    """Scans repeatedly; reads what cannot change only once, until a GPU fails or a device is added.
+
+    earlier: the GPUs of an earlier scan, whose constants are not read again.
+    """
 
     def __init__(self, paths: Paths, earlier: Iterable[Gpu] = ()) -> None:
-        """`earlier` are the GPUs of an earlier scan, whose constants are not read again."""
         self._paths = paths
         #: GPUs that answered the last scan, by UUID.
         self._known = _answering(earlier)
@@ -77,17 +80,19 @@ class Scanner:
         nodes = sysfs.render_nodes(self._paths)
         controllers = self.controllers(nodes)
         gpus = {gpu.pci_address: self._locate(gpu) for gpu in answering}
-        refused = [reason_of(error) for error in silent]
+        refusal = reason_of(silent[0]) if silent else _NOT_OFFERED
         for controller in controllers:
             address = controller.pci_address
             if address in gpus or controller.vendor != sysfs.NVIDIA_VENDOR:
                 continue
             reason = _other_driver(controller, self._paths)
             if not reason:
-                reason = nvml.reason_at(address) or (refused or [_NOT_OFFERED])[0]
+                reason = nvml.reason_at(address) or refusal
             gpus[address] = self._locate(Gpu(address, reason=reason))
-        located = [gpu._replace(render_node=nodes.get(gpu.pci_address)) for gpu in gpus.values()]
-        shown = [one for gpu in located for one in _with_instances(gpu, Mig(nvml))]
+        shown: list[Gpu] = []
+        for gpu in gpus.values():
+            located = gpu._replace(render_node=nodes.get(gpu.pci_address))
+            shown += _with_instances(located, Mig(nvml))
         self._known = _answering(gpu for gpu in shown if not gpu.parent)
         has_drm = os.path.isdir(self._paths.under("/sys/module/nvidia_drm"))
         return Inventory(driver, in_order(shown), controllers=controllers, drm_is_loaded=has_drm)
@@ -105,24 +110,28 @@ class Scanner:
     def controllers(self, render_nodes: Mapping[str, str] | None = None) -> tuple[Controller, ...]:
         """Return the host's display controllers, without asking the driver.
 
-        `render_nodes` are those of all devices, by PCI address, if they have just been read.
+        render_nodes: those of all devices, by PCI address, if they have just been read.
         """
         nodes = sysfs.render_nodes(self._paths) if render_nodes is None else render_nodes
-        before = self._vendors
-        self._vendors = {
-            address: before[address] if address in before else sysfs.controller_vendor(self._paths, address)
-            for address in sysfs.pci_addresses(self._paths)
-        }
-        return tuple(
-            Controller(
+        vendors: dict[str, str] = {}
+        for address in sysfs.pci_addresses(self._paths):
+            if address in self._vendors:
+                vendors[address] = self._vendors[address]
+            else:
+                vendors[address] = sysfs.controller_vendor(self._paths, address)
+        self._vendors = vendors
+        controllers: list[Controller] = []
+        for address, vendor in sorted(vendors.items()):
+            if not vendor:
+                continue
+            controller = Controller(
                 pci_address=address,
                 vendor=vendor,
                 driver=sysfs.driver_of(self._paths, address),
                 render_node=nodes.get(address),
             )
-            for address, vendor in sorted(self._vendors.items())
-            if vendor
-        )
+            controllers.append(controller)
+        return tuple(controllers)
 
     def _locate(self, gpu: Gpu) -> Gpu:
         before = self._known.get(gpu.uuid or "")
@@ -172,19 +181,26 @@ def load_served(paths: Paths) -> ServedGpus:
             record = json.load(file)
         boot_id = record["boot_id"]
         gpus, _ = _readable(record["gpus"], _gpu_from_json)
+        served = ServedGpus(tuple(gpus), this_boot=boot_id == _boot_id(paths))
         if "entries" not in record:  # an earlier version saved only the render nodes of GPUs that served
-            nodes = {gpu.render_node: gpu for gpu in gpus if gpu.render_node and not gpu.parent}
-            meant = {node: MeantGpu(str(gpu.uuid), gpu.pci_address) for node, gpu in nodes.items()}
-            return ServedGpus(tuple(gpus), boot_id == _boot_id(paths), meant)
+            return served._replace(meant=_meant_by_render_nodes(gpus))
         keys = list(record["entries"])
         rows, is_damaged = _readable(keys, lambda key: (key, _meant_from_json(record["entries"][key])))
-        return ServedGpus(tuple(gpus), boot_id == _boot_id(paths), dict(rows), is_damaged)
+        return served._replace(meant=dict(rows), is_damaged=is_damaged)
     except FileNotFoundError:
         return ServedGpus()
     except PermissionError:  # doctor and config check run as any user
         return ServedGpus(is_hidden=True)
     except _UNREADABLE:
         return ServedGpus(is_damaged=True)
+
+
+def _meant_by_render_nodes(gpus: Iterable[Gpu]) -> dict[str, MeantGpu]:
+    meant: dict[str, MeantGpu] = {}
+    for gpu in gpus:
+        if gpu.render_node and not gpu.parent:
+            meant[gpu.render_node] = MeantGpu(str(gpu.uuid), gpu.pci_address)
+    return meant
 
 
 def _readable(rows: Iterable[Any], read: Callable[[Any], T]) -> tuple[list[T], bool]:
@@ -211,20 +227,7 @@ def save_served(paths: Paths, gpus: Iterable[Gpu], meant: Mapping[str, MeantGpu]
 
     A file that cannot be read is kept beside it, as `….unreadable`.
     """
-    kept = [
-        gpu._replace(
-            nvml_index=None,
-            compute_mode=None,
-            mig_enabled=None,
-            mig_pending=None,
-            mig_profiles=(),
-            mig_instances=(),
-            reason=NO_REASON,
-            mode_is_fixed=False,
-        )
-        for gpu in gpus
-    ]
-    rows = [{**gpu._asdict(), "link": gpu.link and gpu.link._asdict()} for gpu in kept]
+    rows = [_gpu_row(gpu) for gpu in gpus]
     entries = {key: gpu._asdict() for key, gpu in meant.items()}
     with contextlib.suppress(OSError):
         record = {"boot_id": _boot_id(paths), "gpus": rows, "entries": entries}
@@ -235,30 +238,45 @@ def save_served(paths: Paths, gpus: Iterable[Gpu], meant: Mapping[str, MeantGpu]
     return False
 
 
+def _gpu_row(gpu: Gpu) -> dict[str, Any]:
+    """Return what is saved of a GPU, by name: what does not change while it serves."""
+    kept = gpu._replace(
+        nvml_index=None,
+        compute_mode=None,
+        mig_enabled=None,
+        mig_pending=None,
+        mig_profiles=(),
+        mig_instances=(),
+        reason=NO_REASON,
+        mode_is_fixed=False,
+    )
+    return {**kept._asdict(), "link": gpu.link and gpu.link._asdict()}
+
+
 def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
-    """Add `served` GPUs that are lost or gone to the inventory, each with the reason.
+    """Return the inventory with those of the `served` GPUs that are lost or gone, each with the reason.
 
     A GPU whose address now belongs to another one was replaced, and is left out, as is a MIG instance that
     was made again.
     """
     there = {gpu.pci_address: gpu for gpu in inventory.gpus}
     uuids = {gpu.uuid for gpu in inventory.gpus}
-    again = identities(inventory.gpus)
+    created_again = identities(inventory.gpus)
     nodes = {gpu.render_node for gpu in inventory.gpus}
     gpus = dict(there)
     served = tuple(served)
     divided = {gpu.parent for gpu in served}  # these served by their instances only
     served_uuids = []
     for gpu in served:
-        now = there.get(gpu.pci_address)
+        present = there.get(gpu.pci_address)
         if gpu.uuid not in uuids:
-            if gpu.identity in again:
+            if gpu.identity in created_again:
                 continue
-            if now is None:
+            if present is None:
                 node = gpu.render_node if gpu.parent or gpu.render_node not in nodes else None
                 gpus[gpu.pci_address] = gone(gpu, there)._replace(render_node=node)
-            elif now.reason and now.uuid is None and now.vendor_device_id in (None, gpu.vendor_device_id):
-                gpus[gpu.pci_address] = gpu._replace(reason=now.reason, render_node=now.render_node)
+            elif _may_be(present, gpu):
+                gpus[gpu.pci_address] = gpu._replace(reason=present.reason, render_node=present.render_node)
             else:
                 continue
         if gpu.uuid not in divided:
@@ -266,10 +284,16 @@ def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
     return inventory._replace(gpus=in_order(gpus.values()), served=tuple(served_uuids))
 
 
-def with_saved(inventory: Inventory, saved: ServedGpus, *, are_named: bool) -> Inventory:
-    """Add what the last daemon saved: the lost GPUs that served, and what the entries meant.
+def _may_be(present: Gpu, served: Gpu) -> bool:
+    """Whether a GPU that does not report its UUID may be the one that has served at its address."""
+    is_same_model = present.vendor_device_id in (None, served.vendor_device_id)
+    return bool(present.reason) and present.uuid is None and is_same_model
 
-    GPUs that no entry names (`are_named` is false) are forgotten after a reboot.
+
+def with_saved(inventory: Inventory, saved: ServedGpus, *, are_named: bool) -> Inventory:
+    """Return the inventory with the lost GPUs that the last daemon saved, and with what the entries meant.
+
+    are_named: whether entries name the GPUs; those that none names are forgotten after a reboot.
     """
     served = saved.gpus if are_named or saved.this_boot else ()
     return with_served(inventory, served)._replace(
@@ -284,9 +308,9 @@ def gone(gpu: Gpu, there: Mapping[str, Gpu]) -> Gpu:
     parent = there.get(gpu.physical_address)
     if parent is None or parent.reason:
         return gpu._replace(reason=parent.reason if parent else _GONE)
-    addresses = {f"{parent.pci_address}-g{one.id}": one for one in parent.mig_instances}
-    now = addresses.get(gpu.pci_address)
-    return gpu._replace(reason=INSTANCE_GONE if now is None or now.is_whole else _DIVIDED)
+    by_address = {f"{parent.pci_address}-g{instance.id}": instance for instance in parent.mig_instances}
+    present = by_address.get(gpu.pci_address)
+    return gpu._replace(reason=INSTANCE_GONE if present is None or present.is_whole else _DIVIDED)
 
 
 def not_found(inventory: Inventory) -> frozenset[str]:
@@ -294,7 +318,8 @@ def not_found(inventory: Inventory) -> frozenset[str]:
 
     They may have come after NVML was initialised, when it fixed its list of GPUs.
     """
-    ours = {one.pci_address for one in inventory.controllers if one.driver in _NVIDIA_DRIVERS}
+    controllers = inventory.controllers
+    ours = {controller.pci_address for controller in controllers if controller.driver in _NVIDIA_DRIVERS}
     silent = {gpu.pci_address for gpu in inventory.gpus if gpu.nvml_index is None and not gpu.parent}
     return frozenset(ours & silent)
 
@@ -305,26 +330,24 @@ def unusable_instances(gpus: Iterable[Gpu]) -> list[Gpu]:
     One that was served before is left out, because it is among the `gpus`.
     """
     there = {gpu.pci_address: gpu for gpu in gpus}
-    divided = (
-        (instance_gpu(gpu, one), one.compute_instances)
-        for gpu in there.values()
-        for one in gpu.mig_instances
-        if not one.uuid
-    )
-    return [
-        instance._replace(reason=_not_leasable(number))
-        for instance, number in divided
-        if instance.pci_address not in there
-    ]
+    unusable: list[Gpu] = []
+    for gpu in there.values():
+        for instance in gpu.mig_instances:
+            if instance.uuid:
+                continue
+            shown = instance_gpu(gpu, instance)
+            if shown.pci_address not in there:
+                unusable.append(shown._replace(reason=_not_leasable(instance.compute_instances)))
+    return unusable
 
 
 def _not_leasable(compute_instances: int) -> Reason:
-    text = f"another program divided it into {compute_instances} compute instances"
+    what = f"another program divided it into {compute_instances} compute instances"
     if compute_instances == 0:
-        text = "it has no compute instance"
+        what = "it has no compute instance"
     elif compute_instances == 1:
-        text = "another program created a compute instance with only some of its slices"
-    return Reason(text, reasons.MIG_FOREIGN_INSTANCE)
+        what = "another program created a compute instance with only some of its slices"
+    return Reason(what, reasons.MIG_FOREIGN_INSTANCE)
 
 
 def identities(gpus: Iterable[Gpu]) -> set[str]:
@@ -333,7 +356,8 @@ def identities(gpus: Iterable[Gpu]) -> set[str]:
 
 
 def _gpu_from_json(row: dict[str, Any]) -> Gpu:
-    capability, link = row["compute_capability"], row["link"]
+    capability = row["compute_capability"]
+    link = row["link"]
     parts = {
         "compute_capability": capability and tuple(capability),
         "link": link and PcieLink(**link),
@@ -343,9 +367,9 @@ def _gpu_from_json(row: dict[str, Any]) -> Gpu:
     gpu = Gpu(**{**row, **parts})._replace(reason=NO_REASON)
     texts = (gpu.pci_address, gpu.uuid, gpu.name or "", gpu.vendor_device_id or "", gpu.render_node or "")
     numbers = (*(gpu.compute_capability or ()), gpu.minor or 0, gpu.memory_mib or 0, gpu.numa_node or 0)
-    if not (
-        all(isinstance(text, str) for text in texts) and all(isinstance(number, int) for number in numbers)
-    ):
+    has_texts = all(isinstance(text, str) for text in texts)
+    has_numbers = all(isinstance(number, int) for number in numbers)
+    if not (has_texts and has_numbers):
         raise TypeError(f"not a GPU: {row}")
     return gpu
 
@@ -356,7 +380,10 @@ def _boot_id(paths: Paths) -> str:
 
 
 def machine_id(paths: Paths) -> str:
-    """Return the host's machine-id(5), 32 hexadecimal digits; raises HostError if there is none."""
+    """Return the host's machine-id(5), 32 hexadecimal digits.
+
+    Raises HostError if there is none.
+    """
     text = read_text(paths.machine_id, 64).strip()
     if not text:
         refuse_if_no_file_can_be_opened(f"{paths.machine_id} cannot be read")

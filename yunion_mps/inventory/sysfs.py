@@ -24,6 +24,7 @@ _VERSIONS = {
 
 
 def pci_addresses(paths: Paths) -> list[str]:
+    """Return the PCI addresses of all devices of the host."""
     return _listing(paths.pci_devices)
 
 
@@ -43,7 +44,9 @@ def driver_of(paths: Paths, address: str) -> str:
 
 
 def vendor_device_id(paths: Paths, address: str) -> str | None:
-    vendor, device = _read(paths, address, "vendor"), _read(paths, address, "device")
+    """Return the device's vendor and device id, `10de:1b38`; None if sysfs does not report it."""
+    vendor = _read(paths, address, "vendor")
+    device = _read(paths, address, "device")
     return f"{vendor[2:]}:{device[2:]}" if vendor and device else None
 
 
@@ -55,7 +58,8 @@ def numa_node(paths: Paths, address: str) -> int | None:
 
 def max_link(paths: Paths, address: str) -> PcieLink | None:
     """Return the link's maximum; None if sysfs does not report it, or reports an unknown rate."""
-    speed, width = _read(paths, address, "max_link_speed"), _read(paths, address, "max_link_width")
+    speed = _read(paths, address, "max_link_speed")
+    width = _read(paths, address, "max_link_width")
     if not speed or not width.isdigit():
         return None
     rate = speed.split()[0].removesuffix(".0")
@@ -63,7 +67,12 @@ def max_link(paths: Paths, address: str) -> PcieLink | None:
         return None
     version, lane_gb_s = _VERSIONS[rate]
     lanes = int(width)
-    return PcieLink(version, f"{rate}GT/s", lanes, f"{lane_gb_s * lanes:.2f} GB/s")
+    return PcieLink(
+        version=version,
+        transfer_rate_per_lane=f"{rate}GT/s",
+        lane_width=lanes,
+        throughput=f"{lane_gb_s * lanes:.2f} GB/s",
+    )
 
 
 def render_nodes(paths: Paths) -> dict[str, str]:

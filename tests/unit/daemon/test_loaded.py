@@ -33,7 +33,7 @@ ELSEWHERE = (
 )
 
 #: What takes more than 20 ms to load, and is loaded while the control daemons start, or never.
-LATER = {"asyncio", "click", "h11", "hashlib", "http", "inspect", "pathlib", "ssl", "subprocess", "uuid"}
+LATER = {"asyncio", "click", "h11", "hashlib", "http", "inspect", "pathlib", "ssl", "uuid"}
 
 
 def test_control_daemons_start_before_what_serves_requests_is_loaded() -> None:

@@ -59,7 +59,7 @@ def test_kept_threads_work_at_a_process_limit() -> None:
         refuse_processes()
         for number in range(100):
             assert deadline.call(lambda number=number: number) == number  # type: ignore[misc]
-        threads.start(gate.wait, threads.ignore_outcome)
+        threads.start_thread(gate.wait, threads.ignore_outcome)
         with pytest.raises(ShortageError):
             deadline.call(lambda: 2)
 
@@ -78,7 +78,7 @@ def test_few_threads_are_kept_after_a_crowd() -> None:
     gate, ended = threading.Event(), SimpleQueue[None]()
     before = len(os.listdir("/proc/self/task"))
     for _ in range(50):
-        threads.start(gate.wait, lambda _, __: ended.put(None))
+        threads.start_thread(gate.wait, lambda _, __: ended.put(None))
     gate.set()
     for _ in range(50):
         ended.get(timeout=PATIENCE_S)
@@ -99,7 +99,7 @@ def start_late(run, arguments, start=_thread.start_new_thread):
     start(late, ())
 
 _thread.start_new_thread = start_late
-threads.start(time.time, threads.ignore_outcome)
+threads.start_thread(time.time, threads.ignore_outcome)
 """
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from yunion_mps.errors import DriverError
 from yunion_mps.inventory import nvml as nvml_module
-from yunion_mps.inventory.driver import Deadline, call, replaced_library
+from yunion_mps.inventory.driver import Deadline, call_driver, replaced_library
 from yunion_mps.inventory.nvml import GpuLoad, Load, Nvml
 from yunion_mps.inventory.scan import not_found
 from yunion_mps.reasons import (
@@ -50,8 +50,8 @@ def test_work_that_was_given_up_makes_no_call_after_the_one_that_hung() -> None:
 
     def work() -> None:
         try:
-            call(gate.wait)
-            call(made.append, "destroyed")
+            call_driver(gate.wait)
+            call_driver(made.append, "destroyed")
         finally:
             ended.set()
 
@@ -61,7 +61,7 @@ def test_work_that_was_given_up_makes_no_call_after_the_one_that_hung() -> None:
     assert ended.wait(60)
     assert made == []
     eventually(lambda: answers(deadline))
-    deadline.call(lambda: call(made.append, "next"))
+    deadline.call(lambda: call_driver(made.append, "next"))
     assert made == ["next"], "work on the same thread is another's"
 
 

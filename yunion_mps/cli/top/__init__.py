@@ -136,7 +136,7 @@ class _Poller:
         self._interval_s = interval_s
         self._wake = wake
         self._last = first
-        threads.start(self._repeat, threads.ignore_outcome)
+        threads.start_thread(self._repeat, threads.ignore_outcome)
 
     def _repeat(self) -> None:
         is_broken = False
