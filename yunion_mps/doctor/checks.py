@@ -86,10 +86,12 @@ class Lazy(Generic[T]):
 
 
 class Host:
-    """The host as its files, NVML, the kernel and the daemon show it."""
+    """The host as its files, NVML, the kernel and the daemon show it.
+
+    timeout_s: the time for one check.
+    """
 
     def __init__(self, paths: Paths, timeout_s: float) -> None:
-        """`timeout_s` is the time for one check."""
         self.paths = paths
         self.timeout_s = timeout_s
         client = DaemonClient(paths, timeout_s * _FACT_TIME_SHARE)
@@ -126,7 +128,10 @@ class Host:
         return self.paths.root != "/"
 
     def device(self, name: str) -> DeviceDetails:
-        """Return the daemon's details of a device, with its environment; raises YunionError."""
+        """Return the daemon's details of a device, with its environment.
+
+        Raises YunionError if the daemon does not run, denies access, or knows no such device.
+        """
         return self._client.call(GET_DEVICE, id=name)
 
     def known_status(self) -> Status | None:
@@ -150,11 +155,13 @@ class Host:
 
         If the configuration has changed or has errors, these are not the planned ones.
         """
-        return {
-            address: gpu
-            for address, gpu in self.known_gpus().items()
-            if (gpu["devices"] and gpu["sharing"] not in (None, MIG)) or gpu["memory_free_mib"] is not None
-        }
+        served: dict[str, answers.Gpu] = {}
+        for address, gpu in self.known_gpus().items():
+            has_devices = gpu["devices"] and gpu["sharing"] not in (None, MIG)
+            is_pool = gpu["memory_free_mib"] is not None
+            if has_devices or is_pool:
+                served[address] = gpu
+        return served
 
     def unread_gpus(self) -> set[str]:
         """Return the PCI addresses of the GPUs that the files divide and the daemon does not.
@@ -163,11 +170,12 @@ class Host:
         """
         plan, _ = self.plan()
         divided = plan.sharing.keys() | {layout.gpu_uuid for layout in plan.layouts}
-        return {
-            address
-            for address, gpu in self.known_gpus().items()
-            if gpu["state"] == NOT_USED and not gpu["reason"] and divided & {address, gpu["uuid"]}
-        }
+        unread: set[str] = set()
+        for address, gpu in self.known_gpus().items():
+            is_divided = address in divided or gpu["uuid"] in divided
+            if is_divided and gpu["state"] == NOT_USED and not gpu["reason"]:
+                unread.add(address)
+        return unread
 
     def known_pids(self) -> dict[str, int | None]:
         """Return the control daemons' PIDs by domain, as the daemon reports them."""
@@ -185,7 +193,10 @@ class Host:
         return not entries or any(entry.uses_mps for entry in entries) or bool(self.domains())
 
     def mps_domains(self) -> list[DomainPlan]:
-        """Return the domains; raises SkipError if there are none, DriverError if the daemon waits for it."""
+        """Return the domains.
+
+        Raises SkipError if there are none, and DriverError if the daemon waits for the driver.
+        """
         domains = self.domains()
         if not domains:
             raise self.nothing_divided() if self.uses_mps() else SkipError(WITHOUT_MPS)
@@ -202,10 +213,12 @@ class Host:
         return SkipError(otherwise)
 
     def our_gpus(self) -> list[Gpu]:
-        """Return the GPUs that are or would be divided into devices; raises SkipError if there are none.
+        """Return the GPUs that are or would be divided into devices.
 
         One that only the daemon knows, because it is no longer present, has the daemon's reason. One that the
         daemon has not read of is left out.
+
+        Raises SkipError if there are none, and what `plan` raises.
         """
         plan, _ = self.plan()
         served = self.served_gpus()
@@ -224,11 +237,17 @@ class Host:
 
     def ways_of_sharing(self) -> dict[str, str]:
         """Return how the GPUs are shared, by PCI address: as the daemon says, or as planned."""
-        now = {address: gpu["sharing"] for address, gpu in self.known_gpus().items() if gpu["sharing"]}
-        return {**self.plan()[0].sharing, **now}
+        ways = dict(self.plan()[0].sharing)
+        for address, gpu in self.known_gpus().items():
+            if gpu["sharing"]:
+                ways[address] = gpu["sharing"]
+        return ways
 
     def mps_gpus(self) -> list[Gpu]:
-        """Return those of our GPUs that are shared through MPS; raises SkipError if there are none."""
+        """Return those of our GPUs that are shared through MPS.
+
+        Raises SkipError if there are none, and what `plan` raises.
+        """
         ways = self.ways_of_sharing()
         gpus = [gpu for gpu in self.our_gpus() if ways.get(gpu.pci_address, MPS) == MPS]
         if not gpus:
@@ -242,7 +261,8 @@ class Host:
 
     def control_pids(self) -> set[int]:
         """Return the PIDs of the control daemons that listen in our domains' directories."""
-        return {pid for domain in self.domains() if (pid := self.control_pid(domain))}
+        pids = [self.control_pid(domain) for domain in self.domains()]
+        return set(filter(None, pids))
 
     def _domains(self) -> list[DomainPlan]:
         status = self.known_status()
@@ -255,8 +275,14 @@ class Host:
         if not config.enable_cuda_mps:
             return []
         # The GPUs are unknown, and so are the directories of any but a host-wide domain.
-        pipe, log = config.cuda_mps_pipe_directory, config.cuda_mps_log_directory
-        return [below_root(DomainPlan("host", pipe, log, (), 100.0), self.paths)]
+        host_wide = DomainPlan(
+            name="host",
+            pipe_directory=config.cuda_mps_pipe_directory,
+            log_directory=config.cuda_mps_log_directory,
+            gpus=(),
+            thread_percentage=100.0,
+        )
+        return [below_root(host_wide, self.paths)]
 
 
 def _open_nvml(timeout_s: float) -> Nvml:
@@ -266,21 +292,23 @@ def _open_nvml(timeout_s: float) -> Nvml:
 
 
 def _plan_of(domain: Domain) -> DomainPlan:
+    gpus = map(PlannedGpu, domain["gpus"], domain["memory_limits_mib"])
     return DomainPlan(
-        domain["name"],
-        domain["pipe_directory"],
-        domain["log_directory"],
-        tuple(map(PlannedGpu, domain["gpus"], domain["memory_limits_mib"])),
-        domain["thread_percentage"],
+        name=domain["name"],
+        pipe_directory=domain["pipe_directory"],
+        log_directory=domain["log_directory"],
+        gpus=tuple(gpus),
+        thread_percentage=domain["thread_percentage"],
     )
 
 
 class Finding(NamedTuple):
-    """A line of the report; a warning or problem without a `code` gets the code of its check."""
+    """A line of the report."""
 
     level: str
     what: str
     hint: str = ""
+    #: The reason code; a warning or problem without one gets that of its check.
     code: str = ""
 
 
@@ -296,29 +324,29 @@ def skipped(what: str, hint: str = "") -> Finding:
 
 
 def warning(what: str, hint: str, code: str = "") -> Finding:
-    """Some programs will fail, or get something other than they should."""
+    """Return a finding that some programs will fail, or get something other than they should."""
     return Finding(WARNING, what, hint, code)
 
 
 def problem(what: str, hint: str, code: str = "") -> Finding:
-    """Programs fail now, or run without their limits."""
+    """Return a finding that programs fail now, or run without their limits."""
     return Finding(PROBLEM, what, hint, code)
 
 
 class Check(NamedTuple):
-    """A check: without findings, it reports `all_clear`, and warnings or problems get its `code`.
-
-    It is unknown if it takes longer than `timeout_factor` times the host's timeout.
-    """
+    """A check of the host."""
 
     name: str
+    #: The reason code of its warnings and problems that have none.
     code: str
     run: Callable[[Host], Findings]
+    #: What it reports without findings; empty if nothing.
     all_clear: str = ""
+    #: It is unknown if it takes longer than so many times the host's timeout.
     timeout_factor: float = 1
 
 
-def check(
+def host_check(
     name: str, code: str, all_clear: str = "", timeout_factor: float = 1
 ) -> Callable[[Callable[[Host], Findings]], Check]:
     """Declare a function in a module of `report.MODULES` as a check of the host.
@@ -331,7 +359,9 @@ def check(
 def findings_of(check: Check, host: Host) -> list[Finding]:
     """Return the check's findings, or why there are none; never raises."""
     try:
-        findings = list(check.run(host)) or [ok(check.all_clear)] * bool(check.all_clear)
+        findings = list(check.run(host))
+        if not findings and check.all_clear:
+            findings = [ok(check.all_clear)]
     except SkipError as error:
         findings = [skipped(error.message, error.hint)]
     except YunionError as error:
@@ -342,9 +372,15 @@ def findings_of(check: Check, host: Host) -> list[Finding]:
     except Exception as error:  # noqa: BLE001 - a fault of one check must not hide what the others found
         hint = "report this, with the output of: yunion-mps doctor -o json"
         findings = [Finding(UNKNOWN, f"the check itself failed: {type(error).__name__}: {error}", hint)]
-    # Texts quote environments, logs, files and answers; checks compare them unescaped.
-    codes = {WARNING: check.code, PROBLEM: check.code}
-    return [
-        Finding(level, printable(what), printable(hint), code or codes.get(level, ""))
-        for level, what, hint, code in findings
-    ]
+    return [_for_report(finding, check.code) for finding in findings]
+
+
+def _for_report(finding: Finding, default_code: str) -> Finding:
+    """Return the finding with a code, and without control characters.
+
+    Texts quote environments, logs, files and answers; checks compare them unescaped.
+    """
+    code = finding.code
+    if not code and finding.level in (WARNING, PROBLEM):
+        code = default_code
+    return Finding(finding.level, printable(finding.what), printable(finding.hint), code)

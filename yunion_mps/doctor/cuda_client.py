@@ -20,13 +20,15 @@ MULTIPROCESSOR_COUNT = 16
 MPS_ENABLED = 133
 _OUT_OF_MEMORY = 2
 #: Our own codes: there is no library, or it lacks the call.
-NO_LIBRARY, NO_CALL = -1, -2
+NO_LIBRARY = -1
+NO_CALL = -2
 
 #: More SMs than any GPU has; the kernel writes one word for each.
 _MAX_MULTIPROCESSORS = 1024
 _THREADS = 256
 #: The program's launch: more blocks than any GPU runs at a time, for a few milliseconds at most.
-_BLOCKS, _ITERATIONS = 2048, 4096
+_BLOCKS = 2048
+_ITERATIONS = 4096
 
 #: PTX version and target, tried in this order: the driver decides which one compiles. sm_75 needs PTX 6.3.
 _TARGETS = (("6.3", "sm_75"), ("6.0", "sm_70"), ("6.0", "sm_50"), ("8.0", "sm_90"))
@@ -101,11 +103,16 @@ class DeviceProbe(TypedDict):
 
 
 class CudaError(Exception):
+    """A call of CUDA's driver API failed, with the `code` of this `name` (CUresult in cuda.h)."""
+
     def __init__(self, call: str, code: int, name: str) -> None:
         super().__init__(f"{call}: {name} ({code})")
-        self.call, self.code, self.name = call, code, name
+        self.call = call
+        self.code = code
+        self.name = name
 
     def as_json(self) -> Failure:
+        """Return the failure as the program prints it."""
         return {"call": self.call, "code": self.code, "name": self.name}
 
 
@@ -119,6 +126,10 @@ class CudaDriver:
             raise CudaError("dlopen", NO_LIBRARY, str(error)) from None
 
     def call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the library.
+
+        Raises CudaError if it fails, or is missing.
+        """
         try:
             function = getattr(self._library, name)
         except AttributeError:
@@ -136,7 +147,9 @@ class CudaGpu:
     def __init__(self, driver: CudaDriver, ordinal: int = 0, kernels: str = WORK) -> None:
         self._call = driver.call
         self._allocations: list[int] = []
-        self._device, self._context, self._module = c_int(), c_void_p(), c_void_p()
+        self._device = c_int()
+        self._context = c_void_p()
+        self._module = c_void_p()
         self._call("cuInit", c_uint(0))
         self._call("cuDeviceGet", byref(self._device), c_int(ordinal))
         self._call("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
@@ -179,7 +192,8 @@ class CudaGpu:
 
     def memory_mib(self) -> tuple[float, float]:
         """Return free and total memory in MiB, as this client sees it."""
-        free, total = c_size_t(), c_size_t()
+        free = c_size_t()
+        total = c_size_t()
         self._call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value / MIB, total.value / MIB
 
@@ -189,15 +203,18 @@ class CudaGpu:
         return address.value
 
     def allocate(self, mib: int) -> None:
+        """Allocate memory of the device, until `release`."""
         self._allocations.append(self._allocate(mib * MIB))
 
     def release(self) -> None:
+        """Free what `allocate` has allocated."""
         while self._allocations:
             self._call("cuMemFree_v2", c_uint64(self._allocations.pop()))
 
     def work(self, blocks: int, iterations: int, launches: int = 1) -> None:
         """Run the computing kernel and wait for its end."""
-        marks, count = self._marks, c_uint(iterations)
+        marks = self._marks
+        count = c_uint(iterations)
         arguments = (c_void_p * 2)(ctypes.addressof(marks), ctypes.addressof(count))
         for _ in range(launches):
             self._launch(self._work, blocks, _THREADS, arguments)
@@ -205,7 +222,8 @@ class CudaGpu:
 
     def _launch(self, function: c_void_p, blocks: int, threads: int, arguments: Any) -> None:
         grid = [c_uint(number) for number in (blocks, 1, 1, threads, 1, 1)]
-        self._call("cuLaunchKernel", function, *grid, c_uint(0), c_void_p(), arguments, c_void_p())
+        launch = ["cuLaunchKernel", function, *grid, c_uint(0), c_void_p(), arguments, c_void_p()]
+        self._call(*launch)
 
     def multiprocessors_used(self, blocks: int, iterations: int) -> int:
         """Return how many SMs the blocks of one launch ran on."""
@@ -213,7 +231,7 @@ class CudaGpu:
         self._call("cuMemsetD32_v2", self._marks, c_uint(0), c_size_t(len(marks)))
         self.work(blocks, iterations)
         self._call("cuMemcpyDtoH_v2", marks, self._marks, c_size_t(ctypes.sizeof(marks)))
-        return sum(1 for mark in marks if mark)
+        return len(list(filter(None, marks)))
 
 
 def _can_allocate(gpu: CudaGpu, mib: int) -> bool:
@@ -228,7 +246,10 @@ def _can_allocate(gpu: CudaGpu, mib: int) -> bool:
 
 
 def main(over_mib: int) -> DeviceProbe:
-    """Return what a client is given; raises CudaError."""
+    """Return what a client is given.
+
+    Raises CudaError if a call fails.
+    """
     gpu = CudaGpu(CudaDriver())
     return {
         "name": gpu.name(),

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from yunion_mps import __version__
@@ -18,7 +18,7 @@ from yunion_mps.doctor.checks import (
     Findings,
     Host,
     SkipError,
-    check,
+    host_check,
     invisible,
     ok,
     problem,
@@ -48,7 +48,7 @@ from yunion_mps.reasons import (
 from yunion_mps.text import count, list_of
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import DeviceDetails
+    from yunion_mps.answers import DeviceDetails, Status
 
 #: Warnings about single GPUs and processes, which other checks report in more detail.
 _CHECKED_ELSEWHERE = (
@@ -103,7 +103,7 @@ _NO_GPU = (-1, 100)
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG")
 
 
-@check("daemon", DAEMON_UNREACHABLE)
+@host_check("daemon", DAEMON_UNREACHABLE)
 def daemon(host: Host) -> Findings:
     try:
         status = host.status()
@@ -129,11 +129,7 @@ def daemon(host: Host) -> Findings:
             times = "once" if domain["restarts"] == 1 else f"{domain['restarts']} times"
             what = f"the control daemon of domain {name} was restarted {times}"
             findings.append(warning(what, _EVENTS, CONTROL_DAEMON_EXITED))
-    findings += [
-        warning(other["text"], other["hint"], other["code"])
-        for other in status["problems"]
-        if other["level"] == WARNING and other["code"] not in _CHECKED_ELSEWHERE
-    ]
+    findings += _reported_warnings(status)
     if status["version"] != __version__:
         what = f"the daemon runs version {status['version']}, but this command is version {__version__}"
         findings.append(warning(what, hint_of(VERSION_DIFFERS), VERSION_DIFFERS))
@@ -141,11 +137,18 @@ def daemon(host: Host) -> Findings:
     summary = f"running; {devices['available']} of {devices['total']} devices available"
     if devices["unavailable"] and not findings:
         codes = [gpu["reason_code"] for gpu in host.served_gpus().values() if gpu["reason_code"]]
-        findings = [warning(summary, "see: yunion-mps status", *codes[:1])]
+        findings = [warning(summary, "see: yunion-mps status", codes[0] if codes else "")]
     return findings or [ok(summary)]
 
 
-@check("configuration", INVALID_CONFIGURATION)
+def _reported_warnings(status: Status) -> Iterator[Finding]:
+    """Yield the daemon's own warnings, except those that other checks report."""
+    for other in status["problems"]:
+        if other["level"] == WARNING and other["code"] not in _CHECKED_ELSEWHERE:
+            yield warning(other["text"], other["hint"], other["code"])
+
+
+@host_check("configuration", INVALID_CONFIGURATION)
 def configuration(host: Host) -> Findings:
     config, problems = host.config()
     _check_readable(config.files)
@@ -236,18 +239,18 @@ def _test(host: Host, device: DeviceDetails) -> Finding:
 
 
 def _compare(device: DeviceDetails, answer: DeviceProbe) -> Finding:
-    budget, percentage = device["memory_mib"], device["thread_percentage"]
-    addr, memory = device["addr"], answer["memory_mib"]
-    used, total = answer["used"], answer["multiprocessors"]
-    what = (
-        f"{addr} ({answer['name']}): got {memory} MiB of {_budget_text(budget)}, and {used} of "
-        f"{total or '?'} SMs at {percentage:g} %"
-    )
+    budget_mib = device["memory_mib"]
+    percentage = device["thread_percentage"]
+    memory_mib = answer["memory_mib"]
+    used = answer["used"]
+    total = answer["multiprocessors"]
+    what = f"{device['addr']} ({answer['name']}): got {memory_mib} MiB of {_budget_text(budget_mib)}, "
+    what += f"and {used} of {total or '?'} SMs at {percentage:g} %"
     if answer["mps"] == 0 and device["domain"]:
         return problem(f"{what}; it was not served by MPS", "see the check `control daemon`")
     if not device["budget_enforced"]:
         return ok(f"{what}; no budget is enforced on this GPU")
-    if answer["over_budget"] or (budget is not None and memory > budget):
+    if answer["over_budget"] or (budget_mib is not None and memory_mib > budget_mib):
         hint = "see the limits: yunion-mps status; and restart the MPS server: yunion-mps reload"
         return problem(f"{what}; it got more than its budget", hint)
     # Releases differ in whether the number of SMs that a client reports is already its share.

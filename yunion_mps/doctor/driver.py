@@ -6,7 +6,7 @@ import glob
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from yunion_mps.containers.nodes import capability_nodes, missing_nodes
 from yunion_mps.doctor.checks import (
@@ -15,7 +15,7 @@ from yunion_mps.doctor.checks import (
     Findings,
     Host,
     SkipError,
-    check,
+    host_check,
     ok,
     problem,
     warning,
@@ -52,14 +52,16 @@ _LIBRARY_FOLDERS = (
 )
 
 #: The parts of the driver whose versions are compared.
-_KERNEL_MODULE, _DRIVER_LIBRARY, _PROGRAMS = "kernel module", "library", "programs"
+_KERNEL_MODULE = "kernel module"
+_DRIVER_LIBRARY = "library"
+_PROGRAMS = "programs"
 _PARTS = (_KERNEL_MODULE, _DRIVER_LIBRARY, _PROGRAMS)
 
 _NOT_NEEDED = "not needed while enable_cuda_mps is false"
 _UPDATE = "finish the driver update (all packages in the same version), then reboot"
 
 
-@check("driver", DRIVER_ERROR)
+@host_check("driver", DRIVER_ERROR)
 def driver(host: Host) -> Findings:
     """The driver, and whether its kernel module, library and programs have the same version."""
     try:
@@ -92,7 +94,7 @@ def _describe_versions(version: str, read: Collection[str], *, needs_program: bo
     return text
 
 
-@check("programs", PROGRAM_MISSING)
+@host_check("programs", PROGRAM_MISSING)
 def programs(host: Host) -> Findings:
     """NVIDIA's control program, the server where the control daemon looks for it, and libcuda."""
     if host.is_mps_disabled():
@@ -129,7 +131,7 @@ def _library_findings(host: Host) -> list[Finding]:
     return [warning(what, hint)]
 
 
-@check("device nodes", DEVICE_NODES)
+@host_check("device nodes", DEVICE_NODES)
 def nodes(host: Host) -> Findings:
     """The device nodes: an MPS server runs as its client's user, so all users must have access."""
     ours = [gpu for gpu in host.our_gpus() if gpu.reason.code not in (GPU_GONE, GPU_OTHER_DRIVER)]
@@ -138,20 +140,8 @@ def nodes(host: Host) -> Findings:
     unknown = list_of(gpu.address for gpu in ours if gpu.minor is None)
     if all(gpu.minor is None for gpu in ours):
         raise SkipError(f"the driver does not report the minor number of {unknown}")
-    missing, closed, groups = [], [], set()
     of_instances = missing_nodes(host.paths, ours)
-    for name, mode in _needed_nodes(host, ours, of_instances).items():
-        path = host.paths.under(f"/dev/{name}")
-        try:
-            info = os.stat(path)
-        except OSError:
-            missing.append(path)
-            continue
-        if info.st_mode & mode != mode:
-            if (info.st_mode >> 3) & mode == mode and info.st_gid != 0:
-                groups.add(info.st_gid)
-            else:
-                closed.append(path)
+    missing, closed, groups = _node_access(host, _needed_nodes(host, ours, of_instances))
     if missing:
         hint = "create them: nvidia-modprobe -c 0 -u; at every boot: systemctl enable nvidia-persistenced"
         return [problem(f"{', '.join(missing)}: missing, so no CUDA program can run", hint)]
@@ -162,12 +152,42 @@ def nodes(host: Host) -> Findings:
         )
         return [problem(f"{', '.join(closed)}: accessible only to root", hint)]
     if of_instances:
-        return [problem(one.message, one.hint) for one in of_instances.values()]
-    restriction = (
-        f", but only by root and group {', '.join(str(gid) for gid in sorted(groups))}" if groups else ""
-    )
-    unchecked = f"; not checked: that of {unknown}, whose minor number the driver does not report"
-    return [ok(f"all exist and can be opened{restriction}{unchecked if unknown else ''}")]
+        return [problem(error.message, error.hint) for error in of_instances.values()]
+    return [ok(_describe_access(groups, unknown))]
+
+
+def _describe_access(groups: Collection[int], unknown: str) -> str:
+    """Say who can open the nodes, and of which GPUs that is not known."""
+    what = "all exist and can be opened"
+    if groups:
+        what += f", but only by root and group {', '.join(map(str, sorted(groups)))}"
+    if unknown:
+        what += f"; not checked: that of {unknown}, whose minor number the driver does not report"
+    return what
+
+
+def _node_access(host: Host, needed: Mapping[str, int]) -> tuple[list[str], list[str], set[int]]:
+    """Return the nodes that are missing, those that are closed, and the groups to which others are open.
+
+    needed: the nodes below /dev, with the permissions that all users need.
+    """
+    missing: list[str] = []
+    closed: list[str] = []
+    groups: set[int] = set()
+    for name, mode in needed.items():
+        path = host.paths.under(f"/dev/{name}")
+        try:
+            info = os.stat(path)
+        except OSError:
+            missing.append(path)
+            continue
+        is_open = info.st_mode & mode == mode
+        is_open_to_group = (info.st_mode >> 3) & mode == mode and info.st_gid != 0
+        if not is_open and is_open_to_group:
+            groups.add(info.st_gid)
+        elif not is_open:
+            closed.append(path)
+    return missing, closed, groups
 
 
 def _needed_nodes(host: Host, gpus: Iterable[Gpu], incomplete: Collection[str]) -> dict[str, int]:
@@ -179,8 +199,8 @@ def _needed_nodes(host: Host, gpus: Iterable[Gpu], incomplete: Collection[str]) 
     for gpu in gpus:
         if gpu.minor is not None:
             needed[f"nvidia{gpu.minor}"] = 0o6
-            caps = capability_nodes(host.paths, gpu.minor, gpu.pci_address)
-            needed |= dict.fromkeys(caps if gpu.uuid not in incomplete else (), 0o4)
+            if gpu.uuid not in incomplete:
+                needed |= dict.fromkeys(capability_nodes(host.paths, gpu.minor, gpu.pci_address), 0o4)
     return needed
 
 

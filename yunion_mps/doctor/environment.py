@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
@@ -18,7 +19,7 @@ from yunion_mps.doctor.checks import (
     Findings,
     Host,
     SkipError,
-    check,
+    host_check,
     invisible,
     ok,
     problem,
@@ -45,11 +46,14 @@ _MAX_COMMAND = 100
 
 
 class Subject(NamedTuple):
-    """The environment to check, of a running process (`pid`) or of a command."""
+    """The environment to check, of a running process or of a command."""
 
+    #: How findings name it.
     title: str
     variables: Mapping[str, str]
+    #: None for a command.
     pid: int | None = None
+    #: The command for a shell, as far as it is known.
     command: str = _COMMAND
 
 
@@ -58,14 +62,13 @@ def of_process(host: Host, pid: int) -> Findings:
     if not os.path.exists(f"/proc/{pid}"):
         return [problem(f"there is no process with PID {pid}", "list the clients: yunion-mps who --clients")]
     if not os.access(f"/proc/{pid}/environ", os.R_OK):
-        return [
-            skipped(
-                f"no permission to inspect PID {pid}",
-                "run this as root, or as the user that the process runs as",
-            )
-        ]
+        hint = "run this as root, or as the user that the process runs as"
+        return [skipped(f"no permission to inspect PID {pid}", hint)]
     subject = Subject(
-        f"PID {pid} ({name_of(pid) or command_of(pid)})", environment_of(pid), pid, _command_of(pid)
+        title=f"PID {pid} ({name_of(pid) or command_of(pid)})",
+        variables=environment_of(pid),
+        pid=pid,
+        command=_command_of(pid),
     )
     client = _client(host, subject)
     return list(_check(host, subject)) or [ok(f"{subject.title} has everything that {client} needs")]
@@ -75,11 +78,8 @@ def of_command(host: Host, environ: Mapping[str, str], argv: Sequence[str]) -> F
     """Check the environment that the command would have; does not start it."""
     environ, argv = _without_env(dict(environ), list(argv))
     if not argv:
-        return [
-            problem(
-                "there is no command after the variables", "add one: yunion-mps doctor -- python3 train.py"
-            )
-        ]
+        hint = "add one: yunion-mps doctor -- python3 train.py"
+        return [problem("there is no command after the variables", hint)]
     program = shutil.which(argv[0], path=environ.get("PATH"))
     if program is None:
         return [problem(f"{argv[0]} was not found", "give its path, or correct PATH")]
@@ -95,23 +95,22 @@ def of_command(host: Host, environ: Mapping[str, str], argv: Sequence[str]) -> F
         ]
     for path in (program, *argv[1:]):
         environ = {**environ, **_assignments_in(path)}
-    if (os.path.basename(argv[0]), *argv[1:2]) == ("yunion-mps", "run"):
-        ready = ok(
-            "yunion-mps run gives the command the environment of an MPS client, or refuses to start it"
-        )
-        return list(variables.misspelt(environ)) or [ready]
+    if os.path.basename(argv[0]) == "yunion-mps" and argv[1:2] == ["run"]:
+        what = "yunion-mps run gives the command the environment of an MPS client, or refuses to start it"
+        return list(variables.misspelt(environ)) or [ok(what)]
     subject = Subject(argv[0], environ, command=_shell_words(argv))
     client = _client(host, subject)
     return list(_check(host, subject)) or [ok(f"{argv[0]} would have everything that {client} needs")]
 
 
-@check("outside MPS", PROCESS_OUTSIDE_MPS)
+@host_check("outside MPS", PROCESS_OUTSIDE_MPS)
 def outside_mps(host: Host) -> Findings:
     """Programs that bypass MPS, or use another control daemon, on GPUs that are shared through MPS."""
     users = host.users()
     directories = [domain.pipe_directory for domain in host.domains()]
     findings: list[Finding] = []
-    total = unreadable = 0
+    total = 0
+    unreadable = 0
     gpus = host.mps_gpus()
     unknown = list_of(gpu.address for gpu in gpus if gpu.uuid not in users)
     if all(gpu.uuid not in users for gpu in gpus):
@@ -156,20 +155,18 @@ def is_same_directory(pid: int, path: str, ours: str) -> bool:
     return (theirs.st_dev, theirs.st_ino) == (mine.st_dev, mine.st_ino)
 
 
-@check("login files", ENVIRONMENT, "no login file sets a variable that makes programs bypass MPS")
+@host_check("login files", ENVIRONMENT, "no login file sets a variable that makes programs bypass MPS")
 def of_logins(host: Host) -> Findings:
     """Variables set for all users at login that make programs bypass our control daemons."""
     for pattern in ("/etc/environment", "/etc/environment.d/*.conf", "/etc/profile.d/*.sh"):
         for path in sorted(glob.glob(host.paths.under(pattern))):
-            environ = {
-                name: value for name, value in _assignments_in(path).items() if name.startswith("CUDA_")
-            }
+            assigned = _assignments_in(path)
+            environ = {name: value for name, value in assigned.items() if name.startswith("CUDA_")}
             for finding in variables.misspelt(environ):
                 yield finding._replace(what=f"{path}: {finding.what}")
             for name in (variables.PIPE, variables.VISIBLE, variables.MEMORY, variables.THREADS):
-                if name in environ and not (
-                    name == variables.PIPE and _domain_at(host, Subject("", environ))
-                ):
+                is_ours = name == variables.PIPE and _domain_at(host, Subject("", environ))
+                if name in environ and not is_ours:
                     what = f"{path} sets {name}={environ[name]} for every user"
                     yield warning(what, f"remove that line from {path}")
 
@@ -221,11 +218,13 @@ def _is_without_mps(host: Host, subject: Subject) -> bool:
 
 
 def _start_hint(host: Host, subject: Subject) -> str:
-    try:
-        device = next((device["addr"] for device in host.devices() if device["state"] == FREE), _DEVICE)
-    except YunionError:
-        device = _DEVICE
-    return variables.start_hint(subject.command, device)
+    address = _DEVICE
+    with contextlib.suppress(YunionError):
+        for device in host.devices():
+            if device["state"] == FREE:
+                address = device["addr"]
+                break
+    return variables.start_hint(subject.command, address)
 
 
 def _command_of(pid: int) -> str:
@@ -270,7 +269,8 @@ def _check_device(host: Host, subject: Subject) -> Iterator[Finding]:
 def _check_visibility(host: Host, pid: int, domain: DomainPlan | None) -> Iterator[Finding]:
     """Find what a process in a container, or with PrivateTmp=, does not share with the control daemon."""
     control = host.control_pid(domain) if domain else None
-    mine, theirs = (_file_system_of(f"/proc/{other}/root/dev/shm") for other in (control or os.getpid(), pid))
+    mine = _file_system_of(f"/proc/{control or os.getpid()}/root/dev/shm")
+    theirs = _file_system_of(f"/proc/{pid}/root/dev/shm")
     if mine is not None and theirs is not None and mine != theirs:
         what = f"PID {pid} has a private /dev/shm, so it cannot share memory with its MPS server"
         yield problem(what, "start the container with --ipc=host (Kubernetes: hostIPC, or mount /dev/shm)")
@@ -313,7 +313,8 @@ def _without_env(environ: dict[str, str], argv: list[str]) -> tuple[dict[str, st
             elif word in ("-C", "--chdir"):
                 del rest[:1]
         elif equals and name.isidentifier():
-            environ[name], takes_options = value, False
+            environ[name] = value
+            takes_options = False
         elif os.path.basename(word) == "env":
             takes_options = True
         else:

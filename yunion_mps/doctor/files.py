@@ -9,12 +9,13 @@ import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from yunion_mps.doctor.checks import (
     Finding,
     Findings,
     Host,
-    check,
+    host_check,
     invisible,
     ok,
     problem,
@@ -51,7 +52,7 @@ _HINTS = {
 _DETAIL = re.compile(r'\b(comm|path|name|scontext|tcontext|tclass|profile)="?([^"\s]+)')
 
 
-@check("pipe directory", PIPE_DIRECTORY)
+@host_check("pipe directory", PIPE_DIRECTORY)
 def pipe_directory(host: Host) -> Findings:
     """Whether all users can reach the sockets, and no other user can replace the control daemon."""
     findings: list[Finding] = []
@@ -75,27 +76,41 @@ def _summary(directories: Sequence[str]) -> str:
     return directories[0] if len(directories) == 1 else f"{directories[0]} and {len(directories) - 1} more"
 
 
-@check("socket cleanup", SOCKETS_REMOVED, "no cleanup program removes old sockets")
+@host_check("socket cleanup", SOCKETS_REMOVED, "no cleanup program removes old sockets")
 def socket_cleanup(host: Host) -> Findings:
     """Whether something removes sockets by age, as systemd-tmpfiles does in /tmp on many systems."""
     rules = list(_tmpfiles_rules(host))
     for domain in host.mps_domains():
         directory = "/" + os.path.relpath(domain.pipe_directory, host.paths.root)
-        kept = any(kind in _KEEPING and _covers(path, directory) for kind, path, _ in rules)
-        ages = [
-            (path, age)
-            for kind, path, age in rules
-            if kind in _CLEANING and age and _is_below(directory, path)
-        ]
-        if ages and not kept:
-            path, age = ages[0]
-            what = f"systemd-tmpfiles removes files older than {age} from {path}"
+        rule = _cleaning_rule(directory, rules)
+        if rule:
+            what = f"systemd-tmpfiles removes files older than {rule.age} from {rule.path}"
             hint = f"echo 'x {directory}' >/etc/tmpfiles.d/yunion-mps-pipe.conf"
             yield warning(f"{what}, including the sockets in {directory}", hint)
 
 
-def _tmpfiles_rules(host: Host) -> Iterator[tuple[str, str, str]]:
-    """Return type, path and age of each line of tmpfiles.d(5); a file in /etc hides one of the same name."""
+class _TmpfilesRule(NamedTuple):
+    """A line of tmpfiles.d(5)."""
+
+    #: The letter of its type.
+    kind: str
+    path: str
+    #: Empty if nothing is removed by age.
+    age: str
+
+
+def _cleaning_rule(directory: str, rules: Sequence[_TmpfilesRule]) -> _TmpfilesRule | None:
+    """Return the first rule that removes files from the directory by age; None if none does."""
+    if any(rule.kind in _KEEPING and _covers(rule.path, directory) for rule in rules):
+        return None
+    for rule in rules:
+        if rule.kind in _CLEANING and rule.age and _is_below(directory, rule.path):
+            return rule
+    return None
+
+
+def _tmpfiles_rules(host: Host) -> Iterator[_TmpfilesRule]:
+    """Yield the lines of tmpfiles.d(5); a file in /etc hides one of the same name."""
     files: dict[str, str] = {}
     for folder in ("/etc/tmpfiles.d", "/run/tmpfiles.d", "/usr/lib/tmpfiles.d"):
         for file in glob.glob(host.paths.under(f"{folder}/*.conf")):
@@ -105,7 +120,7 @@ def _tmpfiles_rules(host: Host) -> Iterator[tuple[str, str, str]]:
             fields = line.split()
             if len(fields) > 1 and not line.startswith("#"):
                 age = fields[5] if len(fields) > 5 and fields[5] != "-" else ""
-                yield fields[0][0], fields[1], age
+                yield _TmpfilesRule(kind=fields[0][0], path=fields[1], age=age)
 
 
 def _covers(pattern: str, directory: str) -> bool:
@@ -119,22 +134,25 @@ def _is_below(directory: str, path: str) -> bool:
     return directory == path or directory.startswith(path.rstrip("/") + "/")
 
 
-@check("disk space", DISK_FULL, "the pipe and log directories have free space")
+@host_check("disk space", DISK_FULL, "the pipe and log directories have free space")
 def disk_space(host: Host) -> Findings:
     checked = set()
-    for directory in sorted({p for d in host.mps_domains() for p in (d.pipe_directory, d.log_directory)}):
+    directories: set[str] = set()
+    for domain in host.mps_domains():
+        directories.update((domain.pipe_directory, domain.log_directory))
+    for path in sorted(directories):
+        directory = path
         while not os.path.exists(directory):
             directory = os.path.dirname(directory)
-        system, device = os.statvfs(directory), os.stat(directory).st_dev
+        system = os.statvfs(directory)
+        device = os.stat(directory).st_dev
         if device in checked:
             continue
         checked.add(device)
         free = system.f_bavail * system.f_frsize
         if system.f_flag & os.ST_RDONLY:
-            yield problem(
-                f"{directory} is read-only",
-                f"find its file system (findmnt -T {directory}), then: mount -o remount,rw MOUNTPOINT",
-            )
+            hint = f"find its file system (findmnt -T {directory}), then: mount -o remount,rw MOUNTPOINT"
+            yield problem(f"{directory} is read-only", hint)
         elif free < _LEAST_FREE_BYTES:
             what = f"{directory} has only {free >> 20} MiB free: the control daemon cannot write its log"
             yield problem(what, f"free disk space: df -h {directory}")
@@ -142,15 +160,17 @@ def disk_space(host: Host) -> Findings:
             yield problem(f"{directory} has no free inodes", f"remove files, and check: df -i {directory}")
 
 
-@check("/dev/shm", SHM_SMALL)
+@host_check("/dev/shm", SHM_SMALL)
 def shm(host: Host) -> Findings:
     directory = host.paths.under("/dev/shm")
     try:
-        info, system = os.stat(directory), os.statvfs(directory)
+        info = os.stat(directory)
+        system = os.statvfs(directory)
     except OSError as error:
         what = f"{directory}: {error.strerror}; MPS servers and clients need it for shared memory"
         return [problem(what, f"mount -t tmpfs -o mode=1777 tmpfs {directory}")]
-    free, size = (number * system.f_frsize for number in (system.f_bavail, system.f_blocks))
+    free = system.f_bavail * system.f_frsize
+    size = system.f_blocks * system.f_frsize
     findings = []
     if info.st_mode & 0o1777 != 0o1777:
         mode = stat.S_IMODE(info.st_mode)
@@ -162,15 +182,12 @@ def shm(host: Host) -> Findings:
     if free < _LEAST_SHM_FREE_BYTES or (system.f_files and not system.f_favail):
         left = f"{free >> 20} MiB and {system.f_favail} inodes free"
         what = f"{directory} is full ({left}): no MPS server can start"
-        findings.append(
-            problem(
-                what, f"list its largest files (ls -laS {directory}), and remove those that no process uses"
-            )
-        )
+        hint = f"list its largest files (ls -laS {directory}), and remove those that no process uses"
+        findings.append(problem(what, hint))
     return findings or [ok(f"{free >> 20} of {size >> 20} MiB free")]
 
 
-@check("SELinux and AppArmor", ACCESS_DENIED)
+@host_check("SELinux and AppArmor", ACCESS_DENIED)
 def denials(host: Host) -> Findings:
     """Denials within the last day."""
     under = host.paths.under
@@ -181,13 +198,13 @@ def denials(host: Host) -> Findings:
     texts, readable = _read_logs(under("/var/log/audit/audit.log"), host.paths.kernel_log)
     oldest_s = time.time() - _DAY_S
     directories = [domain.pipe_directory for domain in host.domains()]
-    lines = [
-        line
-        for line in texts
-        if _DENIED.search(line)
-        and (_MPS.search(line) or any(directory in line for directory in directories))
-        and (not (match := _TIME.search(line)) or int(match[1]) >= oldest_s)
-    ]
+    lines: list[str] = []
+    for line in texts:
+        is_ours = _MPS.search(line) or any(directory in line for directory in directories)
+        time_of_line = _TIME.search(line)
+        is_recent = time_of_line is None or int(time_of_line[1]) >= oldest_s
+        if is_ours and is_recent and _DENIED.search(line):
+            lines.append(line)
     if lines:
         return [_summarise_denials(lines, permissive=enforcing == "0")]
     if not readable:

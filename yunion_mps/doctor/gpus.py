@@ -15,7 +15,7 @@ from yunion_mps.doctor.checks import (
     Findings,
     Host,
     SkipError,
-    check,
+    host_check,
     invisible,
     ok,
     problem,
@@ -70,7 +70,7 @@ _WARNING_SHARE = 0.9
 _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 
 
-@check("GPUs", GPU_ERROR)
+@host_check("GPUs", GPU_ERROR)
 def gpus(host: Host) -> Findings:
     plan, known = host.plan()[0], host.known_gpus()
     split = {layout.gpu_uuid for layout in plan.layouts}
@@ -134,7 +134,7 @@ def _pending_layout(gpu: Gpu, reason: Reason, known: answers.Gpu | None) -> Find
     return level(f"{_gpu_name(gpu)}: {reason}", hint_of(reason.code, gpu=gpu.pci_address), reason.code)
 
 
-@check("MIG", MIG_ENABLED, "off on every GPU that is divided as a whole")
+@host_check("MIG", MIG_ENABLED, "off on every GPU that is divided as a whole")
 def mig(host: Host) -> Findings:
     """MIG mode, now and after the next reset."""
     modes = {layout.gpu_uuid: layout.enabled for layout in host.plan()[0].layouts}
@@ -162,7 +162,7 @@ def _foreign_mode_change(gpu: Gpu) -> Finding:
     return warning(f"{what}: {means}", hint, MIG_RESET_REQUIRED)
 
 
-@check("vGPU", VGPU, "no divided GPU is a vGPU or hosts vGPUs")
+@host_check("vGPU", VGPU, "no divided GPU is a vGPU or hosts vGPUs")
 def vgpu(host: Host) -> Findings:
     """GPUs that are vGPUs, or that host vGPUs for virtual machines."""
     if not any(gpu.name for gpu in host.our_gpus()):
@@ -184,7 +184,7 @@ def vgpu(host: Host) -> Findings:
             yield problem(what, "remove the vGPUs, or remove the GPU from the device file")
 
 
-@check("budgets", BUDGET_NOT_ENFORCED, "enforced on every divided GPU")
+@host_check("budgets", BUDGET_NOT_ENFORCED, "enforced on every divided GPU")
 def budgets(host: Host) -> Findings:
     _refuse_if_none_answers(host.mps_gpus())
     findings = []
@@ -216,7 +216,7 @@ def _time_sliced(host: Host) -> str:
     return f"the time-sliced ones: {', '.join(sliced)}" if sliced else ""
 
 
-@check("job budgets", PROCESS_MEMORY_UNKNOWN)
+@host_check("job budgets", PROCESS_MEMORY_UNKNOWN)
 def job_budgets(host: Host) -> Findings:
     """Whether `over_budget: terminate` can act: it needs the memory of each process."""
     actions = host.plan()[0].over_budget
@@ -247,7 +247,7 @@ def job_budgets(host: Host) -> Findings:
     return found or [ok(f"over_budget is terminate on {what}{except_for}")]
 
 
-@check("compute mode", COMPUTE_MODE_CHANGED)
+@host_check("compute mode", COMPUTE_MODE_CHANGED)
 def compute_mode(host: Host) -> Findings:
     """The compute modes, which decide what programs outside MPS can do.
 
@@ -313,11 +313,11 @@ def _describe_modes(gpus: Sequence[Gpu], plan: Plan, *, is_served: bool) -> str:
 def _unsupported_modes(host: Host) -> dict[str, Finding]:
     """Return what the daemon says about GPUs (addresses) whose driver supports no change of the mode."""
     status = host.known_status()
-    return {
-        other["gpu"]: warning(other["text"], other["hint"], other["code"])
-        for other in (status["problems"] if status else ())
-        if other["code"] == COMPUTE_MODE_UNSUPPORTED and other["gpu"]
-    }
+    findings: dict[str, Finding] = {}
+    for other in status["problems"] if status else ():
+        if other["code"] == COMPUTE_MODE_UNSUPPORTED and other["gpu"]:
+            findings[other["gpu"]] = warning(other["text"], other["hint"], other["code"])
+    return findings
 
 
 def _check_mode(gpu: Gpu, planned: str | None, *, is_served: bool) -> Finding | None:
@@ -344,7 +344,7 @@ def _check_mode(gpu: Gpu, planned: str | None, *, is_served: bool) -> Finding | 
     return None
 
 
-@check("client limit", CLIENT_LIMIT)
+@host_check("client limit", CLIENT_LIMIT)
 def client_limit(host: Host) -> Findings:
     driver, override = host.inventory().driver, host.config()[0].cuda_mps_max_clients
     users = host.users()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from yunion_mps.doctor.checks import (
@@ -13,7 +13,7 @@ from yunion_mps.doctor.checks import (
     Findings,
     Host,
     SkipError,
-    check,
+    host_check,
     invisible,
     ok,
     problem,
@@ -52,7 +52,7 @@ _LAST_BYTES = 1 << 16
 _RECENT_S = 3600.0
 
 
-@check("control daemon", CONTROL_DAEMON_ERROR)
+@host_check("control daemon", CONTROL_DAEMON_ERROR)
 def control_daemons(host: Host) -> Findings:
     """Whether clients in each directory reach the daemon's own control daemon."""
     return [_check_owner(host, domain) for domain in host.mps_domains()]
@@ -74,9 +74,10 @@ def _check_owner(host: Host, domain: DomainPlan) -> Finding:
     except HostError as error:
         return problem(error.message, error.hint)
     if running is None:
-        none, status = f"no control daemon serves {directory}", host.known_status()
+        what = f"no control daemon serves {directory}"
+        status = host.known_status()
         is_missed = status is not None and status["state"] != "disabled"
-        return problem(none, _RESTART) if is_missed else ok(f"{none}; the daemon will start one")
+        return problem(what, _RESTART) if is_missed else ok(f"{what}; the daemon will start one")
     pid = running.process.pid
     running.process.close()
     what = f"PID {pid} still serves {directory} with its limits, although the daemon is not running"
@@ -85,14 +86,12 @@ def _check_owner(host: Host, domain: DomainPlan) -> Finding:
     return warning(what, "start the daemon, which will adopt it: systemctl start yunion-mps-daemon")
 
 
-@check("control daemon answers", CONTROL_DAEMON_SILENT)
+@host_check("control daemon answers", CONTROL_DAEMON_SILENT)
 def responsiveness(host: Host) -> Findings:
     """Whether each control daemon greets its clients, and why not."""
     findings: list[Finding] = []
     # Finding the owner of a connection means searching all processes' descriptors, for each domain.
-    front_ends = any(
-        option_count == 0 for pid in all_pids() if (option_count := _option_count(pid)) is not None
-    )
+    front_ends = any(_option_count(pid) == 0 for pid in all_pids())
     status = host.known_status()
     daemon = status["pid"] if status else 0
     for domain in host.domains():
@@ -104,16 +103,13 @@ def responsiveness(host: Host) -> Findings:
         except UnresponsiveError as error:
             cause = diagnose(peer.pid, domain.pipe_directory)
             what = f"the control daemon of domain {domain.name} (PID {peer.pid}): {error.message}"
-            findings.append(
-                problem(f"{what}{f'; {cause}' if cause else ''}", hint_of((cause or error.reason).code))
-            )
+            what += f"; {cause}" if cause else ""
+            findings.append(problem(what, hint_of((cause or error.reason).code)))
             continue
         front_end = front_end_at(domain.pipe_directory, daemon) if front_ends else ""
         if front_end:
-            what = (
-                f"an interactive {PROGRAM} ({front_end}) is connected to domain {domain.name} and blocks all "
-                "other front-ends until it exits"
-            )
+            what = f"an interactive {PROGRAM} ({front_end}) is connected to domain {domain.name} and blocks "
+            what += "all other front-ends until it exits"
             findings.append(warning(what, "end it: the control daemon serves one front-end at a time"))
         else:
             findings.append(ok(f"domain {domain.name} answers within {max(took_s * 1000, 1):.0f} ms"))
@@ -123,7 +119,10 @@ def responsiveness(host: Host) -> Findings:
 
 
 def _greeting_time_s(directory: str, pid: int) -> float:
-    """Return the time until the greeting in s; raises UnresponsiveError if there is none."""
+    """Return the time until the greeting in s.
+
+    Raises UnresponsiveError if there is none.
+    """
     began_s = time.monotonic()
     probe = Probe(directory, pid, began_s, _GREETING_S)
     try:
@@ -135,24 +134,24 @@ def _greeting_time_s(directory: str, pid: int) -> float:
 
 
 class _OtherControlDaemon(NamedTuple):
-    """A control daemon that belongs to none of our domains. None: access was denied."""
+    """A control daemon that belongs to none of our domains."""
 
     pid: int
+    #: None if access was denied.
     pipe_directory: str | None
+    #: Its CUDA_VISIBLE_DEVICES; None if access was denied.
     gpus: str | None
     in_container: bool
 
     def __str__(self) -> str:
         uid = uid_of(self.pid)
-        details = [
-            "" if uid is None else user_name(uid),
-            "in a container" if self.in_container else "",
-            self.pipe_directory or "",
-        ]
-        return f"PID {self.pid} ({', '.join(entry for entry in details if entry)})"
+        user = "" if uid is None else user_name(uid)
+        place = "in a container" if self.in_container else ""
+        details = filter(None, (user, place, self.pipe_directory))
+        return f"PID {self.pid} ({', '.join(details)})"
 
 
-@check("other control daemons", OTHER_CONTROL_DAEMON, "no other control daemon is running")
+@host_check("other control daemons", OTHER_CONTROL_DAEMON, "no other control daemon is running")
 def others(host: Host) -> Findings:
     """Other control daemons on this host: in NVIDIA's default directory, or for the same GPUs."""
     for other in _others(host):
@@ -186,7 +185,9 @@ def others(host: Host) -> Findings:
 
 def _shares_gpus(host: Host, other: _OtherControlDaemon) -> bool | None:
     """Return None if unknown: numbers refer to the GPUs of its container, or to CUDA's order."""
-    ours = {uuid for domain in host.domains() for uuid in domain.gpu_uuids}
+    ours: set[str] = set()
+    for domain in host.domains():
+        ours.update(domain.gpu_uuids)
     if not ours:
         return False
     if other.gpus is None or (other.in_container and not other.gpus):
@@ -196,7 +197,8 @@ def _shares_gpus(host: Host, other: _OtherControlDaemon) -> bool | None:
         return True
     if any(entry.isdigit() for entry in entries):
         return None
-    return any(uuid.startswith(entry) for uuid in ours for entry in entries)
+    prefixes = tuple(entries)
+    return any(uuid.startswith(prefixes) for uuid in ours)
 
 
 def _others(host: Host) -> list[_OtherControlDaemon]:
@@ -206,15 +208,16 @@ def _others(host: Host) -> list[_OtherControlDaemon]:
         if pid in ours or not _option_count(pid):
             continue
         environment = environment_of(pid)
-        directory = (
-            environment.get("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY) if environment else None
-        )
+        directory = None
+        gpus = None
+        if environment:
+            directory = environment.get("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY)
+            gpus = environment.get("CUDA_VISIBLE_DEVICES", "")
         if host.foreign_root and not (directory or "").startswith(host.paths.root + "/"):
             continue
         peer = peer_of(directory) if directory else None
         if MARK in environment and not (peer and peer.pid == pid):
             continue  # one of ours in a test run, or about to end
-        gpus = environment.get("CUDA_VISIBLE_DEVICES", "") if environment else None
         others.append(_OtherControlDaemon(pid, directory, gpus, _in_container(pid)))
     return others
 
@@ -237,7 +240,7 @@ def _in_container(pid: int) -> bool:
         return False
 
 
-@check("orphaned servers", SERVERS_ORPHANED, "every MPS server has its control daemon")
+@host_check("orphaned servers", SERVERS_ORPHANED, "every MPS server has its control daemon")
 def orphans(host: Host) -> Findings:
     """MPS servers that have outlived their control daemon and still occupy their GPUs."""
     if os.geteuid() != 0:
@@ -253,7 +256,7 @@ def orphans(host: Host) -> Findings:
             yield warning(what, hint)
 
 
-@check("MPS servers", SERVER_FAILED, "none failed within the last hour")
+@host_check("MPS servers", SERVER_FAILED, "none failed within the last hour")
 def server_failures(host: Host) -> Findings:
     """Failures of servers within the last hour, in the control daemons' logs."""
     findings: list[Finding] = []
@@ -315,7 +318,7 @@ def _recent_outcomes(path: str) -> list[Outcome]:
     return recent
 
 
-@check("user switching", CLIENT_WAITING, "no client waits for another user's jobs")
+@host_check("user switching", CLIENT_WAITING, "no client waits for another user's jobs")
 def user_switching(host: Host) -> Findings:
     domains = host.mps_domains()
     if domains and all(domain.multiuser for domain in domains):
@@ -329,23 +332,30 @@ def user_switching(host: Host) -> Findings:
             if reported["code"] == CLIENT_WAITING:
                 yield warning(reported["text"], reported["hint"])
         return
-    servers = {
-        domain: (pid, *pids)
-        for domain in domains
-        if not domain.multiuser and (pid := host.control_pid(domain)) and (pids := server_pids(pid))
-    }
-    ours = {os.getpid(), *(pid for pids in servers.values() for pid in pids)}
-    if status:
-        ours.add(status["pid"])
+    daemon_pid = status["pid"] if status else os.getpid()
+    yield from _waiting_for_others(host, domains, {os.getpid(), daemon_pid})
+
+
+def _waiting_for_others(host: Host, domains: Iterable[DomainPlan], ours: set[int]) -> Iterator[Finding]:
+    """Yield the clients that wait for the jobs of another user; `ours` are the PIDs of yunion-mps."""
+    servers: dict[DomainPlan, list[int]] = {}
+    for domain in domains:
+        control_pid = None if domain.multiuser else host.control_pid(domain)
+        pids = server_pids(control_pid) if control_pid else []
+        if control_pid and pids:
+            servers[domain] = list(pids)
+            ours.update((control_pid, *pids))
     # Owners are looked up for all domains together, because that searches all processes.
-    if set(connections(*(domain.pipe_directory for domain in servers))) - ours:
-        for domain, (_, *pids) in servers.items():
-            serving = {uid for server in pids if (uid := uid_of(server)) is not None}
-            users = ", ".join(user_name(uid) for uid in sorted(serving))
-            for pid in _waiting_clients(domain, ours, serving):
-                what = f"{describe_process(pid)} is waiting for the jobs of {users} to end"
-                what += f": domain {domain.name} serves one user at a time"
-                yield warning(what, hint_of(CLIENT_WAITING))
+    directories = [domain.pipe_directory for domain in servers]
+    if ours.issuperset(connections(*directories)):
+        return
+    for domain, pids in servers.items():
+        serving = {uid for uid in map(uid_of, pids) if uid is not None}
+        users = ", ".join(user_name(uid) for uid in sorted(serving))
+        for pid in _waiting_clients(domain, ours, serving):
+            what = f"{describe_process(pid)} is waiting for the jobs of {users} to end"
+            what += f": domain {domain.name} serves one user at a time"
+            yield warning(what, hint_of(CLIENT_WAITING))
 
 
 def _waiting_clients(domain: DomainPlan, ours: set[int], serving: set[int]) -> list[int]:
@@ -360,8 +370,9 @@ def _waiting_clients(domain: DomainPlan, ours: set[int], serving: set[int]) -> l
 
 
 def _connected_clients(domain: DomainPlan, ours: set[int], serving: set[int]) -> set[int]:
-    return {
-        pid
-        for pid in connections(domain.pipe_directory)
-        if pid not in ours and uid_of(pid) not in (None, *serving) and program_name(pid) != PROGRAM
-    }
+    clients: set[int] = set()
+    for pid in connections(domain.pipe_directory):
+        is_other_user = uid_of(pid) not in (None, *serving)
+        if pid not in ours and is_other_user and program_name(pid) != PROGRAM:
+            clients.add(pid)
+    return clients

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import ModuleType
 from typing import NamedTuple, TypedDict
 
 from yunion_mps.doctor import daemon, driver, environment, files, gpus, mps
@@ -17,11 +18,18 @@ from yunion_mps.host import threads
 from yunion_mps.reasons import ENVIRONMENT, SELFTEST_FAILED
 from yunion_mps.text import count
 
-#: Each check is declared once, by `@check(NAME, CODE)`, in one of these modules, whose order is the report's.
+#: Each check is declared once, by `@host_check(NAME, CODE)`, in one of these modules, in the report's order.
 MODULES = (daemon, driver, gpus, mps, files, environment)
-HOST_CHECKS = tuple(
-    value for module in MODULES for value in vars(module).values() if isinstance(value, Check)
-)
+
+
+def _checks_in(modules: Iterable[ModuleType]) -> Iterator[Check]:
+    for module in modules:
+        for value in vars(module).values():
+            if isinstance(value, Check):
+                yield value
+
+
+HOST_CHECKS = tuple(_checks_in(MODULES))
 #: The words of monitoring plugins for the states.
 _NAGIOS_WORDS = {PROBLEM: "CRITICAL", WARNING: "WARNING", UNKNOWN: "UNKNOWN", OK: "OK"}
 #: The ranges in which the number of findings of a level is no warning and not critical.
@@ -39,9 +47,8 @@ def select_checks(
     if pid is not None:
         more.append(Check("environment", ENVIRONMENT, partial(environment.of_process, pid=pid)))
     if command:
-        more.append(
-            Check("environment", ENVIRONMENT, partial(environment.of_command, environ=environ, argv=command))
-        )
+        of_command = partial(environment.of_command, environ=environ, argv=command)
+        more.append(Check("environment", ENVIRONMENT, of_command))
     if selftest_too:
         more.append(_SELFTEST)
     return (*HOST_CHECKS, *more)
@@ -61,9 +68,8 @@ class FindingRecord(TypedDict):
 
 
 class ReportRecord(TypedDict):
-    """`counts` is by level."""
-
     state: str
+    #: The number of findings by level.
     counts: dict[str, int]
     checks: list[FindingRecord]
 
@@ -76,8 +82,10 @@ class Report(NamedTuple):
     @property
     def state(self) -> str:
         """The worst level: ok, warning, problem, or unknown if a check failed or all were skipped."""
-        counts = self.counts
-        return next((level for level in NAGIOS_CODES if counts[level] and level != SKIPPED), UNKNOWN)
+        for level, number in self.counts.items():
+            if number and level != SKIPPED:
+                return level
+        return UNKNOWN
 
     def exit_code(self, *, nagios: bool) -> int:
         """Return 1 if there is a problem, otherwise 0; with `nagios`, a monitoring plugin's exit status."""
@@ -95,10 +103,9 @@ class Report(NamedTuple):
         The form is that of the Monitoring Plugins Development Guidelines, "Plugin Output for Nagios" and
         "Performance data". A vertical bar separates the numbers, so the text contains none.
         """
-        numbers = " ".join(
-            f"{level}={number};{_NAGIOS_RANGES[level]};0" for level, number in self.counts.items()
-        )
-        return f"MPS {_NAGIOS_WORDS[self.state]}: {self._worst_text.replace('|', '/')} | {numbers}"
+        numbers = [f"{level}={number};{_NAGIOS_RANGES[level]};0" for level, number in self.counts.items()]
+        text = self._worst_text.replace("|", "/")
+        return f"MPS {_NAGIOS_WORDS[self.state]}: {text} | {' '.join(numbers)}"
 
     @property
     def _worst_text(self) -> str:
@@ -109,29 +116,40 @@ class Report(NamedTuple):
             return f"{count(counts[OK], 'check')} passed{skipped}"
         if not self.lines:
             return "nothing was checked"
-        check, finding = self.lines[0]
-        counts[finding.level] -= 1
-        others = [
-            count(counts[level], level, names)
-            for level, names in ((PROBLEM, ""), (WARNING, ""), (UNKNOWN, UNKNOWN))
-            if counts[level]
-        ]
-        return f"{check}: {finding.what}" + (f"; also found: {', '.join(others)}" if others else "")
+        worst = self.lines[0]
+        counts[worst.finding.level] -= 1
+        others = []
+        if counts[PROBLEM]:
+            others.append(count(counts[PROBLEM], PROBLEM))
+        if counts[WARNING]:
+            others.append(count(counts[WARNING], WARNING))
+        if counts[UNKNOWN]:
+            others.append(count(counts[UNKNOWN], UNKNOWN, UNKNOWN))
+        text = f"{worst.check}: {worst.finding.what}"
+        return f"{text}; also found: {', '.join(others)}" if others else text
 
     def as_json(self) -> ReportRecord:
-        return {
-            "state": self.state,
-            "counts": self.counts,
-            "checks": [
-                {"check": check, "level": level, "what": what, "hint": hint, "code": code}
-                for check, (level, what, hint, code) in self.lines
-            ],
-        }
+        """Return the report as `doctor -o json` prints it."""
+        records: list[FindingRecord] = []
+        for line in self.lines:
+            record: FindingRecord = {
+                "check": line.check,
+                "level": line.finding.level,
+                "what": line.finding.what,
+                "hint": line.finding.hint,
+                "code": line.finding.code,
+            }
+            records.append(record)
+        return {"state": self.state, "counts": self.counts, "checks": records}
 
 
 def run_checks(checks: Sequence[Check], host: Host) -> Report:
+    """Run the checks together, and return their findings."""
     running = [_CheckRun(check, host) for check in checks]
-    lines = [ReportLine(run.check.name, finding) for run in running for finding in run.findings()]
+    lines: list[ReportLine] = []
+    for run in running:
+        for finding in run.findings():
+            lines.append(ReportLine(run.check.name, finding))
     levels = list(NAGIOS_CODES)
     return Report(tuple(sorted(lines, key=lambda line: levels.index(line.finding.level))))
 
@@ -144,21 +162,22 @@ class _CheckRun:
         self._host = host
         self._timeout_s = host.timeout_s * check.timeout_factor
         self._end_s = time.monotonic() + self._timeout_s
-        self._found: Sequence[Finding] | None = None
+        #: None until the check has ended.
+        self._findings: Sequence[Finding] | None = None
         self._ended = threading.Event()
         try:
             threads.start_thread(self._run, lambda _, __: self._ended.set())
         except YunionError as error:
-            self._found = [Finding(UNKNOWN, error.message, error.hint)]
+            self._findings = [Finding(UNKNOWN, error.message, error.hint)]
             self._ended.set()
 
     def findings(self) -> Sequence[Finding]:
         """Wait for the check's findings, and return them, or a finding that it took too long."""
         self._ended.wait(max(0.0, self._end_s - time.monotonic()))
-        if self._found is not None:
-            return self._found
+        if self._findings is not None:
+            return self._findings
         hint = "allow more time: yunion-mps doctor --timeout 60"
         return [Finding(UNKNOWN, f"no result within {self._timeout_s:g} s", hint)]
 
     def _run(self) -> None:
-        self._found = findings_of(self.check, self._host)
+        self._findings = findings_of(self.check, self._host)

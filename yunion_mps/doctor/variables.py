@@ -45,7 +45,7 @@ _MIB = {"K": 1 / 1024, "M": 1, "G": 1024}
 
 
 def start_hint(command: str, device: str) -> str:
-    """Return how to start a command as an MPS client, on any device or on `device`."""
+    """Return how to start a command as an MPS client, with `yunion-mps run` or with a device's variables."""
     variables = f'eval "$(yunion-mps env {device})"'
     return f"start it with: yunion-mps run {command}; or set the variables of a device: {variables}"
 
@@ -110,7 +110,10 @@ def _find_gpu(word: str, domain: DomainPlan) -> str | None:
     number = parse_number(word)
     if number is not None:
         return domain.gpu_uuids[number] if number < len(domain.gpu_uuids) else None
-    return next((uuid for uuid in domain.gpu_uuids if word and uuid.startswith(word)), None)
+    for uuid in domain.gpu_uuids:
+        if word and uuid.startswith(word):
+            return uuid
+    return None
 
 
 def _check_visible(variables: Mapping[str, str], domain: DomainPlan, hint: str) -> Iterator[Finding]:
@@ -195,14 +198,21 @@ _SHM = "/dev/shm"
 
 
 def sharing_problems(words: Sequence[str]) -> list[Finding]:
-    """What keeps a container from sharing memory and the pipe directory; `words` follow `docker run`."""
+    """Return what keeps a container from sharing memory and the pipe directory.
+
+    words: those that follow `docker run`.
+    """
     mounts = mounts_in(words)
     findings = []
     if "host" not in option_values(words, "ipc") and not any(source == _SHM for source, _ in mounts):
         what = f"the container has a private {_SHM}, so it cannot share memory with an MPS server"
         findings.append(problem(what, f"add --ipc=host, or -v {_SHM}:{_SHM}"))
-    variables = dict(text.partition("=")[::2] for text in option_values(words, "env"))
-    directory = os.path.normpath(variables.get(PIPE) or "/")
+    pipe = ""
+    for assignment in option_values(words, "env"):
+        name, _, value = assignment.partition("=")
+        if name == PIPE:
+            pipe = value
+    directory = os.path.normpath(pipe or "/")
     if directory != "/" and not any(f"{directory}/".startswith(f"{target}/") for _, target in mounts):
         findings.append(problem(f"the container does not see {directory}", f"add -v {directory}:{directory}"))
     return findings
