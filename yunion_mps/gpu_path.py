@@ -21,11 +21,12 @@ _UUID = re.compile(r"gpu-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 class GpuPath(NamedTuple):
     """What a path of an entry names; equal for all spellings of the same thing.
 
-    `name` is `/dev/dri/renderD128`, `0000:06:00.0` or `gpu-76aef7ff-…`, by `kind`. A link of
-    /dev/dri/by-path names a PCI address.
+    A link of /dev/dri/by-path names a PCI address.
     """
 
+    #: One of `RENDER_NODE`, `ADDRESS` and `UUID`.
     kind: str
+    #: `/dev/dri/renderD128`, `0000:06:00.0` or `gpu-76aef7ff-…`.
     name: str
 
 

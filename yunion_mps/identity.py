@@ -27,6 +27,7 @@ def gpu_uuids_in(text: str) -> list[str]:
 
 
 def uuid5(namespace: str, name: str) -> str:
+    """Return the UUID of a name in a namespace (RFC 9562, version 5)."""
     data = bytes.fromhex(namespace.replace("-", "")) + name.encode()
     return _uuid(sha1(data).digest(), 5)  # noqa: S324 - prescribed by the standard, and no secret
 

@@ -28,7 +28,10 @@ ALL = "all"
 
 
 def known_members(kind: Any, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the members of a record that its named tuple `kind` has; others are of a newer version."""
+    """Return the members of a record that its named tuple has; others are of a newer version.
+
+    kind: the type of the named tuple.
+    """
     return {name: record[name] for name in kind._fields if name in record}
 
 
@@ -40,42 +43,55 @@ class PcieLink(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The NVIDIA driver's version, and that of its CUDA driver API (None if unknown)."""
+    """The NVIDIA driver."""
 
     version: str
+    #: The version of its CUDA driver API, such as 12.2; None if it is unknown.
     cuda_version: str | None
 
 
 class Gpu(NamedTuple):
     """A physical GPU, or a MIG instance of one, which has a `parent` and is used like a GPU of its own.
 
-    Values that the driver does not report are None; `reason` says why it is unusable. `mig_pending` is the
-    mode after the next reset. An instance has an `identity`, by the place that it occupies, because its UUID
-    changes when it is made again; ids of devices are derived from it. `sm_percentage` is its share of the
-    SMs of its parent. `mode_is_fixed`: its compute mode stays as it is, because the driver does not support
-    changing it, or does not report it.
+    Values that the driver does not report are None.
     """
 
+    #: As in sysfs (`addresses`); that of an instance ends in `-g` and the instance's id.
     pci_address: str
     uuid: str | None = None
     name: str | None = None
+    #: NVML's number of the GPU; None if NVML does not report it.
     nvml_index: int | None = None
+    #: The number of its device node, /dev/nvidia0.
     minor: int | None = None
     memory_mib: int | None = None
+    #: nvidia-smi's name of the mode.
     compute_mode: str | None = None
     compute_capability: tuple[int, int] | None = None
     mig_enabled: bool | None = None
+    #: PCI's vendor and device id, `10de:1b38`.
     vendor_device_id: str | None = None
+    #: -1 if it has none.
     numa_node: int | None = None
     link: PcieLink | None = None
+    #: `/dev/dri/renderD128`.
     render_node: str | None = None
+    #: Why it is unusable; empty if it is usable.
     reason: Reason = NO_REASON
+    #: The kinds of instances that it can have.
     mig_profiles: tuple[MigProfile, ...] = ()
+    #: The instances that it has.
     mig_instances: tuple[MigInstance, ...] = ()
+    #: The MIG mode after the next reset.
     mig_pending: bool | None = None
+    #: The UUID of the instance's GPU; empty for a whole GPU.
     parent: str = ""
+    #: The place that the instance occupies, from which the ids of its devices are derived, because its UUID
+    #: changes when it is created again.
     identity: str = ""
+    #: The instance's share of the SMs of its parent.
     sm_percentage: float | None = None
+    #: Its compute mode stays as it is: the driver does not support changing it, or does not report it.
     mode_is_fixed: bool = False
 
     @property
@@ -100,68 +116,67 @@ class Gpu(NamedTuple):
 
 
 class Controller(NamedTuple):
-    """A display controller of any vendor, as sysfs and udev describe it.
-
-    `vendor` is as in sysfs (`0x10de`). `driver` is the kernel driver that is bound to it, empty if none is.
-    `render_node` is None without one.
-    """
+    """A display controller of any vendor, as sysfs and udev describe it."""
 
     pci_address: str
+    #: As in sysfs: `0x10de`.
     vendor: str
+    #: The kernel driver that is bound to it; empty if none is.
     driver: str = ""
     render_node: str | None = None
 
 
 class MeantGpu(NamedTuple):
-    """The GPU that an entry's path led to when it was resolved for the first time.
-
-    `replaced` is the UUID of the card that was in its place before, until the operator's next reload.
-    """
+    """The GPU that an entry's path led to when it was resolved for the first time."""
 
     uuid: str
     pci_address: str
+    #: The UUID of the card that was in its place before, until the operator's next reload.
     replaced: str = ""
 
 
 class Inventory(NamedTuple):
-    """The driver and the GPUs found, in PCI order.
-
-    `served` has the UUIDs of the GPUs that have served devices, including lost ones. `controllers` are all
-    display controllers of the host. `meant` has what the entries' paths meant before, by `GpuPath.name`.
-    `drm_is_loaded`: whether nvidia-drm, which makes render nodes, is loaded; None if unknown.
-    `meant_is_damaged`: that could not be read; `meant_is_hidden`: only root can read it. `driver_reason` is
-    why the driver reported no GPU; empty if it answered.
-    """
+    """What was found on the host."""
 
     driver: Driver
+    #: The GPUs, each followed by its MIG instances, in PCI order.
     gpus: tuple[Gpu, ...]
+    #: The UUIDs of the GPUs that have served devices, including lost ones.
     served: tuple[str, ...] = ()
+    #: All display controllers of the host.
     controllers: tuple[Controller, ...] = ()
+    #: What the entries' paths meant before, by `GpuPath.name`.
     meant: Mapping[str, MeantGpu] = {}
+    #: Why the driver reported no GPU; empty if it answered.
     driver_reason: Reason = NO_REASON
+    #: What the paths meant could not be read.
     meant_is_damaged: bool = False
+    #: Only root can read what the paths meant.
     meant_is_hidden: bool = False
+    #: Whether nvidia-drm, which creates render nodes, is loaded; None if that is unknown.
     drm_is_loaded: bool | None = None
 
 
 class Device(NamedTuple):
-    """The `slot`-th part of a GPU or of its pool, with its budget.
-
-    Its memory is unknown (None) on a time-sliced GPU whose driver does not report any.
-    `domain` is the domain that serves it; empty if it is not shared through MPS. Then nothing enforces its
-    budget. `reserve_mib` of the GPU's memory is kept free in addition to the limit, for MPS' own use.
-    """
+    """A part of a GPU or of its pool, with its budget."""
 
     id: str
+    #: The address of its GPU, `-` and the slot.
     addr: str
     gpu_uuid: str
+    #: Its number on the GPU, from 0.
     slot: int
+    #: Its budget; None on a time-sliced GPU whose driver reports no memory.
     memory_limit_mib: int | None
+    #: The memory of its GPU.
     memory_total_mib: int | None
+    #: Its budget of SM threads.
     thread_percentage: float
     budget_enforced: bool
+    #: The domain that serves it; empty if it is not shared through MPS. Then nothing enforces its budget.
     domain: str
     priority: str = NORMAL
+    #: How much of the GPU's memory is kept free in addition to the limit, for MPS' own use.
     reserve_mib: int = 0
     sharing: str = MPS
 
@@ -187,38 +202,38 @@ class Slice(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """A GPU whose memory is leased in units; every client is a device.
-
-    `memory_mib`, a multiple of the unit, is the most that a single client can get. Each client takes
-    `reserve_mib` in addition to its units, and all together take at most `memory_total_mib`; MPS allows
-    `clients` of them. Threads are proportional to memory, times `thread_overcommit`; None does not limit
-    them. If `thread_percentage` is not 0, each client has that or what its request names instead, and all
-    together have at most 100 times `thread_overcommit`.
-    """
+    """A GPU whose memory is leased in units; every client is a device."""
 
     gpu_uuid: str
     domain: str
     unit_mib: int
+    #: The most that a single client can get, a multiple of the unit.
     memory_mib: int
+    #: The most that all clients together take.
     memory_total_mib: int
+    #: What each client takes in addition to its units.
     reserve_mib: int
+    #: How many clients MPS allows.
     clients: int
+    #: Threads are proportional to memory, times this; None does not limit them.
     thread_overcommit: float | None = 1.0
+    #: If it is not 0, each client has this percentage or what its request names instead, and all together
+    #: have at most 100 times `thread_overcommit`.
     thread_percentage: int = 0
 
 
 class PlannedGpu(NamedTuple):
-    """A GPU that is divided into equal devices, into `slices`, or into amounts from a `pool`.
-
-    `memory_limit_mib` and `thread_percentage` are the most that one client gets; the limit is None if the
-    control daemon serves the GPU but the plan does not, so that the GPU is left alone. `slices` has an item
-    for each slot if the devices differ from that; a pool has no devices until they are leased.
-    """
+    """A GPU that is divided into equal devices, into `slices`, or into amounts from a `pool`."""
 
     uuid: str
+    #: The most that one client gets; None if the control daemon serves the GPU but the plan does not, so that
+    #: the GPU is left alone.
     memory_limit_mib: int | None = None
+    #: The number of devices; a pool has none until they are leased.
     device_count: int = 0
+    #: The most that one client gets of the SM threads.
     thread_percentage: float = 0.0
+    #: The budget of each slot if the devices differ from the most that one client gets.
     slices: tuple[Slice, ...] = ()
     pool: Pool | None = None
 
@@ -236,13 +251,11 @@ class PlannedGpu(NamedTuple):
 
 
 class DirectGpu(NamedTuple):
-    """A GPU whose equal devices need no control daemon, because it is not shared through MPS.
-
-    Nothing enforces `memory_limit_mib`, the budget of each device, except on a MIG instance that is one; None
-    if it is unknown.
-    """
+    """A GPU whose equal devices need no control daemon, because it is not shared through MPS."""
 
     uuid: str
+    #: The budget of each device, which nothing enforces, except on a MIG instance that is one device; None if
+    #: it is unknown.
     memory_limit_mib: int | None
     device_count: int
     sharing: str = TIME_SLICING
@@ -250,17 +263,17 @@ class DirectGpu(NamedTuple):
 
 
 class DomainPlan(NamedTuple):
-    """A control daemon: its GPUs in CUDA's order, and the default limits of its clients.
-
-    Only the group `pipe_group` may enter the pipe directory; if it is empty, every user may.
-    """
+    """A control daemon with the default limits of its clients."""
 
     name: str
     pipe_directory: str
     log_directory: str
+    #: In CUDA's order, which is that of the control daemon's numbers.
     gpus: tuple[PlannedGpu, ...]
     thread_percentage: float
+    #: Whether it serves all users at once.
     multiuser: bool = False
+    #: The only group that may enter the pipe directory; if it is empty, every user may.
     pipe_group: str = ""
 
     @property
@@ -274,7 +287,10 @@ class DomainPlan(NamedTuple):
 
     def memory_limit_of(self, gpu_uuid: str) -> int | None:
         """Return the limit of one client in MiB; None if the GPU is not served, for example lost."""
-        return next((gpu.memory_limit_mib for gpu in self.gpus if gpu.uuid == gpu_uuid), None)
+        for gpu in self.gpus:
+            if gpu.uuid == gpu_uuid:
+                return gpu.memory_limit_mib
+        return None
 
     def for_gpus(self, gpu_uuids: Iterable[str]) -> DomainPlan:
         """Return the plan for these GPUs, in this order; GPUs that it does not divide have no limit."""
@@ -285,56 +301,63 @@ class DomainPlan(NamedTuple):
         """Whether the control daemon of `other` can serve this plan: they differ in limits at most."""
         return self._of_its_process() == other._of_its_process()
 
-    def _of_its_process(self) -> tuple[object, ...]:
-        """Return what cannot change while the control daemon runs."""
-        places = (self.name, self.pipe_directory, self.log_directory, self.pipe_group)
-        return (*places, self.gpu_uuids, self.multiuser)
+    def _of_its_process(self) -> DomainPlan:
+        """Return the plan without what can change while the control daemon runs."""
+        return self._replace(gpus=tuple(map(PlannedGpu, self.gpu_uuids)), thread_percentage=0.0)
 
 
 class MissingGpu(NamedTuple):
-    """An entry whose GPU is not there: its path, where it is written (`FILE:LINE`), and the reason.
-
-    `reserved_for` is what the entry reserves the GPU for, empty if nothing.
-    """
+    """An entry whose GPU is not there."""
 
     path: str
+    #: Where it is written: `FILE:LINE`.
     place: str
     reason: Reason
+    #: What the entry reserves the GPU for; empty if nothing.
     reserved_for: str = ""
 
 
 class Plan(NamedTuple):
-    """The plan for the host. `unavailable` has reasons by PCI address, the other mappings are by GPU UUID.
+    """The plan for the host, which `planning.plan.make_plan` computes."""
 
-    `parked` has the GPUs that served before and cannot now, divided as they will be when they can again:
-    their devices are listed, but no control daemon is started for them. `direct` has the GPUs that are shared
-    without MPS, lost ones included: no control daemon serves them. `sharing` has the way of sharing of each
-    divided GPU, by PCI address, unusable ones included. `pending` has the GPUs whose devices are still shared
-    as before, and what the new way of sharing waits for. `kept_modes` has the PCI addresses of the GPUs whose
-    compute mode is kept as configured, and `memory_mib` the configured memory of GPUs, by PCI address.
-    `missing` has the entries whose GPUs are unknown, and `meant` what all entries mean, by `GpuPath.name`.
-    `warnings` say what works otherwise than configured, such as an entry whose path leads to another GPU
-    than before.
-    """
-
+    #: The UUID from which the ids of devices are derived, together with their GPUs.
     host_id: str
+    #: The control daemons to run, in the order of their first GPUs.
     domains: tuple[DomainPlan, ...] = ()
+    #: The compute mode that each whole GPU should have, by UUID; GPUs that are left alone are missing.
     compute_modes: Mapping[str, str] = {}
+    #: All devices, in the order of their GPUs and slots; those of pools are added when they are leased.
     devices: tuple[Device, ...] = ()
+    #: Why GPUs that entries divide cannot be used now, by PCI address.
     unavailable: Mapping[str, Reason] = {}
+    #: The GPUs whose memory is leased in units.
     pools: tuple[Pool, ...] = ()
+    #: The GPUs that served before and cannot now, divided as they will be when they can again: their devices
+    #: are listed, but no control daemon is started for them.
     parked: tuple[DomainPlan, ...] = ()
+    #: What GPUs and MIG instances are reserved for, by UUID.
     reserved: Mapping[str, str] = {}
+    #: What happens to a job that exceeds its budget, by GPU UUID.
     over_budget: Mapping[str, str] = {}
+    #: The GPUs that are shared without MPS, lost ones included: no control daemon serves them.
     direct: tuple[DirectGpu, ...] = ()
+    #: The way of sharing of each divided GPU, by PCI address, unusable ones included.
     sharing: Mapping[str, str] = {}
+    #: The GPUs (UUIDs) whose devices are still shared as before, and what the new way of sharing waits for.
     pending: Mapping[str, Reason] = {}
+    #: The MIG mode and instances that GPUs should have.
     layouts: tuple[MigLayout, ...] = ()
+    #: The time slices to set, by GPU UUID.
     time_slices: Mapping[str, str] = {}
+    #: The PCI addresses of the GPUs whose compute mode is kept, as configured.
     kept_modes: frozenset[str] = frozenset()
+    #: The configured memory of GPUs, by PCI address.
     memory_mib: Mapping[str, int] = {}
+    #: The entries whose GPUs are unknown.
     missing: tuple[MissingGpu, ...] = ()
+    #: What all entries mean, by `GpuPath.name`.
     meant: Mapping[str, MeantGpu] = {}
+    #: What works otherwise than configured, such as an entry whose path leads to another GPU than before.
     warnings: tuple[Reason, ...] = ()
 
     def divides(self, gpu: Gpu) -> bool:
@@ -346,7 +369,9 @@ class Plan(NamedTuple):
     @property
     def offered(self) -> frozenset[str]:
         """The UUIDs of the GPUs whose devices can be leased."""
-        return frozenset([one.gpu_uuid for one in self.devices] + [one.gpu_uuid for one in self.pools])
+        uuids = {device.gpu_uuid for device in self.devices}
+        uuids.update(pool.gpu_uuid for pool in self.pools)
+        return frozenset(uuids)
 
     def has_layout(self, gpu: Gpu) -> bool:
         """Whether there is a MIG layout for this GPU, or for the GPU of this instance."""
@@ -354,9 +379,11 @@ class Plan(NamedTuple):
 
     @property
     def gpu_uuids(self) -> frozenset[str]:
-        """Those of all divided GPUs that are usable, or were."""
-        served = {uuid for domain in (*self.domains, *self.parked) for uuid in domain.gpu_uuids}
-        return frozenset(served | {gpu.uuid for gpu in self.direct})
+        """The UUIDs of all divided GPUs that are usable, or were."""
+        uuids = {gpu.uuid for gpu in self.direct}
+        for domain in (*self.domains, *self.parked):
+            uuids.update(domain.gpu_uuids)
+        return frozenset(uuids)
 
 
 class DomainStatus(NamedTuple):
@@ -379,48 +406,48 @@ class DomainStatus(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A change: what, why, and the consequence for devices and jobs.
-
-    `subject` names what changed, for example a GPU's address. Warnings and errors have a reason code.
-    """
+    """A change: what, why, and the consequence for devices and jobs."""
 
     severity: str
     kind: str
+    #: What changed, for example a GPU's address.
     subject: str
     what: str
     cause: str = ""
     consequence: str = ""
+    #: The reason code of a warning or an error.
     code: str = ""
 
 
 class Owner(NamedTuple):
-    """The owner of a lease: a user, or the `unit` of a job, because all job units run as one user."""
+    """The owner of a lease: a user, or the unit of a job, because all job units run as one user."""
 
     uid: int
+    #: The systemd unit of the job; empty for a user's own leases.
     unit: str = ""
 
 
 class Holder(NamedTuple):
-    """The holder of a lease, and what ends it.
+    """The holder of a lease, and what ends it."""
 
-    `binding` is `process` (the lease ends with `pid`, which `started`, in clock ticks since boot, makes
-    unique), `container` (the same, with the container's first process; there is no `pid` before it starts),
-    `connection` (ends with the connection to the daemon; after a restart of the daemon, as `process`) or
-    `name` (ends `ttl_s` after the last renewal, or when released if that is 0). `unit` is the job's unit that
-    it was taken for, and `command` the command line that the process will execute; both may be empty.
-    `job_uid` is the user whose processes use the devices, if root has said so. `is_attested`: root, not the
-    owner, has named `pid` as the container's first process.
-    """
-
+    #: `process`: the lease ends with the process. `container`: the same, with the container's first process.
+    #: `connection`: it ends with the connection to the daemon; after a restart of the daemon, as `process`.
+    #: `name`: it ends `ttl_s` after the last renewal, or when it is released if that is 0.
     binding: str
     uid: int
+    #: None for a container that has not started yet, and for most leases by name.
     pid: int | None = None
+    #: When the process started, in clock ticks since boot, which makes its PID unique.
     started: int | None = None
     name: str = ""
     ttl_s: float = 0.0
+    #: The job's unit that it was taken for; empty if there is none.
     unit: str = ""
+    #: The command line that the process will execute; empty if it is not known.
     command: str = ""
+    #: The user whose processes use the devices, if root has said so.
     job_uid: int | None = None
+    #: Root, not the owner, has named `pid` as the container's first process.
     is_attested: bool = False
 
     @property
@@ -447,29 +474,36 @@ class Holder(NamedTuple):
 class Lease(NamedTuple):
     """Devices that belong to one holder until the lease ends, as they were when it began.
 
-    `since_s` is in s since 1970. `cdi`: container engines can use the lease as a CDI device. `ends_s`
-    (monotonic clock) is the expiry of a lease taken by name, None if it does not expire; `is_extended`: a
-    daemon's start has postponed it. The same name and `request`, or `idempotency_key`, finds this lease.
+    The same request, with the same name or idempotency key, finds this lease.
     """
 
     id: str
     devices: tuple[Device, ...]
     holder: Holder
+    #: In s since 1970.
     since_s: float
+    #: The variables for a process that uses the devices.
     environment: Mapping[str, str] = {}
     idempotency_key: str = ""
+    #: Whether container engines can use the lease as a CDI device.
     cdi: bool = False
+    #: The expiry of a lease taken by name, by the monotonic clock; None if it does not expire.
     ends_s: float | None = None
+    #: A daemon's start has postponed the expiry.
     is_extended: bool = False
+    #: The content of the request (`QueuedRequest.as_text`).
     request: str = ""
 
     @property
     def addresses(self) -> str:
+        """The addresses of its devices, separated by commas."""
         return ", ".join(device.addr for device in self.devices)
 
     @property
     def cdi_name(self) -> str:
-        return (self.holder.binding == "container" and self.holder.name) or self.id
+        """The name of its device in the Container Device Interface."""
+        is_named = self.holder.binding == "container" and self.holder.name
+        return self.holder.name if is_named else self.id
 
 
 #: How much of a lease's id identifies it.
@@ -477,20 +511,22 @@ _LEASE_ID_LENGTH = 8
 
 
 class ServedUser(NamedTuple):
-    """A user (uid) whom a control daemon serves, since when (s since 1970), and because of what.
-
-    That is a lease, or jobs without one on the MPS server with the PID `server`. `is_next`: a client of this
-    user waits, or has waited, for that server to end, which therefore accepts no clients of anybody.
-    """
+    """A user whom a control daemon serves."""
 
     uid: int
+    #: In s since 1970.
     since_s: float
+    #: The lease because of which it serves the user; None if because of jobs without one.
     lease: Lease | None = None
+    #: The PID of the MPS server with these jobs.
     server: int = 0
+    #: A client of this user waits, or has waited, for that server to end, which therefore accepts no clients
+    #: of any user.
     is_next: bool = False
 
     @property
     def because_of(self) -> str:
+        """The lease or the jobs, as texts name them."""
         if self.lease is None:
             return f"jobs on the MPS server (PID {self.server})"
         name = self.lease.holder.name or self.lease.id[:_LEASE_ID_LENGTH]

@@ -18,6 +18,8 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]], retry_s: float = _RETRY_S
 
     Cancelling once is not enough: before Python 3.12, asyncio.wait_for loses a cancellation that coincides
     with its result (github.com/python/cpython/issues/86296).
+
+    retry_s: how long a cancelled task may take to end before it is cancelled again.
     """
     pending = set(tasks)
     while pending:
@@ -28,9 +30,11 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]], retry_s: float = _RETRY_S
 
 
 async def within(timeout_s: float, work: Awaitable[T], error: Exception) -> T:
-    """The result of the work, which is cancelled after the timeout; then raises `error`.
+    """Return the result of the work, which is cancelled after the timeout.
 
-    Unlike asyncio.wait_for, it loses no cancellation that coincides with the result.
+    Unlike asyncio.wait_for, this loses no cancellation that coincides with the result.
+
+    Raises `error` after the timeout, and what the work raises.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -43,7 +47,10 @@ async def within(timeout_s: float, work: Awaitable[T], error: Exception) -> T:
 
 
 async def first_of(*work: Awaitable[object]) -> None:
-    """Run all of them until one ends, then cancel the others; raises what that one raises."""
+    """Run all of them until one ends, then cancel the others.
+
+    Raises what that one raises.
+    """
     tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -17,24 +17,27 @@ _MAX_NAMED = 3
 
 
 class Servers(NamedTuple):
-    """MPS servers of one control daemon, and its GPUs (addresses) if it has several or other ones."""
+    """MPS servers of one control daemon."""
 
     pids: tuple[int, ...]
+    #: The addresses of the control daemon's GPUs if it has several or other ones than the one that is used.
     gpus: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        named = f"GPU{'s' if len(self.gpus) > 1 else ''} {', '.join(self.gpus)}"
-        of = named if len(self.gpus) <= _MAX_NAMED else f"{len(self.gpus)} GPUs"
-        return f"{describe_servers(self.pids)}{f' of {of}' if self.gpus else ''}"
+        text = describe_servers(self.pids)
+        if not self.gpus:
+            return text
+        if len(self.gpus) > _MAX_NAMED:
+            return f"{text} of {len(self.gpus)} GPUs"
+        return f"{text} of GPU{'s' if len(self.gpus) > 1 else ''} {', '.join(self.gpus)}"
 
 
 class Users(NamedTuple):
-    """What uses a GPU, MIG instance or control daemon now; false if nothing does.
+    """What uses a GPU, MIG instance or control daemon now; false if nothing does."""
 
-    `leases` has the descriptions of some leases, and `more_leases` counts the others.
-    """
-
+    #: Descriptions of some leases.
     leases: tuple[str, ...] = ()
+    #: The number of the other leases.
     more_leases: int = 0
     servers: tuple[Servers, ...] = ()
     processes: tuple[int, ...] = ()
@@ -51,9 +54,11 @@ class Users(NamedTuple):
     @property
     def effect(self) -> str:
         """When a change that waits for them takes effect."""
-        pids = [pid for servers in self.servers for pid in servers.pids]
-        number = len(self.leases) + self.more_leases + len(pids) + len(self.processes)
-        return f"once {self} {'have' if number > 1 else 'has'} ended" if self else AT_ONCE
+        if not self:
+            return AT_ONCE
+        number = len(self.leases) + self.more_leases + len(self.processes)
+        number += sum(len(servers.pids) for servers in self.servers)
+        return f"once {self} {'have' if number > 1 else 'has'} ended"
 
 
 NO_USERS = Users()
@@ -61,13 +66,16 @@ NO_USERS = Users()
 
 def all_of(users: Iterable[Users]) -> Users:
     """Return all of them together, each named once."""
-    some = list(users)
-    return Users(
-        tuple(dict.fromkeys(lease for one in some for lease in one.leases)),
-        sum(one.more_leases for one in some),
-        tuple(dict.fromkeys(servers for one in some for servers in one.servers)),
-        tuple(dict.fromkeys(pid for one in some for pid in one.processes)),
-    )
+    leases: dict[str, None] = {}
+    servers: dict[Servers, None] = {}
+    processes: dict[int, None] = {}
+    more_leases = 0
+    for part in users:
+        leases.update(dict.fromkeys(part.leases))
+        servers.update(dict.fromkeys(part.servers))
+        processes.update(dict.fromkeys(part.processes))
+        more_leases += part.more_leases
+    return Users(tuple(leases), more_leases, tuple(servers), tuple(processes))
 
 
 def wait_reason(what: str, users: Users | str, code: str) -> Reason:
@@ -76,15 +84,15 @@ def wait_reason(what: str, users: Users | str, code: str) -> Reason:
 
 
 class LeaseWait(NamedTuple):
-    """Devices of a GPU that wait for the end of leases of a previous division.
+    """Devices of a GPU that wait for the end of leases of a previous division."""
 
-    `pending` has their ids, `total` counts all of the GPU's devices, `leases` has the ids of the leases, and
-    `users` describes them.
-    """
-
+    #: The ids of the devices.
     pending: frozenset[str]
+    #: The number of all devices of the GPU.
     total: int
+    #: The ids of the leases.
     leases: tuple[str, ...]
+    #: The leases as texts describe them.
     users: Users
 
     @property
@@ -93,9 +101,15 @@ class LeaseWait(NamedTuple):
 
 
 def describe_servers(pids: Collection[int], verb: str = "") -> str:
-    """The servers with their PIDs, and the `verb` (has or is) in their number."""
-    verb = {"has": " have", "is": " are"}[verb] if verb and len(pids) > 1 else f" {verb}".rstrip()
-    return f"{_with_pids('MPS server', 'MPS servers', pids)}{verb}"
+    """Return the servers with their PIDs, and the verb in their number.
+
+    verb: `has` or `is`; empty for none.
+    """
+    servers = _with_pids("MPS server", "MPS servers", pids)
+    if not verb:
+        return servers
+    plural = {"has": "have", "is": "are"}[verb]
+    return f"{servers} {plural if len(pids) > 1 else verb}"
 
 
 def _with_pids(name: str, names: str, pids: Collection[int]) -> str:
