@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from yunion_mps.host.proc import command_of, name_of, user_name
+from yunion_mps.host.proc import command_of, process_name, user_name
 from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps.log_file import log_hint
 
@@ -43,8 +43,8 @@ def running(name: str, command: str) -> Iterator[int]:
 @given(FILE_NAMES, HOSTILE)
 def test_a_process_has_its_name_and_its_command_on_one_line(name: str, command: str) -> None:
     with running(name, command) as pid:
-        assert name_of(pid)
-        assert name_of(pid).isprintable()
+        assert process_name(pid)
+        assert process_name(pid).isprintable()
         assert command_of(pid).isprintable()
 
 
@@ -56,7 +56,7 @@ def test_a_readable_command_is_shown_as_it_is(name: str) -> None:
 
 def test_control_characters_are_escaped() -> None:
     with running("\nREADY=1\n", "a\n<2>b\x1b[2J\x9b\u202e") as pid:
-        assert name_of(pid) == "\\nREADY=1\\n"
+        assert process_name(pid) == "\\nREADY=1\\n"
         assert command_of(pid) == "a\\n<2>b\\x1b[2J\\x9b\\u202e 1000"
 
 

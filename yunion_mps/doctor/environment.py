@@ -30,7 +30,7 @@ from yunion_mps.doctor.driver import library_version
 from yunion_mps.enums import FREE, MPS
 from yunion_mps.errors import DriverError, YunionError
 from yunion_mps.host.files import read_text
-from yunion_mps.host.proc import command_of, describe_process, environment_of, name_of, uid_of
+from yunion_mps.host.proc import command_of, describe_process, environment_of, process_name, uid_of
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.processes import DEFAULT_PIPE_DIRECTORY, is_server
 from yunion_mps.planning.environment import DEVICE_VARIABLE
@@ -65,7 +65,7 @@ def of_process(host: Host, pid: int) -> Findings:
         hint = "run this as root, or as the user that the process runs as"
         return [skipped(f"no permission to inspect PID {pid}", hint)]
     subject = Subject(
-        title=f"PID {pid} ({name_of(pid) or command_of(pid)})",
+        title=f"PID {pid} ({process_name(pid) or command_of(pid)})",
         variables=environment_of(pid),
         pid=pid,
         command=_command_of(pid),

@@ -24,7 +24,7 @@ from yunion_mps.doctor.checks import (
 )
 from yunion_mps.enums import MIG, MPS, TERMINATE, TIME_SLICING, UNAVAILABLE
 from yunion_mps.host.files import read_text
-from yunion_mps.host.proc import name_of
+from yunion_mps.host.proc import process_name
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu, Plan
 from yunion_mps.mps.processes import is_server
 from yunion_mps.planning.division import enforces_budgets, max_clients
@@ -232,7 +232,7 @@ def job_budgets(host: Host) -> Findings:
         if processes is None:
             found.append(warning(f"{_gpu_name(gpu)} does not report its processes", _UPDATE_DRIVER))
             continue
-        running = {pid: mib for pid, mib in processes.items() if name_of(pid)}
+        running = {pid: mib for pid, mib in processes.items() if process_name(pid)}
         if processes and not running:
             what = f"the processes on {_gpu_name(gpu)} are not visible here"
             found.append(warning(f"{what}: over_budget: terminate has no effect on them", _SAME_NAMESPACE))

@@ -20,9 +20,11 @@ _USERS = re.compile(r"/user(?:@|\.slice)")
 
 
 class ControlGroup(NamedTuple):
-    """A control group: its hierarchy (controllers or `name=…`; empty for version 2), and its path in that."""
+    """A control group."""
 
+    #: Controllers or `name=…`; empty for version 2.
     hierarchy: str
+    #: Its path in the hierarchy.
     path: str
 
     def contains(self, groups: Iterable[ControlGroup]) -> bool:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from yunion_mps.host.files import UNFINISHED, write_atomically
 
 #: What is copied together: the GPUs' original settings, MIG records and limits in effect; and the leases.
-SETTINGS, LEASES = "settings", "leases"
+SETTINGS = "settings"
+LEASES = "leases"
 #: The table of the leases, and its rows: the text of each lease by its id.
 LEASE_TABLE = "lease"
 
@@ -26,9 +27,10 @@ Tables = Mapping[str, Mapping[str, str]]
 
 
 class Revision(NamedTuple):
-    """How many records had been changed, and in which boot; every change of a record adds one."""
+    """A state of the records."""
 
     boot_id: str
+    #: How many records had been changed; every change of a record adds one.
     number: int
 
     def is_newer_than(self, other: Revision) -> bool:
@@ -88,7 +90,8 @@ class LeaseCopies:
     def read(self) -> Copy | None:
         """Return the copies; None if they are or may be incomplete."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            value, texts = _load(self._file), self.texts()
+            value = _load(self._file)
+            texts = self.texts()
             if len(texts) == value["count"]:
                 self._copied = set(texts)
                 return Copy(_revision_in(value), {LEASE_TABLE: texts})
@@ -122,7 +125,8 @@ class LeaseCopies:
         """Copy leases, and delete copies; return False if others are missing, so all have to be written."""
         if self._copied is None:
             return False
-        copied, self._copied = self._copied, None
+        copied = self._copied
+        self._copied = None  # until all is written
         for lease_id, text in written.items():
             self._write(lease_id, text)
         self._delete(deleted)

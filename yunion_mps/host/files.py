@@ -27,14 +27,17 @@ def write_atomically(
     hidden: bool = False,
     readable_by: int | None = None,
 ) -> FileVersion:
-    """Write the file, readable for all, so that readers never see part of it; raises OSError.
+    """Write the file, readable for all, so that readers never see part of it; return its version.
 
-    With `readable_by`, a group's id, the file is never readable for others than its owner and this group.
+    The directory may belong to another user: links in it are not followed, and the remains of an interrupted
+    write are removed first. The mode does not depend on the umask.
 
-    A failed write leaves nothing behind. Missing directories are created, unless `dir_fd` is given, to which
-    `path` is then relative. The directory may belong to another user: links in it are not followed, and the
-    remains of an interrupted write are removed first. The mode does not depend on the umask. The name of the
-    unfinished file begins with a dot if it is to be `hidden` from programs that read the whole directory.
+    directory_mode: that of missing directories, which are created unless `dir_fd` is given.
+    dir_fd: a descriptor of the directory to which `path` is relative.
+    hidden: whether the name of the unfinished file begins with a dot, for programs that read all others.
+    readable_by: a group's id; the file is never readable for others than its owner and this group.
+
+    Raises OSError; a failed write leaves nothing behind.
     """
     if dir_fd is None:
         os.makedirs(os.path.dirname(path) or ".", mode=directory_mode, exist_ok=True)
@@ -64,6 +67,7 @@ def write_atomically(
 
 
 def version_of(path: str, *, follow_symlinks: bool = True) -> FileVersion | None:
+    """Return the version of a file; None if it is missing or cannot be seen."""
     try:
         return _version(os.stat(path, follow_symlinks=follow_symlinks))
     except OSError:
@@ -75,7 +79,10 @@ def _version(info: os.stat_result) -> FileVersion:
 
 
 def open_regular(path: str) -> BinaryIO:
-    """Open a regular file for reading; raises OSError, also for a FIFO or device, which could block."""
+    """Open a regular file for reading.
+
+    Raises OSError if that is impossible, also for a FIFO or device, which could block.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

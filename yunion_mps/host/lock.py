@@ -18,10 +18,12 @@ _EXEC_TIMEOUT_S = 2.0
 
 
 def take_lock(paths: Paths) -> int:
-    """Take the lock and return the descriptor that holds it; raises HostError naming the other daemon.
+    """Take the lock and return the descriptor that holds it.
 
     If a daemon was killed while it started a program, that child holds the lock until it reaches exec
     (execve(2), FD_CLOEXEC); this function waits for that.
+
+    Raises HostError that names the other daemon if one has the lock, or if its file cannot be used.
     """
     descriptor = _open(paths)
     end_s = time.monotonic() + _EXEC_TIMEOUT_S

@@ -16,7 +16,8 @@ from yunion_mps.text import printable
 #: syslog(3) levels, as sd-daemon(3) reads them at the beginning of a line.
 _LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 #: How often one cause may log its traceback, and how many causes are remembered.
-_INTERVAL_S, _MAX_CAUSES = 60.0, 256
+_INTERVAL_S = 60.0
+_MAX_CAUSES = 256
 
 #: The exception's class, and the file and line of each frame it passed through.
 _Cause = tuple[object, ...]
@@ -26,8 +27,9 @@ class LineFormatter(logging.Formatter):
     """Indents continuation lines, so that quoted text cannot forge a record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        first, *more = map(printable, super().format(record).split("\n"))
-        return "\n".join([first, *(line if line.startswith("  ") else f"  {line}" for line in more)])
+        lines = [printable(line) for line in super().format(record).split("\n")]
+        indented = [line if line.startswith("  ") else f"  {line}" for line in lines[1:]]
+        return "\n".join([lines[0], *indented])
 
 
 class JournalFormatter(LineFormatter):
@@ -59,7 +61,8 @@ class TracebackLimit(logging.Filter):
             self._logged[cause] = logged_s, dropped + 1
             return False
         if dropped:
-            record.msg, record.args = f"{record.getMessage()} ({dropped} more since the last traceback)", ()
+            record.msg = f"{record.getMessage()} ({dropped} more since the last traceback)"
+            record.args = ()
         if len(self._logged) >= _MAX_CAUSES:
             self._logged.clear()
         self._logged[cause] = now_s, 0
@@ -69,7 +72,8 @@ class TracebackLimit(logging.Filter):
 class Failures:
     """The failures of work that is retried: each cause is logged once, and every failed request is counted.
 
-    `cause` is why the last attempt failed, empty if it succeeded.
+    errors: counts failed requests by program.
+    cause: why there has been no attempt yet; later, why the last attempt failed, empty if it succeeded.
     """
 
     def __init__(
@@ -80,7 +84,6 @@ class Failures:
         *,
         level: int = logging.WARNING,
     ) -> None:
-        """`errors` counts failed requests by program; `cause` is why there has been no attempt yet."""
         self._log = log
         self._errors = Counter[str]() if errors is None else errors
         self._level = level
@@ -95,7 +98,7 @@ class Failures:
         self.cause = cause
 
     def clear(self) -> bool:
-        """Record a successful attempt; returns whether the one before had failed."""
+        """Record a successful attempt; return whether the one before had failed."""
         had_failed = bool(self.cause)
         self.cause = ""
         return had_failed
@@ -113,7 +116,9 @@ def set_up_log(level: str, *, plain: bool = False) -> None:
         handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     # Collecting these takes time for every message, and none of our formats uses them.
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging.logThreads = False
+    logging.logProcesses = False
+    logging.logMultiprocessing = False
     atexit.register(_discard_unwritten)
 
 

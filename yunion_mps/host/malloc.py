@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 
 #: mallopt(3): the numbers of glibc's malloc.h.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+_ARENA_MAX = -8
 #: Above what most objects take, and below the pieces that a scrape of thousands of devices is made of.
 _LARGE_BYTES = 64 << 10
 

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import pwd
 import re
 import sys
 import time
@@ -27,11 +28,18 @@ _MAX_ENVIRONMENT = 6 << 20
 _PF_EXITING = 0x4
 _PF_KTHREAD = 0x200000
 #: Positions of fields of stat (proc_pid_stat(5)) after the process's name.
-_STATE, _PARENT, _GROUP, _SESSION, _FLAGS, _THREADS, _STARTED = 0, 1, 2, 3, 6, 17, 19
+_STATE = 0
+_PARENT = 1
+_GROUP = 2
+_SESSION = 3
+_FLAGS = 6
+_THREADS = 17
+_STARTED = 19
 #: The control group of an instance of systemd/yunion-mps-job@.service, or a group below it.
 _JOB_UNIT = re.compile(r"(?:^|/)system\.slice/(?:[^/]+\.slice/)*(yunion-mps-job@[^/]*\.service)(?=/|$)")
 #: Requests to a namespace's descriptor (ioctl_ns(2)): its parent, and the user who made it.
-_NS_GET_PARENT, _NS_GET_OWNER_UID = 0xB702, 0xB704
+_NS_GET_PARENT = 0xB702
+_NS_GET_OWNER_UID = 0xB704
 #: In place of a user who does not exist in our own user namespace.
 _OVERFLOW_UID = 65534
 #: The kernel nests user namespaces no deeper (user_namespaces(7)).
@@ -39,10 +47,13 @@ _MAX_NAMESPACES = 33
 
 
 class Credentials(NamedTuple):
-    """The real, effective, saved and file system ids of a process, and its supplementary groups."""
+    """The users and groups of a process (credentials(7))."""
 
+    #: The real, effective, saved and file system user id.
     uids: tuple[int, ...]
+    #: The same of its group.
     gids: tuple[int, ...]
+    #: Its supplementary groups.
     groups: tuple[int, ...]
 
 
@@ -183,11 +194,19 @@ def is_kernel_thread(pid: int, proc: str = "/proc") -> bool:
 
 def is_in_inner_pid_namespace(pid: int, proc: str = "/proc") -> bool:
     """Whether the process is in a PID namespace below ours, so that the PIDs that it names are not ours."""
-    rows = (line.split() for line in _read(pid, "status", proc=proc).splitlines())
-    return any(len(row) > 2 for row in rows if row[:1] == [b"NSpid:"])
+    return len(_status_row(pid, b"NSpid:", proc)) > 1
+
+
+def _status_row(pid: int, name: bytes, proc: str = "/proc") -> list[bytes]:
+    """Return the words of a line of status (proc(5)), after its name; empty without such a line."""
+    for line in _read(pid, "status", proc=proc).splitlines():
+        if line.startswith(name):
+            return line.split()[1:]
+    return []
 
 
 def parent_of(pid: int, proc: str = "/proc") -> int:
+    """Return the PID of the process's parent; 0 if it is not visible here."""
     fields = _stat_fields(pid, proc)
     return int(fields[1]) if len(fields) > 1 else 0
 
@@ -204,13 +223,15 @@ def dies_of(pid: int, number: int) -> bool:
     blocks it. Other threads show nothing: those of libraries often block all signals, and one that waits
     blocks none.
     """
-    rows = (line.split() for line in _read(pid, "status").splitlines())
-    handled = ([b"SigCgt:"], [b"SigIgn:"], [b"SigBlk:"])
-    masks = [int(row[1], 16) for row in rows if row[:1] in handled]
-    return not any(mask >> (number - 1) & 1 for mask in masks)
+    for line in _read(pid, "status").splitlines():
+        if line.startswith((b"SigCgt:", b"SigIgn:", b"SigBlk:")):
+            mask = int(line.split()[1], 16)
+            if mask >> (number - 1) & 1:
+                return False
+    return True
 
 
-def name_of(pid: int) -> str:
+def process_name(pid: int) -> str:
     """Return the kernel's name of the process, at most 15 characters unescaped; "" also for a zombie."""
     if _has_ended(pid, _stat_fields(pid)):
         return ""
@@ -218,6 +239,7 @@ def name_of(pid: int) -> str:
 
 
 def command_of(pid: int, most: int = 100) -> str:
+    """Return the beginning of the process's command line, quoted as for a shell; at most so many letters."""
     words = _read(pid, "cmdline", 4 * most).decode(errors="replace").rstrip("\0").split("\0")
     return command_line(words).strip()[:most]
 
@@ -231,14 +253,20 @@ def program_of(pid: int) -> str:
 
 
 def program_name(pid: int) -> str:
+    """Return the file name of the process's executable; "" also if access is denied."""
     return program_of(pid).rpartition("/")[2]
 
 
 def credentials_of(pid: int) -> Credentials | None:
-    lines = _read(pid, "status").splitlines()
-    rows = (line.split() for line in lines if line.startswith((b"Uid:", b"Gid:", b"Groups:")))
-    ids = [tuple(map(int, row[1:])) for row in rows]  # the order in which the kernel lists them
-    return Credentials(*ids) if len(ids) == 3 else None
+    """Return the users and groups of the process."""
+    ids: dict[bytes, tuple[int, ...]] = {}
+    for line in _read(pid, "status").splitlines():
+        name, _, numbers = line.partition(b":")
+        if name in (b"Uid", b"Gid", b"Groups"):
+            ids[name] = tuple(map(int, numbers.split()))
+    if len(ids) < 3:
+        return None
+    return Credentials(uids=ids[b"Uid"], gids=ids[b"Gid"], groups=ids[b"Groups"])
 
 
 def uid_of(pid: int) -> int | None:
@@ -282,8 +310,7 @@ def _owners_of_namespaces(pid: int) -> set[int]:
 
 
 def user_name(uid: int) -> str:
-    import pwd
-
+    """Return the user's name, or `uid 1000` if the host does not know the user."""
     try:
         return printable(pwd.getpwuid(uid).pw_name)
     except KeyError:
@@ -293,7 +320,7 @@ def user_name(uid: int) -> str:
 def describe_process(pid: int) -> str:
     """Return for example `PID 4711 (python3, alice)`, without what is no longer known."""
     uid = uid_of(pid)
-    details = [name_of(pid), "" if uid is None else user_name(uid)]
+    details = [process_name(pid), "" if uid is None else user_name(uid)]
     return f"PID {pid} ({', '.join(filter(None, details))})"
 
 
@@ -313,15 +340,21 @@ def children_of(pid: int) -> list[int]:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Return the PIDs of the process's descendants; raises ShortageError."""
-    found = children_of(pid)
-    for child in found:  # which grows meanwhile
-        found += children_of(child)
-    return found
+    """Return the PIDs of the process's descendants.
+
+    Raises ShortageError like `children_of`.
+    """
+    descendants = children_of(pid)
+    for child in descendants:  # which grows meanwhile
+        descendants += children_of(child)
+    return descendants
 
 
 def all_pids() -> list[int]:
-    """Return all PIDs in descending order; raises ShortageError if they cannot be listed."""
+    """Return all PIDs in descending order.
+
+    Raises ShortageError if they cannot be listed.
+    """
     try:
         return sorted(map(int, filter(str.isdigit, os.listdir("/proc"))), reverse=True)
     except OSError as error:
@@ -330,8 +363,12 @@ def all_pids() -> list[int]:
 
 def environment_of(pid: int) -> dict[str, str]:
     """Return the environment the process was started with; empty also if access is denied."""
-    text = _read(pid, "environ").decode(errors="replace")
-    return dict(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
+    environment: dict[str, str] = {}
+    for entry in _read(pid, "environ").decode(errors="replace").split("\0"):
+        name, equals, value = entry.partition("=")
+        if equals:
+            environment[name] = value
+    return environment
 
 
 def variable_of(pid: int, name: str) -> str | None:

@@ -32,7 +32,10 @@ PROGRAM_DIRECTORIES = (
 
 
 def find_program(name: str, hint: str, besides: Sequence[str] = PROGRAM_DIRECTORIES) -> str:
-    """Find the program on PATH or where drivers install it; raises HostError with `hint` if it is missing."""
+    """Return the path of the program on PATH or where drivers install it.
+
+    Raises HostError with the `hint` if it is missing.
+    """
     directories = [part for part in os.environ.get("PATH", "").split(os.pathsep) if part.startswith("/")]
     for directory in (*directories, *besides):
         path = os.path.join(directory, name)
@@ -42,7 +45,10 @@ def find_program(name: str, hint: str, besides: Sequence[str] = PROGRAM_DIRECTOR
 
 
 class Process:
-    """A process held by a pidfd, so that no signal can reach a later process with the same PID."""
+    """A process held by a pidfd (pidfd_open(2)), so that no signal can reach a later one with the same PID.
+
+    child: whether it is ours, so that its exit status can be read.
+    """
 
     def __init__(self, pid: int, *, child: bool) -> None:
         self.pid = pid
@@ -52,9 +58,11 @@ class Process:
 
     @classmethod
     def adopt(cls, pid: int) -> Process | None:
-        """Watch a running process; None if it is gone. Raises ShortageError if it cannot be watched.
+        """Watch a running process; return None if it is gone.
 
         It can be our child: one started by the program that this process executed before the current one.
+
+        Raises ShortageError if it cannot be watched.
         """
         try:
             return cls(pid, child=parent_of(pid) == os.getpid())
@@ -103,6 +111,7 @@ def readable(descriptor: int, timeout_s: float | None = 0.0) -> bool:
 
 
 def describe_exit(status: int) -> str:
+    """Return `exited with status 1` or `was killed by signal 9`, for a status of `Process`."""
     if status == -1000:
         return "ended"
     return f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
@@ -113,16 +122,19 @@ def spawn(
 ) -> Process:
     """Start a program in its own session, with exactly this environment and these descriptors.
 
-    Without `stdin`, it reads /dev/null. In its own session it does not get the terminal's Ctrl-C. Raises
-    HostError if it cannot be started.
+    In its own session it does not get the terminal's Ctrl-C.
+
+    stdin: None lets it read /dev/null.
+
+    Raises HostError if it cannot be started.
     """
-    actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
-        (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)
-        if stdin is None
-        else (os.POSIX_SPAWN_DUP2, stdin, 0),
-        (os.POSIX_SPAWN_DUP2, stdout, 1),
-        (os.POSIX_SPAWN_DUP2, stderr, 2),
-    ]
+    actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = []
+    if stdin is None:
+        actions.append((os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0))
+    else:
+        actions.append((os.POSIX_SPAWN_DUP2, stdin, 0))
+    actions.append((os.POSIX_SPAWN_DUP2, stdout, 1))
+    actions.append((os.POSIX_SPAWN_DUP2, stderr, 2))
     try:
         pid = os.posix_spawn(
             argv[0],
@@ -257,6 +269,7 @@ class Tickable(Protocol):
 
 
 def earliest(times_s: Iterable[float | None]) -> float | None:
+    """Return the first of these times; None if there is none."""
     return min((time_s for time_s in times_s if time_s is not None), default=None)
 
 
@@ -275,10 +288,10 @@ def drive(driven: Tickable, done: Callable[[], bool], wakeup: Wakeup | None = No
         due_s = driven.tick(time.monotonic(), readable)
         if done():
             return
+        watched = {watchable.fileno(): watchable for watchable in driven.watched()}
+        if wakeup:
+            watched[wakeup.fileno()] = wakeup
         poll = select.poll()
-        watched = {
-            watchable.fileno(): watchable for watchable in [*driven.watched(), *([wakeup] if wakeup else [])]
-        }
         for descriptor in watched:
             poll.register(descriptor, select.POLLIN)
         events = poll.poll(None if due_s is None else max(0.0, due_s - time.monotonic()) * 1000)

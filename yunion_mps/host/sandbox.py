@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -31,9 +32,16 @@ SHIPPED = {
 }
 #: The settings that are lists: later lines add to them, and an empty one clears them.
 _LISTS = (
-    *("ReadWritePaths", "ReadOnlyPaths", "InaccessiblePaths", "TemporaryFileSystem"),
-    *("BindPaths", "BindReadOnlyPaths"),
-    *("StateDirectory", "RuntimeDirectory", "LogsDirectory", "CacheDirectory"),
+    "ReadWritePaths",
+    "ReadOnlyPaths",
+    "InaccessiblePaths",
+    "TemporaryFileSystem",
+    "BindPaths",
+    "BindReadOnlyPaths",
+    "StateDirectory",
+    "RuntimeDirectory",
+    "LogsDirectory",
+    "CacheDirectory",
 )
 #: All settings that are read.
 SETTINGS = ("ProtectSystem", "ProtectHome", "PrivateTmp", *_LISTS)
@@ -58,10 +66,12 @@ Settings = Mapping[str, tuple[str, ...]]
 
 
 class Rule(NamedTuple):
-    """What systemd does to a directory and everything below it, and the setting that says so."""
+    """What systemd does to a directory and everything below it."""
 
     path: str
+    #: One of `INACCESSIBLE` to `PRIVATE`.
     mode: int
+    #: The setting that says so: `ProtectHome=read-only`.
     setting: str
 
 
@@ -80,22 +90,24 @@ class Sandbox:
         there. Symlinks in `path` are followed.
         """
         real = self.resolve(path)
-        found: Rule | None = None
+        effective: Rule | None = None
         for rule in self._rules:
             if not _is_below(real, rule.path):
                 continue
             if rule.mode == INACCESSIBLE:
                 return rule
-            is_same = found is not None and found.path == rule.path
-            is_hidden = found is not None and found.mode == PRIVATE and rule.mode != BOUND
+            is_same = effective is not None and effective.path == rule.path
+            is_hidden = effective is not None and effective.mode == PRIVATE and rule.mode != BOUND
             if not is_same and not is_hidden:
-                found = rule
-        return found if found and found.mode in (READ_ONLY, PRIVATE) else None
+                effective = rule
+        return effective if effective and effective.mode in (READ_ONLY, PRIVATE) else None
 
     def resolve(self, path: str) -> str:
         """Return the path without symlinks, below the root; an absolute symlink is the host's own, too."""
         root = self._paths.root
-        resolved, rest, links = root, path.split("/"), 0
+        resolved = root
+        rest = path.split("/")
+        links = 0
         while rest:
             name = rest.pop(0)
             if name == "..":
@@ -109,7 +121,8 @@ class Sandbox:
                 continue
             target = os.readlink(place)
             if target.startswith("/"):
-                target, resolved = self.shown(target), root
+                target = self.shown(target)
+                resolved = root
             rest = [*target.split("/"), *rest]
         return resolved
 
@@ -147,7 +160,9 @@ class Sandbox:
                 yield Rule(self.resolve(f"{parent}/{value.partition(':')[0]}"), BOUND, f"{setting}={value}")
 
     def _protections(self) -> Iterator[Rule]:
-        system, home, tmp = map(self._word, ("ProtectSystem", "ProtectHome", "PrivateTmp"))
+        system = self._word("ProtectSystem")
+        home = self._word("ProtectHome")
+        tmp = self._word("PrivateTmp")
         if system not in _NO:
             protected = _PROTECTED.get(system, ("/usr", "/boot", "/efi"))
             for path in protected:
@@ -164,7 +179,8 @@ class Sandbox:
                 yield Rule(self.resolve(path), PRIVATE, f"PrivateTmp={tmp}")
 
     def _word(self, setting: str) -> str:
-        return next(iter(self._settings.get(setting, ())), "")
+        words = self._settings.get(setting, ())
+        return words[0] if words else ""
 
 
 def _is_below(path: str, directory: str) -> bool:
@@ -177,29 +193,30 @@ def read_sandbox(paths: Paths) -> Sandbox:
         properties = ",".join(("LoadState", *SETTINGS))
         shown = output_of(["systemctl", "show", UNIT, f"--property={properties}"], _TIMEOUT_S)
         if "LoadState=loaded" in shown.splitlines():
-            return Sandbox(parse([shown]))
+            return Sandbox(parse_unit_settings([shown]))
     return Sandbox(_settings_of_files(paths), paths.root)
 
 
 def _settings_of_files(paths: Paths) -> Settings:
     """Read the unit's file and drop-ins; if there is no file, it is taken to be as shipped."""
-    directories = [paths.under(directory) for directory in _UNIT_DIRECTORIES]
-    files = (f"{directory}/{UNIT}" for directory in directories)
-    file = next((file for file in files if os.path.isfile(file)), "")
+    file = ""
     drop_ins: dict[str, str] = {}
-    for directory in directories:
+    for directory in map(paths.under, _UNIT_DIRECTORIES):
+        if not file and os.path.isfile(f"{directory}/{UNIT}"):
+            file = f"{directory}/{UNIT}"
         with contextlib.suppress(OSError):
             for name in os.listdir(f"{directory}/{UNIT}.d"):
                 if name.endswith(".conf"):
                     drop_ins.setdefault(name, f"{directory}/{UNIT}.d/{name}")
     texts = [read_text(drop_ins[name]) for name in sorted(drop_ins)]
-    return parse([read_text(file), *texts]) if file else parse(texts, SHIPPED)
+    return parse_unit_settings([read_text(file), *texts]) if file else parse_unit_settings(texts, SHIPPED)
 
 
-def parse(texts: Iterable[str], before: Settings | None = None) -> Settings:
-    """Return the settings of unit files, or of `systemctl show`, which has the same form."""
-    import shlex  # few starts need it
+def parse_unit_settings(texts: Iterable[str], before: Settings | None = None) -> Settings:
+    """Return the settings of unit files, or of `systemctl show`, which has the same form.
 
+    before: the settings that these add to.
+    """
     settings = dict(before or {})
     for text in texts:
         for line in text.splitlines():

@@ -24,9 +24,14 @@ _SEARCH_S = 0.5
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
 _REQUEST_DUMP = 0x301
-_SHOW_NAME, _SHOW_PEER, _SHOW_PENDING = 1, 4, 8
-_NAME, _PEER, _PENDING = 0, 2, 3
-_ESTABLISHED, _LISTENING = 1, 10
+_SHOW_NAME = 1
+_SHOW_PEER = 4
+_SHOW_PENDING = 8
+_NAME = 0
+_PEER = 2
+_PENDING = 3
+_ESTABLISHED = 1
+_LISTENING = 10
 _HEADER = struct.Struct("=IHHII")
 _QUESTION = struct.Struct("=BBHIIIII")
 _ANSWER = struct.Struct("=BBBBIII")
@@ -35,14 +40,15 @@ _TIMEOUT_S = 0.5
 
 
 class Peer(NamedTuple):
-    """The process at the other end of a socket; its PID is 0 if our PID namespace does not show it."""
+    """The process at the other end of a socket."""
 
+    #: 0 if our PID namespace does not show it.
     pid: int
     uid: int
 
 
 def peer_credentials(connection: socket.socket) -> Peer:
-    """The process at the other end, according to the kernel (SO_PEERCRED, unix(7)); unknown over TCP."""
+    """Return the process at the other end as the kernel knows it (unix(7), SO_PEERCRED); unknown over TCP."""
     if connection.family != socket.AF_UNIX:
         return Peer(0, UNKNOWN_UID)
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -50,7 +56,7 @@ def peer_credentials(connection: socket.socket) -> Peer:
 
 
 def count_open(pid: int, links: Collection[str]) -> int:
-    """Count the process's descriptors that link to any of `links`, as shown in /proc: `socket:[4711]`."""
+    """Return how many of the process's descriptors link to any of `links`, as in /proc: `socket:[4711]`."""
     count = 0
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -60,7 +66,7 @@ def count_open(pid: int, links: Collection[str]) -> int:
 
 
 def socket_holders(inodes: Collection[int], search_s: float = _SEARCH_S) -> dict[int, int]:
-    """The number of these sockets that each process has open, by PID, found in `search_s` of CPU time."""
+    """Return how many of these sockets each process has open, by PID, as found in `search_s` of CPU time."""
     end_s = time.thread_time() + search_s
     links = {f"socket:[{inode}]" for inode in inodes}
     counts = {}
@@ -73,7 +79,7 @@ def socket_holders(inodes: Collection[int], search_s: float = _SEARCH_S) -> dict
 
 
 def connected_inodes(paths: Collection[str]) -> set[int]:
-    """The inodes at the other ends of the connections to the Unix sockets there, accepted or not.
+    """Return the inodes at the other ends of the connections to the Unix sockets there, accepted or not.
 
     Raises OSError if the kernel does not support the query.
     """
@@ -88,24 +94,31 @@ def connected_inodes(paths: Collection[str]) -> set[int]:
 
 
 def _sockets(netlink: socket.socket) -> Iterator[tuple[int, dict[int, bytes]]]:
-    """State and attributes of every Unix socket in this network namespace."""
+    """Yield the state and the attributes of every Unix socket in this network namespace."""
     netlink.settimeout(_TIMEOUT_S)
-    any_inode, requested = 0xFFFFFFFF, _SHOW_NAME | _SHOW_PEER | _SHOW_PENDING
-    question = _QUESTION.pack(
-        socket.AF_UNIX, 0, 0, 1 << _ESTABLISHED | 1 << _LISTENING, 0, requested, any_inode, any_inode
-    )
+    states = 1 << _ESTABLISHED | 1 << _LISTENING
+    requested = _SHOW_NAME | _SHOW_PEER | _SHOW_PENDING
+    any_cookie = 0xFFFFFFFF
+    # struct unix_diag_req: family, protocol, padding, states, inode, what to show, and a cookie of two words.
+    question_fields = (socket.AF_UNIX, 0, 0, states, 0, requested, any_cookie, any_cookie)
+    question = _QUESTION.pack(*question_fields)
     size = _HEADER.size + len(question)
     netlink.send(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _REQUEST_DUMP, 1, 0) + question)
     while True:
         for (_, kind, *_), body in _records(netlink.recv(1 << 16), _HEADER):
             if kind != _SOCK_DIAG_BY_FAMILY:  # the end, or an error
                 return
-            attributes = {name: value for (_, name), value in _records(body[_ANSWER.size :], _ATTRIBUTE)}
+            attributes: dict[int, bytes] = {}
+            for (_, name), value in _records(body[_ANSWER.size :], _ATTRIBUTE):
+                attributes[name] = value
             yield _ANSWER.unpack_from(body)[2], attributes
 
 
 def _records(text: bytes, header: struct.Struct) -> Iterator[tuple[tuple[int, ...], bytes]]:
-    """Header and body of each record; a header begins with the length of both, which is padded to 4 bytes."""
+    """Yield the header and the body of each record.
+
+    A header begins with the length of both, which is padded to 4 bytes (netlink(7)).
+    """
     offset = 0
     while offset + header.size <= len(text):
         fields = header.unpack_from(text, offset)

@@ -47,6 +47,7 @@ class Notifier:
         self._send("STOPPING=1", f"EXTEND_TIMEOUT_USEC={within_us}", f"STATUS={status}")
 
     def alive(self) -> None:
+        """Report a sign of life, which systemd's watchdog expects."""
         self._send("WATCHDOG=1")
 
     def _send(self, *assignments: str) -> None:

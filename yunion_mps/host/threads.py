@@ -46,7 +46,10 @@ def _await_start_of_threads() -> None:
 
 
 def start_thread(work: Callable[[], Any], done: Done) -> None:
-    """Call `work` on a thread, then `done`, which must neither block nor raise; raises ShortageError."""
+    """Call `work` on a thread, then `done`, which must neither block nor raise.
+
+    Raises ShortageError if no thread can be started.
+    """
     try:
         inbox = _idle.pop()
     except IndexError:

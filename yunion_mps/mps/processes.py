@@ -26,8 +26,8 @@ from yunion_mps.host.proc import (
     children_of,
     credentials_of,
     environment_of,
-    name_of,
     parent_of,
+    process_name,
     program_name,
     started_ticks,
 )
@@ -330,7 +330,7 @@ def is_server(pid: int) -> bool:
 
     Every user can give a process the name of one.
     """
-    return name_of(pid) == _NAME and _is_trusted(pid, is_server=True)
+    return process_name(pid) == _NAME and _is_trusted(pid, is_server=True)
 
 
 def running_servers(pids: Iterable[int]) -> tuple[int, ...]:

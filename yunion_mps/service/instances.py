@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from yunion_mps.enums import NOT_SHARED
 from yunion_mps.errors import HostError, YunionError
-from yunion_mps.host.proc import is_exiting, name_of, uid_of, user_name
+from yunion_mps.host.proc import is_exiting, process_name, uid_of, user_name
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.scan import INSTANCE_GONE
 from yunion_mps.models import Device, Lease
@@ -79,5 +79,5 @@ def _describe_use(processes: Mapping[int, int | None]) -> Reason:
     uid = uid_of(running[0])
     user = "an unknown user" if uid is None else user_name(uid)
     use = f"and {len(running) - 1} more use" if running[1:] else "uses"
-    text = f"PID {running[0]} of {user} ({name_of(running[0])}) {use} it without a lease"
+    text = f"PID {running[0]} of {user} ({process_name(running[0])}) {use} it without a lease"
     return Reason(text, PROCESS_WITHOUT_LEASE)

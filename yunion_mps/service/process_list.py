@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.errors import YunionError
-from yunion_mps.host.proc import command_of, name_of, started_s, uid_of, user_name, variable_of
+from yunion_mps.host.proc import command_of, process_name, started_s, uid_of, user_name, variable_of
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.models import DomainPlan, Gpu, Lease, PlannedGpu
 from yunion_mps.mps.clients import BusyServerError, clients_of, server_state, waiting_clients
@@ -214,7 +214,7 @@ def _process_json(pid: int) -> answers.ProcessFields:
         "pid": pid,
         "uid": uid,
         "user": None if uid is None else user_name(uid),
-        "command": command_of(pid, 500) or name_of(pid) or None,
+        "command": command_of(pid, 500) or process_name(pid) or None,
         "started": None if begun_s is None else rfc3339(begun_s),
     }
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.enums import APPLYING, STARTING
 from yunion_mps.errors import ConfigError, HostError, NotConfirmedError, ShortageError, YunionError
-from yunion_mps.host.proc import command_of, is_gone, name_of, started_s, uid_of, user_name
+from yunion_mps.host.proc import command_of, is_gone, process_name, started_s, uid_of, user_name
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.leases.holders import describe_holder
@@ -509,4 +509,4 @@ def _describe_client(pid: int) -> str:
     uid = uid_of(pid)
     if uid is None:
         return f"PID {pid}"
-    return f"PID {pid} of {user_name(uid)} ({command_of(pid) or name_of(pid)})"
+    return f"PID {pid} of {user_name(uid)} ({command_of(pid) or process_name(pid)})"

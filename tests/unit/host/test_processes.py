@@ -18,7 +18,7 @@ from yunion_mps.host.proc import (
     environment_of,
     group_leaders_of,
     is_exiting,
-    name_of,
+    process_name,
     program_of,
     started_s,
     started_ticks,
@@ -184,13 +184,13 @@ def test_a_process_without_its_main_thread_has_not_ended() -> None:
         try:
             assert started_ticks(process.pid) is not None
             assert not is_exiting(process.pid)
-            assert name_of(process.pid)
+            assert process_name(process.pid)
         finally:
             process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert started_ticks(process.pid) is None
         assert is_exiting(process.pid)
-        assert name_of(process.pid) == ""
+        assert process_name(process.pid) == ""
 
 
 def test_the_makers_of_a_process_s_group_and_session_are_known(null: int) -> None:

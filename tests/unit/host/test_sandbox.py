@@ -13,7 +13,7 @@ from yunion_mps.host.sandbox import (
     SHIPPED,
     UNIT,
     Sandbox,
-    parse,
+    parse_unit_settings,
     read_sandbox,
 )
 from yunion_mps.paths import Paths
@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def mode(root: Path, path: str, *lines: str) -> int | None:
-    rule = Sandbox(parse(["\n".join(lines)]), str(root)).rule_for(path)
+    rule = Sandbox(parse_unit_settings(["\n".join(lines)]), str(root)).rule_for(path)
     return rule and rule.mode
 
 
@@ -95,7 +95,7 @@ def test_the_unit_permits_what_systemd_permits(
 
 def test_lists_are_read_as_files_and_systemctl_show_write_them() -> None:
     shown = 'ReadWritePaths="/home/a b" -/home/c +/d\nBindPaths=/srv/x:/home/q:rbind\nLoadState=loaded\n'
-    assert parse([shown]) == {
+    assert parse_unit_settings([shown]) == {
         "ReadWritePaths": ("/home/a b", "-/home/c", "+/d"),
         "BindPaths": ("/srv/x:/home/q:rbind",),
     }
@@ -103,12 +103,14 @@ def test_lists_are_read_as_files_and_systemctl_show_write_them() -> None:
         "ReadWritePaths=/a\nReadWritePaths=/b\nProtectHome=yes\n",
         "ReadWritePaths=\nProtectHome=no\n",
     ]
-    assert parse(drop_ins) == {"ReadWritePaths": (), "ProtectHome": ("no",)}
-    assert parse(["ReadWritePaths=/c"], {"ReadWritePaths": ("/b",)}) == {"ReadWritePaths": ("/b", "/c")}
+    assert parse_unit_settings(drop_ins) == {"ReadWritePaths": (), "ProtectHome": ("no",)}
+    assert parse_unit_settings(["ReadWritePaths=/c"], {"ReadWritePaths": ("/b",)}) == {
+        "ReadWritePaths": ("/b", "/c")
+    }
 
 
 def test_without_an_installed_unit_the_shipped_one_counts() -> None:
-    shipped = parse([(CHECKOUT / "systemd" / UNIT).read_text()])
+    shipped = parse_unit_settings([(CHECKOUT / "systemd" / UNIT).read_text()])
     assert shipped == SHIPPED
     assert SHIPPED.keys() <= set(SETTINGS)
 

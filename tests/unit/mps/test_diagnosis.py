@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from yunion_mps.host import sockets
-from yunion_mps.host.proc import name_of
+from yunion_mps.host.proc import process_name
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps import conversation
 from yunion_mps.mps.conversation import connections, diagnose, front_end_at, occupied_error
@@ -43,7 +43,7 @@ def test_no_process_is_named_if_nothing_is_seen(plan: DomainPlan, control_pid: i
 
 def test_a_process_that_is_connected_and_silent_is_named(bench: Bench, control_pid: int, other: int) -> None:
     assert diagnose(control_pid, bench.plan.pipe_directory) == (
-        f"PID {other} ({name_of(other)}, root) is connected to it but sends nothing, "
+        f"PID {other} ({process_name(other)}, root) is connected to it but sends nothing, "
         "which blocks all other processes"
     )
 
@@ -53,7 +53,7 @@ def test_a_connected_process_that_is_stopped_is_reported_as_stopped(
 ) -> None:
     stop_process(other)
     assert diagnose(control_pid, bench.plan.pipe_directory).startswith(
-        f"PID {other} ({name_of(other)}, root) is connected to it and was stopped"
+        f"PID {other} ({process_name(other)}, root) is connected to it and was stopped"
     )
 
 
