@@ -9,7 +9,7 @@ from inspect import cleandoc
 import click
 from yunion_mps.cli.root import cli
 from yunion_mps.config import KEYS
-from yunion_mps.daemon.options import command
+from yunion_mps.daemon.options import daemon_command
 from yunion_mps.kubernetes import service as kubelet_plugin
 from yunion_mps.kubernetes.options import KEYS as OPTION_KEYS
 from yunion_mps.paths import ROOT_VARIABLE, Paths
@@ -139,7 +139,7 @@ def _add_kept(made: Page, texts: list[str]) -> None:
 
 def daemon_page(date: str) -> str:
     """The source of the page."""
-    told, words = command(), texts("daemon")
+    told, words = daemon_command(), texts("daemon")
     made = _begun(told, date, "run NVIDIA MPS as a service", words["description"])
     for section in ("stop and reload", "signals", "environment"):
         made.section(section)

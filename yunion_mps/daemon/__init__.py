@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import sys
+
+from yunion_mps.daemon.options import parse_options
+from yunion_mps.host.malloc import tune_malloc
 
 #: How long another thread, such as one that formats metrics, may keep the event loop waiting.
 _SWITCH_S = 0.001
 
 
 def main() -> None:
-    """Run the daemon; exits 0 after a clean stop, and with the error's own code otherwise.
-
-    The collector is off until the domains are started: it would run through every import, 2 ms of the start.
-    """
-    gc.disable()
-    from yunion_mps.daemon.options import parse
-
-    options = parse(sys.argv[1:])
-    from yunion_mps.host.malloc import tune_malloc
-
-    tune_malloc()  # before modules are read, which takes large pieces
+    """Run the daemon; exit with 0 after a clean stop, and with the error's own code otherwise."""
+    options = parse_options(sys.argv[1:])
+    tune_malloc()
     sys.setswitchinterval(_SWITCH_S)
-    from yunion_mps.daemon.run import run
+    from yunion_mps.daemon.run import run_daemon  # after malloc is tuned: reading modules takes large pieces
 
-    sys.exit(run(options))
+    sys.exit(run_daemon(options))

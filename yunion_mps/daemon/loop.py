@@ -46,8 +46,8 @@ _CANCEL_RETRY_S = 0.1
 _REQUEST = Exchange("HEAD", GET_HEALTH.encode({})).request
 
 
-def serve(parts: DaemonParts) -> bool:
-    """Run until the domains have stopped, or a re-exec is requested; returns whether it was."""
+def serve_until_stop(parts: DaemonParts) -> bool:
+    """Run until the domains have stopped, or a re-exec is requested; return whether it was."""
 
     async def work() -> bool:
         return await _Loop(parts).run()
@@ -58,7 +58,12 @@ def serve(parts: DaemonParts) -> bool:
 
 class _Loop:
     def __init__(self, parts: DaemonParts) -> None:
-        self._paths, self._listener, self._supervisor, self._queries, self._notifier, self._signals = parts
+        self._paths = parts.paths
+        self._listener = parts.listener
+        self._supervisor = parts.supervisor
+        self._queries = parts.queries
+        self._notifier = parts.notifier
+        self._signals = parts.signals
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[bool] = self._loop.create_future()
         self._background: list[asyncio.Future[None]] = []
@@ -189,7 +194,8 @@ class _Loop:
             return
         ready = {descriptor for descriptor, _ in self._watch.poll(0)}
         readable = {watchable for watchable, descriptor in self._watched.items() if descriptor in ready}
-        due_s = self._due_s = self._supervisor.tick(self._loop.time(), readable)
+        due_s = self._supervisor.tick(self._loop.time(), readable)
+        self._due_s = due_s
         if self._supervisor.fleet.take_poll_request():
             self._poll_now.set()
         if self._supervisor.stopping and self._supervisor.fleet.stopped:
@@ -224,7 +230,7 @@ class _Loop:
         self._followed_version = version
 
     def _overdue_text(self) -> str:
-        """How overdue the next tick is, as text; empty if it is in time."""
+        """Return how overdue the next tick is, as text; empty if it is in time."""
         late_s = 0.0 if self._due_s is None else self._loop.time() - self._due_s
         return f"the supervision loop is {late_s:.0f} s overdue" if late_s > _LATE_S else ""
 
@@ -244,8 +250,12 @@ class _Loop:
 
 
 class Watchdog:
+    """Checks the daemon itself, and notifies systemd's watchdog while it is healthy (sd_notify(3)).
+
+    late: returns how overdue ticks are, as text; empty if they are in time.
+    """
+
     def __init__(self, parts: DaemonParts, server: Server, late: Callable[[], str]) -> None:
-        """`late` returns how overdue ticks are, as text; empty if they are in time."""
         self._path = parts.paths.socket
         self._listener = parts.listener
         self._server = server
@@ -270,7 +280,7 @@ class Watchdog:
                 self._notifier.alive()
 
     async def _socket_error(self) -> str:
-        """Why the daemon's socket does not answer, empty if it does; a removed socket is created again."""
+        """Return why the daemon's socket does not answer, empty if it does; create a removed one again."""
         slow = HostError(f"the daemon's own socket did not answer within {_ANSWER_S:g} s")
         try:
             if not self._listener.is_reachable:

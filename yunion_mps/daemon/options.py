@@ -37,9 +37,13 @@ _ONE_OF = "--check, --restore and --adopt are mutually exclusive: use one of the
 
 
 class Options(NamedTuple):
+    """What the daemon was started for; without `check`, `restore` and `adopt`, it serves."""
+
     check: bool = False
+    #: With `check`: whether it fails if the driver does not work now.
     require_driver: bool = False
     restore: bool = False
+    #: The PID of a control daemon to adopt.
     adopt: int | None = None
     log_level: str = ""
 
@@ -49,14 +53,14 @@ class Options(NamedTuple):
         return self.check or self.restore or self.adopt is not None
 
 
-def parse(arguments: Sequence[str]) -> Options:
-    """The options; exits by itself for --help, --version and wrong usage (status 2)."""
+def parse_options(arguments: Sequence[str]) -> Options:
+    """Return the options; exit for --help, --version and wrong usage (status 2)."""
     if not arguments and _default_level() in LEVELS:
         return Options(log_level=_default_level())
     from yunion_mps.program import print_error, run_command
 
     try:
-        options = run_command(command(), PROGRAM, arguments)
+        options = run_command(daemon_command(), PROGRAM, arguments)
     except YunionError as error:
         sys.exit(print_error(PROGRAM, error))
     return options if isinstance(options, Options) else sys.exit(0)  # --help or --version
@@ -66,8 +70,8 @@ def _default_level() -> str:
     return os.environ.get(_LEVEL_VARIABLE) or "info"
 
 
-def command() -> click.Command:
-    """All options with their help, as a command that returns what was given."""
+def daemon_command() -> click.Command:
+    """Return all options with their help, as a command that returns what was given."""
     import click
 
     from yunion_mps.http.operations import MAX_PID

@@ -40,7 +40,7 @@ class Signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable with a signal; `clear` makes it wait for the next one."""
+        """Return a descriptor that becomes readable with a signal; `clear` makes it wait for the next one."""
         return self._wake
 
     def clear(self) -> None:
@@ -49,8 +49,10 @@ class Signals:
             os.read(self._wake, 4096)
 
     def take_reload(self) -> bool:
-        requested, self._reload = self._reload, False
-        return requested
+        """Return whether a reload was requested since the last call."""
+        is_requested = self._reload
+        self._reload = False
+        return is_requested
 
     def close(self) -> None:
         """Go back to the system's own handling."""
@@ -80,48 +82,70 @@ class DaemonParts(NamedTuple):
 
 
 class ReexecState(NamedTuple):
-    """The descriptors of the listening socket and the lock, and the daemon's first start (s since 1970)."""
+    """What the program hands over to the one that it executes in its place."""
 
+    #: The descriptor of the listening socket.
     listener: int
+    #: The descriptor that holds the lock.
     lock: int
+    #: The daemon's first start, in s since 1970.
     started_s: float
+
+    def set_close_on_exec(self, *, is_set: bool) -> None:
+        """Set whether the descriptors end with this program.
+
+        Raises OSError if one of them is not open.
+        """
+        flag = fcntl.FD_CLOEXEC if is_set else 0
+        fcntl.fcntl(self.listener, fcntl.F_SETFD, flag)
+        fcntl.fcntl(self.lock, fcntl.F_SETFD, flag)
+
+
+#: The members of the state in the environment of earlier versions, which had a list, by position.
+_POSITIONS = ("pid", "listener", "lock", "started_s")
 
 
 def inherited_state() -> ReexecState | None:
-    """The state that the previous program handed over; None if this is not a re-exec."""
+    """Return the state that the previous program handed over; None if this is not a re-exec."""
     text = os.environ.pop(_VARIABLE, "")
     if not text:
         return None
     try:
-        pid, *fields = json.loads(text)
-        if pid != os.getpid():
+        members = json.loads(text)
+        if isinstance(members, list):
+            members = dict(zip(_POSITIONS, members))
+        if members["pid"] != os.getpid():
             return None
-        state = ReexecState(int(fields[0]), int(fields[1]), float(fields[2]))
-        for descriptor in state[:2]:
-            fcntl.fcntl(descriptor, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
-    except (ValueError, TypeError, IndexError, OSError):
+        state = ReexecState(
+            listener=int(members["listener"]),
+            lock=int(members["lock"]),
+            started_s=float(members["started_s"]),
+        )
+        state.set_close_on_exec(is_set=True)
+    except (ValueError, TypeError, LookupError, OSError):
         return None
     reap_inherited_children()
     return state
 
 
-def reexec(state: ReexecState) -> None:
-    """Run the program again in this process; raises OSError, with nothing changed, if that fails."""
-    for descriptor in state[:2]:
-        fcntl.fcntl(descriptor, fcntl.F_SETFD, 0)
+def reexec_program(state: ReexecState) -> None:
+    """Run the program again in this process.
+
+    Raises OSError, with nothing changed, if that fails.
+    """
+    state.set_close_on_exec(is_set=False)
     command = program()
+    environment = {**os.environ, _VARIABLE: json.dumps({"pid": os.getpid(), **state._asdict()})}
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        value = json.dumps([os.getpid(), *state])
-        os.execve(command[0], [*command, *sys.argv[1:]], {**os.environ, _VARIABLE: value})  # noqa: S606 - no shell is the point
+        os.execve(command[0], [*command, *sys.argv[1:]], environment)  # noqa: S606 - no shell is the point
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        for descriptor in state[:2]:
-            fcntl.fcntl(descriptor, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+        state.set_close_on_exec(is_set=True)
 
 
 def program() -> list[str]:
-    """The command of the daemon: the file that was started, or the module if it was run with -m."""
+    """Return the command of the daemon: the file that was started, or the module if it was run with -m."""
     file = os.path.abspath(sys.argv[0])
     if os.access(file, os.X_OK) and not file.endswith(".py"):
         return [file]

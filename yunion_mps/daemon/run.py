@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from yunion_mps import __version__
 from yunion_mps.daemon.options import PROGRAM, Options
-from yunion_mps.daemon.process import DaemonParts, ReexecState, Signals, inherited_state, reexec
+from yunion_mps.daemon.process import DaemonParts, ReexecState, Signals, inherited_state, reexec_program
 from yunion_mps.errors import ShortageError, YunionError
 from yunion_mps.gateway import publish_addresses
 from yunion_mps.host.lock import take_lock
@@ -35,7 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("yunion_mps.daemon")
 
 
-def run(options: Options) -> int:
+def run_daemon(options: Options) -> int:
+    """Do what the options say; return the exit status."""
     set_up_log(options.log_level)
     paths = Paths.from_environment()
     try:
@@ -61,7 +61,7 @@ def run(options: Options) -> int:
 
 
 def _run_offline(paths: Paths, options: Options) -> int:
-    from yunion_mps.service import offline  # few starts need it
+    from yunion_mps.service import offline  # a daemon that serves does not need it in its memory
 
     if options.check:
         return offline.check(paths, requires_driver=options.require_driver)
@@ -82,7 +82,14 @@ def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -
     preflight = run_preflight(paths, creates_directories=True, find_unit_problems=own_unit_problems)
     try:
         preflight = preflight.for_start()
-        daemon = _Daemon(paths, signals, notifier, Supervisor(paths, preflight), lock, state)
+        daemon = _Daemon(
+            paths,
+            signals=signals,
+            notifier=notifier,
+            supervisor=Supervisor(paths, preflight),
+            lock=lock,
+            state=state,
+        )
         listener = daemon.start()
         if listener:
             daemon.serve(listener)
@@ -95,9 +102,16 @@ def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -
 
 
 class _Daemon:
+    """The start, the service and the stop of one daemon.
+
+    lock: the descriptor that holds the lock of the host's only daemon.
+    state: what the program before a re-exec has handed over; None if this is none.
+    """
+
     def __init__(
         self,
         paths: Paths,
+        *,
         signals: Signals,
         notifier: Notifier,
         supervisor: Supervisor,
@@ -129,9 +143,8 @@ class _Daemon:
 
     def _start_domains(self) -> Listener | None:
         """Listen even if no domain is ready, if an adopted control daemon may have jobs to supervise."""
-        gc.freeze()  # imported modules are never freed
-        gc.enable()  # a start may take long
-        supervisor, fleet = self._supervisor, self._supervisor.fleet
+        supervisor = self._supervisor
+        fleet = supervisor.fleet
         supervisor.start(time.monotonic())
         self._serve_requests = _load_event_loop()  # while the control daemons start
         drive(supervisor, lambda: fleet.started or bool(self._signals.stop), self._signals)
@@ -156,17 +169,26 @@ class _Daemon:
 
     def _serve(self, listener: Listener) -> None:
         """Notify READY, because every limit was read back, the socket listens, and all modules are there."""
-        supervisor, notifier = self._supervisor, self._notifier
-        publish_addresses(self._paths, supervisor.config)
+        publish_addresses(self._paths, self._supervisor.config)
         try:
             queries = self._queries()
-            notifier.ready(queries.summary)
+            self._notifier.ready(queries.summary)
             self._announce(queries)
-            parts = DaemonParts(self._paths, listener, supervisor, queries, notifier, self._signals)
+            parts = DaemonParts(
+                paths=self._paths,
+                listener=listener,
+                supervisor=self._supervisor,
+                queries=queries,
+                notifier=self._notifier,
+                signals=self._signals,
+            )
             assert self._serve_requests
             while self._serve_requests(parts):
-                self._reexec(ReexecState(listener.socket.fileno(), self._lock, self._started_s))
-            supervisor.report_late_jobs()
+                state = ReexecState(
+                    listener=listener.socket.fileno(), lock=self._lock, started_s=self._started_s
+                )
+                self._reexec(state)
+            self._supervisor.report_late_jobs()
             self._record("info", "stopped", self._signals.stop)
         except OSError as error:  # the next daemon adopts the control daemons
             raise ShortageError(f"requests cannot be served: {error}") from None
@@ -210,7 +232,7 @@ class _Daemon:
         self._notifier.reloading("re-executing the program")
         self._supervisor.release()
         try:
-            reexec(state)
+            reexec_program(state)
         except OSError as error:
             what = f"cannot re-execute the program: {error}"
             log.error("%s; the running daemon continues", what)
@@ -220,7 +242,15 @@ class _Daemon:
     def _record(
         self, severity: str, what: str, cause: str = "", consequence: str = "", code: str = ""
     ) -> None:
-        event = Event(severity, "daemon", "yunion-mps-daemon", what, cause, consequence, code)
+        event = Event(
+            severity=severity,
+            kind="daemon",
+            subject="yunion-mps-daemon",
+            what=what,
+            cause=cause,
+            consequence=consequence,
+            code=code,
+        )
         self._supervisor.event_log.record(event)
 
 
@@ -233,7 +263,7 @@ def _load_event_loop() -> Callable[[DaemonParts], bool]:
     absent: Any = None  # makes the import fail, which asyncio handles
     sys.modules.setdefault("ssl", absent)
     try:
-        from yunion_mps.daemon.loop import serve
+        from yunion_mps.daemon.loop import serve_until_stop
         from yunion_mps.http import openapi  # noqa: F401 - which is otherwise imported when it is needed
     except OSError as error:
         raise ShortageError(f"the event loop cannot be loaded: {error}") from None
@@ -242,4 +272,4 @@ def _load_event_loop() -> Callable[[DaemonParts], bool]:
     finally:
         if sys.modules["ssl"] is None:
             del sys.modules["ssl"]
-    return serve
+    return serve_until_stop

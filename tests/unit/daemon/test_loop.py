@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection
 
 import pytest
-from yunion_mps.daemon.loop import serve
+from yunion_mps.daemon.loop import serve_until_stop
 from yunion_mps.daemon.process import DaemonParts, Signals
 from yunion_mps.host.processes import Watchable, drive
 from yunion_mps.host.systemd import Notifier
@@ -50,7 +50,7 @@ def test_a_fault_in_a_tick_ends_the_loop_and_no_control_daemon(
         service = Queries(faulty.snapshot, time.time(), os.getpid())
         fault = pytest.raises(ZeroDivisionError, match="a fault of our own")
         with contextlib.closing(Listener(made.paths)) as listener, fault:
-            serve(DaemonParts(made.paths, listener, faulty, service, Notifier(), signals))
+            serve_until_stop(DaemonParts(made.paths, listener, faulty, service, Notifier(), signals))
     finally:
         signals.close()
         gc.unfreeze()

@@ -53,7 +53,14 @@ def _serve(stop: str) -> None:
     signals: Any = types.SimpleNamespace(stop=stop)
     supervisor: Any = Short()
     listener: Any = None
-    daemon = _Daemon(Paths.from_environment(), signals, Notifier(), supervisor, 0, None)
+    daemon = _Daemon(
+        Paths.from_environment(),
+        signals=signals,
+        notifier=Notifier(),
+        supervisor=supervisor,
+        lock=0,
+        state=None,
+    )
     daemon.serve(listener)
 
 
