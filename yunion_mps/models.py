@@ -115,6 +115,16 @@ class Gpu(NamedTuple):
         return physical_gpu(self.pci_address)
 
 
+def gpus_by_uuid(gpus: Iterable[Gpu]) -> dict[str | None, Gpu]:
+    """Return the GPUs by UUID; one that does not report it is at None."""
+    return {gpu.uuid: gpu for gpu in gpus}
+
+
+def gpus_by_address(gpus: Iterable[Gpu]) -> dict[str, Gpu]:
+    """Return the GPUs by PCI address."""
+    return {gpu.pci_address: gpu for gpu in gpus}
+
+
 class Controller(NamedTuple):
     """A display controller of any vendor, as sysfs and udev describe it."""
 

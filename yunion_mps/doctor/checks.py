@@ -221,14 +221,18 @@ class Host:
         Raises SkipError if there are none, and what `plan` raises.
         """
         plan, _ = self.plan()
-        served = self.served_gpus()
+        served = dict(self.served_gpus())
         uuids = plan.gpu_uuids
         addresses = plan.unavailable.keys() | served.keys()
         unread = self.unread_gpus()
-        gpus = [gpu for gpu in self.inventory().gpus if gpu.pci_address not in unread]
-        ours = [gpu for gpu in gpus if gpu.uuid in uuids or gpu.pci_address in addresses]
-        for address in served.keys() - {gpu.pci_address for gpu in gpus}:
-            gone = served[address]
+        ours: list[Gpu] = []
+        for gpu in self.inventory().gpus:
+            if gpu.pci_address in unread:
+                continue
+            served.pop(gpu.pci_address, None)
+            if gpu.uuid in uuids or gpu.pci_address in addresses:
+                ours.append(gpu)
+        for address, gone in served.items():
             reason = Reason(gone["reason"], gone["reason_code"])
             ours.append(Gpu(address, gone["uuid"], gone["name"], reason=reason))
         if not ours:

@@ -82,15 +82,19 @@ def driver(host: Host) -> Findings:
 
 def _describe_versions(version: str, read: Collection[str], *, needs_program: bool) -> str:
     """Say which parts of the driver match, and of which the version is not known."""
-    parts = [part for part in _PARTS if part in read or part != _PROGRAMS or needs_program]
-    matching = list_of(part for part in parts if part in read)
-    unknown = list_of(part for part in parts if part not in read)
+    matching: list[str] = []
+    unknown: list[str] = []
+    for part in _PARTS:
+        if part in read:
+            matching.append(part)
+        elif part != _PROGRAMS or needs_program:
+            unknown.append(part)
     text = f"version {version}"
     if matching:
         is_one = len(read) == 1 and _PROGRAMS not in read
-        text += f"; {matching} {'matches' if is_one else 'match'}"
+        text += f"; {list_of(matching)} {'matches' if is_one else 'match'}"
     if unknown:
-        text += f"; not known: the version of the {unknown}"
+        text += f"; not known: the version of the {list_of(unknown)}"
     return text
 
 
@@ -236,14 +240,16 @@ def _program_version(path: str, what: str) -> Iterator[tuple[str, str, str]]:
 def _libraries(host: Host) -> list[str]:
     """Return the libcuda that programs load here: the first that the loader's rules find."""
     under = host.paths.under
-    named = [part for part in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if part]
-    candidates = [os.path.join(folder, _LIBRARY) for folder in named]
+    candidates: list[str] = []
+    for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep):
+        if folder:
+            candidates.append(os.path.join(folder, _LIBRARY))
     # The loader's cache (ldconfig(8)).
     cached = re.findall(r"(/[^\0]*/libcuda\.so\.1)\0", read_text(under("/etc/ld.so.cache")))
     candidates += cached
     for folder in _LIBRARY_FOLDERS:
         candidates += sorted(glob.glob(under(os.path.join(folder, _LIBRARY))))
-    return [path for path in candidates if os.path.exists(path)][:1]
+    return list(filter(os.path.exists, candidates))[:1]
 
 
 def _is_deleted(pid: int) -> bool:

@@ -258,12 +258,15 @@ def _check_device(host: Host, subject: Subject) -> Iterator[Finding]:
         needs = host.device(name)["client_environment"]
     except YunionError:
         return
-    differ = [key for key, value in needs.items() if subject.variables.get(key) != value]
-    if differ:
-        actual = ", ".join(f"{key}={subject.variables.get(key, '')}" for key in differ)
-        required = ", ".join(f"{key}={needs[key]}" for key in differ)
-        what = f"{DEVICE_VARIABLE} is {name}, but other variables do not match that device: {actual}"
-        yield warning(what, f"set that device's variables: {required}")
+    actual: list[str] = []
+    required: list[str] = []
+    for key, value in needs.items():
+        if subject.variables.get(key) != value:
+            actual.append(f"{key}={subject.variables.get(key, '')}")
+            required.append(f"{key}={value}")
+    if actual:
+        what = f"{DEVICE_VARIABLE} is {name}, but other variables do not match that device"
+        yield warning(f"{what}: {', '.join(actual)}", f"set that device's variables: {', '.join(required)}")
 
 
 def _check_visibility(host: Host, pid: int, domain: DomainPlan | None) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps.doctor.checks import (
@@ -72,7 +72,8 @@ _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 
 @host_check("GPUs", GPU_ERROR)
 def gpus(host: Host) -> Findings:
-    plan, known = host.plan()[0], host.known_gpus()
+    plan = host.plan()[0]
+    known = host.known_gpus()
     split = {layout.gpu_uuid for layout in plan.layouts}
     findings = _missing_entries(plan)
     try:
@@ -96,11 +97,20 @@ def gpus(host: Host) -> Findings:
             if reason.code in _OF_HARDWARE:
                 hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
             findings.append(problem(f"{_gpu_name(gpu)}: {reason}", hint, reason.code))
-    instances = sum(gpu.is_instance for gpu in ours)
-    means = f" ({count(instances, 'MIG instance')})" if instances else ""
     if all(finding.level == SKIPPED for finding in findings):
-        findings.append(ok(f"{len({gpu.physical_address for gpu in ours})} divided{means}, all working"))
+        findings.append(ok(f"{_describe_divided(ours)}, all working"))
     return findings
+
+
+def _describe_divided(gpus: Sequence[Gpu]) -> str:
+    """Return `2 divided (7 MIG instances)`."""
+    addresses: set[str] = set()
+    instances = 0
+    for gpu in gpus:
+        addresses.add(gpu.physical_address)
+        instances += gpu.is_instance
+    text = f"{len(addresses)} divided"
+    return f"{text} ({count(instances, 'MIG instance')})" if instances else text
 
 
 def _reason_of_the_daemon(host: Host, gpu: Gpu) -> Reason:
@@ -226,25 +236,41 @@ def job_budgets(host: Host) -> Findings:
     if not terminating:
         return [ok("over_budget is report on every divided GPU")]
     users = host.users()
-    found = []
+    findings = []
     for gpu in terminating:
-        processes = users.get(gpu.uuid or "")
-        if processes is None:
-            found.append(warning(f"{_gpu_name(gpu)} does not report its processes", _UPDATE_DRIVER))
-            continue
-        running = {pid: mib for pid, mib in processes.items() if process_name(pid)}
-        if processes and not running:
-            what = f"the processes on {_gpu_name(gpu)} are not visible here"
-            found.append(warning(f"{what}: over_budget: terminate has no effect on them", _SAME_NAMESPACE))
-        elif any(mib is None for mib in running.values()):
-            what = f"the driver does not report how much memory the processes on {_gpu_name(gpu)} use"
-            found.append(warning(f"{what}: over_budget: terminate has no effect on them", _UPDATE_DRIVER))
-    instances = sum(gpu.is_instance for gpu in terminating)
-    numbers = {"GPU": len(terminating) - instances, "MIG instance": instances}
-    what = " and ".join(count(number, name) for name, number in numbers.items() if number)
+        finding = _check_processes(gpu, users.get(gpu.uuid or ""))
+        if finding:
+            findings.append(finding)
+    if findings:
+        return findings
     sliced = _time_sliced(host)
     except_for = f", but not on {sliced}" if sliced else ""
-    return found or [ok(f"over_budget is terminate on {what}{except_for}")]
+    return [ok(f"over_budget is terminate on {_describe_number(terminating)}{except_for}")]
+
+
+def _check_processes(gpu: Gpu, memory_mib: Mapping[int, int | None] | None) -> Finding | None:
+    """Return why a job on this GPU cannot be terminated, given the memory of its processes by PID."""
+    if memory_mib is None:
+        return warning(f"{_gpu_name(gpu)} does not report its processes", _UPDATE_DRIVER)
+    running = [mib for pid, mib in memory_mib.items() if process_name(pid)]
+    if memory_mib and not running:
+        what = f"the processes on {_gpu_name(gpu)} are not visible here"
+        return warning(f"{what}: over_budget: terminate has no effect on them", _SAME_NAMESPACE)
+    if None in running:
+        what = f"the driver does not report how much memory the processes on {_gpu_name(gpu)} use"
+        return warning(f"{what}: over_budget: terminate has no effect on them", _UPDATE_DRIVER)
+    return None
+
+
+def _describe_number(gpus: Sequence[Gpu]) -> str:
+    """Return `2 GPUs and 7 MIG instances`."""
+    instances = [gpu for gpu in gpus if gpu.is_instance]
+    parts = []
+    if len(instances) < len(gpus):
+        parts.append(count(len(gpus) - len(instances), "GPU"))
+    if instances:
+        parts.append(count(len(instances), "MIG instance"))
+    return " and ".join(parts)
 
 
 @host_check("compute mode", COMPUTE_MODE_CHANGED)
@@ -254,20 +280,14 @@ def compute_mode(host: Host) -> Findings:
     While leases delay a change of how a GPU is shared, the GPU has the mode of its current way of sharing.
     """
     plan = host.plan()[0]
-    planned, sharing = plan.compute_modes, plan.sharing
     unsupported = _unsupported_modes(host)
     is_served = _is_served(host)
-    ways = {address: gpu["sharing"] for address, gpu in host.known_gpus().items() if gpu["sharing"]}
-    kept = {address for address, way in ways.items() if way != sharing.get(address, MIG)}
-    unavailable = plan.unavailable.items()  # reported by `gpus`
-    kept |= {address for address, reason in unavailable if reason.code == COMPUTE_MODE_EXCLUSIVE}
-    known = host.known_gpus().items()
-    kept |= {address for address, gpu in known if gpu["reason_code"] == COMPUTE_MODE_FIXED}
+    kept = _gpus_without_comparison(host, plan)
     uuids = {gpu.parent or gpu.uuid for gpu in host.our_gpus() if gpu.pci_address not in kept}
     ours = [gpu for gpu in host.inventory().gpus if gpu.uuid in uuids and not gpu.reason]
     findings = [*unsupported.values()]
     for gpu in ours:
-        mode = planned.get(gpu.uuid or "")
+        mode = plan.compute_modes.get(gpu.uuid or "")
         finding = _check_mode(gpu, mode, is_served=is_served)
         if finding and mode and _is_as_the_daemon_wants(host, gpu):
             what = f"{_gpu_name(gpu)} is in compute mode {gpu.compute_mode}; the files require {mode}, but "
@@ -282,21 +302,42 @@ def compute_mode(host: Host) -> Findings:
     return [ok(_describe_modes(ours, plan, is_served=is_served))]
 
 
+def _gpus_without_comparison(host: Host, plan: Plan) -> set[str]:
+    """Return the addresses of the GPUs whose modes are not compared with the plan's."""
+    addresses: set[str] = set()
+    for address, gpu in host.known_gpus().items():
+        way = gpu["sharing"]
+        is_shared_as_before = way and way != plan.sharing.get(address, MIG)
+        if is_shared_as_before or gpu["reason_code"] == COMPUTE_MODE_FIXED:
+            addresses.add(address)
+    for address, reason in plan.unavailable.items():
+        if reason.code == COMPUTE_MODE_EXCLUSIVE:  # reported by `gpus`
+            addresses.add(address)
+    return addresses
+
+
 def _is_as_the_daemon_wants(host: Host, gpu: Gpu) -> bool:
     """Whether the daemon knows the GPU's compute mode and finds nothing wrong with it."""
     known = host.known_gpus().get(gpu.pci_address)
     status = host.known_status()
     if not known or not status or known["compute_mode"] != gpu.compute_mode or known["reason"]:
         return False
-    return not any(one["gpu"] == gpu.address for one in status["problems"])
+    return gpu.address not in [problem["gpu"] for problem in status["problems"]]
 
 
 def _describe_modes(gpus: Sequence[Gpu], plan: Plan, *, is_served: bool) -> str:
     """Describe the modes, all of which are right: those that are set, kept, and not known."""
-    modes = ", ".join(sorted({gpu.compute_mode for gpu in gpus if gpu.compute_mode}))
-    unknown = [gpu.address for gpu in gpus if gpu.compute_mode is None]
-    kept = [gpu.address for gpu in gpus if gpu.pci_address in plan.kept_modes]
-    parts = [modes] if modes else []
+    modes: set[str] = set()
+    unknown: list[str] = []
+    kept: list[str] = []
+    for gpu in gpus:
+        if gpu.compute_mode is None:
+            unknown.append(gpu.address)
+        else:
+            modes.add(gpu.compute_mode)
+        if gpu.pci_address in plan.kept_modes:
+            kept.append(gpu.address)
+    parts = [", ".join(sorted(modes))] if modes else []
     if kept:
         where = "" if len(kept) == len(gpus) else f" on {', '.join(kept)}"
         parts.append(f"left unchanged{where} because cuda_mps_compute_mode is keep")
@@ -346,9 +387,12 @@ def _check_mode(gpu: Gpu, planned: str | None, *, is_served: bool) -> Finding | 
 
 @host_check("client limit", CLIENT_LIMIT)
 def client_limit(host: Host) -> Findings:
-    driver, override = host.inventory().driver, host.config()[0].cuda_mps_max_clients
+    driver = host.inventory().driver
+    override = host.config()[0].cuda_mps_max_clients
     users = host.users()
-    counts = []
+    numbers: list[int] = []
+    limits: list[int] = []
+    is_clear = True
     unknown: list[str] = []
     for gpu in host.mps_gpus():
         if not gpu.uuid or gpu.reason:
@@ -357,8 +401,11 @@ def client_limit(host: Host) -> Findings:
         if gpu.uuid not in users:
             unknown.append(gpu.address)
             continue
-        number = sum(not is_server(pid) for pid in users[gpu.uuid])
-        counts.append((number, limit))
+        clients = [pid for pid in users[gpu.uuid] if not is_server(pid)]
+        number = len(clients)
+        numbers.append(number)
+        limits.append(limit)
+        is_clear = is_clear and number < limit * _WARNING_SHARE
         if number >= limit:
             what = (
                 f"GPU {gpu.address} has {number} clients, and MPS allows {limit}: the next one will be "
@@ -370,22 +417,24 @@ def client_limit(host: Host) -> Findings:
         elif number >= limit * _WARNING_SHARE:
             what = f"GPU {gpu.address} has {number} of the {limit} clients that MPS allows"
             yield warning(what, "list them: yunion-mps who --clients")
-    if not counts and unknown:
+    if not numbers and unknown:
         raise SkipError(f"the driver does not report the processes on {list_of(unknown)}")
-    if not counts:
+    if not numbers:
         raise SkipError("no divided GPU answers")
-    if all(number < limit * _WARNING_SHARE for number, limit in counts):
-        most, limits = max(number for number, _ in counts), [limit for _, limit in counts]
-        what = f"at most {most} of {min(limits)} clients on a GPU"
-        yield ok(what + (f"; not known for {list_of(unknown)}" if unknown else ""))
+    if is_clear:
+        what = f"at most {max(numbers)} of {min(limits)} clients on a GPU"
+        yield ok(f"{what}; not known for {list_of(unknown)}" if unknown else what)
 
 
 def _is_served(host: Host) -> bool:
+    """Whether something serves devices now: a control daemon, or the daemon without MPS."""
     status = host.known_status()
-    if status:
-        direct = any(gpu["sharing"] not in (MPS, None) for gpu in host.served_gpus().values())
-        return direct or any(domain["pid"] for domain in status["domains"])
-    return any(host.control_pid(domain) for domain in host.domains())
+    if status is None:
+        return bool(host.control_pids())
+    for gpu in host.served_gpus().values():
+        if gpu["sharing"] not in (MPS, None):
+            return True
+    return any(domain["pid"] for domain in status["domains"])
 
 
 def _virtual_machines(host: Host, gpu: Gpu) -> str:

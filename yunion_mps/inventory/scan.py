@@ -22,7 +22,16 @@ from yunion_mps.inventory import sysfs
 from yunion_mps.inventory.driver import reason_of
 from yunion_mps.inventory.mig import Mig, instance_gpu
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import Controller, Driver, Gpu, Inventory, MeantGpu, PcieLink
+from yunion_mps.models import (
+    Controller,
+    Driver,
+    Gpu,
+    Inventory,
+    MeantGpu,
+    PcieLink,
+    gpus_by_address,
+    gpus_by_uuid,
+)
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 
@@ -259,8 +268,8 @@ def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
     A GPU whose address now belongs to another one was replaced, and is left out, as is a MIG instance that
     was made again.
     """
-    there = {gpu.pci_address: gpu for gpu in inventory.gpus}
-    uuids = {gpu.uuid for gpu in inventory.gpus}
+    there = gpus_by_address(inventory.gpus)
+    uuids = gpus_by_uuid(inventory.gpus).keys()
     created_again = identities(inventory.gpus)
     nodes = {gpu.render_node for gpu in inventory.gpus}
     gpus = dict(there)
@@ -318,10 +327,12 @@ def not_found(inventory: Inventory) -> frozenset[str]:
 
     They may have come after NVML was initialised, when it fixed its list of GPUs.
     """
-    controllers = inventory.controllers
-    ours = {controller.pci_address for controller in controllers if controller.driver in _NVIDIA_DRIVERS}
     silent = {gpu.pci_address for gpu in inventory.gpus if gpu.nvml_index is None and not gpu.parent}
-    return frozenset(ours & silent)
+    not_found: set[str] = set()
+    for controller in inventory.controllers:
+        if controller.driver in _NVIDIA_DRIVERS and controller.pci_address in silent:
+            not_found.add(controller.pci_address)
+    return frozenset(not_found)
 
 
 def unusable_instances(gpus: Iterable[Gpu]) -> list[Gpu]:
@@ -329,7 +340,7 @@ def unusable_instances(gpus: Iterable[Gpu]) -> list[Gpu]:
 
     One that was served before is left out, because it is among the `gpus`.
     """
-    there = {gpu.pci_address: gpu for gpu in gpus}
+    there = gpus_by_address(gpus)
     unusable: list[Gpu] = []
     for gpu in there.values():
         for instance in gpu.mig_instances:

@@ -15,7 +15,13 @@ from yunion_mps.enums import SPREAD
 from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
 from yunion_mps.leases.ledger import Ledger, group_by_gpu, of_different_gpus
 from yunion_mps.leases.placement import largest_group_across, matching_devices, place, smallest_groups
-from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
+from yunion_mps.leases.request import (
+    Candidate,
+    Candidates,
+    LeaseRequest,
+    PoolCandidate,
+    devices_of_candidates,
+)
 from yunion_mps.models import Device
 from yunion_mps.planning.division import thread_tenths, units_for
 from yunion_mps.reasons import (
@@ -123,7 +129,8 @@ def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
                 _refuse_enforced(request, candidates)
         raise
     matching = matching_devices(request, candidates)
-    by_gpu = group_by_gpu(candidate.device for candidate in matching)
+    possible_devices = devices_of_candidates(matching)
+    by_gpu = group_by_gpu(possible_devices)
     if len(matching) >= len(request.devices) and place(request, by_gpu, candidates):
         return
     if len(matching) < request.number and candidates.waiting_for(request):
@@ -131,7 +138,7 @@ def _refuse_unsuitable(request: LeaseRequest, candidates: Candidates) -> None:
     if not request.allow_unlimited:
         _refuse_enforced(request, candidates)
     number = len(matching)
-    places = _describe_places([candidate.device for candidate in matching], across=request.across)
+    places = _describe_places(possible_devices, across=request.across)
     there = f"{count(number, 'such device')} on {places}" if number else "no such devices"
     hint = "see: yunion-mps list" if candidates.devices else "see why: yunion-mps status"
     if not by_gpu and candidates.usable_pools(request):
@@ -161,8 +168,13 @@ def _describe_places(devices: Sequence[Device], *, across: bool) -> str:
     """
     if across:
         return count(len(of_different_gpus(devices)), "GPU")
-    gpus = {device.gpu_uuid for device in devices if not device.is_on_instance}
-    instances = {device.gpu_uuid for device in devices if device.is_on_instance}
+    gpus: set[str] = set()
+    instances: set[str] = set()
+    for device in devices:
+        if device.is_on_instance:
+            instances.add(device.gpu_uuid)
+        else:
+            gpus.add(device.gpu_uuid)
     parts = []
     if gpus:
         parts.append(count(len(gpus), "GPU"))
@@ -182,7 +194,7 @@ def _hint_for_memory(request: LeaseRequest, candidates: Candidates, pools: Seque
     divide = "divide a GPU by memory_unit or slices: man yunion-mps-host_container_device.yml"
     if request.thread_percentage and not pools and candidates.usable_pools(request):
         return "omit the percentage, or add thread_percentage to the entry of the GPU that has memory_unit"
-    fits = [candidate.device for candidate in candidates.devices if request.matches(candidate.device)]
+    fits = list(filter(request.matches, devices_of_candidates(candidates.devices)))
     if len(fits) >= request.number:
         least = min(fits, key=lambda device: (not device.budget_enforced, device.memory_limit_mib or 0))
         example = f"{least.addr} with {least.memory_limit_mib} MiB"
@@ -196,8 +208,7 @@ def _refuse_uncombinable(request: LeaseRequest, candidates: Candidates) -> None:
     """Raise InfeasibleError if the devices that could satisfy the request can never be combined."""
     groups: Iterable[tuple[Device, ...]] = smallest_groups(request, candidates)
     if request.devices:
-        devices = [candidate.device for candidate in candidates.devices]
-        named = tuple(device for device in devices if request.matches(device))
+        named = tuple(filter(request.matches, devices_of_candidates(candidates.devices)))
         groups = [named] if named else []
     refusal = None
     for group in groups:
@@ -254,7 +265,7 @@ class Allocator:
             free = _flat(by_gpu.values())
             placed = tuple(free) if len(free) == len(matching) else ()
         else:
-            used = self.ledger.used_shares(candidate.device for candidate in candidates.devices)
+            used = self.ledger.used_shares(devices_of_candidates(candidates.devices))
             placed = place(request, by_gpu, candidates, used)
         if placed:
             return placed
@@ -423,7 +434,7 @@ class Allocator:
                 able.add(candidate.device.id)
         used = able.intersection(self.ledger.lease_of)
         pending_parts: list[str] = []
-        for wait in self.ledger.lease_waits([candidate.device for candidate in candidates.devices]).values():
+        for wait in self.ledger.lease_waits(devices_of_candidates(candidates.devices)).values():
             pending = able & wait.pending
             if pending:
                 used -= pending
@@ -500,7 +511,7 @@ def _needs_tenths(request: LeaseRequest, candidate: PoolCandidate) -> int:
 
 
 def _describe_unenforced(request: LeaseRequest, candidates: Candidates) -> str:
-    uuids = {candidate.device.gpu_uuid for candidate in matching_devices(request, candidates)}
+    uuids = set(group_by_gpu(devices_of_candidates(matching_devices(request, candidates))))
     uuids.update(candidate.pool.gpu_uuid for candidate in candidates.usable_pools(request))
     by_cause: dict[str, list[str]] = {}
     for uuid, unenforced in candidates.unenforced.items():

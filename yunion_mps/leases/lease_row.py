@@ -7,7 +7,7 @@ are known.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from yunion_mps.enums import BINDINGS, SHARING
@@ -189,10 +189,14 @@ def _is_valid(name: str, member: Any, types: tuple[type, ...]) -> bool:
     return True
 
 
+def _missing(names: Iterable[str], members: Collection[str]) -> list[str]:
+    return [name for name in names if name not in members]
+
+
 def _unusable_members(members: Mapping[str, Any], holder: Mapping[str, Any]) -> list[str]:
     """Return which members of a lease and its holder are missing, or have a value of a newer version."""
-    problems = [name for name in ("boot", "since_s", "holder", "devices") if name not in members]
-    problems += [name for name in ("binding", "uid") if name not in holder]
+    problems = _missing(("boot", "since_s", "holder", "devices"), members)
+    problems += _missing(("binding", "uid"), holder)
     if holder.get("binding") not in (None, *BINDINGS):
         problems.append(f"binding ({holder['binding']})")
     environment = members.get("environment", {})
@@ -219,9 +223,9 @@ def _read_device(value: Any) -> tuple[Device | None, list[str]]:
     members, problems = _valid_members(value, _DEVICE_TYPES)
     if members.get("sharing", SHARING[0]) not in SHARING:
         problems.append(f"sharing ({members.pop('sharing')})")
-    unknown = [name for name in ("id", "addr", "gpu_uuid") if name not in members]
+    unknown = _missing(("id", "addr", "gpu_uuid"), members)
     problems += unknown
-    problems += [name for name in _UNKNOWN_BUDGET if name not in members]
+    problems += _missing(_UNKNOWN_BUDGET, members)
     if unknown:
         return None, problems
     return Device(**{**_UNKNOWN_BUDGET, **members}), problems

@@ -13,7 +13,7 @@ from yunion_mps.leases.ledger import (
     needs_mib,
     of_different_gpus,
 )
-from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest
+from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, devices_of_candidates
 from yunion_mps.models import Device
 
 
@@ -24,7 +24,7 @@ def smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[t
     """
     if request.number == 1:
         return
-    by_gpu = group_by_gpu(candidate.device for candidate in candidates.suitable(request))
+    by_gpu = group_by_gpu(devices_of_candidates(candidates.suitable(request)))
     if not by_gpu:
         return
     groups = [sorted(devices, key=needs_mib) for devices in by_gpu.values()]
@@ -63,7 +63,7 @@ def largest_group_across(
 
     by_gpu: the free devices of each GPU, at least one.
     """
-    matching = [candidate.device for candidate in matching_devices(request, candidates)]
+    matching = devices_of_candidates(matching_devices(request, candidates))
     kinds: set[tuple[bool, str]] = set()
     for group in groups_across(matching):
         if len(group) >= request.number:
@@ -87,8 +87,8 @@ def place(
     by_gpu: the free devices of each GPU, by UUID.
     used: the share of each physical GPU (address) that is leased, from 0 to 1.
     """
-    need = 1 if request.across else request.number
-    fits = [devices for devices in by_gpu.values() if len(devices) >= need]
+    number_each = 1 if request.across else request.number
+    fits = [devices for devices in by_gpu.values() if len(devices) >= number_each]
     sign = -1 if request.placement == SPREAD else 1
 
     def order(devices: Sequence[Device]) -> tuple[bool, float, int]:

@@ -24,6 +24,7 @@ from yunion_mps.models import (
     Pool,
     ServedUser,
     Snapshot,
+    gpus_by_uuid,
 )
 from yunion_mps.planning.division import enforces_budgets, pool_device, why_unenforced
 from yunion_mps.planning.environment import (
@@ -193,6 +194,10 @@ class Candidate(NamedTuple):
     is_slice: bool = False
 
 
+def devices_of_candidates(candidates: Iterable[Candidate]) -> list[Device]:
+    return [candidate.device for candidate in candidates]
+
+
 class PoolCandidate(NamedTuple):
     """A pool in its current state."""
 
@@ -352,16 +357,20 @@ class Candidates(NamedTuple):
 
         Raises InfeasibleError if one process cannot use these devices, or MPS would ignore a limit.
         """
-        names = {device.domain for device in devices}
-        if "" in names and len(names) > 1:
+        domain_names: set[str] = set()
+        are_on_instances: set[bool] = set()
+        for device in devices:
+            domain_names.add(device.domain)
+            are_on_instances.add(device.is_on_instance)
+        if "" in domain_names and len(domain_names) > 1:
             what = "some of these devices are shared through MPS and some are not; a process can use one kind"
             raise InfeasibleError(what, "request devices that are shared in the same way: yunion-mps list")
-        if len({device.is_on_instance for device in devices}) > 1:
+        if len(are_on_instances) > 1:
             what = "some of these devices are on MIG instances and some are not; a process can use one kind"
             raise InfeasibleError(what, "use a separate lease (or job) and process for each")
-        if len(names) > 1:
+        if len(domain_names) > 1:
             hint = "request devices of one GPU, or serve all GPUs together: cuda_mps_scope: host"
-            if all(device.is_on_instance for device in devices):
+            if are_on_instances == {True}:
                 hint = "request devices of one MIG instance; each has a control daemon of its own"
             what = "these devices have different control daemons; a process can use only one"
             raise InfeasibleError(what, hint)
@@ -380,6 +389,7 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
     plan = snapshot.plan
     gpus = snapshot.inventory.gpus
     why = {uuid: reason or plan.pending.get(uuid, NO_REASON) for uuid, reason in reasons.items()}
+    devices: list[Candidate] = []
     sliced: set[str] = set()
     domains = {domain.name: domain for domain in (*plan.parked, *plan.domains)}
     failing_users: dict[str, Mapping[int, Reason]] = {}
@@ -388,10 +398,10 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
         sliced.update(gpu.uuid for gpu in status.plan.gpus if gpu.is_sliced)
         if status.failing_users:
             failing_users[status.plan.name] = status.failing_users
+    for device in plan.devices:
+        devices.append(Candidate(device, why[device.gpu_uuid], device.gpu_uuid in sliced))
     return Candidates(
-        devices=[
-            Candidate(device, why[device.gpu_uuid], device.gpu_uuid in sliced) for device in plan.devices
-        ],
+        devices=devices,
         pools=_pool_candidates(plan, gpus, why),
         unenforced=_unenforced_gpus(plan, gpus),
         domains=domains,
@@ -403,12 +413,13 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
 
 
 def _pool_candidates(plan: Plan, gpus: Sequence[Gpu], why: Mapping[str, Reason]) -> list[PoolCandidate]:
-    addresses = {gpu.uuid: gpu.address for gpu in gpus}
+    by_uuid = gpus_by_uuid(gpus)
     candidates: list[PoolCandidate] = []
     for pool in plan.pools:
-        if pool.gpu_uuid in addresses:
+        gpu = by_uuid.get(pool.gpu_uuid)
+        if gpu:
             make = partial(pool_device, plan.host_id, pool, gpus=gpus)
-            candidates.append(PoolCandidate(pool, addresses[pool.gpu_uuid], make, why[pool.gpu_uuid]))
+            candidates.append(PoolCandidate(pool, gpu.address, make, why[pool.gpu_uuid]))
     return candidates
 
 
@@ -487,10 +498,13 @@ def find_lease(name: str, leases: Mapping[str, Lease], caller: Owner) -> Lease:
     """
     if name in leases:
         return leases[name]
-    named = [lease for lease in leases.values() if lease.holder.name == name]
+    named: list[Lease] = []
     prefixed: list[Lease] = []
-    if len(name) >= _SHORTEST_PREFIX:
-        prefixed = [lease for lease in leases.values() if lease.id.startswith(name)]
+    for lease in leases.values():
+        if lease.holder.name == name:
+            named.append(lease)
+        if len(name) >= _SHORTEST_PREFIX and lease.id.startswith(name):
+            prefixed.append(lease)
     matches = _owned_by(caller, named) or _owned_by(caller, prefixed) or prefixed
     if not matches:
         hint = "list the leases: yunion-mps lease list"

@@ -27,6 +27,7 @@ from yunion_mps.models import (
     PlannedGpu,
     Pool,
     Slice,
+    gpus_by_uuid,
 )
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.settings import Config, DeviceEntry, Mistake, SliceEntry
@@ -257,8 +258,8 @@ def _gpu_name(gpu: Gpu) -> str:
 
 def pools_of(domain: DomainPlan, gpus: Iterable[Gpu]) -> list[Pool]:
     """Return the pools of the domain whose GPU is among `gpus`."""
-    uuids = {gpu.uuid for gpu in gpus}
-    return [gpu.pool for gpu in domain.gpus if gpu.pool and gpu.uuid in uuids]
+    by_uuid = gpus_by_uuid(gpus)
+    return [gpu.pool for gpu in domain.gpus if gpu.pool and gpu.uuid in by_uuid]
 
 
 def units_for(pool: Pool, memory_mib: int) -> int:
@@ -297,8 +298,7 @@ def pool_device(host_id: str, pool: Pool, units: int, slot: int, gpus: Iterable[
     memory_mib = units * pool.unit_mib
     if not 0 < memory_mib <= pool.memory_mib:
         raise ValueError(f"{units} units of {pool.unit_mib} MiB out of a pool of {pool.memory_mib} MiB")
-    by_uuid = {gpu.uuid: gpu for gpu in gpus}
-    gpu = by_uuid.get(pool.gpu_uuid)
+    gpu = gpus_by_uuid(gpus).get(pool.gpu_uuid)
     if gpu is None:
         raise NotFoundError(f"GPU {pool.gpu_uuid} is no longer present", "list the GPUs: yunion-mps gpus")
     percentage = pool_percentage(

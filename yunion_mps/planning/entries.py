@@ -16,7 +16,7 @@ from yunion_mps.enums import TIME_SLICING
 from yunion_mps.errors import Problem
 from yunion_mps.gpu_path import ADDRESS, RENDER_NODE, UUID, GpuPath, parse_gpu_path
 from yunion_mps.mig import DISABLED
-from yunion_mps.models import Gpu, Inventory, MeantGpu, MissingGpu
+from yunion_mps.models import Gpu, Inventory, MeantGpu, MissingGpu, gpus_by_address, gpus_by_uuid
 from yunion_mps.planning.division import (
     enforces_budgets,
     max_clients,
@@ -77,12 +77,14 @@ def confirm_replacements(meant: Mapping[str, MeantGpu], inventory: Inventory) ->
 
     A render node then means the card that is in the slot of the former one.
     """
-    uuids = {gpu.uuid for gpu in inventory.gpus}
+    uuids = gpus_by_uuid(inventory.gpus).keys()
     meant_uuids = {gpu.uuid for gpu in meant.values()}
-    present = {gpu.pci_address: gpu for gpu in inventory.gpus if gpu.uuid}
+    by_address = gpus_by_address(inventory.gpus)
     confirmed = {}
     for key, gpu in meant.items():
-        successor = present.get(gpu.pci_address)
+        successor = by_address.get(gpu.pci_address)
+        if successor and not successor.uuid:
+            successor = None
         is_gone = gpu.uuid not in uuids
         if gpu == UNKNOWN_GPU:  # the path decides, as for a new entry
             continue
@@ -106,7 +108,7 @@ class _Resolver:
         self._inventory = inventory
         self._gpus = [gpu for gpu in inventory.gpus if not gpu.parent]
         self._by_uuid = {gpu.uuid.lower(): gpu for gpu in self._gpus if gpu.uuid}
-        self._by_address = {gpu.pci_address: gpu for gpu in self._gpus}
+        self._by_address = gpus_by_address(self._gpus)
         self._entries: dict[str, DeviceEntry] = {}
         self._missing: list[tuple[DeviceEntry, Reason]] = []
         self._meant: dict[str, MeantGpu] = {}

@@ -67,14 +67,9 @@ def _mps_variables(devices: Sequence[Device], domain: DomainPlan | None) -> dict
     }
     if domain is None:
         return environment
-    memory_mib: dict[str, int] = {}
-    percentage: dict[str, float] = {}
-    for device in devices:
-        gpu = device.gpu_uuid
-        memory_mib[gpu] = memory_mib.get(gpu, 0) + limit_mib(device)
-        percentage[gpu] = min(100.0, round(percentage.get(gpu, 0.0) + device.thread_percentage, 1))
+    memory_mib, percentages = _sums(devices)
     environment |= {
-        _THREADS_VARIABLE: decimal(min(percentage.values())),
+        _THREADS_VARIABLE: decimal(min(percentages.values())),
         _MEMORY_LIMIT_VARIABLE: _memory_limits(memory_mib.values()),
         "CUDA_MPS_PIPE_DIRECTORY": domain.pipe_directory,
     }
@@ -115,9 +110,7 @@ def whole_environment(devices: Sequence[Device], domain: DomainPlan | None) -> d
     """Return the environment of a process that has all devices, with the domain's limit for each GPU."""
     if domain is None:
         return client_environment(devices, domain)
-    sums_mib = Counter[str]()
-    for device in devices:
-        sums_mib[device.gpu_uuid] += limit_mib(device)
+    sums_mib, _ = _sums(devices)
     limits_mib = [domain.memory_limit_of(uuid) or sum_mib for uuid, sum_mib in sums_mib.items()]
     return {
         **client_environment(devices, domain),
@@ -133,21 +126,30 @@ def why_not_honoured(devices: Sequence[Device], domain: DomainPlan | None) -> st
     """
     if domain is None:
         return ""
-    for uuid in dict.fromkeys(device.gpu_uuid for device in devices):
-        own = [device for device in devices if device.gpu_uuid == uuid]
-        requested_mib = sum(limit_mib(device) for device in own)
+    memory_mib, percentages = _sums(devices)
+    addresses = {device.gpu_uuid: device.gpu_address for device in devices}
+    for uuid, requested_mib in memory_mib.items():
+        gpu = f"GPU {addresses[uuid]}"
         most_mib = domain.memory_limit_of(uuid)
         if most_mib is not None and requested_mib > most_mib:
             return (
-                f"the control daemon limits each process to {most_mib} MiB of GPU "
-                f"{own[0].gpu_address}, not {requested_mib} MiB"
+                f"the control daemon limits each process to {most_mib} MiB of {gpu}, not {requested_mib} MiB"
             )
-        requested = min(100.0, sum(device.thread_percentage for device in own))
-        if round(requested, 1) > domain.thread_percentage:
-            most = decimal(domain.thread_percentage)
-            instead = f"{most} % of the threads of GPU {own[0].gpu_address}, not {decimal(requested)} %"
-            return f"the control daemon limits each process to {instead}"
+        if percentages[uuid] > domain.thread_percentage:
+            most = f"{decimal(domain.thread_percentage)} % of the threads of {gpu}"
+            return f"the control daemon limits each process to {most}, not {decimal(percentages[uuid])} %"
     return ""
+
+
+def _sums(devices: Iterable[Device]) -> tuple[dict[str, int], dict[str, float]]:
+    """Return the memory in MiB and the percentage of SM threads of the devices of each GPU, by UUID."""
+    memory_mib: dict[str, int] = {}
+    percentages: dict[str, float] = {}
+    for device in devices:
+        uuid = device.gpu_uuid
+        memory_mib[uuid] = memory_mib.get(uuid, 0) + limit_mib(device)
+        percentages[uuid] = min(100.0, round(percentages.get(uuid, 0.0) + device.thread_percentage, 1))
+    return memory_mib, percentages
 
 
 def require_one_budget(

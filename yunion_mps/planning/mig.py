@@ -132,9 +132,12 @@ def describe_result(after: Plan, gpu: Gpu) -> str:
     text = describe_layout(after, gpu)
     if not text:
         return ""
-    instances = sum(len(layout.profiles) for layout in after.layouts if layout.gpu_uuid == gpu.uuid)
-    devices = sum(is_part(device.addr, gpu.address) for device in after.devices)
-    return text if devices == instances else f"{text}, {count(devices, 'device')}"
+    instances = 0
+    for layout in after.layouts:
+        if layout.gpu_uuid == gpu.uuid:
+            instances += len(layout.profiles)
+    devices = [device for device in after.devices if is_part(device.addr, gpu.address)]
+    return text if len(devices) == instances else f"{text}, {count(len(devices), 'device')}"
 
 
 def change(
@@ -156,19 +159,27 @@ def change(
     useful = [instance for instance in existing if instance.id not in useless]
     for keep in _kept(desired, useful, used):
         occupied = {*keep, *stay}
-        rest = _without(desired, keep)
-        places = _place(rest, tuple(occupied))
+        places = _place(_without(desired, keep), tuple(occupied))
         if places is not None:
             return LayoutChange(
                 keep=keep,
-                complete=tuple(instance for instance in keep if not instance.compute_instances),
+                complete=_incomplete(keep),
                 destroy=tuple(instance for instance in existing if instance not in occupied),
                 create=places,
             )
     unhindered = change(desired, existing, (), useless, used)
-    removed = [instance for instance in unhindered.destroy if instance in stay]
-    blocking = [instance for instance in removed if _blocks(instance, unhindered.create)]
+    removed: list[MigInstance] = []
+    blocking: list[MigInstance] = []
+    for instance in unhindered.destroy:
+        if instance.id in fixed:
+            removed.append(instance)
+            if _blocks(instance, unhindered.create):
+                blocking.append(instance)
     return LayoutChange(in_the_way=tuple(blocking or removed))
+
+
+def _incomplete(instances: Iterable[MigInstance]) -> tuple[MigInstance, ...]:
+    return tuple(instance for instance in instances if not instance.compute_instances)
 
 
 def change_to(
@@ -193,11 +204,17 @@ def change_to(
         keep.append(instance)
         if place.is_whole and not instance.compute_instances:
             complete.append(instance)
-    rest = [instance for instance in existing if instance not in keep]
-    blocking = [instance for instance in rest if instance.id in fixed and _blocks(instance, create)]
+    blocking: list[MigInstance] = []
+    destroy: list[MigInstance] = []
+    for instance in existing:
+        if instance in keep:
+            continue
+        if instance.id not in fixed:
+            destroy.append(instance)
+        elif _blocks(instance, create):
+            blocking.append(instance)
     if blocking:
         return LayoutChange(in_the_way=tuple(blocking))
-    destroy = [instance for instance in rest if instance.id not in fixed]
     return LayoutChange(
         keep=tuple(keep), complete=tuple(complete), destroy=tuple(destroy), create=tuple(create)
     )
@@ -238,21 +255,29 @@ def instances_of(entry: DeviceEntry, gpu: Gpu, gpus: Iterable[Gpu], used: Collec
         return Instances({address: entry._replace(mig=())}, (layout,))
     in_use = [instance.id for instance in gpu.mig_instances if instance.uuid in used]
     needed = change(layout.profiles, gpu.mig_instances, (), (), in_use)
-    kept = {instance.uuid for instance in needed.keep}
-    missing = Counter(place.profile.name for place in needed.create)
-    divided = {child.pci_address for child in children if child.uuid in kept}
-    # A lost instance counts as one of the missing ones, so that its devices stay listed until it is back.
-    for child in children:
-        if child.reason and child.uuid not in kept and missing[child.mig_profile]:
-            missing[child.mig_profile] -= 1
-            divided.add(child.pci_address)
     waiting = {}
     if not gpu.mig_enabled:
         waiting[address] = _waiting("MIG mode is off", layout)
-    elif needed.create or not all(kept):
+    elif needed.create or any(not instance.uuid for instance in needed.keep):
         present = describe(needed.keep) or "none of its instances"
         waiting[address] = _waiting(f"the GPU has {present}", layout)
-    return Instances(dict.fromkeys(divided, child_entry), (layout,), waiting)
+    entries = dict.fromkeys(_divided_instances(children, needed), child_entry)
+    return Instances(entries, (layout,), waiting)
+
+
+def _divided_instances(children: Iterable[Gpu], needed: LayoutChange) -> list[str]:
+    """Return the addresses of the instances that the layout has, or has lost."""
+    kept = {instance.uuid for instance in needed.keep}
+    missing = Counter(place.profile.name for place in needed.create)
+    addresses: list[str] = []
+    for child in children:
+        if child.uuid in kept:
+            addresses.append(child.pci_address)
+        elif child.reason and missing[child.mig_profile]:
+            # A lost instance counts as one of the missing ones, so that its devices stay listed.
+            missing[child.mig_profile] -= 1
+            addresses.append(child.pci_address)
+    return addresses
 
 
 def layout_of(entry: DeviceEntry, gpu: Gpu) -> MigLayout:
@@ -280,8 +305,8 @@ def with_layouts(gpus: Sequence[Gpu], layouts: Iterable[MigLayout]) -> tuple[Gpu
 def _split(gpu: Gpu, layout: MigLayout, children: Sequence[Gpu]) -> list[Gpu]:
     """Return the GPU and its instances as they are once the layout is in effect."""
     needed = change(layout.profiles, gpu.mig_instances if gpu.mig_enabled else (), ())
-    kept = {instance.uuid for instance in needed.keep}
     instances = list(needed.keep)
+    kept = {instance.uuid for instance in instances}
     parts = [child for child in children if child.uuid in kept]
     for number, place in enumerate(needed.create, start=1):
         instance = MigInstance(
@@ -350,13 +375,15 @@ def _place(
     desired: Sequence[MigProfile], occupied: Sequence[MigInstance] = ()
 ) -> tuple[Placement, ...] | None:
     """Return a place for each, the first in order of starts; None if they do not fit beside those there."""
-    counts = Counter(instance.profile for instance in occupied)
-    counts.update(profile.name for profile in desired)
-    if any(counts[profile.name] > profile.max_count for profile in desired):
-        return None
+    counts = Counter[str]()
     taken: set[int] = set()
     for instance in occupied:
+        counts[instance.profile] += 1
         taken.update(instance.slices)
+    for profile in desired:
+        counts[profile.name] += 1
+        if counts[profile.name] > profile.max_count:
+            return None
     return _search(desired, taken)
 
 
@@ -380,7 +407,7 @@ def _search(desired: Sequence[MigProfile], taken: set[int], least: int = 0) -> t
 def _blocks(instance: MigInstance, places: Iterable[Placement]) -> bool:
     """Whether the instance occupies a memory slice of one of the places."""
     occupied = set(instance.slices)
-    return not all(occupied.isdisjoint(place.slices) for place in places)
+    return any(not occupied.isdisjoint(place.slices) for place in places)
 
 
 def _in_order(profiles: Iterable[MigProfile]) -> tuple[MigProfile, ...]:
@@ -415,13 +442,14 @@ def _as_many_as_fit(profile: MigProfile) -> list[MigProfile]:
 def _balanced(gpu: Gpu) -> list[MigProfile]:
     """Return the profiles of `all-balanced`: of each size the plain one that most instances can have."""
     plain = [profile for profile in gpu.mig_profiles if re.fullmatch(r"\d+g\.\d+gb", profile.name)]
-    most_slices = max((profile.slices for profile in plain), default=0)
+    by_slices: dict[int, MigProfile] = {}
+    for profile in sorted(plain, key=lambda profile: (profile.max_count, profile.name)):
+        by_slices[profile.slices] = profile
     balanced = []
-    for slices in _BALANCED_SLICES.get(most_slices, ()):
-        of_size = [profile for profile in plain if profile.slices == slices]
-        if not of_size:
+    for slices in _BALANCED_SLICES.get(max(by_slices, default=0), ()):
+        if slices not in by_slices:
             return []
-        balanced.append(max(of_size, key=lambda profile: (profile.max_count, profile.name)))
+        balanced.append(by_slices[slices])
     return balanced
 
 

@@ -6,10 +6,10 @@ except root (CUDA_ERROR_NOT_PERMITTED). So GPUs that are not known to be Volta o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from yunion_mps.enums import MPS
-from yunion_mps.models import DomainPlan, Gpu, Inventory, Plan
+from yunion_mps.models import Gpu, Inventory, Plan
 from yunion_mps.planning.division import enforces_budgets, why_unenforced
 from yunion_mps.reasons import MULTIUSER_UNSUPPORTED, Reason
 from yunion_mps.settings import Config
@@ -43,19 +43,24 @@ def describe_users(plan: Plan, inventory: Inventory, *, knows_multiuser: bool | 
     `knows_multiuser` is whether NVIDIA's control program supports multiuser mode, None if that is unknown.
     Empty if no GPU is shared through MPS.
     """
-    alone = [domain for domain in plan.domains if not domain.multiuser]
     if not plan.domains:
         return ""
-    if not alone:
+    one_user_gpus: set[str] = set()
+    all_users_gpus: set[str] = set()
+    is_shared = False
+    for domain in plan.domains:
+        if domain.multiuser:
+            all_users_gpus.update(domain.gpu_uuids)
+        else:
+            one_user_gpus.update(domain.gpu_uuids)
+            is_shared = is_shared or len(domain.gpu_uuids) > 1
+    if not one_user_gpus:
         return "jobs of all users run at the same time"
-    together = _gpu_uuids(domain for domain in plan.domains if domain.multiuser)
-    one_user_gpus = _gpu_uuids(alone)
     gpus = [gpu for gpu in inventory.gpus if gpu.uuid in one_user_gpus]
-    is_shared = any(len(domain.gpu_uuids) > 1 for domain in alone)
-    places = _places(gpus, is_shared=is_shared, has_others=bool(together))
+    places = _places(gpus, is_shared=is_shared, has_others=bool(all_users_gpus))
     text = f"only one user's jobs run at a time on {places}; others wait"
-    if together:
-        addresses = [gpu.address for gpu in inventory.gpus if gpu.uuid in together]
+    if all_users_gpus:
+        addresses = [gpu.address for gpu in inventory.gpus if gpu.uuid in all_users_gpus]
         text += f"; on GPU {', '.join(addresses)}, jobs of all users run at the same time"
     if without := gpus_without_multiuser(gpus):
         why_not = f"GPU {_name(without[0])} is {why_unenforced(without[0], MPS)}"
@@ -63,7 +68,7 @@ def describe_users(plan: Plan, inventory: Inventory, *, knows_multiuser: bool | 
         why_not = "its NVIDIA control program does not support that (570 and later do)"
     else:
         return f"{text}. To run all users' jobs at the same time, set cuda_mps_multiuser: true in host.conf"
-    if together:
+    if all_users_gpus:
         return f"{text}. The others wait because {why_not}"
     text += f". This host cannot run all users' jobs at the same time: {why_not}"
     if is_shared:
@@ -81,10 +86,3 @@ def _places(gpus: Sequence[Gpu], *, is_shared: bool, has_others: bool) -> str:
 
 def _name(gpu: Gpu) -> str:
     return f"{gpu.address} ({gpu.name})" if gpu.name else gpu.address
-
-
-def _gpu_uuids(domains: Iterable[DomainPlan]) -> set[str]:
-    uuids: set[str] = set()
-    for domain in domains:
-        uuids.update(domain.gpu_uuids)
-    return uuids

@@ -26,6 +26,8 @@ from yunion_mps.models import (
     Plan,
     Pool,
     Slice,
+    gpus_by_address,
+    gpus_by_uuid,
 )
 from yunion_mps.paths import Paths
 from yunion_mps.planning.division import (
@@ -208,8 +210,12 @@ def _over_budget(config: Config, entries: Mapping[str, DeviceEntry], gpus: Itera
 
 def _time_slices(entries: Mapping[str, DeviceEntry], gpus: Iterable[Gpu]) -> dict[str, str]:
     """Return the configured time slices by GPU (UUID)."""
-    time_slices = {str(gpu.uuid): entries[gpu.pci_address].time_slice for gpu in gpus}
-    return {uuid: time_slice for uuid, time_slice in time_slices.items() if time_slice}
+    time_slices: dict[str, str] = {}
+    for gpu in gpus:
+        time_slice = entries[gpu.pci_address].time_slice
+        if time_slice:
+            time_slices[str(gpu.uuid)] = time_slice
+    return time_slices
 
 
 def _resolve(config: Config, inventory: Inventory) -> Resolution:
@@ -263,7 +269,7 @@ def devices_of(host_id: str, domain: DomainPlan, gpus: Iterable[Gpu]) -> list[De
 
     GPUs that are not among `gpus`, or have no limit in the domain, have no devices.
     """
-    by_uuid = {gpu.uuid: gpu for gpu in gpus}
+    by_uuid = gpus_by_uuid(gpus)
     devices: list[Device] = []
     for planned in domain.gpus:
         gpu = by_uuid.get(planned.uuid)
@@ -365,7 +371,7 @@ def _with_instances(
     entries: Mapping[str, DeviceEntry], gpus: Sequence[Gpu], used: Collection[str]
 ) -> _Divided:
     """Return the entries with those of MIG instances instead of their GPUs', the layouts, and what waits."""
-    by_address = {gpu.pci_address: gpu for gpu in gpus}
+    by_address = gpus_by_address(gpus)
     divided: dict[str, DeviceEntry] = {}
     layouts: list[MigLayout] = []
     waiting: dict[str, Reason] = {}

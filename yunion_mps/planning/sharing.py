@@ -6,7 +6,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from yunion_mps.enums import MIG, MPS, NOT_SHARED, TIME_SLICING
 from yunion_mps.identity import uuid5
-from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, Device, DirectGpu, DomainPlan, Gpu, Plan
+from yunion_mps.models import (
+    DEFAULT,
+    EXCLUSIVE_PROCESS,
+    Device,
+    DirectGpu,
+    DomainPlan,
+    Gpu,
+    Plan,
+    PlannedGpu,
+    gpus_by_uuid,
+)
 from yunion_mps.reasons import LEASES_PENDING
 from yunion_mps.settings import DeviceEntry
 from yunion_mps.users import NO_USERS, Users, wait_reason
@@ -43,7 +53,7 @@ def divide_directly(entry: DeviceEntry, gpu: Gpu) -> DirectGpu:
 
 def direct_devices(host_id: str, direct: Iterable[DirectGpu], gpus: Iterable[Gpu]) -> list[Device]:
     """Return the devices of these GPUs, in the order of slots, as far as the GPUs are among `gpus`."""
-    by_uuid = {gpu.uuid: gpu for gpu in gpus}
+    by_uuid = gpus_by_uuid(gpus)
     devices: list[Device] = []
     for shared in direct:
         gpu = by_uuid.get(shared.uuid)
@@ -135,21 +145,25 @@ def _desired_sharing(plan: Plan, gpu: Gpu, leased: Mapping[str, str]) -> str | N
 
 def _kept_in_domain(plan: Plan, former: Plan, uuid: str, gpus: Sequence[Gpu]) -> Plan | None:
     """Return the plan with the GPU in the domain of its former one; None if no domain had it."""
-    source = next((domain for domain in former.domains if uuid in domain.gpu_uuids), None)
-    if source is None:
+    former_domain = None
+    for domain in former.domains:
+        if uuid in domain.gpu_uuids:
+            former_domain = domain
+    if former_domain is None:
         return None
-    present = next((domain for domain in plan.domains if domain.name == source.name), None)
-    members = list(present.gpus) if present else []
-    members += [gpu for gpu in source.gpus if gpu.uuid == uuid]
+    kept = former_domain._replace(gpus=())
+    domains: list[DomainPlan] = []
+    for domain in plan.domains:
+        if domain.name == former_domain.name:
+            kept = domain
+        else:
+            domains.append(domain)
     order = [gpu.uuid for gpu in gpus]
+    members = [*kept.gpus, *(gpu for gpu in former_domain.gpus if gpu.uuid == uuid)]
     members.sort(key=lambda planned: order.index(planned.uuid))
-    most = max(planned.thread_percentage for planned in members)
-    domain = (present or source)._replace(gpus=tuple(members), thread_percentage=most)
-    domains = [other for other in plan.domains if other is not present]
-    domains.append(domain)
+    domains.append(_with_gpus(kept, members))
     domains.sort(key=lambda domain: order.index(domain.gpu_uuids[0]))
-    direct = tuple(gpu for gpu in plan.direct if gpu.uuid != uuid)
-    return plan._replace(domains=tuple(domains), direct=direct)
+    return plan._replace(domains=tuple(domains), direct=_direct_without(uuid, plan.direct))
 
 
 def _kept_directly(plan: Plan, former: Plan, uuid: str, sharing: str) -> Plan:
@@ -158,12 +172,21 @@ def _kept_directly(plan: Plan, former: Plan, uuid: str, sharing: str) -> Plan:
     for gpu in former.direct:
         if gpu.uuid == uuid:
             kept = gpu
-    others = [gpu for gpu in plan.direct if gpu.uuid != uuid]
     return plan._replace(
         domains=tuple(_without(uuid, plan.domains)),
         parked=tuple(_without(uuid, plan.parked)),
-        direct=(*others, kept),
+        direct=(*_direct_without(uuid, plan.direct), kept),
     )
+
+
+def _direct_without(uuid: str, direct: Iterable[DirectGpu]) -> tuple[DirectGpu, ...]:
+    return tuple(gpu for gpu in direct if gpu.uuid != uuid)
+
+
+def _with_gpus(domain: DomainPlan, gpus: Sequence[PlannedGpu]) -> DomainPlan:
+    """Return the domain with these GPUs, and the default limit of the largest of their devices."""
+    most = max(gpu.thread_percentage for gpu in gpus)
+    return domain._replace(gpus=tuple(gpus), thread_percentage=most)
 
 
 def _without(uuid: str, domains: Iterable[DomainPlan]) -> Iterable[DomainPlan]:
@@ -171,5 +194,4 @@ def _without(uuid: str, domains: Iterable[DomainPlan]) -> Iterable[DomainPlan]:
     for domain in domains:
         gpus = tuple(gpu for gpu in domain.gpus if gpu.uuid != uuid)
         if gpus:
-            most = max(gpu.thread_percentage for gpu in gpus)
-            yield domain._replace(gpus=gpus, thread_percentage=most)
+            yield _with_gpus(domain, gpus)
