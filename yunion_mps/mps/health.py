@@ -11,7 +11,7 @@ from yunion_mps.host.proc import is_stopped
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask
 from yunion_mps.mps.conversation import COMMAND_RETRY_S, Conversation, OccupiedError
 from yunion_mps.mps.limits import (
-    check,
+    check_limits,
     client_commands,
     get_commands,
     parse_servers,
@@ -129,7 +129,7 @@ class HealthMonitor(ControlTask):
         if not (self._sending or self._asking):
             limits = answer[len(servers) :]  # nothing else was asked, so surplus lines must fail the check
         try:
-            check(self._plan, limits)
+            check_limits(self._plan, limits)
         except ControlError as error:
             raise LimitsChangedError(error.message, error.hint) from None
         self.servers = tuple(servers)

@@ -18,7 +18,7 @@ from yunion_mps.errors import ControlError, ShortageError, YunionError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask, in_running_order
 from yunion_mps.mps.conversation import COMMAND_RETRY_S, PING, Conversation, occupied_error
-from yunion_mps.mps.processes import PROGRAM, plan_from_json
+from yunion_mps.mps.processes import PROGRAM, plan_from_json, plan_json
 from yunion_mps.planning.environment import decimal
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.users import describe_servers
@@ -32,7 +32,9 @@ _HINT = (
 
 #: What a `LimitsSetter` does: it reads the limits, lists the clients of servers whose limits are unknown, or
 #: sets the limits and reads them back.
-READ, LIST_CLIENTS, SET = "read", "list clients", "set"
+READ = "read"
+LIST_CLIENTS = "list clients"
+SET = "set"
 
 
 class LimitsInEffect(NamedTuple):
@@ -42,7 +44,7 @@ class LimitsInEffect(NamedTuple):
     old_servers: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, object]:
-        return {"plan": self.plan._asdict(), "old_servers": list(self.old_servers)}
+        return {"plan": plan_json(self.plan), "old_servers": list(self.old_servers)}
 
     @classmethod
     def from_json(cls, value: Any) -> LimitsInEffect | None:
@@ -137,7 +139,7 @@ class LimitsSetter(ControlTask):
         before = in_running_order(self._known.plan, target)
         old = tuple(pid for pid in self._known.old_servers if pid in servers)
         if self._phase == SET:
-            check(target, limits)
+            check_limits(target, limits)
             if before != target or not self._control.has_served or self._control.is_unrecorded:
                 old = servers  # even of a new control daemon: a job may have started before the limits
         elif not match(target, limits):
@@ -213,7 +215,7 @@ def get_commands(plan: DomainPlan) -> list[str]:
     return commands
 
 
-def check(plan: DomainPlan, answer: Sequence[str]) -> None:
+def check_limits(plan: DomainPlan, answer: Sequence[str]) -> None:
     """Raise ControlError for the first limit that the answer to `get_commands` does not show as planned."""
     lines = list(answer)
     for device, memory_mib in enumerate(plan.memory_limits_mib):
@@ -229,14 +231,14 @@ def check(plan: DomainPlan, answer: Sequence[str]) -> None:
 
 def match(plan: DomainPlan, answer: Sequence[str]) -> bool:
     try:
-        check(plan, answer)
+        check_limits(plan, answer)
     except ControlError:
         return False
     return True
 
 
 def check_percentage(plan: DomainPlan, answer: str | None) -> None:
-    """Like `check`, for the single line that answers `set_commands`."""
+    """Like `check_limits`, for the single line that answers `set_commands`."""
     desired = f"{plan.thread_percentage:.1f}"
     if answer != desired:
         raise _not_in_effect("thread percentage", desired, answer)
@@ -254,7 +256,10 @@ def parse_servers(answer: Sequence[str]) -> list[int]:
 
 def client_commands(servers: Iterable[int]) -> list[str]:
     """Return the commands that list the clients of these servers, for `servers_without_clients`."""
-    return [command for pid in servers for command in (PING, f"get_client_list {pid}")]
+    commands: list[str] = []
+    for pid in servers:
+        commands += (PING, f"get_client_list {pid}")
+    return commands
 
 
 def servers_without_clients(servers: Sequence[int], answer: Sequence[str]) -> list[int]:

@@ -174,14 +174,20 @@ def _identify(pid: int, program: str, recorded: MpsProcess | None) -> MpsProcess
     environment = _environment_after_exec(pid)
     pipe_directory = environment.get("CUDA_MPS_PIPE_DIRECTORY", "")
     log_directory = environment.get("CUDA_MPS_LOG_DIRECTORY", "")
+    process = MpsProcess(
+        pid=pid,
+        started_ticks=started,
+        pipe_directory=pipe_directory,
+        log_directory=log_directory,
+        gpu_uuids=tuple(environment.get("CUDA_VISIBLE_DEVICES", "").split(",")),
+        is_server=is_server,
+    )
     if MARK in environment:
-        gpu_uuids = tuple(environment.get("CUDA_VISIBLE_DEVICES", "").split(","))
-        process = MpsProcess(pid, started, pipe_directory, log_directory, gpu_uuids, is_server)
         return process if _has_our_root(pid, environment) else None
     order = _order_of_server(started, environment) if is_server else adoption_order(pid)
     if order is None:
         return None
-    return MpsProcess(pid, started, order.pipe_directory, log_directory, order.gpu_uuids, is_server)
+    return process._replace(pipe_directory=order.pipe_directory, gpu_uuids=order.gpu_uuids)
 
 
 def _environment_after_exec(pid: int) -> dict[str, str]:
@@ -252,10 +258,15 @@ def record(plan: DomainPlan, pid: int = _STARTING) -> None:
 
     If that cannot be written, its mark still identifies it.
     """
-    directories = (plan.pipe_directory, plan.log_directory)
-    process = MpsProcess(pid, started_ticks(pid) or 0, *directories, plan.gpu_uuids)
+    process = MpsProcess(
+        pid=pid,
+        started_ticks=started_ticks(pid) or 0,
+        pipe_directory=plan.pipe_directory,
+        log_directory=plan.log_directory,
+        gpu_uuids=plan.gpu_uuids,
+    )
     with contextlib.suppress(OSError):
-        write_atomically(_record_path(plan), json.dumps({**process._asdict(), "plan": plan._asdict()}))
+        write_atomically(_record_path(plan), json.dumps({**process._asdict(), "plan": plan_json(plan)}))
 
 
 def forget(plan: DomainPlan) -> None:
@@ -275,39 +286,83 @@ def _records() -> list[MpsProcess]:
     with contextlib.suppress(OSError):
         for entry in os.scandir(Paths.from_environment().control_daemons):
             with contextlib.suppress(TypeError, KeyError):
-                fields = {"plan": None, **known_members(MpsProcess, _read_record(entry.path))}
-                typed = {"gpu_uuids": tuple(fields["gpu_uuids"]), "plan": plan_from_json(fields["plan"])}
-                recorded.append(MpsProcess(**{**fields, **typed}))
+                members = known_members(MpsProcess, _read_record(entry.path))
+                members["gpu_uuids"] = tuple(members["gpu_uuids"])
+                members["plan"] = plan_from_json(members.get("plan"))
+                recorded.append(MpsProcess(**members))
     return recorded
 
 
+def plan_json(plan: DomainPlan) -> dict[str, Any]:
+    """Return the plan as records have it, with the name of each value."""
+    gpus: list[dict[str, Any]] = []
+    for gpu in plan.gpus:
+        row = gpu._asdict()
+        row["slices"] = [share._asdict() for share in gpu.slices]
+        row["pool"] = gpu.pool._asdict() if gpu.pool else None
+        gpus.append(row)
+    return {**plan._asdict(), "gpus": gpus}
+
+
+#: The values of a GPU, a slice and a pool in records of earlier versions, which had lists, by position.
+_GPU_POSITIONS = ("uuid", "memory_limit_mib", "device_count", "thread_percentage", "slices", "pool")
+_SLICE_POSITIONS = ("memory_limit_mib", "thread_percentage", "priority")
+_POOL_POSITIONS = (
+    "gpu_uuid",
+    "domain",
+    "unit_mib",
+    "memory_mib",
+    "memory_total_mib",
+    "reserve_mib",
+    "clients",
+    "thread_overcommit",
+    "thread_percentage",
+)
+
+
 def plan_from_json(fields: Any) -> DomainPlan | None:
-    """Parse the fields of a plan; None for anything else, such as another release's record."""
+    """Return the plan of a record; None for anything else, such as a damaged one."""
     try:
-        gpus = tuple(_planned_gpu(*row) for row in fields["gpus"])
+        gpus = tuple(_planned_gpu(row) for row in fields["gpus"])
         return DomainPlan(**{**known_members(DomainPlan, fields), "gpus": gpus})
     except (TypeError, KeyError, AttributeError, ValueError):
         return None
 
 
-def _planned_gpu(
-    uuid: str, limit_mib: int | None, count: int, percentage: float, slices: Any, pool: Any
-) -> PlannedGpu:
-    rows = tuple(Slice(*row) for row in slices)
-    return PlannedGpu(uuid, limit_mib, count, percentage, rows, Pool(*pool) if pool else None)
+def _planned_gpu(row: Any) -> PlannedGpu:
+    members = _named(row, _GPU_POSITIONS)
+    slices: list[Slice] = []
+    for share in members["slices"]:
+        slices.append(Slice(**known_members(Slice, _named(share, _SLICE_POSITIONS))))
+    pool = None
+    if members["pool"]:
+        pool = Pool(**known_members(Pool, _named(members["pool"], _POOL_POSITIONS)))
+    return PlannedGpu(**{**known_members(PlannedGpu, members), "slices": tuple(slices), "pool": pool})
+
+
+def _named(value: Any, positions: Sequence[str]) -> Mapping[str, Any]:
+    """Return the members of a value that an earlier version may have written as a list.
+
+    Raises ValueError for a list of another length.
+    """
+    if not isinstance(value, list):
+        return dict(value)
+    if len(value) != len(positions):
+        raise ValueError(f"not of {len(positions)} values: {value}")
+    return dict(zip(positions, value))
 
 
 def _read_order() -> AdoptionOrder | None:
     with contextlib.suppress(TypeError, KeyError):
         fields = _read_record(Paths.from_environment().adopted)
-        return AdoptionOrder(
-            **{**known_members(AdoptionOrder, fields), "gpu_uuids": tuple(fields["gpu_uuids"])}
-        )
+        members = known_members(AdoptionOrder, fields)
+        members["gpu_uuids"] = tuple(fields["gpu_uuids"])
+        return AdoptionOrder(**members)
     return None
 
 
 def _read_record(path: str) -> Any:
-    """The values of a record, None if it is not root's or ours, or invalid."""
+    """Return the values of a record; None if it is not root's or ours, or invalid."""
     with contextlib.suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
         if os.fstat(file.fileno()).st_uid in (0, os.geteuid()):
             return json.load(file)
@@ -339,22 +394,23 @@ def running_servers(pids: Iterable[int]) -> tuple[int, ...]:
 
 
 def orphaned_servers(pipe_directory: str, find: FindProcesses = our_processes) -> list[int]:
-    """The PIDs of our servers in the directory whose control daemon has ended.
+    """Return the PIDs of our servers in the directory whose control daemon has ended.
 
-    `find` reads every process. Raises ShortageError if they cannot be listed.
+    find: reads every process.
+
+    Raises ShortageError if they cannot be listed.
     """
     running = find()
-    control_daemons = {
-        process.pid for process in running if not process.is_server
-    }  # also if its program was renamed
-    return [
-        process.pid
-        for process in running
-        if process.is_server
-        and process.pipe_directory == pipe_directory
-        and (parent := parent_of(process.pid)) not in control_daemons
-        and program_name(parent) != PROGRAM
-    ]
+    # Also those whose program was renamed.
+    control_daemons = {process.pid for process in running if not process.is_server}
+    orphans: list[int] = []
+    for process in running:
+        if not process.is_server or process.pipe_directory != pipe_directory:
+            continue
+        parent = parent_of(process.pid)
+        if parent not in control_daemons and program_name(parent) != PROGRAM:
+            orphans.append(process.pid)
+    return orphans
 
 
 def signal_server(pid: int, number: signal.Signals) -> bool:

@@ -27,7 +27,7 @@ from .front_ends import converse
 def check_setting(plan: DomainPlan, answer: Sequence[str]) -> None:
     """As a domain checks what is answered to both, if no server runs."""
     limits.check_percentage(plan, answer[0] if answer else None)
-    limits.check(plan, answer[1:])
+    limits.check_limits(plan, answer[1:])
 
 
 NO_DEVICE = (

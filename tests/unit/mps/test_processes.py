@@ -18,7 +18,7 @@ import pytest
 from yunion_mps.enums import APPLYING, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import children_of, program_name, uid_of
-from yunion_mps.models import DomainPlan
+from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
 from yunion_mps.mps import processes
 from yunion_mps.mps.control_daemon import find, start
 from yunion_mps.mps.conversation import peer_of
@@ -30,6 +30,7 @@ from yunion_mps.mps.processes import (
     is_server,
     our_processes,
     plan_from_json,
+    plan_json,
     record,
     server_pids,
 )
@@ -199,6 +200,26 @@ def test_a_record_of_a_newer_version_is_read(bench: Bench) -> None:
     file.write_text(json.dumps(value))
     assert running_here(bench.plan) == [(os.getpid(), bench.plan.gpu_uuids)]
     assert plan_from_json(value["plan"]) == bench.plan
+
+
+def test_a_plan_is_recorded_by_name_and_one_of_an_earlier_version_by_position() -> None:
+    pool = Pool("GPU-2", "host", 128, 1024, 2048, 64, 48, thread_overcommit=None, thread_percentage=25)
+    gpus = (
+        PlannedGpu("GPU-0", 1024, 2, 50.0, (Slice(1024, 50.0, "below_normal"), Slice(512, 12.5))),
+        PlannedGpu("GPU-1", None),
+        PlannedGpu("GPU-2", 1024, thread_percentage=25.0, pool=pool),
+    )
+    plan = DomainPlan("host", "/pipe", "/log", gpus, 50.0, multiuser=True, pipe_group="mps")
+    by_name = json.loads(json.dumps(plan_json(plan)))
+    assert plan_from_json(by_name) == plan
+    for gpu in by_name["gpus"]:
+        gpu["of_a_newer_version"] = 1
+    assert plan_from_json(by_name) == plan
+    by_position = json.loads(json.dumps(plan._asdict()))
+    assert isinstance(by_position["gpus"][0], list)
+    assert plan_from_json(by_position) == plan
+    by_position["gpus"][0].append(1)
+    assert plan_from_json(by_position) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"pid": "x", "more": 1}'])
