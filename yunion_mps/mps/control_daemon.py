@@ -130,7 +130,7 @@ class ControlDaemon:
         record(self.target, running.process.pid)
         if running.plan.pipe_group == desired.pipe_group:
             try:
-                set_access(desired)
+                set_pipe_access(desired)
             except HostError as error:  # jobs continue
                 log.error("domain %s: %s; %s", desired.name, error.message, error.hint)
         return f"adopted the running control daemon (PID {self.pid})"
@@ -395,13 +395,16 @@ def start(program: str, plan: DomainPlan) -> Process:
 
 def _prepare(plan: DomainPlan) -> None:
     """Create both directories; raises HostError if they contain another user's files, or cannot be read."""
-    set_access(plan)
+    set_pipe_access(plan)
     for path in (plan.log_directory, plan.pipe_directory):
         with directories.use(path) as directory:
             directories.check_entries(directory, path)
 
 
-def set_access(plan: DomainPlan) -> None:
-    """Create the pipe directory, and set its permissions as planned; raises HostError."""
+def set_pipe_access(plan: DomainPlan) -> None:
+    """Create the pipe directory, and set its permissions as planned.
+
+    Raises HostError if that is impossible.
+    """
     with directories.use(plan.pipe_directory) as directory:
         directories.set_access(directory, plan.pipe_directory, plan.pipe_group)

@@ -344,7 +344,8 @@ def connections(*pipe_directories: str) -> dict[int, int]:
 
     Raises OSError if the kernel does not support the query.
     """
-    # The second is where root's front-ends connect (measured).
-    names = ("control", "control_privileged")
-    paths = [f"{directory}/{name}" for directory in pipe_directories for name in names]
+    paths: list[str] = []
+    for directory in pipe_directories:
+        # The second is where root's front-ends connect (measured).
+        paths += (f"{directory}/control", f"{directory}/control_privileged")
     return socket_holders(connected_inodes(paths))

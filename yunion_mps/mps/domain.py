@@ -79,7 +79,8 @@ class Domain(StateMachine):
         self._polled_s = math.inf
         self._wants_poll = False
         #: Whether it ends once no server has jobs, and whether it will end or change once leases have ended.
-        self.retiring = self._waits_for_leases = False
+        self.retiring = False
+        self._waits_for_leases = False
         #: Whether a compute mode of its GPUs will be restored once no server runs on them.
         self._holds_modes = False
         self.control = ControlDaemon(plan, program, emit, is_recorded=recorded is not None)
@@ -115,8 +116,17 @@ class Domain(StateMachine):
         if self.state not in (STOPPED, STOPPING):
             pending = self._rollover.pending(retiring=self.retiring, holds_modes=self._holds_modes)
         waits_for = self._rollover.blocking_servers(every=self._ends_all_servers) if pending else ()
-        now = (self.state, self.reason, self.control.pid, self.since_s, self.restarts)
-        return DomainStatus(self.in_effect, *now, pending, waits_for, self._failing_users)
+        return DomainStatus(
+            plan=self.in_effect,
+            state=self.state,
+            reason=self.reason,
+            pid=self.control.pid,
+            since_s=self.since_s,
+            restarts=self.restarts,
+            pending=pending,
+            waits_for=waits_for,
+            failing_users=self._failing_users,
+        )
 
     def can_serve(self, plan: DomainPlan) -> bool:
         """Whether it can continue with this plan, whose GPUs its control daemon has or should have."""

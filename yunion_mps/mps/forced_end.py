@@ -42,7 +42,9 @@ _READ_S = 0.002
 _UNUSED_PIDS = range(1_000_000_000, 1 << 31)
 
 #: What a `ForcedEnd` does: it lists the clients, reads the log, or ends the servers.
-LIST, READ_LOG, END = "list", "read log", "end"
+LIST = "list"
+READ_LOG = "read log"
+END = "end"
 
 
 class EndOrder(NamedTuple):

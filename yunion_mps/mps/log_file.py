@@ -144,7 +144,11 @@ def _append_older(directory: int, path: str, name: str, kept: bytes) -> None:
 def _without_chatter(text: bytes) -> bytes:
     """Drop the lines of connections; a truncated file may begin with NULs on some file systems."""
     lines = text.replace(b"\0", b"").splitlines(keepends=True)
-    return b"".join(line for line in lines if not any(trace in line for trace in _CHATTER))
+    return b"".join(line for line in lines if not _is_chatter(line))
+
+
+def _is_chatter(line: bytes) -> bool:
+    return any(trace in line for trace in _CHATTER)
 
 
 # -- its events: servers that start, end and fail, and clients that wait
@@ -188,9 +192,10 @@ class LogReader:
         """Read what is new, and emit its events; return whether something has become of a server."""
         news = self.read()
         self._outcomes += news.outcomes
-        outcomes = [
-            one for one in news.outcomes if one.kind != NOT_STARTED or one.uid not in self.quiet_users
-        ]
+        outcomes: list[Outcome] = []
+        for outcome in news.outcomes:
+            if outcome.kind != NOT_STARTED or outcome.uid not in self.quiet_users:
+                outcomes.append(outcome)
         news = news._replace(outcomes=outcomes)
         for event in events_of(news, self._plan, self._servers()) if any(news) else ():
             self._emit(event)
@@ -370,8 +375,15 @@ def failing_user_events(
         if uid not in before:
             name = user_name(uid)
             consequence = f"its devices are unavailable for {name} until a server starts; a start is retried"
-            what = f"unavailable for {name}"
-            yield Event("error", "client", domain, what, reason, consequence, reason.code)
+            yield Event(
+                severity="error",
+                kind="client",
+                subject=domain,
+                what=f"unavailable for {name}",
+                cause=reason,
+                consequence=consequence,
+                code=reason.code,
+            )
     for uid in before:
         if uid not in after:
             yield Event("info", "client", domain, f"MPS servers of {user_name(uid)} start again")
@@ -380,8 +392,15 @@ def failing_user_events(
 def _failure_event(
     plan: DomainPlan, what: str, outcome: Outcome, consequence: str, code: str = reasons.SERVER_FAILED
 ) -> Event:
-    cause = failure_cause(outcome, plan.log_directory)
-    return Event("error", "client", plan.name, what, cause, consequence, code)
+    return Event(
+        severity="error",
+        kind="client",
+        subject=plan.name,
+        what=what,
+        cause=failure_cause(outcome, plan.log_directory),
+        consequence=consequence,
+        code=code,
+    )
 
 
 def _waiting_event(
@@ -402,6 +421,12 @@ def _waiting_event(
     plural, verb = ("s", "wait") if len(pids) > 1 else ("", "waits")
     first = ", ".join(pids[:_MAX_NAMED]) + (", ..." if len(pids) > _MAX_NAMED else "")
     what = f"{len(pids)} job{plural} of {user_name(uid)} (PID{plural} {first}) {verb}"
-    cause = f"MPS serves one user at a time, and is serving {names}"
-    consequence = "jobs start once the other user's jobs have ended"
-    return Event("warning", "client", domain, what, cause, consequence, reasons.CLIENT_WAITING)
+    return Event(
+        severity="warning",
+        kind="client",
+        subject=domain,
+        what=what,
+        cause=f"MPS serves one user at a time, and is serving {names}",
+        consequence="jobs start once the other user's jobs have ended",
+        code=reasons.CLIENT_WAITING,
+    )

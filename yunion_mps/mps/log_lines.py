@@ -22,9 +22,13 @@ from yunion_mps.text import printable
 #: The kinds of lines.
 OTHER = "other"
 CONTROL_STARTED = "control daemon started"
-CLIENT_WAITS, CLIENT_SERVED = "client waits", "client served"
-START_ORDERED, END_ORDERED = "start ordered", "end ordered"
-SERVER_BEGINS, SERVER_READY, SERVER_EXITED = "server begins", "server ready", "server exited"
+CLIENT_WAITS = "client waits"
+CLIENT_SERVED = "client served"
+START_ORDERED = "start ordered"
+END_ORDERED = "end ordered"
+SERVER_BEGINS = "server begins"
+SERVER_READY = "server ready"
+SERVER_EXITED = "server exited"
 #: A fatal exception of a server; the line does not say of which one.
 SERVER_EXCEPTION = "server exception"
 #: A reason why a server failed, in a message of that server, or of what was about to become it.

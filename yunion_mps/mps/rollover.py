@@ -155,7 +155,16 @@ class Rollover:
     def _emit_limit_event(
         self, what: str, cause: str, consequence: str = "", severity: str = "info", code: str = ""
     ) -> None:
-        self._emit(Event(severity, "limit", self._limits.plan.name, what, cause, consequence, code))
+        event = Event(
+            severity=severity,
+            kind="limit",
+            subject=self._limits.plan.name,
+            what=what,
+            cause=cause,
+            consequence=consequence,
+            code=code,
+        )
+        self._emit(event)
 
     # -- servers that must end
 
@@ -179,7 +188,8 @@ class Rollover:
         self._end_requested_s = now_s
         servers = self._servers()
         self._end_requests = dict.fromkeys(servers, force) if by_command else {}
-        self.drains, self._drained = True, {*servers}
+        self.drains = True
+        self._drained = set(servers)
 
     def commands(self, now_s: float, *, every: bool) -> list[str]:
         """The commands to send to the control daemon until delivered; `every`: all servers must end."""
@@ -189,9 +199,9 @@ class Rollover:
             started = {pid: False for pid in awaited if pid not in self._drained}
             self._end_requests |= started
             self._drained |= started.keys()
-        self._end_requests = {
-            pid: force for pid, force in self._end_requests.items() if pid in awaited and not (force and late)
-        }
+        for pid, force in list(self._end_requests.items()):
+            if pid not in awaited or (force and late):
+                del self._end_requests[pid]
         return [_shutdown_command(pid, force=force) for pid, force in self._end_requests.items()]
 
     def idle_servers(self, now_s: float, *, every: bool, in_use: bool | None) -> tuple[int, ...]:
@@ -210,11 +220,9 @@ class Rollover:
 
     def commands_delivered(self, commands: Collection[str]) -> None:
         """Forget requests whose commands were delivered."""
-        self._end_requests = {
-            pid: force
-            for pid, force in self._end_requests.items()
-            if _shutdown_command(pid, force=force) not in commands
-        }
+        for pid, force in list(self._end_requests.items()):
+            if _shutdown_command(pid, force=force) in commands:
+                del self._end_requests[pid]
 
     def pending(self, *, retiring: bool, holds_modes: bool) -> str:
         """The pending changes of the domain, and what they wait for; empty if there are none."""
@@ -345,4 +353,13 @@ class OrphanedServers:
     def _report(self, severity: str, what: str, cause: str, consequence: str = "") -> None:
         log.log(logging.INFO if severity == "info" else logging.WARNING, "domain %s: %s", self._domain, what)
         code = "" if severity == "info" else reasons.SERVERS_ORPHANED
-        self._emit(Event(severity, "client", self._domain, what, cause, consequence, code))
+        event = Event(
+            severity=severity,
+            kind="client",
+            subject=self._domain,
+            what=what,
+            cause=cause,
+            consequence=consequence,
+            code=code,
+        )
+        self._emit(event)

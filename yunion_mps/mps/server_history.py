@@ -27,11 +27,18 @@ from yunion_mps.mps.log_lines import (
     LogLine,
 )
 
-#: What became of a server: it is ready, it got its first client after that, it ended as ordered, it ended
-#: unexpectedly, it had a fatal exception with clients, or it never started.
-STARTED, SERVED, ENDED, CRASHED, FAULTED, NOT_STARTED = (
-    "started", "served", "ended", "crashed", "faulted", "not started",
-)  # fmt: skip
+#: What became of a server: it is ready,
+STARTED = "started"
+#: got its first client after that,
+SERVED = "served"
+#: ended as ordered,
+ENDED = "ended"
+#: ended unexpectedly,
+CRASHED = "crashed"
+#: had a fatal exception with clients,
+FAULTED = "faulted"
+#: or never started.
+NOT_STARTED = "not started"
 FAILURES = (CRASHED, FAULTED, NOT_STARTED)
 
 

@@ -100,15 +100,24 @@ class StateMachine:
         log.info("domain %s: %s -> %s%s", self._name, self.state, state, f" ({reason})" if reason else "")
         if self.state in ANSWERING:
             self.served_s = now_s - self.since_s
-        before, again = self.state, (self.state, self.reason) == (state, reason)
-        self.state, self.since_s, self.reason = state, now_s, reason
+        severity, effect = MEANINGS[state]
+        event = Event(
+            severity=severity,
+            kind="domain",
+            subject=self._name,
+            what=f"{self.state} -> {state}",
+            cause=reason,
+            consequence=effect,
+            code=reason.code,
+        )
+        is_repeated = self.state == state and self.reason == reason
+        self.state = state
+        self.since_s = now_s
+        self.reason = reason
         if state in ANSWERING:
             self.error = None
-        severity, effect = MEANINGS[state]
-        if not again:  # repeated failures with the same reason are one event
-            self._emit(
-                Event(severity, "domain", self._name, f"{before} -> {state}", reason, effect, reason.code)
-            )
+        if not is_repeated:  # repeated failures with the same reason are one event
+            self._emit(event)
         self._changed()
 
     def _change_reason(self, reason: Reason) -> None:
