@@ -69,7 +69,8 @@ class InvalidValueError(Exception):
         super().__init__(self.what)
 
 
-#: Converts the node of a key to its value, or raises InvalidValueError.
+#: Converts the node of a key to its value, or raises InvalidValueError: so do all functions here that accept
+#: values.
 Kind = Callable[[str, Node], Any]
 
 

@@ -202,7 +202,10 @@ def _finding(error: Problem) -> Finding:
 
 
 def selftest(host: Host) -> Findings:
-    """Run a CUDA program on a device of each domain, and compare what it got with its budget."""
+    """Run a CUDA program on a device of each domain, and compare what it got with its budget.
+
+    Raises SkipError if no device is free.
+    """
     devices = [device for device in host.devices() if device["state"] == FREE]
     if not devices:
         raise SkipError("no device is free", "see: yunion-mps list")

@@ -265,7 +265,7 @@ class Tickable(Protocol):
         """
 
     def watched(self) -> list[Watchable]:
-        """What to watch for reading; it may change with every tick."""
+        """Return what to watch for reading; it may change with every tick."""
 
 
 def earliest(times_s: Iterable[float | None]) -> float | None:

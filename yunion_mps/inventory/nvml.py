@@ -210,10 +210,12 @@ class Nvml:
         _set_mode(handle_of(uuid), mode)
 
     def restore_compute_mode(self, uuid: str, mode: str) -> bool:
-        """Like `set_compute_mode`, but only if the mode differs; return whether it did.
+        """Set the GPU's compute mode if it differs, and read it back; return whether it differed.
 
-        The error's code is MIG_ENABLED if the mode is impossible until MIG mode is switched off. If no thread
-        can be started, a call that may hang is better than a mode that is not restored.
+        If no thread can be started, a call that may hang is better than a mode that is not restored.
+
+        Raises DriverError if the mode is not in effect; its code is MIG_ENABLED if the mode is impossible
+        until MIG mode is switched off.
         """
 
         def restore() -> bool:

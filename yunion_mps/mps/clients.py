@@ -86,7 +86,7 @@ def _is_unknown(line: str) -> bool:
 
 
 def server_state(program: str, plan: DomainPlan, server: int) -> str | None:
-    """`INITIALIZING`, `ACTIVE` or `FAULT`; None if the driver (before 550) does not report it."""
+    """Return `INITIALIZING`, `ACTIVE` or `FAULT`; None if the driver (before 550) does not report it."""
     answer = _run_command(program, plan, f"get_server_status {server}")
     state = answer[0].strip() if answer else ""
     return state if state.isalpha() and state.isupper() else None
@@ -168,7 +168,7 @@ class WaitingClient(NamedTuple):
 
 
 def waiting_clients(plan: DomainPlan, servers: Sequence[int]) -> list[WaitingClient]:
-    """The clients that wait while these servers run, in order; none if one server serves all users.
+    """Return the clients that wait while these servers run, in order; none if one server serves all users.
 
     Clients in containers are included, because the log has their PIDs on the host. A client that gave up
     without exiting is still listed.
@@ -207,7 +207,7 @@ def parse_waiting(log: bytes, seconds: Callable[[str], float]) -> dict[int, tupl
 
 
 def _read_log(plan: DomainPlan) -> bytes:
-    """The whole log, the older part first; 2 MiB at most."""
+    """Return the whole log, the older part first; 2 MiB at most."""
     parts = []
     for name in (OLDER, LOG_NAME):
         with contextlib.suppress(OSError), open_regular(os.path.join(plan.log_directory, name)) as file:

@@ -89,7 +89,7 @@ class ControlDaemon:
         return self.order is not None and not self._is_recorded
 
     def servers(self, *, at_last_tick: bool = False) -> tuple[int, ...]:
-        """The PIDs of its servers; the last known ones if they cannot be read now, or if those suffice."""
+        """Return the PIDs of its servers: the last known ones if they cannot be read now, or suffice."""
         last_known = self._known_servers
         if at_last_tick:
             return last_known
@@ -218,7 +218,10 @@ class ControlTask:
 
 
 def start_error(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> HostError | None:
-    """The error that would keep a control daemon from being started or adopted; `ours` as in `find`."""
+    """Return the error that would keep a control daemon from being started or adopted.
+
+    `ours` as in `find`.
+    """
     try:
         running = find(plan, ours)
         if running:
@@ -302,7 +305,7 @@ def directories_in_use(pipe_directory: str) -> tuple[str, ...]:
 
 
 def in_running_order(plan: DomainPlan, running: DomainPlan) -> DomainPlan:
-    """The plan with the GPUs in the running control daemon's order, which its limits refer to."""
+    """Return the plan with the GPUs in the running control daemon's order, which its limits refer to."""
     return plan._replace(
         pipe_directory=running.pipe_directory,
         log_directory=running.log_directory,
@@ -320,7 +323,7 @@ def with_recorded_limits(plan: DomainPlan, recorded: DomainPlan) -> DomainPlan:
 def create_adoption_order(
     pid: int, environment: Mapping[str, str], host_gpus: Sequence[str | None], plan: DomainPlan
 ) -> AdoptionOrder:
-    """The order to adopt another program's control daemon; raises HostError if it cannot be adopted.
+    """Return the order to adopt another program's control daemon; raises HostError if it cannot be adopted.
 
     `host_gpus` are the UUIDs of all GPUs of the host in PCI order, None if unknown. The caller knows that the
     process is NVIDIA's control program and listens in the directory of `plan`.
@@ -346,7 +349,7 @@ def create_adoption_order(
 def _served_gpus(
     pid: int, environment: Mapping[str, str], host_gpus: Sequence[str | None]
 ) -> tuple[tuple[str, ...], bool]:
-    """The UUIDs of its GPUs, and whether it numbers them in this order (CUDA C++ Programming Guide).
+    """Return the UUIDs of its GPUs, and whether it numbers them in this order (CUDA C++ Programming Guide).
 
     CUDA_VISIBLE_DEVICES determines the order; without it, CUDA uses its own order, which is the PCI order
     only if CUDA_DEVICE_ORDER says so.

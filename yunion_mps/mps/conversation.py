@@ -75,7 +75,7 @@ class EndingError(OccupiedError):
 
 
 def occupied_error(pipe_directory: str) -> OccupiedError:
-    """The error with the other front-end's process; takes up to half a second of CPU time."""
+    """Return the error with the other front-end's process; takes up to half a second of CPU time."""
     connected = _front_ends(pipe_directory)
     if _own_front_ends.intersection(connected):
         return EndingError()
@@ -86,7 +86,7 @@ def occupied_error(pipe_directory: str) -> OccupiedError:
 
 
 def peer_of(pipe_directory: str) -> Peer | None:
-    """The control daemon that listens in the directory, according to the kernel; None if none does.
+    """Return the control daemon that listens in the directory, according to the kernel; None if none does.
 
     Raises ShortageError if no socket can be made.
     """
@@ -112,7 +112,7 @@ def _new_socket() -> socket.socket:
 
 
 def _find_listener(path: str) -> Peer | None:
-    """NVIDIA's control program that holds the listening socket of this name (proc(5), `/proc/net/unix`)."""
+    """Return NVIDIA's control program that holds the listening socket of this name (proc(5), net/unix)."""
     with contextlib.suppress(OSError), open("/proc/net/unix", "rb") as file:
         rows = [line.rstrip(b"\n").split(b" ", 7) for line in file if line.endswith(f" {path}\n".encode())]
         inodes = {f"socket:[{int(row[6])}]" for row in rows if int(row[3], 16) & _ACCEPTS}
@@ -165,11 +165,13 @@ class Conversation:
             return output, process
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when `poll` has something to do."""
+        """Return a descriptor that becomes readable when `poll` has something to do."""
         return self._output
 
     def poll(self, now_s: float) -> list[str] | None:
-        """The answer's lines once it is complete, None before that; empty if it was rejected or broke off.
+        """Return the answer's lines once it is complete, None before that.
+
+        Empty if it was rejected or broke off.
 
         Raises UnresponsiveError if there is no control daemon, or no answer before the deadline.
         """
@@ -252,7 +254,7 @@ class Probe:
             raise UnresponsiveError(f"its socket in {pipe_directory} {why}, so clients cannot connect")
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable with the greeting."""
+        """Return a descriptor that becomes readable with the greeting."""
         return self._connection.fileno()
 
     def poll(self, now_s: float) -> bool:
@@ -269,7 +271,7 @@ class Probe:
         return False
 
     def _receive(self) -> bytes | None:
-        """The received data: None if there is none yet, empty if the connection was closed."""
+        """Return the received data: None if there is none yet, empty if the connection was closed."""
         try:
             return self._connection.recv(64)
         except BlockingIOError:
@@ -285,7 +287,7 @@ class Probe:
 
 
 def diagnose(pid: int, pipe_directory: str) -> Reason:
-    """The cause, empty if none is found. Never raises; takes up to half a second of CPU time."""
+    """Return the cause, empty if none is found. Never raises; takes up to half a second of CPU time."""
     with contextlib.suppress(Exception):
         stopped = _stopped_process(pid)
         if stopped:
@@ -295,7 +297,7 @@ def diagnose(pid: int, pipe_directory: str) -> Reason:
 
 
 def front_end_at(pipe_directory: str, daemon: int = 0) -> str:
-    """The front-ends that are connected there, as text; empty if there are none. Never raises.
+    """Return the front-ends that are connected there, as text; empty if there are none. Never raises.
 
     Those that a process of ours, the `daemon` (a PID), has started are left out.
     """
@@ -340,7 +342,7 @@ def _blocking_connection(pid: int, pipe_directory: str) -> str:
 
 
 def connections(*pipe_directories: str) -> dict[int, int]:
-    """The number of connections to these control daemons of each process, by PID, accepted or not.
+    """Return the number of connections to these control daemons of each process, by PID, accepted or not.
 
     Raises OSError if the kernel does not support the query.
     """

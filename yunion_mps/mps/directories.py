@@ -58,7 +58,7 @@ def set_record_file(path: str) -> None:
 
 @contextlib.contextmanager
 def use(path: str) -> Iterator[int]:
-    """A descriptor of the directory while it is used; it and its parents are created if missing (0755).
+    """Yield a descriptor of the directory while it is used; it and its parents are created if missing (0755).
 
     Raises HostError for any OSError, and UnsafePathError if a component is a symlink, belongs to another
     user, or is writable by others. Existing directories keep their modes.
@@ -274,7 +274,7 @@ def _record_use(directory: int, path: str) -> None:
 
 
 def _read_record() -> list[str] | None:
-    """The record's lines; None if there is no record, or it cannot be read."""
+    """Return the record's lines; None if there is no record, or it cannot be read."""
     try:
         with open(_record, "rb") as file:
             return [os.fsdecode(line) for line in file.read().split(b"\n")[:-1]]

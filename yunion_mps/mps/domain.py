@@ -139,7 +139,7 @@ class Domain(StateMachine):
         return has_its_gpus and plan.for_gpus(self.desired.gpu_uuids).same_control_daemon(self.desired)
 
     def watched(self) -> list[Watchable]:
-        """What to watch for reading: the control daemon's end, and pending answers."""
+        """Return what to watch for reading: the control daemon's end, and pending answers."""
         end: list[Watchable] = [self.control.process] if self.control.has_process else []
         for task in (self._task, self._forced_end):
             if task:
@@ -152,7 +152,7 @@ class Domain(StateMachine):
         return isinstance(self._task, LimitsSetter) and bool(self._task.note)
 
     def server_pids(self, *, at_last_tick: bool = False) -> list[int]:
-        """The PIDs of its MPS servers, orphans among them."""
+        """Return the PIDs of its MPS servers, orphans among them."""
         return [*self.control.servers(at_last_tick=at_last_tick), *self._rollover.orphans.pids]
 
     @property
@@ -523,14 +523,14 @@ class Domain(StateMachine):
             self._forced_end = None
 
     def _idle_control(self) -> ControlDaemon:
-        """The control daemon, after canceling its current task."""
+        """Return the control daemon, after canceling its current task."""
         self._cancel_task()
         return self.control
 
     # -- failures
 
     def _reap(self, now_s: float) -> None:
-        """The control daemon has ended, as requested or unexpectedly."""
+        """Note that the control daemon has ended, as requested or unexpectedly."""
         replaced = isinstance(self._task, Shutdown) and self._task.is_replacement
         self._cancel_task()
         what, servers = self.control.reap(was_replaced=replaced)

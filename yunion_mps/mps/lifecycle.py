@@ -51,7 +51,7 @@ class Startup(ControlTask):
         self._deadline_s = now_s + START_TIMEOUT_S
 
     def tick(self, now_s: float) -> float | None:
-        """When to call it again; None once it listens. Raises UnresponsiveError at the deadline."""
+        """Return when to call it again; None once it listens. Raises UnresponsiveError at the deadline."""
         peer = peer_of(self._plan.pipe_directory)
         if peer and peer.pid == self._control.pid:
             return None
@@ -152,7 +152,7 @@ class Shutdown(ControlTask):
         self._conversation = None
 
     def _on_rejected(self, now_s: float) -> None:
-        """Another front-end is connected: clients still get their time, and `quit` is sent again.
+        """Note that another front-end is connected: clients still get their time, and `quit` is sent again.
 
         The first time this may be a front-end of ours whose end the control daemon has not noticed yet.
         """
@@ -232,7 +232,10 @@ class Recovery(ControlTask):
         return min(due_s, self._deadline_s)
 
     def _poll(self, now_s: float) -> float | None:
-        """None once it has answered a probe and then NVIDIA's front-end, which may use another path."""
+        """Return None once it has answered a probe and then NVIDIA's front-end, which may use another path.
+
+        Otherwise, return when to call this again.
+        """
         try:
             if self._conversation:
                 return self._conversation.deadline_s if self._conversation.poll(now_s) is None else None

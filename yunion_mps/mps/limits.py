@@ -129,7 +129,7 @@ class LimitsSetter(ControlTask):
         return self._retry_at_s
 
     def _result(self, answer: list[str]) -> LimitsInEffect | None:
-        """The limits in effect according to the answer, None if the limits have to be set first."""
+        """Return the limits in effect according to the answer, None if the limits have to be set first."""
         target = self._plan
         if self._phase == SET:
             check_percentage(target, answer[0])
@@ -155,7 +155,7 @@ class LimitsSetter(ControlTask):
         return LimitsInEffect(before, old) if old else LimitsInEffect(target)
 
     def _without_unknown_gpus(self, plan: DomainPlan) -> DomainPlan:
-        """The plan without limits for GPUs that are not queried, because they are no longer desired."""
+        """Return the plan without limits for GPUs that are not queried: these are no longer desired."""
         asked = {gpu.uuid for gpu in self._plan.gpus if gpu.memory_limit_mib is not None}
         gpus = (gpu if gpu.uuid in asked else gpu._replace(memory_limit_mib=None) for gpu in plan.gpus)
         return plan._replace(gpus=tuple(gpus))
@@ -193,7 +193,7 @@ class LimitsSetter(ControlTask):
 
 
 def set_commands(plan: DomainPlan) -> list[str]:
-    """The commands that set every limit; only the first of them answers, with one line."""
+    """Return the commands that set every limit; only the first of them answers, with one line."""
     commands = [f"set_default_active_thread_percentage {decimal(plan.thread_percentage)}"]
     for device, memory_mib in enumerate(plan.memory_limits_mib):
         if memory_mib is not None:
@@ -202,7 +202,7 @@ def set_commands(plan: DomainPlan) -> list[str]:
 
 
 def get_commands(plan: DomainPlan) -> list[str]:
-    """The commands that query every limit.
+    """Return the commands that query every limit.
 
     The percentage is queried after each memory limit, because a limit that is not set has no answer at all:
     so every answer can be matched to its command.
@@ -291,7 +291,7 @@ def parse_client_lists(servers: Sequence[int], answer: Sequence[str]) -> dict[in
 
 
 def memory_text(memory_mib: int) -> str:
-    """A memory limit as the control daemon prints it: in whole G from 1 GiB on, so 5760M is `5G`."""
+    """Return a memory limit as the control daemon prints it: in whole G from 1 GiB on, so 5760M is `5G`."""
     return f"{memory_mib // 1024}G" if memory_mib >= 1024 else f"{memory_mib}M"
 
 

@@ -66,7 +66,7 @@ _RECENT_S = 120.0
 
 
 def log_hint(plan: DomainPlan) -> str:
-    """A hint: where the control daemon's log is, and its last lines without the chatter of our queries."""
+    """Return a hint that names the control daemon's log, with its last lines but for our own queries."""
     path = os.path.join(plan.log_directory, LOG_NAME)
     try:
         with open_regular(path) as file:
@@ -311,7 +311,7 @@ def _last_words(outcome: Outcome, log_directory: str) -> str:
 
 
 def events_of(news: LogNews, plan: DomainPlan, servers: Collection[int]) -> list[Event]:
-    """The events for a part of the log. `servers` are the PIDs of the running servers.
+    """Return the events for a part of the log. `servers` are the PIDs of the running servers.
 
     A server that fails to start is started six times within milliseconds (measured), which is one event.
     """
@@ -406,7 +406,7 @@ def _failure_event(
 def _waiting_event(
     waiting: Sequence[LogLine], uid: int, domain: str, servers: Collection[int]
 ) -> Event | None:
-    """The event for waiting clients; None if they have ended, or wait for their own user's server."""
+    """Return the event for waiting clients; None if they have ended, or wait for their own user's server."""
     other_uids = {other for pid in servers if (other := uid_of(pid)) is not None and other != uid}
     if not other_uids:
         return None

@@ -157,14 +157,16 @@ class _Patterns(NamedTuple):
 
 @functools.cache
 def _patterns() -> _Patterns:
-    """The patterns, compiled when they are used, because that takes a start time."""
+    """Return the patterns, compiled when they are first used, because that takes time at the start."""
     control = tuple((kind, re.compile(pattern)) for kind, pattern in _CONTROL_MESSAGES)
     server = tuple((kind, re.compile(pattern)) for kind, pattern in _SERVER_MESSAGES)
     return _Patterns(re.compile(_HEADER), control, server)
 
 
 def timestamp_parser(now_s: float, zone: str = _ZONE) -> Callable[[str], float]:
-    """A function that parses a line's time, `2026-11-20 13:45:07`, to s since 1970; it raises ValueError.
+    """Return a function that parses a line's time, `2026-11-20 13:45:07`, to s since 1970.
+
+    The function raises ValueError for other texts.
 
     A time that occurs twice, when daylight saving time ends, is the later one unless that is after `now_s`.
     """

@@ -61,7 +61,10 @@ _STARTING = 0
 
 
 def find_control_program() -> str:
-    """The path of NVIDIA's control program; raises HostError naming the packages that contain it."""
+    """Return the path of NVIDIA's control program.
+
+    Raises HostError that names the packages that contain it if it is missing.
+    """
     return find_program(PROGRAM, PACKAGES)
 
 
@@ -69,12 +72,12 @@ def find_control_program() -> str:
 
 
 def client_variables(pipe_directory: str) -> dict[str, str]:
-    """The front-end's environment, built from scratch, so that ours cannot redirect it."""
+    """Return the front-end's environment, built from scratch, so that ours cannot redirect it."""
     return {"CUDA_MPS_PIPE_DIRECTORY": pipe_directory, "LC_ALL": "C", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 
 
 def control_environment(plan: DomainPlan, program: str = "") -> dict[str, str]:
-    """The control daemon's environment, built from scratch: only these GPUs, in NVML's order."""
+    """Return the control daemon's environment, built from scratch: only these GPUs, in NVML's order."""
     root = Paths.from_environment().root
     return {
         **client_variables(plan.pipe_directory),
@@ -88,7 +91,10 @@ def control_environment(plan: DomainPlan, program: str = "") -> dict[str, str]:
 
 
 def server_path(program: str) -> str:
-    """The control daemon's PATH, where it searches for its server, so its own directory comes first."""
+    """Return the control daemon's PATH, where it searches for its server.
+
+    So its own directory comes first.
+    """
     usual = client_variables("")["PATH"]
     beside = os.path.dirname(program)
     return usual if not beside or beside in usual.split(os.pathsep) else f"{beside}{os.pathsep}{usual}"
@@ -126,7 +132,7 @@ FindProcesses = Callable[[], Sequence[MpsProcess]]
 
 
 def our_processes() -> list[MpsProcess]:
-    """Our running control daemons and MPS servers, the lowest PIDs first.
+    """Return our running control daemons and MPS servers, the lowest PIDs first.
 
     It reads all processes, 4 us each; 20 us if a daemon ended while it started a control daemon, which may
     still run a script that executes the program. Raises ShortageError if they cannot be listed.
@@ -191,7 +197,7 @@ def _identify(pid: int, program: str, recorded: MpsProcess | None) -> MpsProcess
 
 
 def _environment_after_exec(pid: int) -> dict[str, str]:
-    """The environment of a process; waits while it is empty, before exec."""
+    """Return the environment of a process; waits while it is empty, before exec."""
     while not (environment := environment_of(pid)):
         ticks = started_ticks(pid)
         now_s, forked_s = time.clock_gettime(time.CLOCK_BOOTTIME), (ticks or 0) / os.sysconf("SC_CLK_TCK")
@@ -237,7 +243,7 @@ def adoption_order(pid: int) -> AdoptionOrder | None:
 
 
 def _order_of_server(started: int, environment: Mapping[str, str]) -> AdoptionOrder | None:
-    """The order for the control daemon that started this MPS server, which lacks our mark."""
+    """Return the order for the control daemon that started this MPS server, which lacks our mark."""
     order = _read_order()
     if order is None or order.pipe_directory != pipe_directory_in(environment):
         return None
@@ -373,7 +379,7 @@ def _read_record(path: str) -> Any:
 
 
 def server_pids(control_pid: int) -> list[int]:
-    """The PIDs of the control daemon's servers, including one before exec; empty if it has ended.
+    """Return the PIDs of the control daemon's servers, including one before exec; empty if it has ended.
 
     Raises ShortageError if they cannot be read.
     """

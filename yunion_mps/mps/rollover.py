@@ -71,12 +71,15 @@ class Rollover:
         self._drained: set[int] = set()
 
     def control_daemon_started(self, now_s: float) -> None:
-        """A control daemon is being started or adopted; servers of an earlier one may still run."""
+        """Note that a control daemon is being started or adopted; servers of an earlier one may still run."""
         self._search_s = now_s + SEARCH_AFTER_S
         self._stop_s = None
 
     def control_daemon_exited(self, cause: str, servers: Iterable[int], end_s: float | None = None) -> None:
-        """The control daemon has ended; its running servers are orphans, to be ended at `end_s` if given."""
+        """Note that the control daemon has ended, so that its running servers are orphans.
+
+        end_s: when they are to be ended; None if their clients are waited for.
+        """
         why = "it has no jobs"
         if self._stop_s is not None:
             end_s, why = self._stop_s, _STOP
@@ -118,7 +121,7 @@ class Rollover:
         return self._limits
 
     def limits_found(self, limits: LimitsInEffect) -> None:
-        """These limits are in effect, by the control daemon's answer or because it has no server yet."""
+        """Note that these limits are in effect: the control daemon answered so, or it has no server yet."""
         self._limits = limits
 
     def note_ended(self, target: DomainPlan) -> None:
@@ -133,13 +136,16 @@ class Rollover:
         self._changed()
 
     def change_withdrawn(self) -> None:
-        """The pending change was withdrawn: its servers have the desired limits."""
+        """Note that the pending change was withdrawn: its servers have the desired limits."""
         if self._limits.old_servers:
             self._emit_limit_event("the pending change was withdrawn", "the configuration was reloaded")
         self._limits = LimitsInEffect(self._limits.plan)
 
     def limits_overwritten(self, earlier: tuple[int, ...], cause: str) -> None:
-        """Another program changed the limits; the `earlier` servers ran when they were last correct."""
+        """Note that another program changed the limits.
+
+        earlier: the PIDs of the servers that ran when the limits were last correct.
+        """
         wrong = [pid for pid in self._servers() if pid not in earlier]
         consequence = "they are being set again"
         if wrong:
@@ -169,11 +175,14 @@ class Rollover:
     # -- servers that must end
 
     def blocking_servers(self, *, every: bool) -> tuple[int, ...]:
-        """The servers that a pending change waits for, including orphans; `every` includes all its own."""
+        """Return the servers that a pending change waits for, including orphans.
+
+        every: whether all servers of the current control daemon must end, not only those with old limits.
+        """
         return (*self.own_blocking_servers(every=every), *self.orphans.pids)
 
     def own_blocking_servers(self, *, every: bool) -> tuple[int, ...]:
-        """Those of the current control daemon."""
+        """Return the servers of the current control daemon that a pending change waits for."""
         return self._servers() if every else self._limits.old_servers
 
     def request_end(self, now_s: float, *, force: bool, ends_orphans: bool, by_command: bool = True) -> None:
@@ -192,7 +201,10 @@ class Rollover:
         self._drained = set(servers)
 
     def commands(self, now_s: float, *, every: bool) -> list[str]:
-        """The commands to send to the control daemon until delivered; `every`: all servers must end."""
+        """Return the commands to send to the control daemon until they are delivered.
+
+        every: whether all its servers must end.
+        """
         awaited = self.own_blocking_servers(every=every)
         late = now_s > self._end_requested_s + FORCE_WITHIN_S
         if every and self.drains:  # clients that waited for a server get one more, as does a leased job
@@ -205,7 +217,7 @@ class Rollover:
         return [_shutdown_command(pid, force=force) for pid, force in self._end_requests.items()]
 
     def idle_servers(self, now_s: float, *, every: bool, in_use: bool | None) -> tuple[int, ...]:
-        """The awaited servers that have no jobs, according to NVML, and so may be shut down now.
+        """Return the awaited servers that have no jobs, according to NVML, and so may be shut down now.
 
         NVML lists a job only some time after it has attached, and a server that is told to shut down accepts
         no new clients (535). So whether they have clients is to be asked immediately before.
@@ -215,7 +227,7 @@ class Rollover:
         return self.own_blocking_servers(every=every)
 
     def idle_servers_asked(self, now_s: float) -> None:
-        """The servers without clients have been shut down; the others are asked again later."""
+        """Note that the servers without clients have been shut down; the others are asked again later."""
         self._next_request_s = now_s + _END_REQUEST_INTERVAL_S
 
     def commands_delivered(self, commands: Collection[str]) -> None:
@@ -225,7 +237,7 @@ class Rollover:
                 del self._end_requests[pid]
 
     def pending(self, *, retiring: bool, holds_modes: bool) -> str:
-        """The pending changes of the domain, and what they wait for; empty if there are none."""
+        """Return the pending changes of the domain, and what they wait for; empty if there are none."""
         pending = []
         if retiring:
             what = "the configuration has changed: the control daemon"

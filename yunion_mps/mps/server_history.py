@@ -74,7 +74,7 @@ class _Server:
 
 
 def _server_from_before() -> _Server:
-    """A server whose begin the log no longer has, which may have clients."""
+    """Return a server whose begin the log no longer has, which may have clients."""
     server = _Server(0, None, "")
     server.is_ready = server.has_client = True
     return server
@@ -174,7 +174,7 @@ class ServerHistory:
         return None
 
     def _note_exception(self, line: LogLine) -> Outcome | None:
-        """The exception of the newest server, which exits next unless it has clients."""
+        """Return the exception of the newest server, which exits next unless it has clients."""
         server = list(self._servers.values())[-1] if self._servers else self._from_before
         server.has_exception = True
         if server.is_ready and server.has_client:

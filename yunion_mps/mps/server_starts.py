@@ -241,7 +241,7 @@ class ServerStarts:
         return self._surplus is not None or self._ordered_uid is not None
 
     def due_s(self, now_s: float) -> float | None:
-        """When the log is to be read again at the latest; None if that is not urgent."""
+        """Return when the log is to be read again at the latest; None if that is not urgent."""
         if self.is_awaiting:
             return now_s + _READ_SOON_S
         if not self.tried_users:

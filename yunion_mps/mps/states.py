@@ -93,7 +93,7 @@ class StateMachine:
         self._notify()
 
     def _change(self, state: str, now_s: float, text: str, code: str = "") -> None:
-        """The only place that changes the state; without a `code`, the reason has the state's."""
+        """Change the state, which only this method does; without a `code`, the reason has the state's."""
         reason = Reason(text, code or _CODES[state]) if text else NO_REASON
         if state not in LEGAL_CHANGES[self.state]:
             raise AssertionError(f"domain {self._name}: {self.state} cannot become {state}")
@@ -130,7 +130,7 @@ class StateMachine:
 
 
 def after_failure(count: int, error: YunionError, *, lasting: bool) -> tuple[str, float]:
-    """The state after `count` failures, and the wait before the next start, with exponential backoff.
+    """Return the state after `count` failures, and the wait before the next start, with exponential backoff.
 
     A restart does not fix a `lasting` error, so it is retried slowly, unless it is a shortage, which passes.
     """
