@@ -12,9 +12,8 @@ of MPS servers are from NVIDIA's documentation ("Multi-Process Service", Logging
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from yunion_mps.text import printable
@@ -37,7 +36,7 @@ CLIENT_CONNECTED = "client connected"
 
 #: The host's time zone: the control daemon has no TZ in its environment, unlike perhaps this process.
 _ZONE = "/etc/localtime"
-_HEADER = (
+_HEADER = re.compile(
     r"\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.\d+ "
     r"(?P<writer>Control|Legacy Server|Server|Client|Other) +(?P<by>\d{1,10})\] ?"
 )
@@ -66,6 +65,15 @@ _SERVER_MESSAGES = (
     (FAILURE, r"MPS is only supported on "),
     (FAILURE, r"(?i).*(?:fail|error|exception|not supported)"),
 )
+
+
+def _compiled(messages: Iterable[tuple[str, str]]) -> tuple[tuple[str, re.Pattern[str]], ...]:
+    return tuple((kind, re.compile(pattern)) for kind, pattern in messages)
+
+
+_CONTROL_PATTERNS = _compiled(_CONTROL_MESSAGES)
+_SERVER_PATTERNS = _compiled(_SERVER_MESSAGES)
+
 #: Nothing worth quoting is longer.
 _MAX_TEXT = 200
 #: A line of control.log without any of these says nothing. Most lines are about our own probes and queries.
@@ -73,20 +81,21 @@ _MARKS = (b"erver", b"SERVER", b"quit", b"control daemon", b"ERROR")
 
 
 class LogLine(NamedTuple):
-    """What a line says: a kind, and the values that lines of this kind have.
-
-    `pid` is that of the server or client that the line is about: 0 if it is about all servers, or if the PID
-    of the client is unknown, as in some containers. `time` (local, see `timestamp_parser`), `writer` and
-    `writer_pid` are those of the header; empty and 0 without one. `text` is the message.
-    """
+    """What a line says: a kind, and the values that lines of this kind have."""
 
     kind: str
+    #: That of the server or client that the line is about: 0 if it is about all servers, or if the PID of the
+    #: client is unknown, as in some containers.
     pid: int = 0
     uid: int | None = None
+    #: The exit status of the server.
     status: int | None = None
+    #: The message.
     text: str = ""
+    #: The local time of the header (see `timestamp_parser`); empty without a header, like `writer`.
     time: str = ""
     writer: str = ""
+    #: 0 without a header.
     writer_pid: int = 0
 
 
@@ -116,7 +125,7 @@ def served_clients(log: bytes, command: str) -> list[int] | None:
 def parse_line(line: str) -> Iterator[LogLine]:
     """Parse a line of either log: one message, and before it another one without a header if it has that."""
     line = line.replace("\0", "").strip()  # a truncated file may begin with NULs on some file systems
-    header = _patterns().header.search(line)
+    header = _HEADER.search(line)
     before = line[: header.start()] if header else line
     if before:
         yield LogLine(FAILURE if before.startswith("ERROR") else OTHER, text=_quotable(before))
@@ -125,7 +134,7 @@ def parse_line(line: str) -> Iterator[LogLine]:
 
 
 def _with_header(header: re.Match[str], text: str) -> LogLine:
-    messages = _patterns().control if header["writer"] == "Control" else _patterns().server
+    messages = _CONTROL_PATTERNS if header["writer"] == "Control" else _SERVER_PATTERNS
     kind, values = OTHER, {}
     for its_kind, pattern in messages:
         match = pattern.match(text)
@@ -147,20 +156,6 @@ def _with_header(header: re.Match[str], text: str) -> LogLine:
 
 def _quotable(text: str) -> str:
     return printable(text.strip()[:_MAX_TEXT])
-
-
-class _Patterns(NamedTuple):
-    header: re.Pattern[str]
-    control: tuple[tuple[str, re.Pattern[str]], ...]
-    server: tuple[tuple[str, re.Pattern[str]], ...]
-
-
-@functools.cache
-def _patterns() -> _Patterns:
-    """Return the patterns, compiled when they are first used, because that takes time at the start."""
-    control = tuple((kind, re.compile(pattern)) for kind, pattern in _CONTROL_MESSAGES)
-    server = tuple((kind, re.compile(pattern)) for kind, pattern in _SERVER_MESSAGES)
-    return _Patterns(re.compile(_HEADER), control, server)
 
 
 def timestamp_parser(now_s: float, zone: str = _ZONE) -> Callable[[str], float]:
