@@ -121,7 +121,11 @@ def test_events_have_only_listed_kinds_and_severities() -> None:
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Event":
-                for place, argument in enumerate(node.args[:2]):
+                arguments = dict(enumerate(node.args[:2]))
+                for keyword in node.keywords:
+                    if keyword.arg in ("severity", "kind"):
+                        arguments[("severity", "kind").index(keyword.arg)] = keyword.value
+                for place, argument in arguments.items():
                     if isinstance(argument, ast.Constant):
                         said[place].add(str(argument.value))
     assert said[0] <= set(SEVERITIES)

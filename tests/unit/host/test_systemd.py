@@ -121,7 +121,9 @@ UNIT = "yunion-mps-job@train.service"
 
 def process(proc: Path, pid: int, cgroups: str | None) -> None:
     (proc / str(pid)).mkdir()
-    (proc / f"{pid}/stat").write_text(f"{pid} (train) S 1 {pid} {pid} 0 -1 4194560 0 0\n")
+    counts, threads, started = "0 " * 10, 1, 4711
+    stat = f"{pid} (train) S 1 {pid} {pid} 0 -1 4194560 {counts}{threads} 0 {started}\n"
+    (proc / f"{pid}/stat").write_text(stat)
     if cgroups is not None:
         (proc / f"{pid}/cgroup").write_text(cgroups)
 

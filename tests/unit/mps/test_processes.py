@@ -202,7 +202,7 @@ def test_a_record_of_a_newer_version_is_read(bench: Bench) -> None:
     assert plan_from_json(value["plan"]) == bench.plan
 
 
-def test_a_plan_is_recorded_by_name_and_one_of_an_earlier_version_by_position() -> None:
+def test_a_plan_is_recorded_by_name_and_was_by_position() -> None:
     pool = Pool("GPU-2", "host", 128, 1024, 2048, 64, 48, thread_overcommit=None, thread_percentage=25)
     gpus = (
         PlannedGpu("GPU-0", 1024, 2, 50.0, (Slice(1024, 50.0, "below_normal"), Slice(512, 12.5))),
