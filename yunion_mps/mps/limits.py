@@ -18,7 +18,7 @@ from yunion_mps.errors import ControlError, ShortageError, YunionError
 from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask, in_running_order
 from yunion_mps.mps.conversation import COMMAND_RETRY_S, PING, Conversation, occupied_error
-from yunion_mps.mps.processes import PROGRAM, plan_from_json, plan_json
+from yunion_mps.mps.processes import PROGRAM, domain_plan_json, plan_from_json
 from yunion_mps.planning.environment import decimal
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.users import describe_servers
@@ -44,7 +44,7 @@ class LimitsInEffect(NamedTuple):
     old_servers: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, object]:
-        return {"plan": plan_json(self.plan), "old_servers": list(self.old_servers)}
+        return {"plan": domain_plan_json(self.plan), "old_servers": list(self.old_servers)}
 
     @classmethod
     def from_json(cls, value: Any) -> LimitsInEffect | None:
@@ -238,7 +238,7 @@ def match(plan: DomainPlan, answer: Sequence[str]) -> bool:
 
 
 def check_percentage(plan: DomainPlan, answer: str | None) -> None:
-    """Like `check_limits`, for the single line that answers `set_commands`."""
+    """Raise ControlError if the single line that answers `set_commands` is not the planned percentage."""
     desired = f"{plan.thread_percentage:.1f}"
     if answer != desired:
         raise _not_in_effect("thread percentage", desired, answer)

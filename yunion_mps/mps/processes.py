@@ -272,7 +272,9 @@ def record(plan: DomainPlan, pid: int = _STARTING) -> None:
         gpu_uuids=plan.gpu_uuids,
     )
     with contextlib.suppress(OSError):
-        write_atomically(_record_path(plan), json.dumps({**process._asdict(), "plan": plan_json(plan)}))
+        write_atomically(
+            _record_path(plan), json.dumps({**process._asdict(), "plan": domain_plan_json(plan)})
+        )
 
 
 def forget(plan: DomainPlan) -> None:
@@ -299,7 +301,7 @@ def _records() -> list[MpsProcess]:
     return recorded
 
 
-def plan_json(plan: DomainPlan) -> dict[str, Any]:
+def domain_plan_json(plan: DomainPlan) -> dict[str, Any]:
     """Return the plan as records have it, with the name of each value."""
     gpus: list[dict[str, Any]] = []
     for gpu in plan.gpus:

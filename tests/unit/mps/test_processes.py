@@ -27,10 +27,10 @@ from yunion_mps.mps.processes import (
     PROGRAM,
     SERVER,
     control_environment,
+    domain_plan_json,
     is_server,
     our_processes,
     plan_from_json,
-    plan_json,
     record,
     server_pids,
 )
@@ -210,7 +210,7 @@ def test_a_plan_is_recorded_by_name_and_was_by_position() -> None:
         PlannedGpu("GPU-2", 1024, thread_percentage=25.0, pool=pool),
     )
     plan = DomainPlan("host", "/pipe", "/log", gpus, 50.0, multiuser=True, pipe_group="mps")
-    by_name = json.loads(json.dumps(plan_json(plan)))
+    by_name = json.loads(json.dumps(domain_plan_json(plan)))
     assert plan_from_json(by_name) == plan
     for gpu in by_name["gpus"]:
         gpu["of_a_newer_version"] = 1
