@@ -138,7 +138,10 @@ def _run_command(program: str, plan: DomainPlan, command: str) -> list[str]:
 
 
 def parse_clients(answer: Sequence[str]) -> list[ClientRow]:
-    """Parse the answer to `ps` by its header, because its columns differ between releases."""
+    """Return the rows of the answer to `ps`, by its header, because its columns differ between releases.
+
+    Raises ControlError if a row cannot be read.
+    """
     header = next((line.split() for line in answer if line.startswith("PID")), None)
     if header is None:
         return []
