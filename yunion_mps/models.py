@@ -36,9 +36,15 @@ def known_members(kind: Any, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PcieLink(NamedTuple):
+    """The link of a GPU at its fastest, with Cloudpods' names and units."""
+
+    #: PCI Express' version, `3.0`.
     version: str
+    #: `8GT/s`.
     transfer_rate_per_lane: str
+    #: The number of lanes.
     lane_width: int
+    #: That of all lanes, `15.76 GB/s`.
     throughput: str
 
 

@@ -162,11 +162,13 @@ def parse_clients(answer: Sequence[str]) -> list[ClientRow]:
 
 
 class WaitingClient(NamedTuple):
-    """A waiting client, when its wait began (s since 1970), and the PID of the server it waits for."""
+    """A client that waits for the end of a server of another user."""
 
     pid: int
     uid: int
+    #: When its wait began, in s since 1970.
     since_s: float
+    #: The PID of the server.
     server: int
 
 

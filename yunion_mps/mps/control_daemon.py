@@ -237,13 +237,12 @@ def start_error(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> H
 
 
 class RunningDaemon(NamedTuple):
-    """A running control daemon of ours, and the plan that it serves.
-
-    `order` is the order to adopt it, if another program started it.
-    """
+    """A running control daemon of ours."""
 
     process: Process
+    #: The plan that it serves.
     plan: DomainPlan
+    #: The order to adopt it, if another program started it.
     order: AdoptionOrder | None = None
 
 

@@ -48,12 +48,11 @@ END = "end"
 
 
 class EndOrder(NamedTuple):
-    """The order to end servers by force unless they have a client (PID) that may not be ended.
+    """The order to end servers by force unless they have a client that may not be ended."""
 
-    It is given up after `until_s`.
-    """
-
+    #: Whether a client (PID) may be ended.
     may_end: Callable[[int], bool]
+    #: When the order is given up.
     until_s: float
 
 

@@ -113,12 +113,14 @@ def log_directory_in(environment: Mapping[str, str]) -> str:
 
 
 class MpsProcess(NamedTuple):
-    """A control daemon of ours, or an MPS server of one, and the GPUs (UUIDs) that it serves."""
+    """A control daemon of ours, or an MPS server of one."""
 
     pid: int
+    #: When it started, in clock ticks since boot, which makes its PID unique.
     started_ticks: int
     pipe_directory: str
     log_directory: str
+    #: The GPUs that it serves.
     gpu_uuids: tuple[str, ...]
     is_server: bool = False
     #: The plan that it was started for, None if not recorded.
@@ -221,14 +223,14 @@ def _has_our_root(pid: int, environment: Mapping[str, str]) -> bool:
 
 
 class AdoptionOrder(NamedTuple):
-    """The order to adopt a control daemon that another program started, and the GPUs (UUIDs) that it serves.
-
-    `in_order`: it certainly numbers its GPUs in this order; limits refer to GPUs by number.
-    """
+    """The order to adopt a control daemon that another program started."""
 
     pid: int
+    #: When it started, in clock ticks since boot, which makes its PID unique.
     started_ticks: int
+    #: The GPUs that it serves.
     gpu_uuids: tuple[str, ...]
+    #: Whether it certainly numbers its GPUs in this order; limits refer to GPUs by number.
     in_order: bool
     pipe_directory: str
 

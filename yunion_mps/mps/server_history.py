@@ -43,20 +43,23 @@ FAILURES = (CRASHED, FAULTED, NOT_STARTED)
 
 
 class Outcome(NamedTuple):
-    """What became of a server.
+    """What became of a server."""
 
-    `pid` is 0 and `uid` None if the log does not show them. `status` is the one that it exited with.
-    `has_client`: a client waited for it, or it had one. `is_ordered`: the command `start_server` started it.
-    `time` is that of the log's line, and `begin_time` when the server was begun; local, perhaps empty.
-    """
-
+    #: One of `STARTED` to `NOT_STARTED`.
     kind: str
+    #: 0 if the log does not show it.
     pid: int = 0
+    #: None if the log does not show it.
     uid: int | None = None
+    #: The exit status, if it has exited.
     status: int | None = None
+    #: Whether a client waited for it, or it had one.
     has_client: bool = False
+    #: Whether the command `start_server` started it.
     is_ordered: bool = False
+    #: The local time of the log's line; empty if it is not known.
     time: str = ""
+    #: The local time when the server was begun; empty if it is not known.
     begin_time: str = ""
 
 
