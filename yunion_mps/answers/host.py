@@ -149,6 +149,16 @@ class Event(TypedDict):
         int, Field("How many events it stands for: many of one cause are counted in one.", minimum=1)
     ]
     last_time: Annotated[Time, Field("The time of the last of them.")]
+    rank: Annotated[
+        int,
+        Field(
+            "Which events to show if there is not room for all: those of the lowest rank, and of one rank "
+            "the newest. 0: errors; 1: warnings; 2, 3: errors and warnings that users can cause at will; "
+            "4: all others, and those that are older than a day, or than `since`.",
+            minimum=0,
+            maximum=4,
+        ),
+    ]
 
 
 class EventList(TypedDict):

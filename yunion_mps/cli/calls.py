@@ -13,15 +13,15 @@ from yunion_mps.errors import YunionError
 from yunion_mps.http import transport
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operation import Operation
-from yunion_mps.http.operations import GET_DEVICES
+from yunion_mps.http.operations import GET_DEVICES, GET_EVENTS
 from yunion_mps.http.parameters import Value
 from yunion_mps.http.transport import BlockingTransport, RequestMembers
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, NOT_FREE
+from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, INVALID_REQUEST, NOT_FREE
 from yunion_mps.text import gpus_that_are
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, LeaseRecord
+    from yunion_mps.answers import Device, EventList, LeaseRecord
 
 T = TypeVar("T")
 
@@ -55,6 +55,25 @@ def shares_pid_namespace(timeout_s: float) -> bool:
 def listed_devices() -> list[Device]:
     """Return all devices of the host; raises YunionError."""
     return call_daemon(GET_DEVICES, limit=0)["isolated_devices"]
+
+
+def newest_events(
+    limit: int, *, since: str | None = None, kind: str | None = None, severe_first: bool = False
+) -> EventList:
+    """Return the newest events, also from an earlier daemon during an upgrade; raises YunionError.
+
+    limit: how many there are at most
+    since: only events since this RFC 3339 time
+    kind: only events of this kind
+    severe_first: choose by rank which are in the list, unless an earlier daemon does not know this parameter
+    """
+    if severe_first:
+        try:
+            return call_daemon(GET_EVENTS, limit=limit, since=since, kind=kind, severe_first=True)
+        except YunionError as error:
+            if error.code != INVALID_REQUEST:
+                raise
+    return call_daemon(GET_EVENTS, limit=limit, since=since, kind=kind)
 
 
 def obtain_lease(request: RequestMembers, wait_s: int) -> LeaseRecord:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from yunion_mps.cli.calls import blocking_transport, call_daemon
+from yunion_mps.cli.calls import blocking_transport, newest_events
 from yunion_mps.cli.options import Number
 from yunion_mps.cli.output import as_json, csv_rows, date_and_time, output_option, print_notice, show, wrapped
 from yunion_mps.enums import EVENT_KINDS
-from yunion_mps.http.operations import GET_EVENTS, MAX_EVENTS
+from yunion_mps.http.operations import MAX_EVENTS
 from yunion_mps.http.parameters import LATEST_S
 from yunion_mps.http.transport import follow_events, iterate_blocking
 from yunion_mps.text import count
@@ -98,8 +98,9 @@ class PointInTime(click.ParamType):
 def show_events(follow: bool, since: int | None, kind: str | None, limit: int | None, output: str) -> None:
     """Show what happened on this host, with cause and consequence, oldest first.
 
-    If there are more than N events, warnings and errors of the last day (with --since, of all that time) take
-    precedence over others. With --kind or --follow, only the newest are shown.
+    If there are more than N events, errors of the last day (with --since, of all that time) are shown first,
+    then warnings, then those that users can cause, and then others. With --kind or --follow, only the newest
+    are shown.
 
     TIME is an age (90, 90s, 10m, 2h, 1d), today, yesterday, a date (2026-11-20), a local time
     ("2026-11-20 13:45"), or 2026-11-20T13:45:00Z.
@@ -116,9 +117,7 @@ def show_events(follow: bool, since: int | None, kind: str | None, limit: int | 
         default = MAX_EVENTS
     begin = None if since is None else rfc3339(since)
     severe_first = not (kind or follow)
-    answer = call_daemon(
-        GET_EVENTS, limit=limit or default, since=begin, kind=kind, severe_first=severe_first
-    )
+    answer = newest_events(limit or default, since=begin, kind=kind, severe_first=severe_first)
     if follow:
         _follow(answer, kind, output)
     rows = [_row(event) for event in answer["events"]]
@@ -127,7 +126,7 @@ def show_events(follow: bool, since: int | None, kind: str | None, limit: int | 
 
 def _whole_text(answer: EventList, limit: int) -> str:
     events = answer["events"]
-    omitted = answer["omitted"]
+    omitted = answer.get("omitted", 0)  # an earlier daemon, which an upgrade has not replaced yet, omits none
     if not events:
         return "No events.\n"
     text = ""
@@ -135,7 +134,7 @@ def _whole_text(answer: EventList, limit: int) -> str:
         text = f"(showing the newest {limit} events; for older ones, use --limit or --since)\n"
     if omitted:
         text += f"(warnings and errors first: {count(omitted, 'other event')} of this time not shown; "
-        text += f"for those of a kind: yunion-mps events --kind lease --limit {MAX_EVENTS})\n"
+        text += f"for those of a kind: yunion-mps events --kind KIND --limit {MAX_EVENTS})\n"
     return text + _text(events)
 
 

@@ -180,9 +180,9 @@ GET_EVENTS: Operation[answers.EventList] = Operation(
         Parameter("kind", "Only events of this kind.", choices=EVENT_KINDS),
         _flag(
             "severe_first",
-            "Whether warnings and errors of the last day, or since `since`, fill the list of the newest "
-            "events before others. It is in order all the same; `omitted` is how many of that time are left "
-            "out. Ignored with `after`.",
+            "Whether the list of the newest events is filled in the order of their `rank`: warnings and "
+            "errors of the last day, or since `since`, before others. It is sorted by id all the same; "
+            "`omitted` is how many of that time are left out. Ignored with `after`.",
         ),
         _number(
             "wait_s",

@@ -60,7 +60,7 @@ class EventFilter(NamedTuple):
     """Selects events after an id (the oldest first), or the newest since a time (s since 1970).
 
     `before` selects those with a lower id among the newest. With `severe_first`, warnings and errors fill the
-    list of the newest first.
+    list of the newest first, in the order of `event_rank`.
     """
 
     after: int | None = None
@@ -81,6 +81,7 @@ class EventService(LongPolls):
         """The events, oldest first, and the newest one's id; raises HostError."""
         after, since_s, limit, kind, before, severe_first = event_filter
         omitted = 0
+        recent_s = self._event_log.recent_since_s(since_s)
         if after is not None:
             records = self._event_log.after(after, limit, kind)
         else:
@@ -105,6 +106,7 @@ class EventService(LongPolls):
                     "code": record.event.code,
                     "count": record.occurrences,
                     "last_time": rfc3339(record.time_s if record.last_s is None else record.last_s),
+                    "rank": record.rank(recent_s),
                 }
                 for record in records
             ],

@@ -6,7 +6,8 @@ waits for them.
 
 Users can cause events at will: leases, processes that fail. Such events displace only their like, because
 the number of events is bounded for each kind and severity; and frequent ones of one cause are counted in one
-row. Nor do they hide warnings and errors in a list of the newest events that is asked for with those first.
+row. Nor do they hide warnings and errors in a list of the newest events that is asked for with those first
+(`event_rank`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from yunion_mps.enums import EVENT_KINDS, SEVERITIES
 from yunion_mps.errors import HostError, LockedError
 from yunion_mps.host.store import Store
 from yunion_mps.models import Event
+from yunion_mps.supervisor.event_rank import OF_USERS, RANK, RECENT_S, rank_of
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +47,6 @@ REPEAT_S = 3600.0
 _MAX_CAUSES = 1000
 #: What differs between events of one cause.
 _PID = re.compile(r"\bPID \d+")
-#: The kinds of events that users can cause at will.
-_OF_USERS = ("lease", "client")
 #: How many events are kept in memory while none can be written.
 _MAX_UNWRITTEN = 1000
 #: The size at which the copy is rotated; two files are kept, with about 2,000 events each.
@@ -57,11 +57,6 @@ _MAX_EVENT_ID = 1 << 62
 _COLUMNS = "id, time_s, severity, kind, subject, what, cause, consequence, code"
 _INSERT = f"INSERT OR IGNORE INTO event ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _SELECT = f"SELECT {_COLUMNS}, count, last_s FROM event LEFT JOIN event_repeat ON event = id"
-#: How recent warnings and errors have to be to come first in a list that does not begin at a given time.
-_SEVERE_S = 86_400.0
-#: The order in which events are chosen: recent warnings and errors first, and those of users after others.
-_SEVERE_FIRST = f"""CASE WHEN severity = 'info' OR COALESCE(last_s, time_s) < ? THEN 2
-    WHEN kind IN {_OF_USERS} THEN 1 ELSE 0 END"""
 #: Which events are among the newest: with an id below one, since a time, and of a kind.
 _NEWEST = "id < ? AND COALESCE(last_s, time_s) >= ? AND (? = '' OR kind = ?)"
 #: How many fields a line of the copy has.
@@ -89,6 +84,10 @@ class EventRecord(NamedTuple):
     event: Event
     occurrences: int = 1
     last_s: float | None = None
+
+    def rank(self, recent_since_s: float) -> int:
+        last_s = self.time_s if self.last_s is None else self.last_s
+        return rank_of(self.event.severity, self.event.kind, last_s, recent_since_s)
 
 
 class Repeat(NamedTuple):
@@ -247,18 +246,21 @@ class EventLog:
         """Return the newest `limit` events since `since_s` (s since 1970), oldest first; raises HostError.
 
         before: only those with a lower id, unless it is None
-        severe_first: fill the list with warnings and errors first, of the last day if `since_s` is 0; those
-            that users can cause at will come after the others
+        severe_first: fill the list with warnings and errors first, in the order of `event_rank`
         """
         self.last_id()
         before = _MAX_EVENT_ID if before is None else before
-        severe_since_s = None
-        if severe_first:
-            severe_since_s = since_s or time.time() - _SEVERE_S
+        recent_s = self.recent_since_s(since_s) if severe_first else None
+        written = EventTable(self._store()).newest(since_s, limit, kind, before, recent_s)
         unwritten = [record for record in self._not_written_since(0, since_s, kind) if record.id < before]
-        room = max(0, limit - len(unwritten))
-        written = EventTable(self._store()).newest(since_s, room, kind, before, severe_since_s)
-        return [*written, *unwritten][-limit:]
+        records = [*written, *unwritten]
+        if recent_s is not None:
+            records.sort(key=lambda record: (-record.rank(recent_s), record.id))
+        return sorted(records[-limit:], key=lambda record: record.id)
+
+    def recent_since_s(self, since_s: float) -> float:
+        """Return since when events are recent in a list that begins at `since_s`, 0 if it does not (s)."""
+        return since_s or time.time() - RECENT_S
 
     def count_from(self, first: int, since_s: float, kind: str = "", before: int | None = None) -> int:
         """Return how many events `newest` can choose from that do not precede `first`; raises HostError."""
@@ -362,17 +364,17 @@ class EventTable:
         limit: int,
         kind: str = "",
         before: int = _MAX_EVENT_ID,
-        severe_since_s: float | None = None,
+        recent_since_s: float | None = None,
     ) -> list[EventRecord]:
         """Return the newest `limit` events since `since_s` with an id below `before`, oldest first.
 
-        Warnings and errors since `severe_since_s`, unless it is None, are chosen before others.
+        They are chosen by their ranks, with those since `recent_since_s` first, unless it is None.
         """
         values: list[object] = [before, since_s, kind, kind]
         order = "id DESC"
-        if severe_since_s is not None:
-            values.append(severe_since_s)
-            order = f"{_SEVERE_FIRST}, {order}"
+        if recent_since_s is not None:
+            values.append(recent_since_s)
+            order = f"{RANK}, {order}"
         query = f"{_SELECT} WHERE {_NEWEST} ORDER BY {order} LIMIT ?"
         return _records(sorted(self._store.read(query, *values, limit)))
 
@@ -444,7 +446,7 @@ class EventCopy:
     def add(self, events: Iterable[EventRecord]) -> None:
         by_file: dict[str, list[EventRecord]] = {}
         for record in events:
-            file = self._of_users if record.event.kind in _OF_USERS else self.file
+            file = self._of_users if record.event.kind in OF_USERS else self.file
             by_file.setdefault(file, []).append(record)
         for file, records in by_file.items():
             _append(file, records)

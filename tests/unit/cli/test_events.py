@@ -9,15 +9,18 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import yaml
 from yunion_mps.cli.output import cell
 from yunion_mps.http.listener import Listener
+from yunion_mps.http.operations import GET_EVENTS
+from yunion_mps.http.parameters import BadRequestError
 from yunion_mps.http.server import Server
 from yunion_mps.models import Event
+from yunion_mps.service.events import EventFilter
 from yunion_mps.supervisor.event_log import MAX_REPEATS
 from yunion_mps.units import rfc3339
 
@@ -138,17 +141,55 @@ def test_leases_hide_no_xid_and_it_says_how_many_are_left_out(own: Cli) -> None:
         own.host.record(Event("info", "lease", "00:06.0-1", f"granted to job-{number} of alice"))
     newest, others, xid, *_ = own.good("events").splitlines()
     assert newest == "(showing the newest 100 events; for older ones, use --limit or --since)"
-    where = "for those of a kind: yunion-mps events --kind lease --limit 1000"
+    where = "for those of a kind: yunion-mps events --kind KIND --limit 1000"
     assert others == f"(warnings and errors first: 21 other events of this time not shown; {where})"
     assert "WARNING  gpu 00:06.0: Xid 48" in xid
     assert "Xid 48" in own.good("events", "--since", "1h", "--limit", "10")
     assert own.good("events", "--kind", "lease", "--limit", "1000").count("granted to job-") == 120
 
 
+@pytest.fixture
+def earlier(happened: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """A host with a daemon that does not know `severe_first`, nor what came with it."""
+    arguments, find = GET_EVENTS.arguments, happened.host.events.find
+
+    def arguments_before(query: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+        if "severe_first" in query:
+            raise BadRequestError("unknown parameter 'severe_first'", "use one of these parameters: after")
+        return arguments(query, headers, body)
+
+    def find_before(event_filter: EventFilter) -> Any:
+        answer: Any = find(event_filter)
+        del answer["omitted"]
+        for listed in answer["events"]:
+            del listed["rank"]
+        return answer
+
+    monkeypatch.setattr(GET_EVENTS, "arguments", arguments_before)
+    monkeypatch.setattr(happened.host.events, "find", find_before)
+    return happened
+
+
+@pytest.mark.parametrize("options", [[], ["--kind", "gpu"], ["--limit", "1"], ["-o", "json"]])
+def test_events_of_an_earlier_daemon_are_shown(earlier: Cli, options: list[str]) -> None:
+    assert "00:06.0" in earlier.good("events", *options)
+
+
+def test_events_of_an_earlier_daemon_are_followed(earlier: Cli) -> None:
+    with earlier.start("events", "--follow", "--kind", "gpu", stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        assert "gpu 00:06.0: a" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+
+
+def test_top_shows_the_events_of_an_earlier_daemon(earlier: Cli) -> None:
+    assert "configuration reload: refused" in earlier.good("top", "--once")
+
+
 def test_events_are_printed_for_programs_too(happened: Cli) -> None:
     answer, (header, *rows) = happened.read("events")
     times = {"time": rfc3339(THEN_S), "last_time": rfc3339(THEN_S)}
-    assert answer["events"][0] == {"id": 1, **times, "count": 1, **DIED._asdict()}
+    assert answer["events"][0] == {"id": 1, **times, "count": 1, "rank": 4, **DIED._asdict()}
     names = ["time", "severity", "kind", "subject", "what", "cause", "consequence", "code"]
     assert header == [*names, "count", "last_time"]
     assert rows[1] == [rfc3339(THEN_S + 3600), *BACK, "1", rfc3339(THEN_S + 3600)]

@@ -85,15 +85,16 @@ def test_from_80_x_24_on_every_part_is_there_and_the_keys_are_last(scene: Scene)
         assert begins == ["GPU", "DEVICE", *(["EVENTS"] if scene.events else [])]
 
 
-def test_recent_warnings_have_room_before_other_events() -> None:
+def test_the_events_that_the_daemon_ranks_first_have_room_before_others() -> None:
     (event, *_) = BUSY.events
-    xid: Any = {**event, "severity": "warning", "what": "Xid 48"}
-    old: Any = {**xid, "what": "Xid 31", "last_time": rfc3339(NOW_S - 86_400)}
-    others: list[Any] = [{**event, "id": number} for number in range(4, 20)]
-    events = [{**old, "id": 1}, {**xid, "id": 2}, *others]
+    xid: Any = {**event, "id": 2, "severity": "warning", "what": "Xid 48", "rank": 1}
+    old: Any = {**event, "id": 1, "severity": "warning", "what": "Xid 31", "rank": 4}
+    of_users: Any = {**event, "severity": "warning", "kind": "client", "what": "terminated", "rank": 3}
+    events: list[Any] = [old, xid, *({**of_users, "id": number} for number in range(4, 20))]
     text = "\n".join(lines_of(BUSY._replace(events=events), 80, 24))
     assert "Xid 48" in text
     assert "Xid 31" not in text
+    assert "terminated" in text
 
 
 def test_rows_that_have_no_room_are_counted_in_the_heading() -> None:

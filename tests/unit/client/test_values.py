@@ -20,10 +20,12 @@ from yunion_mps.errors import VersionError
 from unit.http.by_hand import EXAMPLES
 
 #: Members of Cloudpods' that say the same of every device, or what another member says.
-LEFT_OUT = {
+OF_CLOUDPODS = {
     "dev_type", "index", "device_minor", "device_path",
     "mps_memory_limit", "mps_memory_total", "mps_thread_percentage",
 }  # fmt: skip
+#: The members that values do not have; the rank is for short lists, and earlier daemons do not send it.
+LEFT_OUT: Mapping[Any, set[str]] = {Device: OF_CLOUDPODS, DeviceDetails: OF_CLOUDPODS, Event: {"rank"}}
 TIME: Any = types_of_fields.Time
 KINDS = [one for one in vars(values).values() if isinstance(one, type) and one.__module__ == values.__name__]
 VALUES = [one for one in KINDS if hasattr(one, "__dataclass_fields__")]
@@ -52,7 +54,7 @@ def test_every_attribute_is_a_member_of_the_answer_and_of_its_type(kind: Any) ->
     expected = {
         name: as_value(hint)
         for name, hint in get_type_hints(answer, include_extras=True).items()
-        if name not in LEFT_OUT or kind not in (Device, DeviceDetails)
+        if name not in LEFT_OUT.get(kind, set())
     }
     assert members(kind) == expected
 

@@ -302,7 +302,11 @@ def services(
 def router(service: Queries) -> Router:
     """A router over the service and all these, and an event log without events."""
     log: Any = SimpleNamespace(
-        newest=lambda *_, **__: [], after=lambda *_: [], last_id=lambda: 0, listen=lambda _: None
+        newest=lambda *_, **__: [],
+        after=lambda *_: [],
+        last_id=lambda: 0,
+        recent_since_s=lambda since_s: since_s,
+        listen=lambda _: None,
     )
     found = services(service, FakeReloader(), FakeClients(), FakeLeases(), EventService(log))
     return Router(Handlers(found, metrics))

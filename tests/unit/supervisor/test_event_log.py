@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from yunion_mps.enums import EVENT_KINDS, SEVERITIES
 from yunion_mps.errors import HostError
 from yunion_mps.host.store import Store
 from yunion_mps.models import Event
@@ -31,6 +32,7 @@ from yunion_mps.supervisor.event_log import (
     EventTable,
     Repeat,
 )
+from yunion_mps.supervisor.event_rank import OF_USERS
 
 
 def event(what: str, kind: str = "domain") -> Event:
@@ -296,6 +298,30 @@ def test_what_users_cause_hides_no_warning_in_the_newest(
     assert event_log.count_from(2, 0.0, before=10) == 8
 
 
+KINDS_AND_SEVERITIES = [(kind, severity) for kind in EVENT_KINDS for severity in SEVERITIES]
+
+
+def test_what_users_cause_comes_after_errors_and_warnings(event_log: EventLog, now_s: list[float]) -> None:
+    for kind, severity in [*KINDS_AND_SEVERITIES, *KINDS_AND_SEVERITIES]:
+        event_log.record(Event(severity, kind, "host", "x"))
+    events = event_log.newest(0.0, 100)
+    ranked = sorted(events, key=lambda record: (record.rank(now_s[0]), -record.id))
+    by_rank = [(record.event.kind in OF_USERS, record.event.severity) for record in ranked]
+    others = [(False, "error")] * 14 + [(False, "warning")] * 14
+    of_users = [(True, "error")] * 4 + [(True, "warning")] * 4
+    assert by_rank[: len(others + of_users)] == others + of_users
+    for limit in range(1, len(events) + 1):
+        chosen = event_log.newest(0.0, limit, severe_first=True)
+        assert {record.id for record in chosen} == {record.id for record in ranked[:limit]}
+
+
+def test_terminated_jobs_hide_no_death_of_a_server(event_log: EventLog) -> None:
+    event_log.record(FAILED)
+    for number in range(110):
+        event_log.record(Event("warning", "client", "host", f"job-{number} (PID 5) of nobody: terminated"))
+    assert event_log.newest(0.0, 100, severe_first=True)[0].event == FAILED
+
+
 def test_warnings_come_first_for_a_day_or_from_a_given_time_on(
     event_log: EventLog, now_s: list[float]
 ) -> None:
@@ -317,6 +343,7 @@ def test_unwritten_events_leave_room_for_warnings(event_log: EventLog, disk: Dis
     event_log.record(leased(3))
     disk.store.write = written  # type: ignore[method-assign]
     assert [record.id for record in event_log.newest(0.0, 2, severe_first=True)] == [1, 4]
+    assert [record.id for record in event_log.newest(0.0, 1, severe_first=True)] == [1]
     assert event_log.count_from(1, 0.0) == 4
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Union
 
 import click
 
-from yunion_mps.cli.calls import call_daemon, listed_devices
+from yunion_mps.cli.calls import call_daemon, listed_devices, newest_events
 from yunion_mps.cli.options import Duration
 from yunion_mps.cli.output import hint_text, incomplete_note, is_utf8, terminal_size, wrapped
 from yunion_mps.cli.top.frame import HINT, VIEWS, WHOLE, Outage, ViewState, frame
@@ -21,7 +21,7 @@ from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene
 from yunion_mps.cli.top.terminal import STOP_SIGNALS, SignalWakeup, Terminal
 from yunion_mps.errors import YunionError
 from yunion_mps.host import threads
-from yunion_mps.http.operations import GET_CLIENTS, GET_EVENTS, GET_GPUS, GET_LEASES, GET_STATUS
+from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS
 from yunion_mps.overview import HostAnswers
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _once(first: Poll) -> str:
 def poll(before: Poll | None = None) -> Poll:
     """Query the daemon; raises YunionError. The devices are those of `before` if nothing has happened."""
     status = call_daemon(GET_STATUS)
-    events = call_daemon(GET_EVENTS, limit=_NEWEST_EVENTS, severe_first=True)
+    events = newest_events(_NEWEST_EVENTS, severe_first=True)
     leases = call_daemon(GET_LEASES)
     devices_s = time.monotonic()
     seen = (events["last"], status["devices"], status["gpus"], status["started"])

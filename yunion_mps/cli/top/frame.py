@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from yunion_mps.cli.output import age, cell, display_width, fit, hidden_columns
 from yunion_mps.cli.top.rows import ORDERS, Row, Scene, sort_devices, sort_gpus
@@ -13,9 +13,6 @@ from yunion_mps.enums import NOTICE, PROBLEM
 from yunion_mps.overview import with_hints
 from yunion_mps.text import count
 from yunion_mps.units import seconds
-
-if TYPE_CHECKING:
-    from yunion_mps.answers import Event
 
 #: Text with a style; "" is the terminal's own style.
 Line = list[tuple[str, str]]
@@ -376,9 +373,10 @@ def _gib(number_mib: int | None) -> str:
 
 
 def _events(scene: Scene, state: ViewState, room: int, now_s: float) -> list[Line]:
-    """Format the events, newest first; recent warnings and errors take the room before others."""
-    chosen = sorted(scene.events, key=lambda event: (_is_severe(event, now_s), event["id"]), reverse=True)
-    chosen = chosen[: max(room - 1, 0)]
+    """Format the events, newest first; those that the daemon ranks first take the room before others."""
+    # An earlier daemon, which an upgrade has not replaced yet, sends no rank.
+    ranked = sorted(scene.events, key=lambda event: (event.get("rank", 0), -event["id"]))
+    chosen = ranked[: max(room - 1, 0)]
     lines = [_heading("EVENTS", state)] if chosen else []
     for event in sorted(chosen, key=lambda event: event["id"], reverse=True):
         then_s = seconds(event["time"])
@@ -390,11 +388,6 @@ def _events(scene: Scene, state: ViewState, room: int, now_s: float) -> list[Lin
         what = f"{event['kind']} {event['subject']}".rstrip() + f": {event['what']}{cause}"
         lines.append([(f"{when} ", ""), (f"{severity:7} ", style), (what, "")])
     return lines
-
-
-def _is_severe(event: Event, now_s: float) -> bool:
-    """Return whether it is a warning or an error of the last day."""
-    return event["severity"] != "info" and now_s - seconds(event["last_time"]) < 86400
 
 
 def _heading(text: str, state: ViewState) -> Line:

@@ -6,6 +6,7 @@ import { clock, secondsSince } from "./words.js";
 const ROWS = 8;
 const MOST = 200;
 const DAY_S = 86_400;
+const BAD_REQUEST = 400;
 const SIGNS = { info: "", warning: "!", error: "✕" };
 
 export class Events {
@@ -24,9 +25,12 @@ export class Events {
   /** Load the newest. */
   async begin() {
     const { events, last } = await this.get(`limit=${2 * ROWS}`);
-    const first = await this.get(`limit=${ROWS}&severe_first=true`);
-    this.events = events.reverse();
-    this.severe = first.events.reverse().filter(isSevere);
+    const severe = await this.get(`limit=${ROWS}&severe_first=true`).catch((error) => {
+      if (error.status !== BAD_REQUEST) throw error;
+      return { events }; // an earlier daemon, which an upgrade has not replaced yet, does not know the parameter
+    });
+    this.events = [...events].reverse();
+    this.severe = mostSevere(severe.events);
     this.last = last;
     this.pages.first = 0;
     this.draw();
@@ -38,7 +42,7 @@ export class Events {
     if (this.pages.first) this.pages.first += events.length; // older events that a user is reading stay in view
     else if (this.events.length > MOST) [this.events.length, this.whole] = [MOST, false];
     const heard = events.filter(isSevere);
-    this.severe = [...[...heard].reverse(), ...this.severe].slice(0, ROWS);
+    this.severe = mostSevere([...heard, ...this.severe]);
     if (heard.length) text(byId("said"), heard.map((one) => `${one.severity}: ${one.subject}: ${one.what}`).join("; "));
     this.draw();
   }
@@ -60,16 +64,30 @@ export class Events {
     hide(byId("list"), !this.events.length);
     const more = this.events.length > 0 && this.events.at(-1).id > 1 && !this.whole;
     const shown = this.pages.of(this.events, more);
-    this.list.show(shown.map((one) => [one.id, one]));
-    const isEarlier = (one) => one.id < shown.at(-1).id && secondsSince(one.last_time) < DAY_S;
+    this.list.show(shown.map(keyed));
+    const isEarlier = (one) => one.id < shown.at(-1).id && isRecent(one);
     const earlier = this.pages.first || !shown.length ? [] : this.severe.filter(isEarlier);
-    this.earlier.show(earlier.map((one) => [one.id, one]));
+    this.earlier.show(earlier.map(keyed));
     hide(byId("earlier"), !earlier.length);
   }
 }
 
+/** An event with its key; one that has happened again is another element. */
+const keyed = (event) => [`${event.id} ${event.count}`, event];
+
 function isSevere(event) {
   return event.severity !== "info";
+}
+
+function isRecent(event) {
+  return secondsSince(event.last_time) < DAY_S;
+}
+
+/** The recent warnings and errors for which there is room, in the daemon's order of ranks, newest first. */
+export function mostSevere(events) {
+  const severe = events.filter((one) => isSevere(one) && isRecent(one));
+  severe.sort((one, other) => (one.rank ?? 0) - (other.rank ?? 0) || other.id - one.id);
+  return severe.slice(0, ROWS).sort((one, other) => other.id - one.id);
 }
 
 function makeEvent(event) {

@@ -30,7 +30,7 @@ let files = ""; // the version of the page's files
 
 const failure = (message, hint = "") => Object.assign(new Error(message), { hint });
 
-/** The JSON at the address; throws an Error with a `hint`. */
+/** The JSON at the address; throws an Error with a `hint`, and with the `status` if there was an answer. */
 async function get(address, patienceMs = 20000) {
   let response;
   try {
@@ -40,8 +40,9 @@ async function get(address, patienceMs = 20000) {
     throw failure("the web server does not answer", hint);
   }
   const found = await response.json().catch(() => ({}));
-  if (!response.ok) throw failure(found.detail ?? `the server responded with status ${response.status}`, found.hint);
-  return found;
+  if (response.ok) return found;
+  const error = failure(found.detail ?? `the server responded with status ${response.status}`, found.hint);
+  throw Object.assign(error, { status: response.status });
 }
 
 /** Requests a snapshot that is newer than the newest known event; returns how long that took. */
