@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 
 import pytest
+from yunion_mps.host.proc import user_name
 from yunion_mps.http.operation import MAX_CHANGE_WAIT_S
 
 from integration.conftest import MakeDaemon, MakeHost
@@ -162,7 +163,7 @@ def test_a_server_in_fault_is_reported_with_the_process_the_kernel_names(
 
         eventually(told, "the report of the server")
         (server,) = jobs.servers()
-        assert told()[0] == f"MPS server (PID {server}) is in state FAULT"
+        assert told()[0] == f"MPS server (PID {server}) of {user_name(os.geteuid())} is in state FAULT"
         events = daemon.get("/v1/events?kind=client")[1]["events"]
         fault = next(event for event in events if "FAULT" in event["what"])
         assert fault["cause"] == f"suspected: PID {client.pid}"

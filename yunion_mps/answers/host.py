@@ -136,7 +136,7 @@ class Status(ServiceFields):
 class Event(TypedDict):
     """Something that changed, why, and the consequence for devices and jobs."""
 
-    id: Annotated[int, Field("Increasing, and never reused.", minimum=1)]
+    id: Annotated[int, Field("Increasing, and never reused; there can be gaps.", minimum=1)]
     time: Time
     severity: Annotated[str, Field(enum=enums.SEVERITIES)]
     kind: Annotated[str, Field("The category of the event.", enum=enums.EVENT_KINDS)]

@@ -302,7 +302,8 @@ class Status(AnswerValue["answers.Status"]):
 class Event(AnswerValue["answers.Event"]):
     """Something that changed, why, and what that means for devices and jobs.
 
-    Many events of one cause are one, with their `count` and the time of the last of them.
+    Many events of one cause are one, with their `count` and the time of the last of them. Those who follow
+    events get a warning or an error again, with the same id, if it happens again.
     """
 
     id: int

@@ -170,7 +170,8 @@ GET_EVENTS: Operation[answers.EventList] = Operation(
     parameters=(
         _number(
             "after",
-            "Only events with a higher id, oldest first; `since` is then ignored.",
+            "Only events with a higher id, oldest first, and those whose `count` has risen since because of "
+            "a warning or an error; `since` is then ignored.",
             minimum=0,
             maximum=MAX_NUMBER,
         ),

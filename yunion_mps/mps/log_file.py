@@ -313,16 +313,19 @@ def _last_words(outcome: Outcome, log_directory: str) -> str:
 def events_of(news: LogNews, plan: DomainPlan, servers: Collection[int]) -> list[Event]:
     """Return the events for a part of the log. `servers` are the PIDs of the running servers.
 
-    A server that fails to start is started six times within milliseconds (measured), which is one event.
+    A server that fails to start is started six times within milliseconds (measured), which is one event of
+    its user.
     """
-    failed = [outcome for outcome in news.outcomes if outcome.kind == NOT_STARTED]
+    failed: dict[int | None, list[Outcome]] = {}
+    for outcome in news.outcomes:
+        if outcome.kind == NOT_STARTED:
+            failed.setdefault(None if plan.multiuser else outcome.uid, []).append(outcome)
     events = []
     for outcome in news.outcomes:
         event = None if outcome.kind == NOT_STARTED else _outcome_event(outcome, plan)
         if event:
             events.append(event)
-    if failed:
-        events.append(_failed_starts(failed, plan))
+    events += [_failed_starts(outcomes, plan) for outcomes in failed.values()]
     users = set() if plan.multiuser else {line.uid for line in news.waiting if line.uid is not None}
     for uid in sorted(users):
         event = _waiting_event(news.waiting, uid, plan.name, servers)
@@ -333,6 +336,7 @@ def events_of(news: LogNews, plan: DomainPlan, servers: Collection[int]) -> list
 
 def _outcome_event(outcome: Outcome, plan: DomainPlan) -> Event | None:
     server = f"MPS server (PID {outcome.pid})" if outcome.pid else "an MPS server"
+    server += _whose(outcome, plan)
     if outcome.kind == STARTED:
         return Event("info", "client", plan.name, f"{server} started", _why_started(outcome, plan))
     if outcome.kind == ENDED:
@@ -344,6 +348,16 @@ def _outcome_event(outcome: Outcome, plan: DomainPlan) -> Event | None:
         consequence = "all jobs on that server fail; new jobs can start after the failed ones have ended"
         return _failure_event(plan, f"{server} had a fatal exception", outcome, consequence)
     return None
+
+
+def _whose(outcome: Outcome, plan: DomainPlan) -> str:
+    """Return ` of alice`, the server's user; empty if the log does not show it, or if all users share it.
+
+    Events are counted by their texts (`event_log`): without a name, one user's deaths would hide another's.
+    """
+    if plan.multiuser or outcome.uid is None:
+        return ""
+    return f" of {user_name(outcome.uid)}"
 
 
 def _why_started(outcome: Outcome, plan: DomainPlan) -> str:
@@ -362,7 +376,7 @@ def _failed_starts(failed: Sequence[Outcome], plan: DomainPlan) -> Event:
         if len(failed) > 1
         else f"MPS server (PID {failed[0].pid})"
     )
-    what = f"{which} failed to start"
+    what = f"{which}{_whose(failed[0], plan)} failed to start"
     consequence = "jobs that wait for a server are refused" if any(one.has_client for one in failed) else ""
     return _failure_event(plan, what, failed[-1], consequence, reasons.SERVER_START_FAILED)
 

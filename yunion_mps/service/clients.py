@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from yunion_mps import reasons
 from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.errors import YunionError
-from yunion_mps.host.proc import command_of
+from yunion_mps.host.proc import command_of, uid_of, user_name
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.events import processes_of_xids
 from yunion_mps.models import Event
@@ -74,7 +74,10 @@ class XidAnalyzer:
         named = await on_thread(lambda: processes_of_xids(self._paths))
         suspects = [pid for at, number, pid in named if (at, number) == (address, xid)][-1:]
         for pid in suspects:
+            uid = uid_of(pid)
             who = command_of(pid) or "a process that has ended"
+            if uid is not None:
+                who += f", {user_name(uid)}"
             self._record(
                 address,
                 f"Xid {xid} was caused by PID {pid} ({who})",
@@ -85,9 +88,10 @@ class XidAnalyzer:
         for server in (await self._clients.clients())["servers"]:
             if server["state"] == SERVER_FAULT:
                 cause = f"suspected: PID {suspects[0]}" if suspects else "a fault in one of its jobs"
+                whose = f" of {server['user']}" if server["user"] else ""
                 self._record(
                     server["domain"],
-                    f"MPS server (PID {server['pid']}) is in state {SERVER_FAULT}",
+                    f"MPS server (PID {server['pid']}){whose} is in state {SERVER_FAULT}",
                     cause,
                     "its jobs on that GPU failed; new jobs can start after the failed ones have ended",
                     reasons.SERVER_FAILED,

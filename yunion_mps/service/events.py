@@ -90,8 +90,8 @@ class EventService(LongPolls):
                 in_this_time = self._event_log.count_from(records[0].id, since_s, kind, before)
                 omitted = max(0, in_this_time - len(records))
         last = self._event_log.last_id()
-        if records and not omitted:
-            last = records[-1].id
+        if after is not None and len(records) == limit:
+            last = records[-1].position  # more may follow
         return {
             "events": [
                 {

@@ -6,7 +6,8 @@ waits for them.
 
 Users can cause events at will: leases, processes that fail. Such events displace only their like, because
 the number of events is bounded for each kind and severity; and frequent ones of one cause are counted in one
-row. Nor do they hide warnings and errors in a list of the newest events that is asked for with those first
+row. A warning or an error that is counted takes an id, too, so that those who follow the events hear of it.
+Nor do such events hide warnings and errors in a list of the newest events that is asked for with those first
 (`event_rank`).
 """
 
@@ -46,7 +47,7 @@ REPEAT_S = 3600.0
 #: Of how many causes the latest events are remembered, to count further ones.
 _MAX_CAUSES = 1000
 #: What differs between events of one cause.
-_PID = re.compile(r"\bPID \d+")
+_PID = re.compile(r"\bPIDs? \d+(, \d+)*(, \.\.\.)?")
 #: How many events are kept in memory while none can be written.
 _MAX_UNWRITTEN = 1000
 #: The size at which the copy is rotated; two files are kept, with about 2,000 events each.
@@ -76,7 +77,7 @@ class EventRecord(NamedTuple):
     """A recorded event; ids increase and are never reused. `time_s` is in s since 1970.
 
     `occurrences` is how many events of this cause it stands for, and `last_s` the time of the last one, None
-    if there is only one.
+    if there is only one. `repeat_id` is the id that the last one took if it is listed again because of that.
     """
 
     id: int
@@ -84,6 +85,12 @@ class EventRecord(NamedTuple):
     event: Event
     occurrences: int = 1
     last_s: float | None = None
+    repeat_id: int | None = None
+
+    @property
+    def position(self) -> int:
+        """The id to continue from after it."""
+        return self.id if self.repeat_id is None else self.repeat_id
 
     def rank(self, recent_since_s: float) -> int:
         last_s = self.time_s if self.last_s is None else self.last_s
@@ -91,11 +98,15 @@ class EventRecord(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """Events of one cause that are counted in the row of the event with this `id`; `last_s` as above."""
+    """Events of one cause that are counted in the row of the event with this `id`; `last_s` as above.
+
+    is_severe: whether they are warnings or errors
+    """
 
     id: int
     occurrences: int
     last_s: float
+    is_severe: bool
 
 
 class RepeatCounter:
@@ -114,7 +125,7 @@ class RepeatCounter:
         if not row or number < MAX_REPEATS:
             return None
         self._causes[cause] = (began_s, number + 1, row)
-        return Repeat(row, number + 2 - MAX_REPEATS, time_s)
+        return Repeat(row, number + 2 - MAX_REPEATS, time_s, is_severe=event.severity != "info")
 
     def note(self, record: EventRecord) -> None:
         """Note that an event has a row of its own."""
@@ -128,7 +139,10 @@ class RepeatCounter:
 
 
 def _cause_of(event: Event) -> Event:
-    """The event without what differs between events of one cause."""
+    """The event without what differs between events of one cause.
+
+    An event that users can cause names its user, so that one user's events are not counted in another's row.
+    """
     return event._replace(what=_PID.sub("PID", event.what), cause=_PID.sub("PID", event.cause))
 
 
@@ -157,6 +171,8 @@ class EventLog:
         self._repeats = RepeatCounter()
         #: What has been counted but not written, by the id of the row.
         self._uncounted: dict[int, Repeat] = {}
+        #: The ids that the last counted warnings and errors took, by the id of the row, the newest last.
+        self._repeat_ids: dict[int, int] = {}
         #: How many times of `Store.rebuilt` have been recorded.
         self._noted_rebuilt = 0
         #: Why events cannot be written; empty if they can.
@@ -204,20 +220,38 @@ class EventLog:
             self._assign_ids()
             store = self._store()
             EventTable(store).add(self._unwritten)
-            EventTable(store).count(list(self._uncounted.values()))
+            self._write_counts(EventTable(store))
         except HostError as error:
             if not (isinstance(error, LockedError) and error.is_brief):
                 self._note_write_error(error.message)
             return
         self._unwritten.clear()
-        self._uncounted.clear()
         self._note_write_error("")
         self.note_rebuilt(store)
         for listener in self._listeners:
             listener()
 
+    def _write_counts(self, table: EventTable) -> None:
+        """Write what has been counted; raises HostError."""
+        if not self._uncounted:
+            return
+        last_id = self.last_id()
+        repeat_ids = {}
+        for repeat in self._uncounted.values():
+            if repeat.is_severe:
+                last_id += 1
+                repeat_ids[repeat.id] = last_id
+        table.count(list(self._uncounted.values()), last_id)
+        self._uncounted.clear()
+        self._last_id = last_id
+        for row, repeat_id in repeat_ids.items():
+            self._repeat_ids.pop(row, None)
+            self._repeat_ids[row] = repeat_id
+        while len(self._repeat_ids) > _MAX_CAUSES:
+            del self._repeat_ids[next(iter(self._repeat_ids))]
+
     def last_id(self) -> int:
-        """Return the id of the newest event, 0 if there is none; raises HostError.
+        """Return the newest id of an event or of a counted one, 0 if there is none; raises HostError.
 
         The first call includes events that an earlier daemon could not write.
         """
@@ -229,10 +263,17 @@ class EventLog:
         return self._last_id
 
     def after(self, last: int, limit: int, kind: str = "") -> list[EventRecord]:
-        """Return the oldest `limit` events with an id above `last`; raises HostError."""
+        """Return the oldest `limit` events with an id above `last`; raises HostError.
+
+        Older ones in which warnings or errors were counted since are among them, each where its last one is.
+        """
         self.last_id()
-        written = EventTable(self._store()).after(last, limit, kind)
-        return [*written, *self._not_written_since(last, 0.0, kind)][:limit]
+        table = EventTable(self._store())
+        records = [*table.after(last, limit, kind), *self._not_written_since(last, 0.0, kind)]
+        for row, repeat_id in self._repeat_ids.items():
+            if row <= last < repeat_id:
+                records += [record._replace(repeat_id=repeat_id) for record in table.with_id(row, kind)]
+        return sorted(records, key=lambda record: record.position)[:limit]
 
     def newest(
         self,
@@ -343,15 +384,18 @@ class EventTable:
         if not events:
             return
         rows = [(record.id, record.time_s, *record.event) for record in events]
+        before = self.last_id()
         self._store.write(_INSERT, rows)
-        if events[0].id // _PRUNE_EVERY != (events[-1].id + 1) // _PRUNE_EVERY:
-            self._prune()
+        self._prune_if_due(before)
 
-    def count(self, repeats: Sequence[Repeat]) -> None:
-        """Record all of these counts or none."""
-        if repeats:
-            statement = "INSERT OR REPLACE INTO event_repeat (event, count, last_s) VALUES (?, ?, ?)"
-            self._store.write(statement, repeats)
+    def count(self, repeats: Sequence[Repeat], last_id: int) -> None:
+        """Record all of these counts or none, and that all ids up to `last_id` have been used."""
+        before = self.last_id()
+        rows = [(repeat.id, repeat.occurrences, repeat.last_s) for repeat in repeats]
+        self._store.write("INSERT OR REPLACE INTO event_repeat (event, count, last_s) VALUES (?, ?, ?)", rows)
+        if last_id > before:
+            self._store.write("UPDATE sqlite_sequence SET seq = ? WHERE name = 'event'", [(last_id,)])
+        self._prune_if_due(before)
 
     def last_id(self) -> int:
         """Return the highest id ever used, 0 if there is none."""
@@ -390,6 +434,11 @@ class EventTable:
         query = f"{_SELECT} WHERE id > ? AND (? = '' OR kind = ?) ORDER BY id LIMIT ?"
         return _records(self._store.read(query, last, kind, kind, limit))
 
+    def with_id(self, number: int, kind: str = "") -> list[EventRecord]:
+        """Return the event with this id, if it is there and of this kind."""
+        query = f"{_SELECT} WHERE id = ? AND (? = '' OR kind = ?)"
+        return _records(self._store.read(query, number, kind, kind))
+
     def times(self, kind: str) -> tuple[float, dict[str, float]]:
         """Return the times of the oldest event of this kind and of the newest by subject, in s since 1970.
 
@@ -401,6 +450,11 @@ class EventTable:
         query = """SELECT subject, MAX(COALESCE(last_s, time_s)) FROM event
             LEFT JOIN event_repeat ON event = id WHERE kind = ? GROUP BY subject"""
         return oldest[0], dict(self._store.read(query, kind))
+
+    def _prune_if_due(self, before: int) -> None:
+        """Prune each time that so many ids have been used; `before` is what the last id was until now."""
+        if before // _PRUNE_EVERY != self.last_id() // _PRUNE_EVERY:
+            self._prune()
 
     def _prune(self) -> None:
         """Delete old events, by number first, because a clock set ahead makes new events look old."""

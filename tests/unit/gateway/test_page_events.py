@@ -77,6 +77,13 @@ def test_what_users_cause_moves_no_xid_off_an_open_page(tmp_path: Path) -> None:
     assert show(tmp_path, FIRST, script) == [13, 12, 11, 10, 9, 8, 7, 1]
 
 
+def test_an_event_that_happened_again_is_shown_once_with_its_count(tmp_path: Path) -> None:
+    followed = {"events": [event(1, "warning", 1, count=2), event(2)], "last": 3}
+    shown = "[events.last, ...events.events.map((one) => [one.id, one.count]), ids(events.severe)]"
+    script = f"events.add({json.dumps(followed)}); console.log(JSON.stringify({shown}))"
+    assert show(tmp_path, FIRST, script) == [3, [2, 1], [1, 2], [1]]
+
+
 def test_a_daemon_that_cannot_rank_events_still_has_its_events_shown(tmp_path: Path) -> None:
     listed = [{**XID}, event(2)]
     for answered in listed:

@@ -13,6 +13,7 @@ import pytest
 from yunion_mps.errors import ConfigError, HostError, NotAllowedError, NotFoundError, Problem, YunionError
 from yunion_mps.models import Event
 from yunion_mps.reasons import SHORTAGE, hint_of
+from yunion_mps.supervisor.event_log import MAX_REPEATS
 from yunion_mps.units import rfc3339
 
 from integration.daemon_host import eventually
@@ -100,6 +101,21 @@ def test_a_request_that_waits_for_one_kind_gets_no_other(host: ServerHost) -> No
     eventually(lambda: len(host.events.waiting) == 1, "that it waits on")
     host.record(BACK)
     assert whats(client.answer()) == [BACK.what]
+
+
+def test_a_request_that_waits_is_answered_if_an_error_happens_again(host: ServerHost) -> None:
+    for _ in range(MAX_REPEATS):
+        host.record(LOST)
+    (client,) = waiting(host, target=f"/v1/events?after={MAX_REPEATS}&wait_s=60")
+    host.record(LOST)
+    answer = client.answer().json()
+    (again,) = answer["events"]
+    assert (again["id"], again["count"], answer["last"]) == (MAX_REPEATS, 2, MAX_REPEATS + 1)
+    (client,) = waiting(host, target=f"/v1/events?after={MAX_REPEATS + 1}&wait_s=60")
+    host.record(READY)
+    answer = client.answer().json()
+    (new,) = answer["events"]
+    assert (new["id"], new["count"], answer["last"]) == (MAX_REPEATS + 2, 1, MAX_REPEATS + 2)
 
 
 def test_the_time_to_wait_ends(host: ServerHost) -> None:

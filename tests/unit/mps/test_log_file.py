@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.enums import READY
+from yunion_mps.host.proc import user_name
 from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.health import PROBE_S
 from yunion_mps.mps.log_file import (
@@ -34,6 +36,7 @@ from unit.short_memory import with_memory_short
 from .driving import Bench, DomainRun, Jobs
 from .front_ends import as_root
 
+OWN_NAME = user_name(os.geteuid())
 CHATTER = (
     "[2026-11-20 12:40:49.964 Control 21889] Accepting connection...\n"
     "[2026-11-20 12:40:49.964 Control 21889] NEW UI\n"
@@ -152,7 +155,7 @@ def hear(run: DomainRun) -> list[str]:
 def test_a_server_that_starts_is_an_event(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
     job = jobs.begin()
     (server,) = run.domain.server_pids()
-    assert hear(run) == [f"MPS server (PID {server}) started"]
+    assert hear(run) == [f"MPS server (PID {server}) of {OWN_NAME} started"]
     assert hear(run) == []
     jobs.end(job)
     run.domain.retire()
@@ -173,7 +176,7 @@ def test_a_server_that_cannot_start_is_one_event_and_no_flood(run: DomainRun, jo
     assert jobs.wait().says() == "refused"
     eventually(lambda: log_of(run).count("exited with status") == 6)
     (what,) = hear(run)
-    assert what.endswith(" and later) failed to start")
+    assert what.endswith(f" and later) of {OWN_NAME} failed to start")
     (event,) = [event for event in run.events if event.what == what]
     assert (event.severity, event.code) == ("error", SERVER_START_FAILED)
     assert event.cause == "the server exited with status 1, and server.log does not say why"
@@ -197,7 +200,7 @@ def test_a_server_that_a_signal_ends_has_failed(run: DomainRun, jobs: Jobs, numb
     hear(run)
     os.kill(server, number)
     eventually(lambda: f"Server {server} exited with status 0" in log_of(run))
-    assert hear(run) == [f"MPS server (PID {server}) ended unexpectedly"]
+    assert hear(run) == [f"MPS server (PID {server}) of {OWN_NAME} ended unexpectedly"]
     event = run.events[-1]
     assert (event.severity, event.cause) == ("error", "it crashed or was killed")
     assert run.state == READY, "the next server is not known to fail"
@@ -235,6 +238,7 @@ def waits(pid: int) -> str:
 
 
 JOB_WAITS = waits(9)
+ORDERED = f"{CONTROL}Cmd:start_server -uid 1234\n"
 EXCEPTION = f"{CONTROL}Server encountered a fatal exception. Shutting down\n"
 
 
@@ -262,16 +266,16 @@ def test_half_a_line_is_read_with_its_other_half(plan: DomainPlan, log: Path) ->
 
 def test_a_fault_names_no_job(plan: DomainPlan, log: Path) -> None:
     *_, event = events_for(plan, log, JOB_WAITS + BEGINS + IS_READY + EXCEPTION)
-    assert (event.severity, event.what) == ("error", "MPS server (PID 7) had a fatal exception")
+    assert (event.severity, event.what) == ("error", "MPS server (PID 7) of uid 1234 had a fatal exception")
     assert event.cause == "the log does not say which job caused it"
     (event,) = events_for(plan, log, EXCEPTION)
-    assert event.what == "MPS server (PID 7) had a fatal exception", "its begin was read before"
+    assert event.what == "MPS server (PID 7) of uid 1234 had a fatal exception", "its begin was read before"
 
 
 def test_an_exception_of_a_server_without_clients_is_no_jobs_fault(plan: DomainPlan, log: Path) -> None:
     ended = f"{CONTROL}Server 7 exited with status 1\n"
     (event,) = events_for(plan, log, (JOB_WAITS + BEGINS + EXCEPTION + ended) * 3)
-    assert event.what == "MPS servers (PID 7 and later) failed to start", (
+    assert event.what == "MPS servers (PID 7 and later) of uid 1234 failed to start", (
         "how many more, the next read may show"
     )
     assert "job" not in event.cause
@@ -325,19 +329,29 @@ def test_words_without_a_header_from_before_the_server_are_no_cause(plan: Domain
 
 
 @pytest.mark.parametrize(
-    ("text", "multiuser", "cause"),
+    ("text", "multiuser", "whose", "cause"),
     [
-        (JOB_WAITS + BEGINS + IS_READY, False, "a job of uid 1234 connected"),
-        (JOB_WAITS + BEGINS + IS_READY, True, "a job connected"),
-        (f"{CONTROL}Cmd:start_server -uid 1234\n" + BEGINS + IS_READY, False, "the command start_server"),
-        (IS_READY, False, ""),
+        (JOB_WAITS + BEGINS + IS_READY, False, " of uid 1234", "a job of uid 1234 connected"),
+        (JOB_WAITS + BEGINS + IS_READY, True, "", "a job connected"),
+        (ORDERED + BEGINS + IS_READY, False, " of uid 1234", "the command start_server"),
+        (IS_READY, False, "", ""),
     ],
 )
 def test_why_a_server_started_is_said_only_if_the_log_shows_it(
-    plan: DomainPlan, log: Path, text: str, multiuser: bool, cause: str
+    plan: DomainPlan, log: Path, text: str, multiuser: bool, whose: str, cause: str
 ) -> None:
     (event,) = events_for(plan._replace(multiuser=multiuser), log, text)
-    assert (event.what, event.cause) == ("MPS server (PID 7) started", cause)
+    assert (event.what, event.cause) == (f"MPS server (PID 7){whose} started", cause)
+
+
+@pytest.mark.parametrize("ready", [IS_READY, ""], ids=["ended unexpectedly", "failed to start"])
+def test_failures_of_two_users_are_two_events_that_name_them(plan: DomainPlan, log: Path, ready: str) -> None:
+    text = JOB_WAITS + BEGINS + ready + f"{CONTROL}Server 7 exited with status 0\n"
+    other = re.sub("(?i)(server) 7", r"\1 8", text).replace("user 1234", "user 1235")
+    whats = [event.what for event in events_for(plan, log, text + other) if event.severity == "error"]
+    assert len(whats) == 2
+    assert "(PID 7) of uid 1234" in whats[0]
+    assert "(PID 8) of uid 1235" in whats[1]
 
 
 def test_with_one_server_for_all_users_no_job_waits_for_another_user(plan: DomainPlan, log: Path) -> None:

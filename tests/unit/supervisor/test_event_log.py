@@ -396,6 +396,65 @@ def test_many_events_of_one_cause_are_counted_in_one_row(
     assert again.newest(0.0, 1000, "lease") == rows, "and the next daemon knows it"
 
 
+def death(pid: int, user: str = "nobody") -> Event:
+    return Event("error", "client", "host", f"MPS server (PID {pid}) of {user} ended unexpectedly")
+
+
+def test_one_users_deaths_are_not_counted_in_anothers_row(event_log: EventLog) -> None:
+    for pid in range(12):
+        event_log.record(death(pid))
+    event_log.record(death(20, "root"))
+    rows = event_log.newest(0.0, 100)
+    assert [(one.event.what.split()[5], one.occurrences) for one in rows[-2:]] == [("nobody", 3), ("root", 1)]
+
+
+def test_events_with_lists_of_processes_are_counted_too(event_log: EventLog) -> None:
+    for pid in range(MAX_REPEATS + 2):
+        event_log.record(event(f"2 jobs of nobody (PIDs {pid}, {pid + 1}, ...) wait", "client"))
+    assert event_log.newest(0.0, 1)[0].occurrences == 3
+
+
+def test_those_who_follow_hear_of_counted_warnings_and_errors(event_log: EventLog) -> None:
+    for pid in range(MAX_REPEATS):
+        event_log.record(death(pid))
+        event_log.record(event("a"))
+    row = event_log.newest(0.0, 1, "client")[0].id
+    last = event_log.last_id()
+    event_log.record(event("a"))
+    assert (event_log.after(last, 9), event_log.last_id()) == ([], last), "what is no warning is only counted"
+    event_log.record(death(30))
+    event_log.record(death(31))
+    event_log.record(event("b"))
+    again, new = event_log.after(last, 9)
+    assert (again.id, again.occurrences, again.position) == (row, 3, last + 2)
+    assert (new.event.what, new.id, new.position) == ("b", last + 3, last + 3)
+    assert event_log.after(last, 1) == [again]
+    assert event_log.after(again.position, 9) == [new]
+    assert event_log.after(last, 9, "domain") == [new]
+    assert [one.id for one in event_log.after(row - 1, 99, "client")] == [row], "once is enough"
+
+
+def test_the_next_daemon_uses_no_id_of_a_counted_event_again(
+    event_log: EventLog, disk: Disk, paths: Paths
+) -> None:
+    for pid in range(MAX_REPEATS + 5):
+        event_log.record(death(pid))
+    last = event_log.last_id()
+    again = EventLog(disk, paths.events_copy)
+    assert again.last_id() == last == MAX_REPEATS + 5
+    again.record(event("a"))
+    assert [one.id for one in again.after(last, 9)] == [last + 1]
+
+
+def test_counted_events_do_not_keep_old_ones_from_being_deleted(table: EventTable) -> None:
+    now_s = time.time()
+    table.add(several(1, 2, now_s - OLDEST_EVENT_S - 10))
+    for number in range(3, 300, 2):
+        table.add([recorded(number, now_s)])
+        table.count([Repeat(number, 5, now_s, is_severe=True)], number + 1)
+    assert table.after(0, 1)[0].id == 3
+
+
 def test_events_of_one_cause_have_rows_of_their_own_again_later(
     event_log: EventLog, now_s: list[float]
 ) -> None:
@@ -424,7 +483,8 @@ def test_counts_that_cannot_be_written_are_written_later(event_log: EventLog, di
 def test_old_events_are_deleted_with_their_counts(table: EventTable, disk: Disk) -> None:
     old_s = time.time() - OLDEST_EVENT_S - 10
     table.add(several(1, 2, old_s))
-    table.count([Repeat(1, 5, old_s), Repeat(2, 5, time.time())])
+    repeats = [Repeat(1, 5, old_s, is_severe=False), Repeat(2, 5, time.time(), is_severe=False)]
+    table.count(repeats, table.last_id())
     table.add(several(3, 300, time.time()))
     assert [one.id for one in table.after(0, 2)] == [2, 3], "the second happened again lately"
     assert disk.store.read("SELECT event FROM event_repeat") == [(2,)]

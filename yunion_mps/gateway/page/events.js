@@ -36,13 +36,17 @@ export class Events {
     this.draw();
   }
 
+  /** Adds what has happened since; an event that has happened again has the id of the first, and a new count. */
   add({ events, last }) {
     this.last = last;
-    this.events = [...[...events].reverse(), ...this.events];
-    if (this.pages.first) this.pages.first += events.length; // older events that a user is reading stay in view
+    const newest = this.events[0]?.id ?? 0;
+    const added = events.filter((one) => one.id > newest);
+    const again = new Map(events.map((one) => [one.id, one]));
+    this.events = [...added.reverse(), ...this.events.map((one) => again.get(one.id) ?? one)];
+    if (this.pages.first) this.pages.first += added.length; // older events that a user is reading stay in view
     else if (this.events.length > MOST) [this.events.length, this.whole] = [MOST, false];
     const heard = events.filter(isSevere);
-    this.severe = mostSevere([...heard, ...this.severe]);
+    this.severe = mostSevere([...heard, ...this.severe.filter((one) => !again.has(one.id))]);
     if (heard.length) text(byId("said"), heard.map((one) => `${one.severity}: ${one.subject}: ${one.what}`).join("; "));
     this.draw();
   }
