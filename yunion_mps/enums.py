@@ -87,6 +87,28 @@ NOTICE = "notice"
 PROBLEM = "problem"
 WARNING = "warning"
 PROBLEM_LEVELS = (NOTICE, PROBLEM, WARNING, PENDING)
+#: The statuses of a condition, beside `notice` and `pending`: what it is about does not work, the driver
+#: refused a setting, or it works otherwise than configured.
+BROKEN, REFUSED, IMPAIRED = "broken", "refused", "impaired"
+CONDITION_STATUSES = (NOTICE, BROKEN, REFUSED, IMPAIRED, PENDING)
+#: What a condition is about: the service as a whole; a domain, and a user whose MPS servers do not start
+#: there; a GPU, its devices, and its settings; an entry whose GPU is missing; the way a GPU is shared, and
+#: its division, which wait for leases; the configuration; what the daemon reads and writes; leases, and what
+#: programs do.
+ABOUT_SERVICE, ABOUT_DOMAIN, ABOUT_SERVERS_OF_USER = "service", "domain", "servers of a user"
+ABOUT_GPU, ABOUT_DEVICES, ABOUT_MIG_LAYOUT = "GPU", "devices", "MIG layout"
+ABOUT_COMPUTE_MODE, ABOUT_TIME_SLICE, ABOUT_BUDGET = "compute mode", "time slice", "budget"
+ABOUT_ENTRY, ABOUT_WAY_OF_SHARING, ABOUT_DIVISION = "entry", "way of sharing", "division"
+ABOUT_CONFIGURATION, ABOUT_PIPE_DIRECTORY = "configuration", "pipe directory"
+ABOUT_RECORD, ABOUT_EVENT_LOG, ABOUT_DRIVER = "record", "event log", "driver"
+ABOUT_CDI_FILES, ABOUT_METRICS_FILE = "CDI files", "metrics file"
+ABOUT_LEASE, ABOUT_SERVER, ABOUT_PROCESS, ABOUT_REQUEST = "lease", "MPS server", "process", "request"
+CONDITION_KINDS = (
+    ABOUT_SERVICE, ABOUT_DOMAIN, ABOUT_SERVERS_OF_USER, ABOUT_GPU, ABOUT_DEVICES, ABOUT_MIG_LAYOUT,
+    ABOUT_COMPUTE_MODE, ABOUT_TIME_SLICE, ABOUT_BUDGET, ABOUT_ENTRY, ABOUT_WAY_OF_SHARING, ABOUT_DIVISION,
+    ABOUT_CONFIGURATION, ABOUT_PIPE_DIRECTORY, ABOUT_RECORD, ABOUT_EVENT_LOG, ABOUT_DRIVER, ABOUT_CDI_FILES,
+    ABOUT_METRICS_FILE, ABOUT_LEASE, ABOUT_SERVER, ABOUT_PROCESS, ABOUT_REQUEST,
+)  # fmt: skip
 
 #: What a process may use of each of its GPUs, in MiB, for frameworks; the least if that differs.
 MEMORY_VARIABLE = "YUNION_MPS_MEMORY_MIB"

@@ -6,12 +6,25 @@ They are named tuples because importing `dataclasses` would add 7 ms to every st
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from yunion_mps.addresses import gpu_of, is_on_instance, physical_gpu, short_address
-from yunion_mps.enums import DEV_TYPES, MPS, NORMAL, TIME_SLICING
+from yunion_mps.enums import (
+    ABOUT_DEVICES,
+    ABOUT_GPU,
+    ABOUT_MIG_LAYOUT,
+    ABOUT_WAY_OF_SHARING,
+    DEV_TYPES,
+    MPS,
+    NORMAL,
+    NOTICE,
+    TIME_SLICING,
+)
 from yunion_mps.mig import MigInstance, MigLayout, MigProfile
 from yunion_mps.reasons import NO_REASON, Reason
+
+if TYPE_CHECKING:
+    from yunion_mps.conditions import Condition
 
 EXCLUSIVE_PROCESS = "Exclusive_Process"
 DEFAULT = "Default"
@@ -549,25 +562,42 @@ class ServedUser(NamedTuple):
         return f"lease {name} on {self.lease.addresses}"
 
 
-class Condition(NamedTuple):
-    """Something on the host that keeps programs from their devices, and what the operator should do."""
-
-    reason: Reason
-    hint: str
-
-
 class Snapshot(NamedTuple):
     """The state in effect, read back from NVML and the control daemons.
 
-    `warnings` name configured settings that do not work on this host and are left out, and `conditions` what
-    is wrong with the host beside its GPUs and domains.
+    `conditions` has everything that is wrong or pending on the host, as far as that does not depend on leases
+    and on what processes do.
     """
 
     version: int
     enabled: bool
-    notice: Reason
     plan: Plan
     inventory: Inventory
     domains: tuple[DomainStatus, ...]
-    warnings: tuple[Reason, ...] = ()
     conditions: tuple[Condition, ...] = ()
+
+    @property
+    def notice(self) -> Reason:
+        """Why the host offers no devices, or what is left of an earlier run; empty if all is well."""
+        return next((one.reason for one in self.conditions if one.status == NOTICE), NO_REASON)
+
+    @property
+    def faults(self) -> dict[str, Reason]:
+        """Why GPUs (addresses) do not serve as configured: because of the GPU, or of its MIG layout."""
+        kinds = (ABOUT_GPU, ABOUT_MIG_LAYOUT)
+        return {one.subject: one.reason for one in self.conditions if one.kind in kinds}
+
+    @property
+    def unusable(self) -> dict[str, Reason]:
+        """Why no device of a GPU (UUID) can be used now; GPUs whose devices can are left out."""
+        return self._by_uuid(ABOUT_DEVICES)
+
+    @property
+    def waits(self) -> dict[str, Reason]:
+        """Why GPUs (UUIDs) get no new leases: they wait for another way of sharing, or a MIG layout."""
+        return self._by_uuid(ABOUT_WAY_OF_SHARING, ABOUT_MIG_LAYOUT)
+
+    def _by_uuid(self, *kinds: str) -> dict[str, Reason]:
+        uuids = {gpu.address: gpu.uuid for gpu in self.inventory.gpus if gpu.uuid}
+        concerned = [condition for condition in self.conditions if condition.kind in kinds]
+        return {uuids.get(one.subject, one.subject): one.reason for one in concerned}

@@ -11,7 +11,7 @@ from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
-from yunion_mps.enums import MPS, NOT_SHARED, PROBLEM_LEVELS, WARNING
+from yunion_mps.enums import ABOUT_SERVICE, MPS, NOT_SHARED, PROBLEM_LEVELS, WARNING
 from yunion_mps.reasons import VERSION_DIFFERS, hint_of
 from yunion_mps.service.holdings import (
     ID_LENGTH,
@@ -230,6 +230,9 @@ def problems_of(status: Status) -> list[StatusProblem]:
         "gpu": None,
         "devices": [],
         "pid": None,
+        "kind": ABOUT_SERVICE,
+        "subject": "",
+        "waits_for": "",
     }
     return sorted([own, *status["problems"]], key=lambda problem: PROBLEM_LEVELS.index(problem["level"]))
 

@@ -78,9 +78,31 @@ def all_of(users: Iterable[Users]) -> Users:
     return Users(tuple(leases), more_leases, tuple(servers), tuple(processes))
 
 
+class Wait(Reason):
+    """The reason why something has not happened yet, and the `users` that it waits for."""
+
+    __slots__ = ("users",)
+    users: Users
+
+    def __new__(cls, text: str, code: str, users: Users = NO_USERS) -> Wait:  # noqa: PYI034
+        wait = str.__new__(cls, text)
+        wait.code = code
+        wait.users = users
+        return wait
+
+
 def wait_reason(what: str, users: Users | str, code: str) -> Reason:
-    """Return the reason why `what`, a noun in the singular, has not happened yet."""
-    return Reason(f"{what} waits for {users} to end", code)
+    """Return the reason why `what`, a noun in the singular, has not happened yet.
+
+    Instead of users that are known, their description may be given.
+    """
+    known = users if isinstance(users, Users) else NO_USERS
+    return Wait(f"{what} waits for {users} to end", code, known)
+
+
+def users_awaited(reason: str) -> Users:
+    """Return what the reason says that a change waits for; nothing if it is no wait."""
+    return reason.users if isinstance(reason, Wait) else NO_USERS
 
 
 class LeaseWait(NamedTuple):

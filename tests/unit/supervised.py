@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
-from yunion_mps.enums import FREE
+from yunion_mps.conditions import Condition
+from yunion_mps.enums import FREE, WARNING
 from yunion_mps.host.processes import Watchable, drive
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
@@ -61,6 +62,11 @@ class Supervised:
     @property
     def available(self) -> int:
         return sum(device["state"] == FREE for device in devices_json(self.snapshot, Ledger()))
+
+    @property
+    def warnings(self) -> list[Condition]:
+        """What works otherwise than configured."""
+        return [condition for condition in self.snapshot.conditions if condition.level == WARNING]
 
     def start(self) -> Supervised:
         self.supervisor.start(time.monotonic())

@@ -93,6 +93,12 @@ class StatusProblem(TypedDict):
     gpu: Annotated[str | None, Field("The GPU's address.")]
     devices: Annotated[list[str], Field("The devices' addresses.")]
     pid: Pid | None
+    kind: Annotated[str, Field("What it is about.", enum=enums.CONDITION_KINDS)]
+    subject: Annotated[
+        str,
+        Field("The GPU's address, the domain's name, the entry's path, the lease's id or the PID, if any."),
+    ]
+    waits_for: Annotated[str, Field("The leases, MPS servers and processes that it waits for, if any.")]
 
 
 class LeaseCounts(TypedDict):

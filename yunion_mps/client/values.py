@@ -266,6 +266,9 @@ class StatusProblem(AnswerValue["answers.StatusProblem"]):
     gpu: Optional[str]
     devices: tuple[str, ...]
     pid: Optional[int]
+    kind: str
+    subject: str
+    waits_for: str
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from yunion_mps import reasons
+from yunion_mps.conditions import Condition
 from yunion_mps.containers.nodes import DeviceNode, MissingNodes, driver_nodes, gpu_nodes, missing_nodes
 from yunion_mps.containers.spec import (
     HostFiles,
@@ -22,6 +23,7 @@ from yunion_mps.containers.spec import (
     lease_spec,
     read_nvidia_spec,
 )
+from yunion_mps.enums import ABOUT_CDI_FILES, IMPAIRED
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import UNFINISHED, FileVersion, version_of, write_atomically
 from yunion_mps.host.processes import find_program
@@ -263,7 +265,6 @@ class CdiPublisher:
 
     def _report(self, failure: Reason) -> None:
         """Report a failure, or its end, once: in the log, as an event, and as a warning in `status`."""
-        self._supervisor.set_warning("containers", failure)
         event = Event("info", "daemon", "containers", "containers can find the devices again")
         if failure:
             consequence = "everything else continues, and the write is retried"
@@ -276,7 +277,9 @@ class CdiPublisher:
                 code=failure.code,
             )
             log.warning("%s; %s", failure, consequence)
+            self._supervisor.set_condition(Condition(ABOUT_CDI_FILES, "", IMPAIRED, failure))
         else:
+            self._supervisor.end_condition(ABOUT_CDI_FILES)
             log.info("%s", event.what)
         self._supervisor.event_log.record(event)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from yunion_mps import __version__
 from yunion_mps.daemon.options import PROGRAM, Options
 from yunion_mps.daemon.process import DaemonParts, ReexecState, Signals, inherited_state, reexec_program
+from yunion_mps.enums import WARNING
 from yunion_mps.errors import ShortageError, YunionError
 from yunion_mps.gateway import publish_addresses
 from yunion_mps.host.lock import take_lock
@@ -25,7 +26,6 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import FAILED
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.preflight import run_preflight
-from yunion_mps.supervisor.snapshots import warnings
 from yunion_mps.supervisor.unit_access import own_unit_problems
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class _Daemon:
         drive(supervisor, lambda: fleet.started or bool(self._signals.stop), self._signals)
         if self._signals.stop:
             return None
-        supervisor.pipe_access.check()
+        supervisor.check_pipe_directories()
         if self._state:
             return Listener(self._paths, self._state.listener)
         error = fleet.common_error()
@@ -210,8 +210,9 @@ class _Daemon:
         line = queries.summary
         state = "is running" if self._supervisor.snapshot().notice else "is ready"
         log.info("yunion-mps %s %s: %s", __version__, state, line)
-        for warning, _ in warnings(self._supervisor.snapshot()):
-            log.warning("%s", warning)
+        for condition in self._supervisor.snapshot().conditions:
+            if condition.level == WARNING:
+                log.warning("%s", condition.text)
         self._record("info", f"ready, {__version__}", consequence=line)
 
     def stop(self, *, spare_adopted: bool = False) -> bool:

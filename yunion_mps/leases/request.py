@@ -388,7 +388,8 @@ def candidates_of(snapshot: Snapshot, reasons: Mapping[str, Reason]) -> Candidat
     """
     plan = snapshot.plan
     gpus = snapshot.inventory.gpus
-    why = {uuid: reason or plan.pending.get(uuid, NO_REASON) for uuid, reason in reasons.items()}
+    waits = snapshot.waits
+    why = {uuid: reason or waits.get(uuid, NO_REASON) for uuid, reason in reasons.items()}
     devices: list[Candidate] = []
     sliced: set[str] = set()
     domains = {domain.name: domain for domain in (*plan.parked, *plan.domains)}
@@ -439,11 +440,12 @@ def _waiting_gpus(snapshot: Snapshot) -> list[WaitingGpu]:
     """Return the GPUs that may have more devices later."""
     plan = snapshot.plan
     layouts = {layout.gpu_uuid for layout in plan.layouts}
+    faults = snapshot.faults
     waiting: list[WaitingGpu] = []
     for gpu in snapshot.inventory.gpus:
-        reason = gpu.reason or plan.unavailable.get(gpu.pci_address)
+        reason = faults.get(gpu.address)
         has_layout = gpu.uuid in layouts
-        if reason and plan.divides(gpu) and (has_layout or gpu.uuid not in plan.offered):
+        if reason and (has_layout or gpu.uuid not in plan.offered):
             reserved_for = plan.reserved.get(gpu.uuid or "")
             waiting.append(WaitingGpu(gpu.address, reason, reserved_for, must_be_named=not has_layout))
     for entry in plan.missing:

@@ -11,6 +11,8 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 
+from yunion_mps.conditions import Condition
+from yunion_mps.enums import ABOUT_METRICS_FILE, IMPAIRED
 from yunion_mps.errors import HostError
 from yunion_mps.exposition import OPENMETRICS_TYPE, PLAIN_TYPE, exposition_of, wants_openmetrics
 from yunion_mps.host.files import write_atomically
@@ -19,7 +21,7 @@ from yunion_mps.host.threads import on_thread
 from yunion_mps.metrics.catalogue import CATALOGUE
 from yunion_mps.mps.directories import directory_of
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import METRICS_FILE_FAILED, NO_REASON, Reason
+from yunion_mps.reasons import METRICS_FILE_FAILED, Reason
 from yunion_mps.service.facts import Facts
 from yunion_mps.supervisor import Supervisor
 
@@ -76,7 +78,7 @@ class Textfile:
             file = self._configured
             if self._written != file:
                 self.remove()
-                self._supervisor.set_warning("metrics_textfile", NO_REASON)
+                self._supervisor.end_condition(ABOUT_METRICS_FILE)
             if file:
                 await self._write(file)
             with contextlib.suppress(asyncio.TimeoutError):
@@ -108,10 +110,11 @@ class Textfile:
             what = f"the metrics for {file} cannot be generated: {error!r}"
         if what:
             self._failures.report(what, consequence=f"retrying every {_WRITE_S:g} s")
+            reason = Reason(what, METRICS_FILE_FAILED)
+            self._supervisor.set_condition(Condition(ABOUT_METRICS_FILE, "", IMPAIRED, reason))
         else:
             self._failures.clear()
-        reason = Reason(what, METRICS_FILE_FAILED) if what else NO_REASON
-        self._supervisor.set_warning("metrics_textfile", reason)
+            self._supervisor.end_condition(ABOUT_METRICS_FILE)
 
 
 def write(file: str, text: bytes) -> None:

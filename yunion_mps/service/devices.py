@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING
 from yunion_mps import reasons as codes
 from yunion_mps.enums import (
     AVAILABLE,
-    DEGRADED,
     FREE,
     LEASED,
     MIG,
-    MPS,
     NO_MEMORY,
     NOT_USED,
     PENDING,
-    READY,
     RESERVED,
     TIME_SLICING,
     UNAVAILABLE,
@@ -33,7 +30,6 @@ from yunion_mps.models import (
     Holder,
     Lease,
     PcieLink,
-    Plan,
     Pool,
     ServedUser,
     Snapshot,
@@ -41,67 +37,19 @@ from yunion_mps.models import (
 from yunion_mps.planning.division import enforces_budgets, thread_tenths, with_memory
 from yunion_mps.planning.mig import describe_layout
 from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.supervisor.serving import GONE, NO_DOMAIN, domain_names, why_unusable
 from yunion_mps.units import rfc3339
-from yunion_mps.users import Servers, Users, wait_reason
 
 if TYPE_CHECKING:
     from yunion_mps import answers
 
-NO_DOMAIN = Reason("no control daemon serves it", codes.NO_DOMAIN)
-_GONE = Reason("its GPU is no longer present", codes.GPU_GONE)
-_IN_MIG_MODE = Reason("its GPU is in MIG mode now, so no program can use it as a whole", codes.LEASE_OUTDATED)
 _OUTDATED = Reason("the control daemon of its lease is gone", codes.LEASE_OUTDATED)
-_NEXT_ONE = "the running control daemon does not serve its GPU; the next one"
-_NOT_SERVED = wait_reason(_NEXT_ONE, "the running one", codes.GPU_NOT_SERVED)
 
 
 def unusable_reasons(snapshot: Snapshot) -> dict[str, Reason]:
-    """Why the devices of a GPU (by UUID) cannot be used now, empty if they can."""
-    gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
-    domains = {domain.plan.name: domain for domain in snapshot.domains}
-    names = domain_names(snapshot.plan)
-    return {
-        uuid: why_unusable(gpus.get(uuid), name, domains.get(name), snapshot.plan)
-        for uuid, name in names.items()
-    }
-
-
-def why_unusable(gpu: Gpu | None, name: str, domain: DomainStatus | None, plan: Plan) -> Reason:
-    """Why the devices of a GPU cannot be used now, empty if they can.
-
-    `name` is that of their domain; empty if they need none.
-    """
-    if gpu is None:
-        return _GONE
-    if gpu.reason:
-        return gpu.reason
-    planned = plan.unavailable.get(gpu.pci_address, NO_REASON)
-    if planned.code == codes.COMPUTE_MODE_FIXED:  # which the next poll notes with the GPU
-        return planned
-    if gpu.mig_enabled and not gpu.parent:
-        return _IN_MIG_MODE
-    if not name or gpu.parent:
-        why = _why_wrong_mode(gpu, plan)
-        if why or not name:
-            return why
-    if domain is None:
-        return NO_DOMAIN
-    if gpu.uuid not in domain.plan.gpu_uuids:
-        awaited = Users(servers=(Servers(domain.waits_for),))
-        return wait_reason(_NEXT_ONE, awaited, codes.GPU_NOT_SERVED) if domain.waits_for else _NOT_SERVED
-    if domain.state != READY:
-        code = codes.SERVER_START_FAILED if domain.state == DEGRADED else codes.DOMAIN_NOT_READY
-        return Reason(f"its domain is {domain.state}: {domain.reason}", code)
-    return NO_REASON
-
-
-def _why_wrong_mode(gpu: Gpu, plan: Plan) -> Reason:
-    """Why devices that require mode Default cannot be used: a single process would keep others out."""
-    mode = plan.compute_modes.get(gpu.parent or gpu.uuid or "", gpu.compute_mode)
-    if mode == gpu.compute_mode:
-        return NO_REASON
-    whose = "the compute mode of its GPU" if gpu.parent else "its compute mode"
-    return Reason(f"{whose} is {gpu.compute_mode}, not {mode}", codes.COMPUTE_MODE_CHANGED)
+    """Return why the devices of each divided GPU (UUID) cannot be used now, empty if they can."""
+    usable = dict.fromkeys(domain_names(snapshot.plan), NO_REASON)
+    return {**usable, **snapshot.unusable}
 
 
 def refuse_unserved(lease: Lease, snapshot: Snapshot) -> None:
@@ -139,34 +87,10 @@ def _why_device(
         return reasons[device.gpu_uuid]
     gpu = next((gpu for gpu in snapshot.inventory.gpus if gpu.uuid == device.gpu_uuid), None)
     if gpu is None:
-        return INSTANCE_GONE if device.is_on_instance else _GONE
+        return INSTANCE_GONE if device.is_on_instance else GONE
     if device.domain:
         return gpu.reason or not_served
     return why_unusable(gpu, "", None, snapshot.plan)
-
-
-def gpu_reason(gpu: Gpu, snapshot: Snapshot) -> Reason:
-    return gpu.reason or snapshot.plan.unavailable.get(gpu.pci_address, NO_REASON)
-
-
-def is_layout_pending(gpu: Gpu, snapshot: Snapshot, serving: Collection[str]) -> bool:
-    """Whether it only waits for its MIG layout, while it or an instance is `serving` (UUIDs)."""
-    return not gpu.reason and gpu.pci_address in snapshot.plan.unavailable and gpu.uuid in serving
-
-
-def domain_names(plan: Plan) -> dict[str, str]:
-    """The domain of each GPU (UUID) that has devices or a pool; empty if it needs none."""
-    names = {gpu.uuid: "" for gpu in plan.direct}
-    names |= {device.gpu_uuid: device.domain for device in plan.devices}
-    return {**names, **{pool.gpu_uuid: pool.domain for pool in plan.pools}}
-
-
-def ways_in_effect(plan: Plan) -> dict[str, str]:
-    """How each GPU (UUID) that has devices or a pool is shared now; `plan` is in effect."""
-    ways = {layout.gpu_uuid: MIG for layout in plan.layouts if layout.enabled}
-    ways |= {gpu.uuid: gpu.sharing for gpu in plan.direct}
-    ways |= {device.gpu_uuid: device.sharing for device in plan.devices}
-    return {**ways, **{pool.gpu_uuid: MPS for pool in plan.pools}}
 
 
 def devices_json(
@@ -184,11 +108,10 @@ def devices_json(
     """
     waits = ledger.lease_waits(snapshot.plan.devices).values()
     pending = {name: wait.reason for wait in waits for name in wait.pending}
-    pending |= {
-        device.id: wait
-        for device in snapshot.plan.devices
-        if (wait := snapshot.plan.pending.get(device.gpu_uuid)) and device.id not in ledger.lease_of
-    }
+    waiting = snapshot.waits
+    for device in snapshot.plan.devices:
+        if device.gpu_uuid in waiting and device.id not in ledger.lease_of:
+            pending[device.id] = waiting[device.gpu_uuid]
     leased = {device.id: device for lease in ledger.leases.values() for device in lease.devices}
     planned = {device.id for device in snapshot.plan.devices}
     made = [device for device in leased.values() if device.id not in planned]
@@ -272,22 +195,21 @@ def gpu_json(
     free_for: str | None,
     load: GpuLoad,
     sharing: str | None,
+    why_faulty: Reason,
     why_unusable: Reason,
     serving: Collection[str],
 ) -> answers.Gpu:
     """A GPU with the number of its devices, and how it is shared; None if it is not used at all.
 
+    `why_faulty` is why it does not serve as configured, `why_unusable` why its devices cannot be used, and
     `serving` has the UUIDs of GPUs that serve devices, themselves or by an instance.
     """
     uuid, plan = gpu.uuid or "", snapshot.plan
     capability = gpu.compute_capability
-    reason = gpu_reason(gpu, snapshot) or why_unusable
-    state = UNAVAILABLE if reason else AVAILABLE if sharing else NOT_USED
-    if is_layout_pending(gpu, snapshot, serving):
-        state = PENDING
-    is_foreign_instance = gpu.is_instance and gpu.uuid is None
-    if is_foreign_instance or not (plan.divides(gpu) or sharing):  # not ours, so it is no problem
-        state = NOT_USED
+    reason = why_faulty or why_unusable
+    is_used = bool(sharing) or plan.divides(gpu)
+    is_waiting = bool(why_faulty) and not gpu.reason and uuid in serving
+    state = _gpu_state(gpu, reason, is_used=is_used, is_shared=bool(sharing), is_waiting=is_waiting)
     return {
         "uuid": gpu.uuid,
         "name": gpu.name,
@@ -322,6 +244,18 @@ def gpu_json(
         "power_w": load.power_w,
         "power_limit_w": load.power_limit_w,
     }
+
+
+def _gpu_state(gpu: Gpu, reason: Reason, *, is_used: bool, is_shared: bool, is_waiting: bool) -> str:
+    """Return the state of a GPU; `is_waiting`: it serves, though not as configured."""
+    is_foreign_instance = gpu.is_instance and gpu.uuid is None
+    if is_foreign_instance or not is_used:  # not ours, so it is no problem
+        return NOT_USED
+    if is_waiting:
+        return PENDING
+    if reason:
+        return UNAVAILABLE
+    return AVAILABLE if is_shared else NOT_USED
 
 
 def pool_json(

@@ -8,15 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
+from yunion_mps.conditions import Condition
 from yunion_mps.models import Event
 from yunion_mps.reasons import OVER_BUDGET
 from yunion_mps.service.status import StatusService
 from yunion_mps.supervisor import Supervisor
-
-if TYPE_CHECKING:
-    from yunion_mps import answers
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +36,13 @@ class JobWarnings:
 
     async def look(self) -> None:
         """Find the problems of jobs now; without a job, that costs nothing."""
-        found: list[answers.StatusProblem] | None = []
+        found: list[Condition] | None = []
         if self._supervisor.jobs.started or self._supervisor.fleet.gpus_in_use():
             found = await self._status.job_problems()
         if found is not None:
             self.note(found, time.monotonic())
 
-    def note(self, problems: Iterable[answers.StatusProblem], now_s: float) -> None:
+    def note(self, problems: Iterable[Condition], now_s: float) -> None:
         """Report which of `problems`, all that there are at the time `now_s`, are new, and which ended."""
         for problem in problems:
             subject = _subject_of(problem)
@@ -57,15 +54,15 @@ class JobWarnings:
                 del self._last_s[subject]
                 self._report_end(subject)
 
-    def _report(self, problem: answers.StatusProblem) -> None:
-        log.warning("%s; %s", problem["text"], problem["hint"])
-        if problem["code"] == OVER_BUDGET:
+    def _report(self, problem: Condition) -> None:
+        log.warning("%s; %s", problem.text, problem.hint)
+        if problem.reason.code == OVER_BUDGET:
             event = Event(
                 severity="warning",
                 kind="client",
-                subject=", ".join(problem["devices"]),
+                subject=", ".join(problem.devices),
                 what="its jobs exceed their budget",
-                cause=problem["text"],
+                cause=problem.text,
                 consequence="other jobs on the GPU may run out of memory",
                 code=OVER_BUDGET,
             )
@@ -79,6 +76,6 @@ class JobWarnings:
             )
 
 
-def _subject_of(problem: answers.StatusProblem) -> _Subject:
-    pid = 0 if problem["code"] == OVER_BUDGET else problem["pid"] or 0
-    return problem["code"], problem["gpu"] or "", tuple(problem["devices"]), pid
+def _subject_of(problem: Condition) -> _Subject:
+    pid = 0 if problem.reason.code == OVER_BUDGET else problem.pid or 0
+    return problem.reason.code, problem.gpu, problem.devices, pid

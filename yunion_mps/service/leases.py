@@ -10,8 +10,10 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
+from yunion_mps.conditions import Condition
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.containers.publisher import CdiPublisher
+from yunion_mps.enums import ABOUT_LEASE, BROKEN
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.identity import random_uuid
 from yunion_mps.leases.allocator import Allocator
@@ -43,7 +45,6 @@ from yunion_mps.leases.storage import LeaseStorage
 from yunion_mps.models import (
     ALL,
     LEASE_VARIABLE,
-    Condition,
     Device,
     DomainPlan,
     Event,
@@ -151,11 +152,10 @@ class LeaseService:
             if lease is None:
                 consequence = "no more devices are leased until root releases it: it may have any device"
             what = f"lease {lease_id} in the state file cannot be read: {problem}"
-            condition = Condition(
-                Reason(f"{what}; {consequence}", LEASE_UNREADABLE), hint_of(LEASE_UNREADABLE, lease=lease_id)
-            )
-            self._supervisor.set_condition(f"lease {lease_id}", condition)
-            log.error("%s; %s", condition.reason, condition.hint)
+            reason = Reason(f"{what}; {consequence}", LEASE_UNREADABLE)
+            hint = hint_of(LEASE_UNREADABLE, lease=lease_id)
+            self._supervisor.set_condition(Condition(ABOUT_LEASE, lease_id, BROKEN, reason, hint))
+            log.error("%s; %s", reason, hint)
             cause = "a newer version wrote it, or it is damaged"
             event = Event("error", "lease", subject, what, cause, consequence, LEASE_UNREADABLE)
             self._supervisor.event_log.record(event)
@@ -363,7 +363,7 @@ class LeaseService:
     def _delete_unknown(self, lease: Lease) -> None:
         """Delete a lease whose devices are not known; raises HostError if its row cannot be deleted."""
         self._storage.delete(lease.id)
-        self._supervisor.set_condition(f"lease {lease.id}", None)
+        self._supervisor.end_condition(ABOUT_LEASE, lease.id)
         self.ledger.set_unknown(self.ledger.unknown - {lease.id})
         self._record(lease, "released by", "its devices were not known")
         self.serve()
@@ -526,7 +526,7 @@ class LeaseService:
         lease = self.ledger.remove(lease_id)
         self._publisher.forget(lease)
         if lease_id in self._storage.unreadable:
-            self._supervisor.set_condition(f"lease {lease_id}", None)
+            self._supervisor.end_condition(ABOUT_LEASE, lease_id)
         try:
             self._storage.delete(lease_id)
         except HostError as error:  # the next daemon will notice that its holder has ended

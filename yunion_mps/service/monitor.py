@@ -9,6 +9,8 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Optional
 
+from yunion_mps.conditions import Condition
+from yunion_mps.enums import ABOUT_DRIVER, IMPAIRED
 from yunion_mps.errors import DriverError, ShortageError, YunionError
 from yunion_mps.host.log import Failures
 from yunion_mps.host.threads import on_thread
@@ -18,7 +20,7 @@ from yunion_mps.inventory.nvml import Load, Nvml
 from yunion_mps.inventory.scan import Scanner, not_found
 from yunion_mps.models import Inventory
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import DRIVER_HUNG, DRIVER_MISMATCH, NO_REASON, Reason
+from yunion_mps.reasons import DRIVER_HUNG, DRIVER_MISMATCH, Reason
 from yunion_mps.service.clients import XidAnalyzer
 from yunion_mps.service.job_warnings import JobWarnings
 from yunion_mps.service.reload import LoopControl
@@ -151,8 +153,8 @@ class Monitor:
                 return
             self._must_initialise = False
             self._failures.clear()
-            supervisor.set_warning("polling", NO_REASON)
-            supervisor.pipe_access.check()
+            supervisor.end_condition(ABOUT_DRIVER)
+            supervisor.check_pipe_directories()
             supervisor.jobs.update(processes, began_s)
             supervisor.update_gpus(inventory, loop.time())
             self._usage.record(processes, load, began_s)
@@ -265,7 +267,7 @@ class Monitor:
         """Warn that the GPUs cannot be polled now; the next poll retries."""
         what = f"cannot poll the GPUs, so their state may be out of date: {error.message}"
         self._failures.report(what, consequence=error.hint)
-        self._supervisor.set_warning("polling", Reason(what, error.code))
+        self._supervisor.set_condition(Condition(ABOUT_DRIVER, "", IMPAIRED, Reason(what, error.code)))
 
     def _handle_event(self, event: tuple[str, int] | None) -> None:
         if event:

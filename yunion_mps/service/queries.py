@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
 from yunion_mps.addresses import is_part, shown_address
-from yunion_mps.enums import FREE, PENDING, READY, RESERVED, TERMINATE, TIME_SLICING, UNAVAILABLE
+from yunion_mps.conditions import Condition, shown
+from yunion_mps.enums import (
+    FREE,
+    PENDING,
+    PROBLEM,
+    READY,
+    RESERVED,
+    TERMINATE,
+    TIME_SLICING,
+    UNAVAILABLE,
+    WARNING,
+)
 from yunion_mps.errors import HostError, NotFoundError
 from yunion_mps.host.proc import user_name
 from yunion_mps.inventory.nvml import GpuLoad
@@ -17,31 +28,14 @@ from yunion_mps.leases.allocator import refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidates, LeaseRequest, candidates_of, find_gpu, shorten
 from yunion_mps.leases.served_users import served_users
-from yunion_mps.models import ALL, Condition, Gpu, Holder, MissingGpu, Pool, ServedUser, Snapshot
+from yunion_mps.models import ALL, Gpu, Holder, Pool, ServedUser, Snapshot
 from yunion_mps.planning.environment import client_environment
-from yunion_mps.reasons import (
-    DISABLED,
-    LAYOUT_WAITS,
-    LEASES_PENDING,
-    NO_REASON,
-    OF_DOMAINS,
-    Reason,
-    hint_of,
-)
-from yunion_mps.service.devices import (
-    devices_json,
-    domain_json,
-    domain_names,
-    gpu_json,
-    gpu_reason,
-    is_layout_pending,
-    pool_json,
-    unusable_reasons,
-    ways_in_effect,
-)
+from yunion_mps.reasons import DISABLED, NO_REASON, Reason, hint_of
+from yunion_mps.service.conditions import conditions_with_leases
+from yunion_mps.service.devices import devices_json, domain_json, gpu_json, pool_json, unusable_reasons
 from yunion_mps.service.events import LongPolls
 from yunion_mps.service.usage import UsageHistory
-from yunion_mps.supervisor.snapshots import warnings
+from yunion_mps.supervisor.serving import domain_names, ways_in_effect
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
@@ -83,6 +77,7 @@ class Queries:
         self._pid = pid
         self._cached_version = -1
         self._devices: list[answers.Device] = []
+        self._conditions: tuple[Condition, ...] = ()
         #: The number of devices of each GPU (UUID), with those of its MIG instances.
         self._device_counts = Counter[str]()
         self.ledger = Ledger()
@@ -142,6 +137,9 @@ class Queries:
                 self._free_for(),
             )
             self._device_counts = self._count_devices()
+            self._conditions = conditions_with_leases(
+                self._snapshot(), self._devices, self._gpus_with_usable(self._devices)
+            )
             self._cached_version = self.version
         return self._devices
 
@@ -197,7 +195,7 @@ class Queries:
         leased = [device for device in self.all_devices() if device["lease"]]  # counts the devices, too
         ways = {one["gpu_uuid"]: one["sharing"] for one in leased if one["state"] != UNAVAILABLE}
         ways |= ways_in_effect(snapshot.plan)
-        why, serving = unusable_reasons(snapshot), self._serving()
+        faults, unusable, serving = snapshot.faults, snapshot.unusable, self._serving()
         domains, free_for = domain_names(snapshot.plan), self._free_for()
         listed = snapshot.inventory.gpus
         if divided := unusable_instances(listed):
@@ -211,7 +209,8 @@ class Queries:
                 free_for.get(domains.get(gpu.uuid or "", "")),
                 self.usage.latest.load.gpus.get(gpu.uuid or "", GpuLoad()),
                 ways.get(gpu.uuid or ""),
-                why.get(gpu.uuid or "", NO_REASON),
+                gpu.reason or faults.get(gpu.address, NO_REASON),
+                unusable.get(gpu.uuid or "", NO_REASON),
                 serving,
             )
             for gpu in listed
@@ -223,7 +222,10 @@ class Queries:
 
     def _serving(self) -> set[str]:
         """The UUIDs of the GPUs with a device that can be used, and of those with one on an instance."""
-        serving = {device["gpu_uuid"] for device in self.all_devices() if device["state"] != UNAVAILABLE}
+        return self._gpus_with_usable(self.all_devices())
+
+    def _gpus_with_usable(self, devices: Iterable[answers.Device]) -> set[str]:
+        serving = {device["gpu_uuid"] for device in devices if device["state"] != UNAVAILABLE}
         return serving | {gpu.parent for gpu in self._snapshot().inventory.gpus if gpu.uuid in serving}
 
     def pools(self) -> answers.PoolList:
@@ -264,21 +266,15 @@ class Queries:
 
         `ready`, `degraded` (something that should serve does not), `failed` (nothing does) or `disabled`.
         """
-        snapshot, used = self._snapshot(), self._serving()
+        snapshot = self._snapshot()
         if not snapshot.enabled:
             return "disabled"
         serving = sum(domain.state == READY for domain in snapshot.domains)
-        unusable = unusable_reasons(snapshot)
-        if not serving and not used and all(unusable[gpu.uuid] for gpu in snapshot.plan.direct):
+        is_direct_usable = any(gpu.uuid not in snapshot.unusable for gpu in snapshot.plan.direct)
+        if not (serving or self._serving() or is_direct_usable):
             return "failed"
-        broken = any(
-            reason and not (reason.code in LAYOUT_WAITS and is_layout_pending(gpu, snapshot, used))
-            for gpu in snapshot.inventory.gpus
-            if snapshot.plan.divides(gpu)
-            for reason in (gpu_reason(gpu, snapshot),)
-        )
-        broken = broken or bool(snapshot.plan.missing) or any(unusable.values())
-        return "degraded" if broken or serving < len(snapshot.domains) else "ready"
+        is_broken = any(condition.level == PROBLEM for condition in self.conditions())
+        return "degraded" if is_broken or serving < len(snapshot.domains) else "ready"
 
     @property
     def summary(self) -> str:
@@ -294,22 +290,10 @@ class Queries:
         errors: Sequence[str] = [d["reason"] for d in domains if d["state"] != READY]
         return line + (f"; {errors[0]}" if errors else "")
 
-    def warnings(self) -> Iterator[tuple[Reason, Gpu | None]]:
-        return warnings(self._snapshot())
-
-    def conditions(self) -> Sequence[Condition]:
-        """What is wrong with the host beside its GPUs and domains."""
-        return self._snapshot().conditions
-
-    def missing(self) -> Sequence[MissingGpu]:
-        """The entries whose GPUs this host does not have now."""
-        return self._snapshot().plan.missing
-
-    def waits_for_leases(self) -> dict[str, Reason]:
-        """The GPUs, by address, that change their way of sharing once leases have ended, and why."""
-        snapshot = self._snapshot()
-        waits = ((gpu.address, snapshot.plan.pending.get(gpu.uuid or "")) for gpu in snapshot.inventory.gpus)
-        return {address: why for address, why in waits if why and why.code == LEASES_PENDING}
+    def conditions(self) -> tuple[Condition, ...]:
+        """Everything that is wrong or pending, whatever processes do; those that follow from others, too."""
+        self.all_devices()  # which brings both up to date
+        return self._conditions
 
     def service(self, used: Collection[str] = ()) -> answers.ServiceFields:
         """The daemon, its GPUs and devices; `used` are the addresses of the devices in use."""
@@ -354,23 +338,11 @@ class Queries:
         unusable = unusable_reasons(snapshot)
         if not snapshot.enabled or not all(unusable.values()) or self._serving():
             return []
-        lines: list[str] = [snapshot.notice]
-        lines += [
-            f"{domain.plan.name}: {domain.reason or domain.state}"
-            for domain in snapshot.domains
-            if domain.state != READY
-        ]
-        faulty = {gpu: reason for gpu in snapshot.inventory.gpus if (reason := gpu_reason(gpu, snapshot))}
-        of_gpus = (f"GPU {gpu.address}: {reason}" for gpu, reason in faulty.items())
-        lines += [line for line in of_gpus if line not in snapshot.notice]
-        lines += [f"path {entry.path}: {entry.reason}" for entry in snapshot.plan.missing]
-        explained = {gpu.uuid for gpu in faulty}
-        lines += [
-            f"devices of GPU {uuid}: {reason}"
-            for uuid, reason in unusable.items()
-            if reason.code not in OF_DOMAINS and uuid not in explained
-        ]
-        return [line.replace("\n", "; ") for line in lines if line] or ["no GPU is divided into devices"]
+        notice = snapshot.notice
+        wrong = [condition for condition in shown(self.conditions()) if condition.level != WARNING]
+        lines: list[str] = [notice] if notice else []
+        lines += [condition.text for condition in wrong if condition.reason not in notice]
+        return [line.replace("\n", "; ") for line in lines] or ["no GPU is divided into devices"]
 
     def candidates(self) -> Candidates:
         """What can be leased now, and whom the control daemons serve; computed once for each change."""
@@ -417,10 +389,11 @@ class Queries:
         """The addresses of the GPUs that are unusable themselves, whatever the state of their domains."""
         snapshot = self._snapshot()
         serving = self._serving()
+        faults = snapshot.faults
         return frozenset(
             gpu.address
             for gpu in snapshot.inventory.gpus
-            if gpu_reason(gpu, snapshot) and not is_layout_pending(gpu, snapshot, serving)
+            if gpu.reason or (gpu.address in faults and gpu.uuid not in serving)
         )
 
     def _details(self, summary: answers.Device) -> answers.DeviceDetails:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
-from yunion_mps.enums import APPLYING, STARTING
+from yunion_mps.enums import ABOUT_MIG_LAYOUT
 from yunion_mps.errors import ConfigError, HostError, NotConfirmedError, ShortageError, YunionError
 from yunion_mps.host.proc import command_of, is_gone, process_name, started_s, uid_of, user_name
 from yunion_mps.host.processes import outcome_of
@@ -20,9 +20,8 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event, Plan
 from yunion_mps.mps.forced_end import EndRefusal
 from yunion_mps.paths import Paths
-from yunion_mps.reasons import GPU_NEEDS, MODE_NEEDS, NO_REASON, Reason, hint_of
 from yunion_mps.service.clients import ClientService
-from yunion_mps.service.devices import domain_names
+from yunion_mps.service.pending import pending_rows
 from yunion_mps.service.reload_losses import (
     NO_LOSSES,
     Listings,
@@ -39,7 +38,7 @@ from yunion_mps.supervisor.mig import Losses
 from yunion_mps.supervisor.mig_forecast import Forecast, effects_of
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 from yunion_mps.supervisor.time_slices import TIME_SLICE, read_time_slices
-from yunion_mps.text import count, decode_line
+from yunion_mps.text import decode_line
 from yunion_mps.units import rfc3339
 from yunion_mps.users import AT_ONCE, describe_servers
 
@@ -163,7 +162,9 @@ class Reloader:
             )
             laid_out = self._supervisor.layouts.in_effect()
             changes = as_made(changes, planned, self._supervisor.domains, laid_out)
-            changes = with_layout_effects(changes, effects_of(self._pending_layouts()))
+            layouts = [one for one in self._supervisor.snapshot().conditions if one.kind == ABOUT_MIG_LAYOUT]
+            waits = [(layout.subject, layout.reason) for layout in layouts]
+            changes = with_layout_effects(changes, effects_of(waits))
             changes = _with(changes, done)
         log.info(
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"
@@ -387,55 +388,16 @@ class Reloader:
         ]
         return rows
 
-    def _pending_layouts(self) -> list[tuple[str, Reason]]:
-        """The GPUs (addresses) whose layouts are not in effect, and why."""
-        gpus = {gpu.uuid: gpu.address for gpu in self._supervisor.snapshot().inventory.gpus}
-        return [(gpus.get(uuid, uuid), why) for uuid, why in self._supervisor.layouts.pending.items()]
-
     def _answer(
         self, changes: Sequence[Change], plan: Plan, losses: ReloadLosses = NO_LOSSES
     ) -> answers.ChangeList:
-        snapshot = self._supervisor.snapshot()
-        pending: list[answers.Pending] = [
-            {
-                "domain": status.plan.name,
-                "pending": status.pending or f"it is {status.state}: {status.reason}",
-                "leases": [],
-            }
-            for status in snapshot.domains
-            if status.pending or status.state in (STARTING, APPLYING)
-        ]
-        gpus = {gpu.uuid: gpu.address for gpu in snapshot.inventory.gpus}
-        names, layouts = domain_names(snapshot.plan), self._supervisor.layouts.pending
-        kept = self._supervisor.desired.plan.pending
-        for uuid, wait in self._ledger.lease_waits(snapshot.plan.devices).items():
-            address = gpus.get(uuid, uuid)
-            devices = count(len(wait.pending), "device")
-            what = f"GPU {address}: {devices} pending: {wait.reason}"
-            pending.append({"domain": names[uuid], "pending": what, "leases": [*wait.leases]})
-        pending += [
-            {
-                "domain": names.get(uuid, ""),
-                "pending": f"GPU {gpus.get(uuid, uuid)}: {why}",
-                "leases": self._ledger.leases_on(uuid) if uuid in kept else [],
-            }
-            for uuid, why in snapshot.plan.pending.items()
-            if uuid not in layouts
-        ]
-        pending += [
-            {"domain": "", "pending": f"GPU {address}: {why}", "leases": []}
-            for address, why in self._pending_layouts()
-        ]
-        for gpu in snapshot.inventory.gpus:
-            why = plan.unavailable.get(gpu.pci_address, NO_REASON)
-            if plan.divides(gpu):
-                why = gpu.reason or why
-            if why.code in MODE_NEEDS | GPU_NEEDS:
-                what = f"GPU {gpu.address}: {why}; {hint_of(why.code, gpu=str(gpu.uuid))}"
-                pending.append({"domain": "", "pending": what, "leases": []})
-        for entry in plan.missing:
-            what = f"path {entry.path}: {entry.reason}; {hint_of(entry.reason.code)}"
-            pending.append({"domain": "", "pending": what, "leases": []})
+        pending = pending_rows(
+            snapshot=self._supervisor.snapshot(),
+            plan=plan,
+            lease_waits=self._ledger.lease_waits(self._supervisor.snapshot().plan.devices),
+            kept=self._supervisor.desired.plan.pending.keys(),
+            leases_on=self._ledger.leases_on,
+        )
         rows: list[answers.Change] = [
             {
                 "kind": change.kind,

@@ -12,12 +12,14 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from yunion_mps import reasons
+from yunion_mps.conditions import Condition
+from yunion_mps.enums import ABOUT_EVENT_LOG, ABOUT_RECORD, ABOUT_TIME_SLICE, IMPAIRED, REFUSED
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
-from yunion_mps.models import Condition, Event, Inventory, Plan, Snapshot
+from yunion_mps.models import Event, Inventory, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.paths import Paths
@@ -32,6 +34,7 @@ from yunion_mps.supervisor.compute_modes import (
     held_by_jobs,
     slices_held_by_jobs,
 )
+from yunion_mps.supervisor.condition_log import ConditionLog
 from yunion_mps.supervisor.event_log import RECORDS_LOST, EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
 from yunion_mps.supervisor.gpu_settings import name_of, originals, restore_unused
@@ -78,15 +81,14 @@ class Supervisor:
         self.modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
         self.layouts = MigLayouts(self._gpus, self.desired, self.event_log.record)
         self.desired.confirmed = lambda: self.layouts.confirmed
-        self.pipe_access = PipeAccess(self.fleet, paths.root, self.event_log.record, self._changed)
+        self.pipe_access = PipeAccess(self.fleet, paths.root, self._changed)
         self._snapshots = Snapshots(
             self.desired,
             self._gpus,
             self.fleet,
             self.layouts,
             lambda: self.modes.time_slices.in_effect(self.desired.in_effect()),
-            self._warnings,
-            lambda: (*self.pipe_access.conditions, *self._conditions.values()),
+            self._reported,
         )
         #: Whether a stop has begun.
         self.stopping = False
@@ -94,10 +96,9 @@ class Supervisor:
         self._reserve: bytes | None = bytes(_RESERVE_BYTES)
         #: What the last poll found, and for what: if nothing of it changes, neither does anything else.
         self._polled: tuple[Inventory, Config, Plan, Inventory] | None = None
-        #: The entries whose GPUs are missing, and why, as last recorded.
-        self._missing: dict[str, Reason] = {}
-        #: The conditions that other parts of the daemon have found, by what each is about.
-        self._conditions: dict[str, Condition] = {}
+        self._condition_log = ConditionLog(self.event_log.record)
+        #: The conditions that other parts of the daemon have found, by kind and subject.
+        self._conditions: dict[tuple[str, str], Condition] = {}
         #: The GPUs (UUIDs) whose MIG records could not be read at the start.
         self._damaged: Mapping[str, HostError] = {}
         self._note_driver(preflight.driver_error)
@@ -116,7 +117,7 @@ class Supervisor:
         self._gpus.save(self.desired.plan)
         for event in self._gpus.report_unusable(self.desired.plan):
             self.event_log.record(event)
-        self._record_missing()
+        self._record_conditions()
         leftovers = self._settle_leftovers()
         self._create_instances(gpus_of(leftovers.running))
         needs_mps = bool(self.desired.plan.domains or leftovers.known)
@@ -254,34 +255,40 @@ class Supervisor:
         """Return the current state; the same object as long as nothing changes."""
         return self._snapshots.get()
 
-    def set_warning(self, about: str, reason: Reason) -> None:
-        """Add a warning to the status; an empty reason removes it."""
-        self._snapshots.set_warning(about, reason)
+    def set_condition(self, condition: Condition) -> None:
+        """Show what another part of the daemon has found, in place of what it has found before."""
+        if self._conditions.get((condition.kind, condition.subject)) != condition:
+            self._conditions[condition.kind, condition.subject] = condition
+            self._changed()
 
-    def set_condition(self, about: str, condition: Condition | None) -> None:
-        """Show a condition of the host until it is set to None."""
-        if self._conditions.get(about) == condition:
-            return
-        if condition:
-            self._conditions[about] = condition
-        else:
-            del self._conditions[about]
-        self._changed()
+    def end_condition(self, kind: str, subject: str = "") -> None:
+        """Show a condition that was set no longer."""
+        if self._conditions.pop((kind, subject), None):
+            self._changed()
 
-    def _warnings(self) -> Iterator[Reason]:
-        yield from self.modes.time_slices.refusals.values()
+    def _reported(self) -> Iterator[Condition]:
+        """Yield the conditions that follow neither from the plan nor from GPUs and domains."""
+        yield from self.pipe_access.conditions
+        yield from self._conditions.values()
+        gpus = self._gpus.inventory.gpus
+        for uuid, reason in self.modes.time_slices.refusals.items():
+            address = next((gpu.address for gpu in gpus if gpu.uuid == uuid), uuid)
+            yield Condition(ABOUT_TIME_SLICE, address, REFUSED, reason)
         if not self._gpus.is_saved:
             what = f"which GPUs the entries mean cannot be recorded in {self._paths.served_gpus}; "
             what += "if render nodes have other numbers after a reboot, other GPUs would be divided"
-            yield Reason(what, reasons.RECORD_DAMAGED)
+            yield Condition(ABOUT_RECORD, "GPUs", IMPAIRED, Reason(what, reasons.RECORD_DAMAGED))
         if self._store and self._store.has_lost_records:
-            yield Reason(f"the state file was damaged; {RECORDS_LOST}", reasons.STATE_FILE_DAMAGED)
+            what = f"the state file was damaged; {RECORDS_LOST}"
+            yield Condition(ABOUT_RECORD, "state file", IMPAIRED, Reason(what, reasons.STATE_FILE_DAMAGED))
         for uuid, error in self._damaged.items():
             if uuid not in self.layouts.pending:
-                yield Reason(f"{name_of(uuid, self._gpus.inventory.gpus)}: {error.message}", error.code)
+                what = f"{name_of(uuid, gpus)}: {error.message}"
+                yield Condition(ABOUT_RECORD, uuid, IMPAIRED, Reason(what, error.code))
         if self.event_log.write_error:
             means = "events are kept in a temporary copy for now, and changes are refused"
-            yield Reason(f"{self.event_log.write_error}; {means}", reasons.EVENTS_NOT_WRITTEN)
+            what = f"{self.event_log.write_error}; {means}"
+            yield Condition(ABOUT_EVENT_LOG, "", IMPAIRED, Reason(what, reasons.EVENTS_NOT_WRITTEN))
 
     # -- GPUs
 
@@ -314,9 +321,10 @@ class Supervisor:
         before = self.desired.plan
         self.desired.replan()
         after = self.desired.plan
-        self._record_missing()
-        if (after.pending, after.warnings) != (before.pending, before.warnings):
+        shown = (after.pending, after.warnings, after.missing)
+        if shown != (before.pending, before.warnings, before.missing):
             self._changed()
+        self._record_conditions()
         if (after.domains, after.direct) == (before.domains, before.direct):
             return
         try:
@@ -363,25 +371,14 @@ class Supervisor:
         self._snapshots.driver_reason = error.reason if error else NO_REASON
         self._changed()
 
-    def _record_missing(self) -> None:
-        """Record which entries' GPUs are missing or present again, compared with the last time."""
-        missing = {entry.path: entry for entry in self.desired.plan.missing}
-        for path, entry in missing.items():
-            if self._missing.get(path) != entry.reason:
-                log.error("path %s (%s): %s", path, entry.place, entry.reason)
-                event = Event(
-                    severity="error",
-                    kind="gpu",
-                    subject=f"entry {path}",
-                    what="missing",
-                    cause=entry.reason,
-                    consequence="the entry has no devices; the others are not affected",
-                    code=entry.reason.code,
-                )
-                self.event_log.record(event)
-        for path in self._missing.keys() - missing.keys():
-            self.event_log.record(Event("info", "gpu", f"entry {path}", "no longer missing"))
-        self._missing = {path: entry.reason for path, entry in missing.items()}
+    def check_pipe_directories(self) -> None:
+        """Check whether users can reach the pipe directories, and others cannot change them."""
+        self.pipe_access.check()
+        self._record_conditions()
+
+    def _record_conditions(self) -> None:
+        """Record which conditions are new or have ended, compared with the last time."""
+        self._condition_log.note(self.snapshot().conditions)
 
     def note_xid(self, pci_address: str, xid: int) -> None:
         event = self._gpus.note_xid(pci_address, xid)
@@ -501,7 +498,8 @@ class Supervisor:
     def _replan(self) -> None:
         """Plan for the GPUs as they are known now, and remember which of them serve."""
         self.desired.replan()
-        self._record_missing()
+        self._changed()
+        self._record_conditions()
         self._gpus.set_served(self.desired.plan)
 
     def _make_fleet(self, program: str, leftovers: Leftovers) -> None:
@@ -555,6 +553,7 @@ class Supervisor:
         store = self.store() if Store.exists(self._paths) else None
         leftovers = find_leftovers(store, self.desired.domains())
         self._snapshots.leftovers = leftovers.notice
+        self._changed()
         if store:
             leased = leased_without_mps(store)
             gpus = self._gpus.inventory.gpus

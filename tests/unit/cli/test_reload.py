@@ -72,7 +72,7 @@ def pending(text: str = WAITS, state: str = "ready", reason: str = "") -> Snapsh
         reason=Reason(reason, CONTROL_DAEMON_ERROR),
         waits_for=(4250,) if text else (),
     )
-    return shown._replace(version=id(domain), domains=(domain,))
+    return snapshots.with_conditions(shown._replace(version=id(domain), domains=(domain,)))
 
 
 def test_a_plan_that_changes_nothing_says_so_and_what_is_pending_already(own: Cli) -> None:
@@ -171,7 +171,8 @@ def test_a_drain_waits_until_nothing_is_pending(own: Cli) -> None:
 def test_a_drain_waits_until_the_devices_can_be_leased(own: Cli) -> None:
     shown = pending("", "applying")
     reason = Reason("its limits are being set", DOMAIN_APPLYING)
-    own.host.snapshot = shown._replace(domains=(shown.domains[0]._replace(reason=reason),))
+    applying = shown._replace(domains=(shown.domains[0]._replace(reason=reason),))
+    own.host.snapshot = snapshots.with_conditions(applying)
     with own.start("reload", "--drain") as process:
         assert process.stderr is not None
         waiting = "yunion-mps: waiting: domain host is applying: its limits are being set\n"
@@ -311,15 +312,16 @@ def test_now_gives_up_if_new_jobs_begin_each_time(own: Cli) -> None:
 
 
 def without_its_layout(reason: Reason) -> Snapshot:
-    """The reference case, whose GPU serves although its MIG layout is not in effect."""
-    shown = snapshots.reference()
-    plan = shown.plan._replace(unavailable={shown.inventory.gpus[0].pci_address: reason})
-    return shown._replace(version=id(plan), plan=plan)
+    """A GPU whose MIG instances serve although its MIG layout is not in effect."""
+    shown = snapshots.mig()
+    return snapshots.with_conditions(
+        shown._replace(version=id(shown)), layouts={snapshots.IN_MIG_MODE.uuid: reason}
+    )
 
 
 @pytest.mark.parametrize("option", ["--drain", "--now"])
 def test_a_reload_waits_for_layouts_too(own: Cli, option: str) -> None:
-    why = "GPU 00:06.0: it waits for leases"
+    why = "GPU 81:00.0: it waits for leases"
     own.host.snapshot = without_its_layout(Reason("it waits for leases", MIG_IN_USE))
     done = own("reload", option, *(["--yes"] if option == "--now" else []), "--timeout", "1")
     assert done.code == 1
@@ -332,7 +334,7 @@ def test_a_reload_waits_for_layouts_too(own: Cli, option: str) -> None:
 def test_a_reload_does_not_wait_for_what_needs_the_operator(own: Cli, code: str) -> None:
     own.host.snapshot = without_its_layout(Reason("it needs a reset", code))
     done = own("reload", "--drain")
-    why = "GPU 00:06.0: it needs a reset"
+    why = "GPU 81:00.0: it needs a reset"
     assert done.code == 1
     assert done.err.startswith(f"yunion-mps: still pending: {why}; {REST} [{code}]\n")
 

@@ -13,6 +13,7 @@ from unit.cli.conftest import Cli, Serve
 from unit.cli.held import busy, hold
 from unit.http import snapshots
 from unit.http.by_hand import LEASE, SERVER, clients
+from unit.http.snapshots import with_conditions
 
 MIG = "the GPU is in MIG mode, so MPS cannot serve it as a whole"
 
@@ -59,7 +60,7 @@ def test_pending_changes_are_shown_once_per_domain(serve: Serve) -> None:
             pending=later,
         ),
     )
-    lines = serve(found._replace(domains=domains)).good("status").splitlines()
+    lines = serve(with_conditions(found._replace(domains=domains))).good("status").splitlines()
     assert [line for line in lines if later in line or "Pending" in line] == [
         "Pending:  host: the change of limits waits for its MPS server to end",
         f"Pending:  00:06.0: {later}",
@@ -89,7 +90,7 @@ def test_the_memory_in_use_of_a_lost_gpu_is_unknown(serve: Serve) -> None:
     reason = Reason("the GPU is lost", GPU_LOST)
     found = snapshots.reference()
     gpus = (snapshots.P40._replace(reason=reason),)
-    lost = serve(found._replace(inventory=found.inventory._replace(gpus=gpus)))
+    lost = serve(with_conditions(found._replace(inventory=found.inventory._replace(gpus=gpus))))
     hold(lost.host, LEASE)
     lost.host.clients.found = clients()
     (gpu,) = (line.split() for line in lost.good("status").splitlines() if " unavailable  " in line)
@@ -119,7 +120,7 @@ def test_the_status_of_a_host_without_mps_says_why(serve: Serve) -> None:
 def test_a_gpu_that_its_control_daemon_does_not_serve_degrades_the_host(serve: Serve) -> None:
     found = snapshots.snapshot(snapshots.P40, snapshots.H100)
     served = found.domains[0].plan.for_gpus((snapshots.P40.uuid or "",))
-    cli = serve(found._replace(domains=(found.domains[0]._replace(plan=served),)))
+    cli = serve(with_conditions(found._replace(domains=(found.domains[0]._replace(plan=served),))))
     assert cli.host.ask("GET", "/v1/status").json()["state"] == "degraded"
     lines = cli.good("status").splitlines()
     assert lines[0] == "State:    degraded"

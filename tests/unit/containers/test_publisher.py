@@ -107,7 +107,7 @@ def test_a_shortage_of_threads_is_reported_in_words(tmp_path: Path, monkeypatch:
     told: list[str] = []
     supervisor: Any = SimpleNamespace(
         snapshot=snapshot,
-        set_warning=lambda _, reason: told.append(reason),
+        set_condition=lambda condition: told.append(condition.text),
         event_log=SimpleNamespace(record=lambda event: told.append(event.what)),
     )
 

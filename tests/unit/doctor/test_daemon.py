@@ -11,7 +11,7 @@ from yunion_mps.doctor.report import run_checks, select_checks
 from yunion_mps.reasons import CONTROL_DAEMON_EXITED, Reason
 
 from unit.doctor.hosts import host_of, one, write
-from unit.http.snapshots import P40, disabled, reference, snapshot
+from unit.http.snapshots import P40, disabled, reference, snapshot, with_conditions
 
 WAITS = "the change of limits waits for the MPS server (PID 4250) to end"
 
@@ -19,7 +19,8 @@ WAITS = "the change of limits waits for the MPS server (PID 4250) to end"
 def with_domain(root: Path, **changed: Any) -> Host:
     """A host whose one domain is changed like this."""
     taken = reference()
-    return host_of(root, P40, snapshot=taken._replace(domains=(taken.domains[0]._replace(**changed),)))
+    domain = taken.domains[0]._replace(**changed)
+    return host_of(root, P40, snapshot=with_conditions(taken._replace(domains=(domain,))))
 
 
 @pytest.mark.parametrize(

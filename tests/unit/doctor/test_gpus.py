@@ -22,7 +22,6 @@ from yunion_mps.reasons import (
     RELOAD_NEEDED,
     Reason,
 )
-from yunion_mps.supervisor.snapshots import warnings
 
 from unit import builders
 from unit.doctor.hosts import DRIVER, found, host_of, one, write
@@ -108,7 +107,7 @@ def test_an_unknown_compute_capability_is_not_called_old(tmp_path: Path) -> None
     finding = one(served(tmp_path, gpu), "budgets", "warning")
     assert finding.what.startswith(f"the driver does not report the compute capability of GPU {gpu.address}")
     assert "because it is older" not in finding.what
-    (shown,) = (reason for reason, _ in warnings(snapshot(gpu)) if reason.code == BUDGET_NOT_ENFORCED)
+    (shown,) = (one.reason for one in snapshot(gpu).conditions if one.reason.code == BUDGET_NOT_ENFORCED)
     assert "because it is older" not in shown
 
 
@@ -375,7 +374,8 @@ def test_a_lost_gpu_is_found_though_the_device_file_no_longer_names_it(
     """The file has an error, so the daemon keeps the previous division and its GPUs."""
     reason = Reason("the GPU is lost", GPU_LOST)
     before = snapshot(FIRST, SECOND)
-    lost = before._replace(inventory=builders.inventory(FIRST, SECOND._replace(reason=reason)))
+    there = builders.inventory(FIRST, SECOND._replace(reason=reason))
+    lost = snapshots.with_conditions(before._replace(inventory=there))
     silent = [Gpu(SECOND.pci_address, reason=reason)] if is_present else []
     host = host_of(tmp_path, FIRST, *silent, snapshot=lost)
     entry = f"- {{path: {FIRST.pci_address}, type: NVIDIA_MPS, virtual_number: x}}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from yunion_mps.enums import FAILED, READY, TIME_SLICING
 from yunion_mps.mig import MigInstance, MigProfile
@@ -13,11 +14,11 @@ from yunion_mps.reasons import (
     DISABLED,
     GPU_LOST,
     NO_REASON,
-    NO_USABLE_GPU,
     PROGRAM_MISSING,
     Reason,
 )
 from yunion_mps.settings import DeviceEntry
+from yunion_mps.supervisor.conditions import ConditionFacts, conditions_of
 
 from unit import builders
 
@@ -69,9 +70,13 @@ def snapshot(
     why = Reason(reason, code) if reason else NO_REASON
     plan = plan._replace(domains=tuple(one._replace(multiuser=multiuser) for one in plan.domains))
     domains = tuple(DomainStatus(domain, state, why, pid, 0.0, 0) for domain in plan.domains)
-    none = Reason("no GPU of this host can serve devices", NO_USABLE_GPU)
-    notice = NO_REASON if domains else none
-    return Snapshot(1, True, notice, plan, inventory, domains)
+    return with_conditions(Snapshot(1, True, plan, inventory, domains))
+
+
+def with_conditions(host: Snapshot, **more: Any) -> Snapshot:
+    """The snapshot with the conditions of what it has now, and of `more` facts."""
+    facts = ConditionFacts(host.plan, host.inventory, host.domains, **more)
+    return host._replace(conditions=conditions_of(facts))
 
 
 def reference() -> Snapshot:
@@ -143,25 +148,24 @@ def every_way() -> Snapshot:
 
 
 def disabled() -> Snapshot:
-    return reference()._replace(
+    nothing = reference()._replace(
         enabled=False,
-        notice=Reason("enable_cuda_mps is false", DISABLED),
         plan=reference().plan._replace(domains=(), devices=(), compute_modes={}),
         inventory=Inventory(Driver("", None), ()),
         domains=(),
     )
+    return with_conditions(nothing, disabled=Reason("enable_cuda_mps is false", DISABLED))
 
 
 def gone() -> Snapshot:
     """A GPU of the plan is no longer present."""
-    return reference()._replace(inventory=Inventory(Driver("535.261.03", None), ()))
+    return with_conditions(reference()._replace(inventory=Inventory(Driver("535.261.03", None), ())))
 
 
 def lost() -> Snapshot:
     """The only GPU is lost, and its control daemon still answers."""
-    return reference()._replace(
-        inventory=builders.inventory(P40._replace(reason=Reason("the GPU is lost", GPU_LOST)))
-    )
+    silent = P40._replace(reason=Reason("the GPU is lost", GPU_LOST))
+    return with_conditions(reference()._replace(inventory=builders.inventory(silent)))
 
 
 def large(devices: int) -> Snapshot:

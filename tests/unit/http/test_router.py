@@ -367,8 +367,8 @@ def test_an_answer_that_was_cancelled_is_not_counted(router: Router) -> None:
         ("reference", 200, "ok\n"),
         ("disabled", 200, "ok\n"),
         ("troubled", 503, None),
-        ("gone", 503, f"devices of GPU {snapshots.P40.uuid}: its GPU is no longer present\n"),
-        ("lost", 503, "GPU 00:06.0: the GPU is lost\n"),
+        ("gone", 503, f"GPU {snapshots.P40.uuid}: its GPU is no longer present\n"),
+        ("lost", 503, "GPU 00:06.0 (Tesla P40): the GPU is lost\n"),
     ],
 )
 def test_readiness_is_the_state_of_the_host(name: str, status: int, text: str | None) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from yunion_mps import __version__
 from yunion_mps.answers import StatusProblem
+from yunion_mps.conditions import Condition
+from yunion_mps.enums import ABOUT_EVENT_LOG, IMPAIRED
 from yunion_mps.overview import fold_problems, problems_of, version_mismatch, with_hints
 from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
@@ -28,7 +30,8 @@ from unit.http.by_hand import status_of
 
 
 def test_a_warning_of_the_daemon_keeps_its_code_and_hint() -> None:
-    found = snapshots.troubled()._replace(warnings=(Reason("no room", EVENTS_NOT_WRITTEN),))
+    warning = Condition(ABOUT_EVENT_LOG, "", IMPAIRED, Reason("no room", EVENTS_NOT_WRITTEN))
+    found = snapshots.with_conditions(snapshots.troubled(), reported=(warning,))
     problems = status_of(Queries(lambda: found, 0.0, 1))["problems"]
     told = [(one["code"], one["text"], one["hint"]) for one in problems if one["level"] == "warning"]
     assert told[0] == (EVENTS_NOT_WRITTEN, "no room", CODES[EVENTS_NOT_WRITTEN].hint)

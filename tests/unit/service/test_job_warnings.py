@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
 
 import pytest
+from yunion_mps.conditions import Condition
 from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.service.job_warnings import QUIET_S, JobWarnings
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services
+from yunion_mps.service.status import StatusService
 from yunion_mps.supervisor.event_log import EventRecord
 
 from unit.cli.held import OVER
-from unit.http.by_hand import LEASE, WAITING, clients, status_of
+from unit.http.by_hand import LEASE, WAITING, FakeClients, FakeLeases, clients
 from unit.service.test_status import queries
 from unit.supervised import MakeHost, Supervise, Supervised
 
 OVER_MIB = "00:06.0-1 uses"
 
 
-def problems(*, over: bool = False, waiting: bool = False) -> list[Any]:
+def problems(*, over: bool = False, waiting: bool = False) -> list[Condition]:
     found = clients(*([OVER] if over else []), waiting=(WAITING,) if waiting else ())
-    codes = ("over_budget", "client_waiting")
-    return [one for one in status_of(queries(), LEASE, clients=found)["problems"] if one["code"] in codes]
+    held = FakeLeases()
+    held.found = {"leases": [LEASE], "waiting": []}
+    asked = FakeClients()
+    asked.found = found
+    conditions = asyncio.run(StatusService(queries(), held, asked).job_problems())
+    assert conditions is not None
+    return conditions
 
 
 class Reported:

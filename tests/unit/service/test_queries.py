@@ -17,7 +17,7 @@ from yunion_mps.service.queries import Queries
 
 from unit import builders
 from unit.http.by_hand import status_of
-from unit.http.snapshots import H100, P40, RESERVED_POOL, snapshot
+from unit.http.snapshots import H100, P40, RESERVED_POOL, snapshot, with_conditions
 
 
 def warnings(status: Any) -> list[Any]:
@@ -30,7 +30,8 @@ def test_a_pool_shows_its_memory_and_what_it_is_reserved_for() -> None:
     assert (pool["addr"], pool["memory_unit_mib"], pool["memory_mib"]) == ("00:06.0", 1024, 22528)
     assert (pool["memory_free_mib"], pool["state"]) == (22528, "available")
     assert pool["reserved_for"] == "kubernetes"
-    lost = sound._replace(inventory=builders.inventory(P40._replace(reason=Reason("it is lost", GPU_LOST))))
+    silent = P40._replace(reason=Reason("it is lost", GPU_LOST))
+    lost = with_conditions(sound._replace(inventory=builders.inventory(silent)))
     (pool,) = Queries(lambda: lost, 0.0, 1).pools()["pools"]
     assert (pool["memory_free_mib"], pool["state"], pool["reason"]) == (0, "unavailable", "it is lost")
     gone = sound._replace(inventory=builders.inventory())
@@ -69,7 +70,8 @@ def test_readiness_names_a_pending_layout_once() -> None:
     why = Reason("its MIG layout waits for lease job of root to end", MIG_IN_USE)
     sound, line = snapshot(P40), f"GPU 00:06.0: {why}"
     plan = sound.plan._replace(devices=(), domains=(), unavailable={P40.pci_address: why})
-    now = sound._replace(plan=plan, domains=(), notice=Reason(line, MIG_IN_USE))
+    waits = {P40.uuid: why}
+    now = with_conditions(sound._replace(plan=plan, domains=()), layouts=waits)
     assert Queries(lambda: now, 0.0, 1).not_ready_reasons() == [line]
 
 
@@ -81,7 +83,7 @@ SILENT = Reason("it does not answer", CONTROL_DAEMON_SILENT)
 def test_a_domain_that_does_not_serve_degrades_the_state(state: str, broken: int, worst: str) -> None:
     sound = snapshot(P40, H100, scope="gpu")
     domains = [one._replace(state=state, reason=SILENT) for one in sound.domains[:broken]]
-    now = sound._replace(domains=(*domains, *sound.domains[broken:]))
+    now = with_conditions(sound._replace(domains=(*domains, *sound.domains[broken:])))
     good, bad = status_of(Queries(lambda: sound, 0.0, 1)), status_of(Queries(lambda: now, 0.0, 1))
     assert (good["state"], bad["state"]) == ("ready", worst)
     assert [one["reason"] for one in bad["domains"]] == [SILENT] * broken + [""] * (2 - broken)

@@ -20,14 +20,15 @@ from yunion_mps.service.queries import Queries
 
 from unit.cli.held import OUTSIDE_MPS, OVER, TWO
 from unit.http.by_hand import CLIENT, LEASE, SERVER, WAITING, clients, status_of
-from unit.http.snapshots import H100, IN_MIG_MODE, MIG_ENTRIES, P40, in_instances, snapshot
+from unit.http.snapshots import H100, IN_MIG_MODE, MIG_ENTRIES, P40, in_instances, snapshot, with_conditions
 
 
 def queries(**domain: Any) -> Queries:
     gpu = H100._replace(pci_address="0000:00:06.0", compute_mode="Exclusive_Process")
     host = snapshot(gpu, **domain)
     plan = host.plan._replace(devices=tuple(one._replace(memory_limit_mib=5760) for one in host.plan.devices))
-    return Queries(lambda: host._replace(plan=plan), 0.0, 1)
+    divided = with_conditions(host._replace(plan=plan))
+    return Queries(lambda: divided, 0.0, 1)
 
 
 def test_a_job_over_budget_or_outside_mps_degrades_the_state() -> None:
@@ -87,7 +88,8 @@ UNKNOWN = {**CLIENT, "server": None}
 def test_a_change_that_waits_for_an_idle_server_says_what_ends_it(found: Any, is_idle: bool) -> None:
     host = snapshot(H100)
     (domain,) = host.domains
-    changing = host._replace(domains=(domain._replace(pending="new limits", waits_for=(4250,)),))
+    changed = domain._replace(pending="new limits", waits_for=(4250,))
+    changing = with_conditions(host._replace(domains=(changed,)))
     waiting = Queries(lambda: changing, 0.0, 1)
     hints = {
         one["hint"] for one in status_of(waiting, clients=found)["problems"] if one["level"] == "pending"
@@ -106,7 +108,8 @@ def test_an_instance_that_waits_with_its_gpus_layout_is_one_problem() -> None:
     def reported(unavailable: dict[str, Reason]) -> list[tuple[str, str | None]]:
         others = tuple(one for one in host.plan.devices if one.gpu_uuid != instance.uuid)
         plan = host.plan._replace(pending=waits, unavailable=unavailable, devices=others)
-        problems = status_of(Queries(lambda: host._replace(plan=plan), 0.0, 1))["problems"]
+        waiting = with_conditions(host._replace(plan=plan))
+        problems = status_of(Queries(lambda: waiting, 0.0, 1))["problems"]
         return [(one["code"], one["gpu"]) for one in problems if one["level"] == "pending"]
 
     assert reported({}) == [(LEASES_PENDING, instance.address)]

@@ -13,7 +13,6 @@ from yunion_mps.mps.processes import our_processes
 from yunion_mps.reasons import COMPUTE_MODE_UNSUPPORTED
 from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor.compute_modes import ModeResult
-from yunion_mps.supervisor.snapshots import warnings
 
 from unit.supervised import Begin, MakeHost, Supervise, modes
 
@@ -109,11 +108,11 @@ def test_a_gpu_whose_driver_supports_no_other_mode_serves(
     made = supervise(host).start()
     assert made.available == 8
     assert modes(host) == ["default" if gpu in refusing else "exclusive_process" for gpu in (0, 1)]
-    found = [(reason, gpu and gpu.nvml_index) for reason, gpu in warnings(made.snapshot)]
-    assert [(reason.code, index) for reason, index in found] == [
+    indices = {gpu.address: gpu.nvml_index for gpu in made.snapshot.inventory.gpus}
+    assert [(warning.reason.code, indices[warning.gpu]) for warning in made.warnings] == [
         (COMPUTE_MODE_UNSUPPORTED, gpu) for gpu in refusing
     ]
-    assert found[0][0] == (
+    assert made.warnings[0].text == (
         "GPU 00:06.0 (GRID T4-8C): its compute mode stays Default, because the driver does not support "
         "changing it; a process that bypasses the control daemon could use it without limits"
     )
@@ -150,16 +149,16 @@ def test_a_gpu_that_does_not_report_its_mode_serves_and_keeps_it(
     made = supervise(host).start()
     assert made.available == 8
     assert modes(host) == ["default", "exclusive_process"]
-    ((warning, _),) = warnings(made.snapshot)
-    assert warning.code == COMPUTE_MODE_UNSUPPORTED
-    assert "is not changed, because the driver does not report it" in warning
+    (warning,) = made.warnings
+    assert warning.reason.code == COMPUTE_MODE_UNSUPPORTED
+    assert "is not changed, because the driver does not report it" in warning.text
 
 
 def test_keep_in_an_entry_leaves_only_that_gpu_alone(begin: Begin) -> None:
     host, made = begin(VGPU, KEEPS, 2)
     assert modes(host) == ["default", "exclusive_process"]
     assert made.available == 4
-    assert list(warnings(made.snapshot)) == []
+    assert made.warnings == []
     host.divide(2, KEEPS)
     changes = {(change.subject, change.before, change.after) for change in made.reload()}
     assert changes == {
@@ -171,7 +170,7 @@ def test_keep_in_an_entry_leaves_only_that_gpu_alone(begin: Begin) -> None:
 def test_keep_in_an_entry_silences_the_warning_of_an_unsupported_mode(begin: Begin) -> None:
     host, made = begin(VGPU, KEEPS, 2)
     host.fail("nvmlDeviceSetComputeMode", "not_supported", gpu=0)
-    assert list(warnings(made.again().snapshot)) == []
+    assert made.again().warnings == []
 
 
 def test_a_gpu_that_was_lost_meanwhile_has_not_refused_its_mode(
@@ -222,10 +221,11 @@ def test_when_no_gpus_mode_can_be_set_nothing_is_started(make_host: MakeHost, su
 
 def test_a_mode_that_another_program_changes_is_warned_of(begin: Begin) -> None:
     host, made = begin(TWO)
-    assert list(warnings(made.snapshot)) == []
+    assert made.warnings == []
     host.gpus[0].compute_mode = "default"
-    ((warning, _),) = warnings(made.rescan())
-    assert warning == (
+    made.rescan()
+    (warning,) = made.warnings
+    assert warning.text == (
         "GPU 00:06.0 (Tesla V100-SXM2-16GB): its compute mode is Default, not Exclusive_Process; "
         "a process that bypasses the control daemon could use it without limits"
     )

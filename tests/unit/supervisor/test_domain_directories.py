@@ -46,7 +46,7 @@ def in_effect(made: Supervised) -> list[tuple[str, str]]:
 
 
 def codes(made: Supervised) -> list[str]:
-    return [warning.code for warning in made.snapshot.warnings]
+    return [warning.reason.code for warning in made.warnings]
 
 
 def open_to_all(made: Supervised) -> None:

@@ -68,7 +68,7 @@ def devices(made: Supervised) -> tuple[Device, ...]:
 
 def waits(made: Supervised) -> Reason:
     """Why the layout of the first GPU is pending; empty if it is in effect."""
-    return made.snapshot.plan.unavailable.get("0000:00:06.0", NO_REASON)
+    return made.snapshot.faults.get("00:06.0", NO_REASON)
 
 
 def test_each_instance_is_a_device(begun: Begun) -> None:

@@ -98,7 +98,7 @@ def test_a_damaged_record_of_a_gpu_without_a_layout_is_a_warning(begun: Begun) -
     host.divide("type: NVIDIA_MPS; mig: all-disabled")
     (host.root / "etc/yunion/host_container_device.yml").write_text("devices: []\n")
     again = made.again()
-    assert reasons.MIG_RECORD_DAMAGED in [warning.code for warning in again.snapshot.warnings]
+    assert reasons.MIG_RECORD_DAMAGED in [warning.reason.code for warning in again.warnings]
 
 
 @pytest.mark.parametrize("way", ["removed", "truncated", "zeroed"])
@@ -127,8 +127,8 @@ def test_records_lost_with_the_file_are_a_warning_and_fail_the_stop(begun: Begun
     shutil.rmtree(made.paths.run_directory)
     Path(made.paths.store).write_bytes(b"no database" * 1000)
     again = made.again()
-    (warning,) = [one for one in again.snapshot.warnings if one.code == reasons.STATE_FILE_DAMAGED]
-    assert RECORDS_LOST in warning
+    (warning,) = [one for one in again.warnings if one.reason.code == reasons.STATE_FILE_DAMAGED]
+    assert RECORDS_LOST in warning.text
     assert RECORDS_LOST in [event.consequence for event in again.events]
     again.stop(restore=False)
     assert again.supervisor.close() is False

@@ -14,7 +14,6 @@ from yunion_mps.models import Holder, Lease
 from yunion_mps.reasons import MIG_IN_USE, MIG_PENDING
 from yunion_mps.service.devices import devices_json, unusable_reasons
 from yunion_mps.supervisor.preflight import run_preflight
-from yunion_mps.supervisor.snapshots import warnings
 
 from simhost import Description, SimHost
 from unit.supervised import MakeHost, MakeStandIns, Supervise, Supervised
@@ -237,7 +236,7 @@ def test_an_end_of_mps_is_no_change_of_the_compute_mode(begin: Begun) -> None:
     work.attach()
     work.reload(SLICED)
     assert work.made.supervisor.domains
-    assert [why for why, _ in warnings(work.made.snapshot)] == []
+    assert work.made.warnings == []
 
 
 @pytest.mark.parametrize("leased", [False, True])

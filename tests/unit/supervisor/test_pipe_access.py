@@ -29,12 +29,12 @@ def test_a_closed_directory_above_the_pipe_directory_is_a_condition(
     made: Supervised, caplog: pytest.LogCaptureFixture
 ) -> None:
     closed = Path(made.paths.under("/tmp/nvidia-mps"))
-    access = made.supervisor.pipe_access
-    access.check()
+    check = made.supervisor.check_pipe_directories
+    check()
     assert not made.snapshot.conditions
     closed.chmod(0o700)
     for _ in range(2):
-        access.check()
+        check()
     (condition,) = made.snapshot.conditions  # for both domains
     assert condition.reason.startswith(f"{closed} {WHAT}")
     assert condition.hint == f"chmod a+x {closed}"
@@ -44,14 +44,14 @@ def test_a_closed_directory_above_the_pipe_directory_is_a_condition(
     domain = made.supervisor.domains[0].in_effect.name
     assert made.events[-1] == Event("error", "domain", domain, condition.reason, code="pipe_directory")
     assert os.system(condition.hint) == 0
-    access.check()
+    check()
     assert not made.snapshot.conditions
     assert made.events[-1] == Event("info", "domain", domain, f"no longer: {condition.reason}")
 
 
 def test_status_and_doctor_say_the_same_of_a_closed_directory(made: Supervised) -> None:
     Path(made.paths.under("/tmp/nvidia-mps")).chmod(0o700)
-    made.supervisor.pipe_access.check()
+    made.supervisor.check_pipe_directories()
     status = status_of(Queries(lambda: made.snapshot, 0.0, 1))
     (problem,) = (one for one in status["problems"] if one["code"] == "pipe_directory")
     assert (status["state"], problem["level"]) == ("degraded", "problem")

@@ -10,7 +10,6 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import our_processes
 from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor.preflight import run_preflight
-from yunion_mps.supervisor.snapshots import warnings
 from yunion_mps.users import LeaseWait, Users
 
 from unit.supervised import Begin, MakeHost, PutToWork, Supervise, budgets, configure, modes, pid
@@ -207,14 +206,14 @@ def test_another_memory_unit_is_shown_as_written(begin: Begin) -> None:
 
 def test_multiuser_is_omitted_if_the_program_does_not_support_it(begin: Begin) -> None:
     host, made = begin([{"kind": "v100"}], cuda_mps_multiuser="true")
-    ((warning, _),) = warnings(made.snapshot)
-    assert warning.startswith("cuda_mps_multiuser is true, but ")
-    assert warning.endswith(" does not support it: only one user's jobs run at a time")
+    (warning,) = made.warnings
+    assert warning.text.startswith("cuda_mps_multiuser is true, but ")
+    assert warning.text.endswith(" does not support it: only one user's jobs run at a time")
     assert made.available == 4
     assert not made.snapshot.domains[0].plan.multiuser
     configure(host)
     made.reload()
-    assert list(warnings(made.snapshot)) == []
+    assert made.warnings == []
 
 
 V100 = [{"kind": "v100"}]

@@ -361,15 +361,15 @@ def test_a_refused_time_slice_is_a_warning_and_the_devices_serve(
     host.divide(shared("short"))
     made = supervise(host).start()
     assert set(states(made).values()) == {FREE}
-    (warning,) = made.snapshot.warnings
-    assert warning.code == TIME_SLICE_REFUSED
+    (warning,) = made.warnings
+    assert warning.reason.code == TIME_SLICE_REFUSED
     what = "GPU 00:06.0 (Tesla M60): the time slice short cannot be set: nvidia-smi: Not Supported"
-    assert warning == f"{what}; its devices have the one that it had before"
+    assert warning.text == f"{what}; its devices have the one that it had before"
     assert made.snapshot.plan.time_slices == {}
     assert not any(made.supervisor.mode_work()), "it is tried again by a reload only"
     host.divide(SHARED)
     made.reload()
-    assert made.snapshot.warnings == ()
+    assert made.warnings == []
 
 
 def test_a_program_that_is_missing_is_a_warning(
@@ -379,5 +379,5 @@ def test_a_program_that_is_missing_is_a_warning(
     host.divide(shared("short"))
     monkeypatch.setenv("PATH", "/nowhere")
     made = supervise(host).start()
-    assert "nvidia-smi is not installed" in made.snapshot.warnings[0]
+    assert "nvidia-smi is not installed" in made.warnings[0].text
     assert set(states(made).values()) == {FREE}

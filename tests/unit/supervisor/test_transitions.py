@@ -14,7 +14,6 @@ from yunion_mps.models import Device, Holder, Lease
 from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor import Change
 from yunion_mps.supervisor.preflight import run_preflight
-from yunion_mps.supervisor.snapshots import warnings
 
 from unit.supervised import MakeHost, Supervise, Supervised
 from unit.supervisor.test_mig_devices import apply_layouts
@@ -142,7 +141,7 @@ class ChangingGpu:
         instances = before.instances if way.instances is None else way.instances
         assert gpu.compute_mode == (way.mode if way.entry or instances else self.original)
         assert len(gpu.mig_devices()) == instances
-        assert list(warnings(self.made.snapshot)) == []
+        assert self.made.warnings == []
         assert [status.state for status in self.made.snapshot.domains] == [READY] * (1 + way.control_daemons)
         assert self.planned() == []
 

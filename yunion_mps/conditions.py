@@ -1,0 +1,78 @@
+"""Conditions: what is wrong or pending on the host, each with its reason and what it waits for.
+
+The snapshot has one list of them, made in `supervisor/conditions.py`; what follows from leases and processes
+is added in `service/conditions.py`. Everything that says what is wrong or pending reads this list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from yunion_mps.enums import (
+    ABOUT_COMPUTE_MODE,
+    ABOUT_TIME_SLICE,
+    BROKEN,
+    IMPAIRED,
+    NOTICE,
+    PENDING,
+    PROBLEM,
+    PROBLEM_LEVELS,
+    REFUSED,
+    WARNING,
+)
+from yunion_mps.reasons import Reason, hint_of
+from yunion_mps.users import NO_USERS, Users
+
+#: Settings of a GPU that serves with another value if the driver refuses the configured one.
+_DISPENSABLE = frozenset({ABOUT_COMPUTE_MODE, ABOUT_TIME_SLICE})
+_LEVELS = {NOTICE: NOTICE, BROKEN: PROBLEM, REFUSED: PROBLEM, IMPAIRED: WARNING, PENDING: PENDING}
+
+
+class Condition(NamedTuple):
+    """Something that is wrong or pending; a value, equal as long as nothing about it changes."""
+
+    #: What it is about, one of `CONDITION_KINDS`.
+    kind: str
+    #: The GPU's address, the domain's name, the entry's path or the lease's id; empty for the host.
+    subject: str
+    #: One of `CONDITION_STATUSES`, from which its level follows.
+    status: str
+    #: Why, with its code.
+    reason: Reason
+    #: What the operator should do, if that is not the hint of the code.
+    advice: str = ""
+    #: What a pending change waits for, as far as that is leases, servers and processes.
+    waits_for: Users = NO_USERS
+    #: How people name the subject; empty if the reason names it.
+    name: str = ""
+    #: The GPU's address; empty if it is not about one GPU.
+    gpu: str = ""
+    #: The addresses of the devices that it concerns; empty if they are not known or all of a GPU.
+    devices: tuple[str, ...] = ()
+    #: The process that it is about.
+    pid: int | None = None
+    #: The kind and subject of the condition that it follows from, which people are shown instead.
+    follows_from: str = ""
+
+    @property
+    def level(self) -> str:
+        """How serious it is for people, one of `PROBLEM_LEVELS`."""
+        if self.status == REFUSED and self.kind in _DISPENSABLE:
+            return WARNING
+        return _LEVELS[self.status]
+
+    @property
+    def text(self) -> str:
+        """The condition as one line for people."""
+        return f"{self.name}: {self.reason}" if self.name else self.reason
+
+    @property
+    def hint(self) -> str:
+        return self.advice or hint_of(self.reason.code, pid=self.pid)
+
+
+def shown(conditions: Iterable[Condition]) -> list[Condition]:
+    """Return what people are shown, by level: without conditions that only follow from others."""
+    causes = [condition for condition in conditions if not condition.follows_from]
+    return sorted(causes, key=lambda condition: PROBLEM_LEVELS.index(condition.level))

@@ -1,0 +1,292 @@
+"""The conditions that depend on leases, and on what processes do now; pure.
+
+With those of the snapshot they are the one list of what is wrong or pending on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from yunion_mps import reasons
+from yunion_mps.addresses import gpu_of, physical_gpu
+from yunion_mps.conditions import Condition
+from yunion_mps.enums import (
+    ABOUT_DIVISION,
+    ABOUT_DOMAIN,
+    ABOUT_LEASE,
+    ABOUT_MIG_LAYOUT,
+    ABOUT_PROCESS,
+    ABOUT_REQUEST,
+    ABOUT_SERVER,
+    ABOUT_WAY_OF_SHARING,
+    BROKEN,
+    IMPAIRED,
+    NOT_SHARED,
+    PENDING,
+    SERVER_FAULT,
+    TIME_SLICING,
+    UNAVAILABLE,
+)
+from yunion_mps.models import Gpu, Snapshot
+from yunion_mps.reasons import Reason, hint_of
+from yunion_mps.service.holdings import ID_LENGTH, Holding, ProcessUse
+from yunion_mps.supervisor.conditions import gpu_name
+from yunion_mps.text import count
+from yunion_mps.users import describe_servers, users_awaited
+
+if TYPE_CHECKING:
+    from yunion_mps import answers
+
+_COMMAND_LENGTH = 40
+_DEVICE_IS_GONE = (reasons.MIG_INSTANCE_GONE, reasons.MIG_FOREIGN_INSTANCE, reasons.LEASE_OUTDATED)
+
+
+class Activity(NamedTuple):
+    """What leases and processes do now, as the API answers it."""
+
+    #: The holdings that are in use.
+    held: Sequence[Holding]
+    clients: answers.ClientList
+    leases: Sequence[answers.LeaseRecord] = ()
+    waiting: Sequence[answers.QueuedRequest] = ()
+    #: The GPUs (addresses) where `over_budget: terminate` applies.
+    terminating_gpus: Collection[str] = ()
+
+
+# -- with leases
+
+
+def conditions_with_leases(
+    snapshot: Snapshot, devices: Iterable[answers.Device], serving: Collection[str]
+) -> tuple[Condition, ...]:
+    """Return the snapshot's conditions as they are with the leases, and the devices that wait for leases.
+
+    `devices` are all devices, and `serving` has the UUIDs of the GPUs that serve some, themselves or by an
+    instance.
+    """
+    gpus = {gpu.address: gpu for gpu in snapshot.inventory.gpus}
+    divisions = list(_pending_devices(devices))
+    reported = {condition.gpu for condition in divisions}
+    for address in snapshot.faults:
+        if not gpus[address].reason and gpus[address].uuid in serving:
+            reported.add(address)
+    conditions = []
+    changes = []
+    for condition in snapshot.conditions:
+        if condition.kind == ABOUT_WAY_OF_SHARING:
+            changes.append(_unless_reported(condition, reported))
+        elif condition.kind == ABOUT_MIG_LAYOUT and gpus[condition.subject].uuid not in serving:
+            conditions.append(_serves_nothing(condition, gpus[condition.subject]))
+        else:
+            conditions.append(condition)
+    return (*conditions, *divisions, *changes)
+
+
+def _serves_nothing(condition: Condition, gpu: Gpu) -> Condition:
+    """Return the condition of a pending layout on a GPU without a device that can be used meanwhile."""
+    return condition._replace(status=BROKEN, name=gpu_name(gpu))
+
+
+def _unless_reported(condition: Condition, reported: Collection[str]) -> Condition:
+    """Return the condition of a GPU that waits, as one that follows from its devices' or its layout's."""
+    if {condition.subject, physical_gpu(condition.subject)}.isdisjoint(reported):
+        return condition
+    return condition._replace(follows_from=f"{ABOUT_DIVISION} {condition.subject}")
+
+
+def _pending_devices(devices: Iterable[answers.Device]) -> Iterator[Condition]:
+    """Yield the devices that wait for leases of a previous division, or belong to one, by GPU."""
+    pending: dict[tuple[str, str], list[answers.Device]] = {}
+    for device in devices:
+        if device["state"] == PENDING:
+            pending.setdefault((gpu_of(device["addr"]), device["reason"]), []).append(device)
+    for (gpu, reason), some in pending.items():
+        addresses = tuple(device["addr"] for device in some)
+        yield condition_of_wait(gpu, reason, len(some))._replace(devices=addresses)
+
+
+def condition_of_wait(gpu: str, reason: str, number: int) -> Condition:
+    """Return the condition of `number` devices of a GPU (address) that are pending for this reason."""
+    return Condition(
+        kind=ABOUT_DIVISION,
+        subject=gpu,
+        status=PENDING,
+        reason=Reason(reason, reasons.LEASES_PENDING),
+        waits_for=users_awaited(reason),
+        name=f"GPU {gpu}: {count(number, 'device')} pending",
+        gpu=gpu,
+    )
+
+
+# -- with processes
+
+
+def conditions_with_activity(
+    conditions: Iterable[Condition],
+    activity: Activity,
+    service: answers.ServiceFields,
+    gpus: Sequence[answers.Gpu],
+    devices: Iterable[answers.Device],
+) -> list[Condition]:
+    """Return the conditions, and those of what leases and processes do now."""
+    domains = {domain["name"]: domain for domain in service["domains"]}
+    current = []
+    for condition in conditions:
+        if condition.kind == ABOUT_DOMAIN and condition.status == PENDING:
+            advice = _idle_hint(domains[condition.subject], activity.clients)
+            current.append(condition._replace(advice=advice))
+        else:
+            current.append(condition)
+    return [
+        *current,
+        *conditions_of_use(activity),
+        *_waiting_users(activity.waiting),
+        *_unleased_use(activity.held, gpus),
+        *_lease_conditions(activity.leases, devices, service["domains"], gpus),
+    ]
+
+
+def _idle_hint(domain: answers.Domain, clients: answers.ClientList) -> str:
+    """Return what ends the servers that a change waits for if none has a client; empty if a job delays it.
+
+    The daemon ends such a server by itself, unless NVML does not list it: before Volta, and in a container
+    that does not see the host's PIDs.
+    """
+    awaited = set(domain["waits_for"])
+    named = {client["server"] for client in clients["clients"] if client["mps"] is not False}
+    if not awaited or clients["errors"] or named & {*awaited, None}:
+        return ""
+    if not awaited <= {server["pid"] for server in clients["servers"]}:
+        return ""  # a server without its control daemon is not listed
+    servers = describe_servers(sorted(awaited))
+    return f"wait a moment, or run: yunion-mps reload --drain; the driver lists no job of {servers}"
+
+
+def conditions_of_use(activity: Activity) -> Iterator[Condition]:
+    """Yield MPS servers that failed, clients that wait for another user's, use outside MPS or over budget."""
+    for server in activity.clients["servers"]:
+        if server["state"] == SERVER_FAULT:
+            yield _failed_server(server)
+    for waiting in activity.clients["waiting"]:
+        yield _waiting_client(waiting)
+    for holding in activity.held:
+        if holding.outside_mps:
+            for process in holding.processes:
+                what = f"{_describe_use(process, holding.gpu)} outside MPS, so no budget limits it"
+                yield _of_process(process.pid, what, reasons.PROCESS_OUTSIDE_MPS, BROKEN, holding.gpu)
+        elif holding.over_mib:
+            yield _over_budget(holding, activity.terminating_gpus)
+
+
+def _of_process(pid: int | None, what: str, code: str, status: str, gpu: str = "") -> Condition:
+    subject = str(pid or "")
+    return Condition(ABOUT_PROCESS, subject, status, Reason(what, code), gpu=gpu, pid=pid)
+
+
+def _failed_server(server: answers.MpsServer) -> Condition:
+    pid = server["pid"]
+    what = f"MPS server (PID {pid}), domain {server['domain']}: its jobs have failed"
+    return Condition(ABOUT_SERVER, str(pid), BROKEN, Reason(what, reasons.SERVER_FAILED), pid=pid)
+
+
+def _waiting_client(waiting: answers.WaitingClient) -> Condition:
+    process = ProcessUse(waiting["pid"], waiting["user"], waiting["command"], waiting["started"], None)
+    client = _describe_process(process)
+    whose = f"{waiting['server_user']} (PID {waiting['server']}, domain {waiting['domain']})"
+    what = f"{client} is waiting for the MPS server of {whose} to exit"
+    if waiting["server_user"] == waiting["user"]:  # it accepts no more clients
+        what += ", because a client of another user is next"
+    return _of_process(waiting["pid"], what, reasons.CLIENT_WAITING, IMPAIRED)
+
+
+def _over_budget(holding: Holding, terminating_gpus: Collection[str]) -> Condition:
+    largest = max(holding.processes, key=lambda process: process.memory_mib or 0)
+    more = len(holding.processes) - 1
+    processes = _describe_process(largest) + (f" and {more} more" if more else "")
+    what = f"{holding.named} uses {holding.used_mib} of {holding.budget_mib} MiB: {processes}"
+    if holding.lease and holding.gpu in terminating_gpus:
+        what += "; if this lasts, the newest process will be terminated"
+    condition = _of_process(largest.pid, what, reasons.OVER_BUDGET, BROKEN, holding.gpu)
+    return condition._replace(devices=holding.devices)
+
+
+def _waiting_users(waiting: Iterable[answers.QueuedRequest]) -> Iterator[Condition]:
+    """Yield the requests that wait for control daemons to serve their user."""
+    for request in waiting:
+        if request["reason_code"] == reasons.OTHER_USER:
+            reason = Reason(
+                f"the request of {request['user']} waits: {request['reason']}", reasons.OTHER_USER
+            )
+            yield Condition(ABOUT_REQUEST, request["user"], IMPAIRED, reason, pid=request["pid"])
+
+
+def _unleased_use(held: Iterable[Holding], gpus: Iterable[answers.Gpu]) -> Iterator[Condition]:
+    """Yield the processes without a device on GPUs and MIG instances that are shared without MPS.
+
+    On GPUs that are shared through MPS, such processes have the control daemon's default limits.
+    """
+    without_mps = {gpu["addr"] for gpu in gpus if gpu["sharing"] in (TIME_SLICING, NOT_SHARED)}
+    for holding in held:
+        if holding.devices or holding.gpu not in without_mps:
+            continue
+        for process in holding.processes:
+            what = f"{_describe_use(process, holding.gpu)} without a lease, so no budget covers its memory"
+            yield _of_process(process.pid, what, reasons.PROCESS_WITHOUT_LEASE, IMPAIRED, holding.gpu)
+
+
+def _lease_conditions(
+    leases: Iterable[answers.LeaseRecord],
+    devices: Iterable[answers.Device],
+    domains: Iterable[answers.Domain],
+    gpus: Iterable[answers.Gpu],
+) -> Iterator[Condition]:
+    """Yield the leases whose device or control daemon is gone, as after a reload.
+
+    Without a control daemon, CUDA runs without MPS and without limits. Leases on a lost GPU do not count: no
+    process starts there, and when the GPU returns, its control daemon uses the same directory.
+    """
+    directories = {domain["pipe_directory"] for domain in domains}
+    lost = {gpu["addr"] for gpu in gpus if gpu["state"] == UNAVAILABLE}
+    missing = _devices_that_are_gone(devices)
+    for lease in leases:
+        address = next((name for name in lease["devices"] if name in missing), "")
+        directory = lease["environment"].get("CUDA_MPS_PIPE_DIRECTORY", "")
+        if address:
+            reason = missing[address]
+        elif directory not in {"", *directories} and lost.isdisjoint(lease["gpus"]):
+            what = "its control daemon is gone; processes started with this lease have no limits"
+            reason = Reason(what, reasons.LEASE_OUTDATED)
+        else:
+            continue
+        name = lease["id"][:ID_LENGTH]
+        yield Condition(
+            kind=ABOUT_LEASE,
+            subject=lease["id"],
+            status=BROKEN,
+            reason=reason,
+            advice=hint_of(reason.code, gpu=physical_gpu(address), lease=name),
+            name=f"lease {name} of {lease['user']} ({', '.join(lease['devices'])})",
+            devices=tuple(lease["devices"]),
+        )
+
+
+def _devices_that_are_gone(devices: Iterable[answers.Device]) -> Mapping[str, Reason]:
+    gone = {}
+    for device in devices:
+        if device["reason_code"] in _DEVICE_IS_GONE:
+            gone[device["addr"]] = Reason(device["reason"], device["reason_code"])
+    return gone
+
+
+def _describe_process(process: ProcessUse) -> str:
+    """Return for example `PID 4260 of alice (python train.py)`."""
+    command = process.shown.strip()
+    short = command if len(command) <= _COMMAND_LENGTH else f"{command[: _COMMAND_LENGTH - 3]}..."
+    return f"PID {process.pid} of {process.user or 'an unknown user'}" + (f" ({short})" if short else "")
+
+
+def _describe_use(process: ProcessUse, gpu: str) -> str:
+    """Return for example `PID 4260 of alice (python train.py) uses GPU 00:06.0 (700 MiB)`."""
+    memory = f" ({process.memory_mib} MiB)" if process.memory_mib is not None else ""
+    return f"{_describe_process(process)} uses GPU {gpu}{memory}"

@@ -1,0 +1,88 @@
+"""What is not in effect after a reload, and what it waits for: the conditions as rows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from yunion_mps.enums import (
+    ABOUT_DOMAIN,
+    ABOUT_MIG_LAYOUT,
+    ABOUT_WAY_OF_SHARING,
+    APPLYING,
+    PENDING,
+    STARTING,
+)
+from yunion_mps.models import Plan, Snapshot
+from yunion_mps.reasons import GPU_NEEDS, MODE_NEEDS
+from yunion_mps.service.conditions import condition_of_wait
+from yunion_mps.supervisor.conditions import conditions_of_entries, conditions_of_gpus
+from yunion_mps.supervisor.serving import domain_names
+from yunion_mps.users import LeaseWait
+
+if TYPE_CHECKING:
+    from yunion_mps import answers
+
+
+def pending_rows(
+    snapshot: Snapshot,
+    plan: Plan,
+    lease_waits: Mapping[str, LeaseWait],
+    kept: Collection[str],
+    leases_on: Callable[[str], Sequence[str]],
+) -> list[answers.Pending]:
+    """Return what is pending, and the GPUs and entries of the `plan` that an operator has to repair.
+
+    plan: the plan after the reload, which the snapshot may not have yet
+    lease_waits: the devices that wait for leases of a previous division, by GPU UUID
+    kept: the GPUs (UUIDs) that are shared as before until their leases have ended
+    leases_on: returns the ids of the leases of a GPU (UUID)
+    """
+    uuids = {gpu.address: str(gpu.uuid) for gpu in snapshot.inventory.gpus}
+    names = domain_names(snapshot.plan)
+    rows = [*_domains(snapshot), *_divisions(snapshot, lease_waits)]
+    layouts = []
+    for condition in snapshot.conditions:
+        uuid = uuids.get(condition.subject, "")
+        if condition.kind == ABOUT_WAY_OF_SHARING:
+            leases = leases_on(uuid) if uuid in kept else []
+            rows.append(_row(condition.text, names.get(uuid, ""), leases))
+        elif condition.kind == ABOUT_MIG_LAYOUT:
+            layouts.append(_row(condition.text))
+    return [*rows, *layouts, *_to_repair(snapshot, plan)]
+
+
+def _domains(snapshot: Snapshot) -> Iterator[answers.Pending]:
+    """Yield the domains whose plan is not in effect, and those that are about to serve."""
+    changes = {}
+    for condition in snapshot.conditions:
+        if condition.kind == ABOUT_DOMAIN and condition.status == PENDING:
+            changes[condition.subject] = condition.reason
+    for domain in snapshot.domains:
+        name = domain.plan.name
+        if name in changes:
+            yield _row(changes[name], name)
+        elif domain.state in (STARTING, APPLYING):
+            yield _row(f"it is {domain.state}: {domain.reason}", name)
+
+
+def _divisions(snapshot: Snapshot, lease_waits: Mapping[str, LeaseWait]) -> Iterator[answers.Pending]:
+    """Yield the GPUs with devices that wait for leases of a previous division."""
+    names = domain_names(snapshot.plan)
+    addresses = {gpu.uuid: gpu.address for gpu in snapshot.inventory.gpus}
+    for uuid, wait in lease_waits.items():
+        condition = condition_of_wait(addresses.get(uuid, uuid), wait.reason, len(wait.pending))
+        yield _row(condition.text, names[uuid], wait.leases)
+
+
+def _to_repair(snapshot: Snapshot, plan: Plan) -> Iterator[answers.Pending]:
+    """Yield the GPUs and entries that serve nothing until the operator has repaired something."""
+    for condition in conditions_of_gpus(plan, snapshot.inventory.gpus):
+        if condition.reason.code in MODE_NEEDS | GPU_NEEDS:
+            yield _row(f"GPU {condition.gpu}: {condition.reason}; {condition.hint}")
+    for condition in conditions_of_entries(plan.missing):
+        yield _row(f"path {condition.subject}: {condition.reason}; {condition.hint}")
+
+
+def _row(pending: str, domain: str = "", leases: Sequence[str] = ()) -> answers.Pending:
+    return {"domain": domain, "pending": pending, "leases": [*leases]}
