@@ -67,6 +67,11 @@ def hint_of(
     return hint.replace("{pid}", str(pid or "PID"))
 
 
+def hint_within_doctor(hint: str) -> str:
+    """Return a hint as the diagnostics show it: without the advice to run them."""
+    return "; ".join(part for part in hint.split("; ") if part != _DOCTOR) or _EVENTS
+
+
 # fmt: off
 # -- GPUs
 

@@ -12,7 +12,22 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from yunion_mps.config import load
-from yunion_mps.enums import MIG, MPS, NOT_USED, PROBLEM, WARNING
+from yunion_mps.enums import (
+    ABOUT_BUDGET,
+    ABOUT_COMPUTE_MODE,
+    ABOUT_DEVICES,
+    ABOUT_ENTRY,
+    ABOUT_GPU,
+    ABOUT_MIG_LAYOUT,
+    ABOUT_PIPE_DIRECTORY,
+    ABOUT_PROCESS,
+    MIG,
+    MPS,
+    NOT_USED,
+    NOTICE,
+    PROBLEM,
+    WARNING,
+)
 from yunion_mps.errors import Problem, YunionError
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, GET_STATUS
@@ -22,18 +37,25 @@ from yunion_mps.models import DomainPlan, Gpu, Inventory, Plan, PlannedGpu
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import below_root, make_plan
-from yunion_mps.reasons import RECORD_HIDDEN, Reason
+from yunion_mps.reasons import CLIENT_WAITING, PROCESS_OUTSIDE_MPS, RECORD_HIDDEN, Reason, hint_within_doctor
 from yunion_mps.settings import Config
 from yunion_mps.text import printable
 
 if TYPE_CHECKING:
     from yunion_mps import answers
-    from yunion_mps.answers import Device, DeviceDetails, Domain, Status
+    from yunion_mps.answers import Device, DeviceDetails, Domain, Status, StatusProblem
 
 T = TypeVar("T")
 
 #: The share of a check's time that reading a fact may take, so that the fact's own error is reported.
 _FACT_TIME_SHARE = 0.8
+
+#: The kinds and codes of conditions that checks of their own report; the others, that of the daemon does.
+_CHECKED_KINDS = frozenset({
+    ABOUT_GPU, ABOUT_DEVICES, ABOUT_MIG_LAYOUT, ABOUT_ENTRY, ABOUT_COMPUTE_MODE, ABOUT_BUDGET,
+    ABOUT_PIPE_DIRECTORY,
+})  # fmt: skip
+_CHECKED_CODES = frozenset({CLIENT_WAITING, PROCESS_OUTSIDE_MPS})
 
 OK = "ok"
 NOTHING_DIVIDED = "no GPU of this host is divided into devices"
@@ -140,6 +162,26 @@ class Host:
             return self.status()
         except YunionError:
             return None
+
+    def conditions(self, *kinds: str) -> list[StatusProblem]:
+        """Return what the daemon says is wrong or pending with these kinds of things.
+
+        Empty if it does not run, or is of an older version that does not say what a problem is about.
+        """
+        return [condition for condition in self._all_conditions() if condition.get("kind") in kinds]
+
+    def conditions_of_processes(self, code: str) -> list[StatusProblem]:
+        """Return what the daemon says of processes, with this code."""
+        return [one for one in self.conditions(ABOUT_PROCESS) if one["code"] == code]
+
+    def other_conditions(self) -> list[StatusProblem]:
+        """Return what the daemon says is wrong or pending and no other check reports."""
+        others = [one for one in self._all_conditions() if one.get("kind") not in _CHECKED_KINDS]
+        return [one for one in others if one["code"] not in _CHECKED_CODES]
+
+    def _all_conditions(self) -> list[StatusProblem]:
+        status = self.known_status()
+        return status["problems"] if status else []
 
     def known_gpus(self) -> dict[str, answers.Gpu]:
         """Return the daemon's GPUs by PCI address; empty if it does not run or denies access."""
@@ -321,6 +363,17 @@ Findings = Iterable[Finding]
 
 def ok(what: str) -> Finding:
     return Finding(OK, what)
+
+
+def finding_of(condition: StatusProblem) -> Finding:
+    """Return what the daemon says is wrong or pending, as a finding."""
+    is_problem = condition["level"] in (NOTICE, PROBLEM)
+    return Finding(
+        level=PROBLEM if is_problem else WARNING,
+        what=condition["text"],
+        hint=hint_within_doctor(condition["hint"]),
+        code=condition["code"],
+    )
 
 
 def skipped(what: str, hint: str = "") -> Finding:

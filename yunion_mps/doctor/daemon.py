@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from yunion_mps import __version__
@@ -18,6 +18,7 @@ from yunion_mps.doctor.checks import (
     Findings,
     Host,
     SkipError,
+    finding_of,
     host_check,
     invisible,
     ok,
@@ -26,21 +27,16 @@ from yunion_mps.doctor.checks import (
     warning,
 )
 from yunion_mps.doctor.cuda_client import DeviceProbe, Failure
-from yunion_mps.enums import FREE, READY, WARNING
+from yunion_mps.enums import FREE
 from yunion_mps.errors import DriverError, HostError, Problem, UnreachableError
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.models import Gpu, Plan
 from yunion_mps.mps.processes import server_pids
 from yunion_mps.reasons import (
-    BUDGET_NOT_ENFORCED,
-    CLIENT_WAITING,
-    COMPUTE_MODE_CHANGED,
-    COMPUTE_MODE_UNSUPPORTED,
     CONTROL_DAEMON_EXITED,
     DAEMON_UNREACHABLE,
     INVALID_CONFIGURATION,
-    LIMITS_PENDING,
     RELOAD_NEEDED,
     VERSION_DIFFERS,
     hint_of,
@@ -48,15 +44,8 @@ from yunion_mps.reasons import (
 from yunion_mps.text import count, list_of
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import DeviceDetails, Status
+    from yunion_mps.answers import DeviceDetails
 
-#: Warnings about single GPUs and processes, which other checks report in more detail.
-_CHECKED_ELSEWHERE = (
-    BUDGET_NOT_ENFORCED,
-    COMPUTE_MODE_CHANGED,
-    COMPUTE_MODE_UNSUPPORTED,
-    CLIENT_WAITING,
-)
 _EVENTS = "see what happened: yunion-mps events; journalctl -u yunion-mps-daemon"
 
 
@@ -116,20 +105,12 @@ def daemon(host: Host) -> Findings:
         return [
             ok(f"running ({status['version']}); enable_cuda_mps is false, so this host offers no devices")
         ]
-    findings = [problem(status["notice"], _EVENTS, status["notice_code"])] if status["notice"] else []
+    findings = [finding_of(condition) for condition in host.other_conditions()]
     for domain in status["domains"]:
-        name = domain["name"]
-        if domain["state"] != READY:
-            what = f"domain {name} is {domain['state']}: {domain['reason']}"
-            findings.append(problem(what, _EVENTS, domain["reason_code"]))
-        if domain["pending"]:
-            hint = "wait for the jobs: yunion-mps reload --drain; or end them: yunion-mps reload --now"
-            findings.append(warning(f"domain {name}: {domain['pending']}", hint, LIMITS_PENDING))
         if domain["restarts"]:
             times = "once" if domain["restarts"] == 1 else f"{domain['restarts']} times"
-            what = f"the control daemon of domain {name} was restarted {times}"
+            what = f"the control daemon of domain {domain['name']} was restarted {times}"
             findings.append(warning(what, _EVENTS, CONTROL_DAEMON_EXITED))
-    findings += _reported_warnings(status)
     if status["version"] != __version__:
         what = f"the daemon runs version {status['version']}, but this command is version {__version__}"
         findings.append(warning(what, hint_of(VERSION_DIFFERS), VERSION_DIFFERS))
@@ -139,13 +120,6 @@ def daemon(host: Host) -> Findings:
         codes = [gpu["reason_code"] for gpu in host.served_gpus().values() if gpu["reason_code"]]
         findings = [warning(summary, "see: yunion-mps status", codes[0] if codes else "")]
     return findings or [ok(summary)]
-
-
-def _reported_warnings(status: Status) -> Iterator[Finding]:
-    """Yield the daemon's own warnings, except those that other checks report."""
-    for other in status["problems"]:
-        if other["level"] == WARNING and other["code"] not in _CHECKED_ELSEWHERE:
-            yield warning(other["text"], other["hint"], other["code"])
 
 
 @host_check("configuration", INVALID_CONFIGURATION)

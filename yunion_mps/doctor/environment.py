@@ -19,6 +19,7 @@ from yunion_mps.doctor.checks import (
     Findings,
     Host,
     SkipError,
+    finding_of,
     host_check,
     invisible,
     ok,
@@ -108,7 +109,9 @@ def outside_mps(host: Host) -> Findings:
     """Programs that bypass MPS, or use another control daemon, on GPUs that are shared through MPS."""
     users = host.users()
     directories = [domain.pipe_directory for domain in host.domains()]
-    findings: list[Finding] = []
+    of_the_daemon = host.conditions_of_processes(PROCESS_OUTSIDE_MPS)
+    reported = {condition["pid"] for condition in of_the_daemon}
+    findings = [finding_of(condition) for condition in of_the_daemon]
     total = 0
     unreadable = 0
     gpus = host.mps_gpus()
@@ -125,7 +128,8 @@ def outside_mps(host: Host) -> Findings:
                 unreadable += 1
                 continue
             directory = environ.get(variables.PIPE, host.paths.under(DEFAULT_PIPE_DIRECTORY))
-            if not any(is_same_directory(pid, directory, ours) for ours in directories):
+            is_outside = not any(is_same_directory(pid, directory, ours) for ours in directories)
+            if is_outside and pid not in reported:
                 what = (
                     f"{describe_process(pid)} uses GPU {gpu.address} outside yunion-mps "
                     f"(its pipe directory is {directory})"

@@ -15,6 +15,7 @@ from yunion_mps.doctor.checks import (
     Findings,
     Host,
     SkipError,
+    finding_of,
     host_check,
     invisible,
     ok,
@@ -22,7 +23,19 @@ from yunion_mps.doctor.checks import (
     skipped,
     warning,
 )
-from yunion_mps.enums import MIG, MPS, TERMINATE, TIME_SLICING, UNAVAILABLE
+from yunion_mps.enums import (
+    ABOUT_BUDGET,
+    ABOUT_COMPUTE_MODE,
+    ABOUT_DEVICES,
+    ABOUT_ENTRY,
+    ABOUT_GPU,
+    ABOUT_MIG_LAYOUT,
+    MIG,
+    MPS,
+    TERMINATE,
+    TIME_SLICING,
+)
+from yunion_mps.errors import YunionError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import process_name
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu, Plan
@@ -34,13 +47,11 @@ from yunion_mps.reasons import (
     COMPUTE_MODE_CHANGED,
     COMPUTE_MODE_EXCLUSIVE,
     COMPUTE_MODE_FIXED,
-    COMPUTE_MODE_UNSUPPORTED,
     GPU_ERROR,
     GPU_FAULT,
     GPU_LOST,
     LAYOUT_WAITS,
     MIG_ENABLED,
-    MIG_PENDING,
     MIG_RESET_REQUIRED,
     NO_DOMAIN,
     NO_REASON,
@@ -49,13 +60,12 @@ from yunion_mps.reasons import (
     RELOAD_NEEDED,
     TEMPORARY,
     VGPU,
-    Reason,
     hint_of,
 )
 from yunion_mps.text import count, list_of
 
 if TYPE_CHECKING:
-    from yunion_mps import answers
+    pass
 
 _UPDATE_DRIVER = "update the driver, or set over_budget: report"
 _SAME_NAMESPACE = "run doctor and the daemon on the host, not in a container with PIDs of its own"
@@ -64,6 +74,7 @@ _OF_DOMAINS = TEMPORARY | {NO_DOMAIN}
 
 #: Reasons of which the kernel's log says more.
 _OF_HARDWARE = (GPU_LOST, GPU_FAULT, GPU_ERROR)
+_SEE_KERNEL_LOG = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
 #: A warning is given from this share of the limit.
 _WARNING_SHARE = 0.9
 #: Profile in a vGPU's name inside a virtual machine: `GRID T4-16C`, `NVIDIA A40-48Q`, `A100-1-5C`.
@@ -72,31 +83,17 @@ _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 
 @host_check("GPUs", GPU_ERROR)
 def gpus(host: Host) -> Findings:
-    plan = host.plan()[0]
-    known = host.known_gpus()
-    split = {layout.gpu_uuid for layout in plan.layouts}
-    findings = _missing_entries(plan)
+    """The GPUs and entries, as the daemon knows them; without a daemon, as they would be divided."""
+    findings = _known_findings(host)
     try:
-        ours = host.our_gpus()
-    except SkipError:
+        findings += _own_findings(host)
+        ours = _gpus_to_check(host)
+    except YunionError:
         if findings:
             return findings
         raise
-    # The others are reported by `mig`.
-    ours = [gpu for gpu in ours if gpu.reason or not gpu.mig_enabled or gpu.uuid in split]
     if not ours and not findings:
         raise SkipError
-    for gpu in ours:
-        reason = gpu.reason or plan.unavailable.get(gpu.pci_address)
-        if reason and reason.code == MIG_PENDING:  # only the daemon knows what its layout waits for
-            findings.append(_pending_layout(gpu, reason, known.get(gpu.pci_address)))
-            continue
-        reason = reason or _reason_of_the_daemon(host, gpu)
-        if reason:
-            hint = hint_of(reason.code, gpu=gpu.pci_address)
-            if reason.code in _OF_HARDWARE:
-                hint = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
-            findings.append(problem(f"{_gpu_name(gpu)}: {reason}", hint, reason.code))
     if all(finding.level == SKIPPED for finding in findings):
         findings.append(ok(f"{_describe_divided(ours)}, all working"))
     return findings
@@ -113,14 +110,43 @@ def _describe_divided(gpus: Sequence[Gpu]) -> str:
     return f"{text} ({count(instances, 'MIG instance')})" if instances else text
 
 
-def _reason_of_the_daemon(host: Host, gpu: Gpu) -> Reason:
-    """Return why the daemon cannot use the GPU; empty if it can, or if that is due to a domain."""
-    answer = host.known_gpus().get(gpu.pci_address)
-    if answer and answer["state"] != UNAVAILABLE:
-        answer = host.served_gpus().get(gpu.pci_address)
-    if answer is None or answer["reason_code"] in _OF_DOMAINS:
-        return NO_REASON
-    return Reason(answer["reason"], answer["reason_code"])
+def _known_findings(host: Host) -> list[Finding]:
+    """Return what the daemon says of GPUs and entries, except of MIG mode, which `mig` reports."""
+    kinds = (ABOUT_GPU, ABOUT_DEVICES, ABOUT_MIG_LAYOUT, ABOUT_ENTRY)
+    findings = []
+    for condition in host.conditions(*kinds):
+        finding = finding_of(condition)
+        if finding.code in _OF_HARDWARE:
+            finding = finding._replace(hint=_SEE_KERNEL_LOG)
+        if finding.code != MIG_ENABLED:
+            findings.append(finding)
+    return findings
+
+
+def _own_findings(host: Host) -> list[Finding]:
+    """Return what the daemon does not say: it does not run, or has not polled a GPU since that failed."""
+    plan, known = host.plan()[0], host.known_gpus()
+    findings = [] if host.known_status() else _missing_entries(plan)
+    for gpu in _gpus_to_check(host):
+        daemons = known.get(gpu.pci_address)
+        reason = gpu.reason
+        if daemons is None:
+            reason = reason or plan.unavailable.get(gpu.pci_address, NO_REASON)
+        elif daemons["reason"]:
+            continue
+        if reason:
+            level = warning if reason.code in LAYOUT_WAITS else problem
+            hint = hint_of(reason.code, gpu=gpu.pci_address)
+            if reason.code in _OF_HARDWARE:
+                hint = _SEE_KERNEL_LOG
+            findings.append(level(f"{_gpu_name(gpu)}: {reason}", hint, reason.code))
+    return findings
+
+
+def _gpus_to_check(host: Host) -> list[Gpu]:
+    """Return our GPUs, except those in MIG mode that are divided as a whole, which `mig` reports."""
+    split = {layout.gpu_uuid for layout in host.plan()[0].layouts}
+    return [gpu for gpu in host.our_gpus() if gpu.reason or not gpu.mig_enabled or gpu.uuid in split]
 
 
 def _missing_entries(plan: Plan) -> list[Finding]:
@@ -135,13 +161,6 @@ def _missing_entries(plan: Plan) -> list[Finding]:
         unseen = invisible(WHICH_GPUS)
         findings.append(skipped(unseen.message, unseen.hint))
     return findings
-
-
-def _pending_layout(gpu: Gpu, reason: Reason, known: answers.Gpu | None) -> Finding:
-    if known and known["reason"]:
-        reason = Reason(known["reason"], known["reason_code"])
-    level = warning if reason.code in LAYOUT_WAITS else problem
-    return level(f"{_gpu_name(gpu)}: {reason}", hint_of(reason.code, gpu=gpu.pci_address), reason.code)
 
 
 @host_check("MIG", MIG_ENABLED, "off on every GPU that is divided as a whole")
@@ -197,9 +216,10 @@ def vgpu(host: Host) -> Findings:
 @host_check("budgets", BUDGET_NOT_ENFORCED, "enforced on every divided GPU")
 def budgets(host: Host) -> Findings:
     _refuse_if_none_answers(host.mps_gpus())
-    findings = []
+    findings = [finding_of(condition) for condition in host.conditions(ABOUT_BUDGET)]
+    known = host.known_gpus()
     for gpu in host.mps_gpus():
-        if gpu.reason or enforces_budgets(gpu):
+        if gpu.reason or enforces_budgets(gpu) or gpu.pci_address in known:
             continue
         what = f"{_gpu_name(gpu)} is older than Volta: no budget is enforced"
         if gpu.compute_capability is None:
@@ -280,12 +300,13 @@ def compute_mode(host: Host) -> Findings:
     While leases delay a change of how a GPU is shared, the GPU has the mode of its current way of sharing.
     """
     plan = host.plan()[0]
-    unsupported = _unsupported_modes(host)
+    of_the_daemon = host.conditions(ABOUT_COMPUTE_MODE)
+    reported = {condition["gpu"] for condition in of_the_daemon}
     is_served = _is_served(host)
     kept = _gpus_without_comparison(host, plan)
     uuids = {gpu.parent or gpu.uuid for gpu in host.our_gpus() if gpu.pci_address not in kept}
     ours = [gpu for gpu in host.inventory().gpus if gpu.uuid in uuids and not gpu.reason]
-    findings = [*unsupported.values()]
+    findings = [finding_of(condition) for condition in of_the_daemon]
     for gpu in ours:
         mode = plan.compute_modes.get(gpu.uuid or "")
         finding = _check_mode(gpu, mode, is_served=is_served)
@@ -293,7 +314,7 @@ def compute_mode(host: Host) -> Findings:
             what = f"{_gpu_name(gpu)} is in compute mode {gpu.compute_mode}; the files require {mode}, but "
             what += "the daemon has not read them since they changed"
             finding = warning(what, hint_of(RELOAD_NEEDED), RELOAD_NEEDED)
-        if finding and gpu.address not in unsupported:
+        if finding and gpu.address not in reported:
             findings.append(finding)
     if findings:
         return findings
@@ -349,16 +370,6 @@ def _describe_modes(gpus: Sequence[Gpu], plan: Plan, *, is_served: bool) -> str:
     if unknown:
         parts.append(f"the driver does not report that of {', '.join(unknown)}, which stays as it is")
     return "; ".join(parts)
-
-
-def _unsupported_modes(host: Host) -> dict[str, Finding]:
-    """Return what the daemon says about GPUs (addresses) whose driver supports no change of the mode."""
-    status = host.known_status()
-    findings: dict[str, Finding] = {}
-    for other in status["problems"] if status else ():
-        if other["code"] == COMPUTE_MODE_UNSUPPORTED and other["gpu"]:
-            findings[other["gpu"]] = warning(other["text"], other["hint"], other["code"])
-    return findings
 
 
 def _check_mode(gpu: Gpu, planned: str | None, *, is_served: bool) -> Finding | None:

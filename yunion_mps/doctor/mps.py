@@ -13,12 +13,14 @@ from yunion_mps.doctor.checks import (
     Findings,
     Host,
     SkipError,
+    finding_of,
     host_check,
     invisible,
     ok,
     problem,
     warning,
 )
+from yunion_mps.enums import READY
 from yunion_mps.errors import HostError
 from yunion_mps.host.files import open_regular, read_text
 from yunion_mps.host.proc import all_pids, describe_process, environment_of, program_name, uid_of, user_name
@@ -261,6 +263,8 @@ def server_failures(host: Host) -> Findings:
     """Failures of servers within the last hour, in the control daemons' logs."""
     findings: list[Finding] = []
     is_logged = False
+    status = host.known_status()
+    states = {domain["name"]: domain["state"] for domain in status["domains"]} if status else {}
     for domain in host.mps_domains():
         path = os.path.join(domain.log_directory, LOG_NAME)
         try:
@@ -275,6 +279,8 @@ def server_failures(host: Host) -> Findings:
             continue
         failing = _failing_users(outcomes)
         fails_for_all = not all(failing.values())
+        if status:  # the daemon knows whether servers start now
+            fails_for_all = states.get(domain.name) != READY
         server_log = os.path.join(domain.log_directory, SERVER_LOG)
         what = (
             f"MPS servers of domain {domain.name} failed {count(len(failures), 'time')} within the last hour"
@@ -324,16 +330,13 @@ def user_switching(host: Host) -> Findings:
     if domains and all(domain.multiuser for domain in domains):
         yield ok("every control daemon serves all users at once")
         return
-    status = host.known_status()
-    if os.geteuid() != 0:
-        if status is None:
-            raise invisible("which clients are waiting")
-        for reported in status["problems"]:
-            if reported["code"] == CLIENT_WAITING:
-                yield warning(reported["text"], reported["hint"])
+    if host.known_status():
+        for condition in host.conditions_of_processes(CLIENT_WAITING):
+            yield finding_of(condition)
         return
-    daemon_pid = status["pid"] if status else os.getpid()
-    yield from _waiting_for_others(host, domains, {os.getpid(), daemon_pid})
+    if os.geteuid() != 0:
+        raise invisible("which clients are waiting")
+    yield from _waiting_for_others(host, domains, {os.getpid()})
 
 
 def _waiting_for_others(host: Host, domains: Iterable[DomainPlan], ours: set[int]) -> Iterator[Finding]:

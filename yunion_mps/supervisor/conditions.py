@@ -30,7 +30,7 @@ from yunion_mps.enums import (
     READY,
     REFUSED,
 )
-from yunion_mps.models import EXCLUSIVE_PROCESS, DomainStatus, Gpu, Inventory, MissingGpu, Plan
+from yunion_mps.models import EXCLUSIVE_PROCESS, PROHIBITED, DomainStatus, Gpu, Inventory, MissingGpu, Plan
 from yunion_mps.planning.division import enforces_budgets
 from yunion_mps.reasons import LAYOUT_NEEDS, LAYOUT_WAITS, NO_REASON, Reason, hint_of
 from yunion_mps.supervisor.serving import find_unusable, ways_in_effect
@@ -209,9 +209,13 @@ def _budgets_and_modes(facts: ConditionFacts) -> Iterator[Condition]:
         planned = facts.plan.compute_modes.get(gpu.uuid or "")
         if planned and gpu.compute_mode != planned:
             what = f"its compute mode is {gpu.compute_mode}, not {planned}; {_UNLIMITED}"
-            yield _impaired(ABOUT_COMPUTE_MODE, gpu, Reason(what, reasons.COMPUTE_MODE_CHANGED))
+            status = IMPAIRED
+            if gpu.compute_mode == PROHIBITED:
+                what, status = _PROHIBITED, BROKEN
+            yield _impaired(ABOUT_COMPUTE_MODE, gpu, Reason(what, reasons.COMPUTE_MODE_CHANGED), status)
 
 
+_PROHIBITED = "its compute mode is Prohibited: no CUDA program can use it"
 _UNLIMITED = "a process that bypasses the control daemon could use it without limits"
 
 

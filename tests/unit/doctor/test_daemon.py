@@ -31,7 +31,7 @@ def with_domain(root: Path, **changed: Any) -> Host:
             "problem",
             "domain host is backoff: it ended",
         ),
-        ({"pending": WAITS}, "warning", f"domain host: {WAITS}"),
+        ({"pending": WAITS}, "warning", f"host: {WAITS}"),
         ({"restarts": 1}, "warning", "the control daemon of domain host was restarted once"),
         ({"restarts": 3}, "warning", "the control daemon of domain host was restarted 3 times"),
     ],

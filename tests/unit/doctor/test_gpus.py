@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.doctor.checks import Host, Lazy
+from yunion_mps.enums import TIME_SLICING
 from yunion_mps.models import Gpu
 from yunion_mps.reasons import (
     BUDGET_NOT_ENFORCED,
@@ -22,6 +23,7 @@ from yunion_mps.reasons import (
     RELOAD_NEEDED,
     Reason,
 )
+from yunion_mps.settings import DeviceEntry
 
 from unit import builders
 from unit.doctor.hosts import DRIVER, found, host_of, one, write
@@ -105,8 +107,10 @@ def test_what_no_gpu_answers_is_not_called_right(tmp_path: Path) -> None:
 def test_an_unknown_compute_capability_is_not_called_old(tmp_path: Path) -> None:
     gpu = FIRST._replace(compute_capability=None)
     finding = one(served(tmp_path, gpu), "budgets", "warning")
-    assert finding.what.startswith(f"the driver does not report the compute capability of GPU {gpu.address}")
+    assert "because the driver does not report its compute capability" in finding.what
     assert "because it is older" not in finding.what
+    own = one(host_of(tmp_path, gpu), "budgets", "warning").what
+    assert own.startswith(f"the driver does not report the compute capability of GPU {gpu.address}")
     (shown,) = (one.reason for one in snapshot(gpu).conditions if one.reason.code == BUDGET_NOT_ENFORCED)
     assert "because it is older" not in shown
 
@@ -262,6 +266,11 @@ def divide(root: Path, *paths: str) -> None:
     write(root / "etc/yunion/host_container_device.yml", "devices:\n" + "".join(entries))
 
 
+def keeping(gpu: Gpu) -> DeviceEntry:
+    """An entry that leaves the compute mode of its GPU alone."""
+    return builders.entry(gpu.address, 4)._replace(cuda_mps_compute_mode="keep")
+
+
 def test_what_only_root_can_read_of_the_entries_is_not_claimed(tmp_path: Path) -> None:
     divide(tmp_path, str(FIRST.render_node), SECOND.address)
     host = host_of(tmp_path, FIRST, SECOND)
@@ -348,11 +357,11 @@ def test_while_the_daemon_waits_for_the_driver_nothing_else_is_claimed(tmp_path:
             "MIG mode is off, and will be on after the next reset",
             "cancel the change: nvidia-smi -i 0000:07:00.0 -mig 0",
         ),
-        ("budgets", {"compute_capability": (6, 1)}, "warning", "no budget is enforced", "run only jobs"),
-        ("compute mode", {"compute_mode": "Default"}, "problem", "run without limits",
-         "nvidia-smi -i 0000:07:00.0 -c EXCLUSIVE_PROCESS"),
+        ("budgets", {"compute_capability": (6, 1)}, "warning", "budgets are not enforced", "run only jobs"),
+        ("compute mode", {"compute_mode": "Default"}, "warning", "could use it without limits",
+         "set it again: yunion-mps reload"),
         ("compute mode", {"compute_mode": "Prohibited"}, "problem", "no CUDA program can use it",
-         "nvidia-smi -i 0000:07:00.0 -c DEFAULT"),
+         "set it again: yunion-mps reload"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -397,7 +406,8 @@ def test_an_exclusive_mode_that_was_left_without_mps_is_found(tmp_path: Path) ->
 
 
 def test_a_compute_mode_that_is_to_be_kept_is_no_mistake(tmp_path: Path) -> None:
-    host = served(tmp_path, FIRST, cuda_mps_compute_mode="keep")
+    kept = snapshot(FIRST, entries=[keeping(FIRST)])
+    host = host_of(tmp_path, FIRST, snapshot=kept, cuda_mps_compute_mode="keep")
     assert one(host, "compute mode", "ok").what.startswith(
         "Default; left unchanged because cuda_mps_compute_mode is keep"
     )
@@ -405,7 +415,8 @@ def test_a_compute_mode_that_is_to_be_kept_is_no_mistake(tmp_path: Path) -> None
 
 def test_a_mode_that_is_kept_by_an_entry_is_named_with_its_gpu(tmp_path: Path) -> None:
     second = SECOND._replace(compute_mode=EXCLUSIVE)
-    host = served(tmp_path, FIRST, second)
+    divided = [keeping(FIRST), builders.entry("07:00.0", 4)]
+    host = host_of(tmp_path, FIRST, second, snapshot=snapshot(FIRST, second, entries=divided))
     entries = [
         f"- {{path: {gpu.pci_address}, type: NVIDIA_MPS, virtual_number: 4{more}}}\n"
         for gpu, more in ((FIRST, ", cuda_mps_compute_mode: keep"), (second, ""))
@@ -433,12 +444,13 @@ def test_an_unknown_compute_mode_is_not_called_right(tmp_path: Path) -> None:
 
 def test_a_kept_mode_that_time_slicing_cannot_use_is_reported_once(tmp_path: Path) -> None:
     gpu = FIRST._replace(compute_mode=EXCLUSIVE)
-    host = served(tmp_path, gpu, cuda_mps_compute_mode="keep")
+    sliced = keeping(gpu)._replace(sharing=TIME_SLICING, virtual_number=2)
+    host = host_of(tmp_path, gpu, snapshot=snapshot(gpu, entries=[sliced]), cuda_mps_compute_mode="keep")
     entry = f"- {{path: {gpu.pci_address}, type: NVIDIA_GPU_SHARE, virtual_number: 2}}"
     write(tmp_path / "etc/yunion/host_container_device.yml", f"devices:\n{entry}\n")
     found = one(host, "GPUs", "problem")
     assert "time-slicing requires compute mode Default, but it is Exclusive_Process" in found.what
-    assert f"nvidia-smi -i {gpu.pci_address} -c DEFAULT" in found.hint
+    assert f"nvidia-smi -i {gpu.uuid} -c DEFAULT" in found.hint
     assert one(host, "compute mode", "skipped")
 
 
