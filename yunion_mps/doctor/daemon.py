@@ -116,9 +116,6 @@ def daemon(host: Host) -> Findings:
         findings.append(warning(what, hint_of(VERSION_DIFFERS), VERSION_DIFFERS))
     devices = status["devices"]
     summary = f"running; {devices['available']} of {devices['total']} devices available"
-    if devices["unavailable"] and not findings:
-        codes = [gpu["reason_code"] for gpu in host.served_gpus().values() if gpu["reason_code"]]
-        findings = [warning(summary, "see: yunion-mps status", codes[0] if codes else "")]
     return findings or [ok(summary)]
 
 

@@ -116,7 +116,7 @@ def outside_mps(host: Host) -> Findings:
     unreadable = 0
     gpus = host.mps_gpus()
     unknown = list_of(gpu.address for gpu in gpus if gpu.uuid not in users)
-    if all(gpu.uuid not in users for gpu in gpus):
+    if not findings and all(gpu.uuid not in users for gpu in gpus):
         raise SkipError(f"the driver does not report the processes on {unknown}")
     for gpu in gpus:
         for pid in users.get(gpu.uuid or "", {}):

@@ -15,12 +15,14 @@ from yunion_mps.doctor.checks import (
     Finding,
     Findings,
     Host,
+    finding_of,
     host_check,
     invisible,
     ok,
     problem,
     warning,
 )
+from yunion_mps.enums import ABOUT_PIPE_DIRECTORY
 from yunion_mps.host.files import open_regular, read_text
 from yunion_mps.inventory.events import kernel_records
 from yunion_mps.mps.directory_access import find_access_problems
@@ -55,14 +57,15 @@ _DETAIL = re.compile(r'\b(comm|path|name|scontext|tcontext|tclass|profile)="?([^
 @host_check("pipe directory", PIPE_DIRECTORY)
 def pipe_directory(host: Host) -> Findings:
     """Whether all users can reach the sockets, and no other user can replace the control daemon."""
-    findings: list[Finding] = []
+    findings = [finding_of(condition) for condition in host.conditions(ABOUT_PIPE_DIRECTORY)]
+    reported = {finding.what for finding in findings}
     missing = []
     directories = [domain.pipe_directory for domain in host.mps_domains()]
     group = host.config()[0].cuda_mps_pipe_group
     for directory in directories:
         try:
             problems = find_access_problems(host.paths.root, directory, group)
-            findings += [problem(what, hint) for what, hint in problems]
+            findings += [problem(what, hint) for what, hint in problems if what not in reported]
         except FileNotFoundError:
             missing.append(directory)
     if findings:

@@ -13,12 +13,12 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.addresses import gpu_of, physical_gpu
-from yunion_mps.enums import MPS, SLURM, TIME_SLICING
+from yunion_mps.enums import MPS, PENDING, SLURM, TIME_SLICING, UNAVAILABLE
 from yunion_mps.errors import HostError, NotAllowedError, NotFoundError
 from yunion_mps.host.files import open_regular, write_atomically
 from yunion_mps.paths import Paths
@@ -164,6 +164,30 @@ def pending_change(addresses: Iterable[str], problems: Iterable[StatusProblem]) 
         if problem["gpu"] in gpus and problem["code"] in _CHANGES:
             return Reason(problem["text"], problem["code"])
     return None
+
+
+def why_no_jobs(
+    addresses: Collection[str], devices: Iterable[Device], problems: Iterable[StatusProblem]
+) -> Reason | None:
+    """Return why the node can run no jobs with the devices of gres.conf now; None if it can.
+
+    addresses: the devices of gres.conf
+    devices: the host's devices
+    problems: what the daemon says is wrong or pending
+    """
+    for device in devices:
+        if device["addr"] in addresses and _is_refused(device):
+            return Reason(f"device {device['addr']}: {device['reason']}", device["reason_code"])
+    # If a problem names devices, those that no job can have were found above.
+    return pending_change(addresses, [problem for problem in problems if not problem["devices"]])
+
+
+def _is_refused(device: Device) -> bool:
+    """Return whether no job can have the device.
+
+    Its GPU is unavailable, or changes its type after its leases.
+    """
+    return device["state"] == UNAVAILABLE or (device["state"] == PENDING and not device["lease"])
 
 
 def record_of(devices: Sequence[Device], *, shards: bool) -> Record:

@@ -17,14 +17,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from yunion_mps.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE, MPS, PENDING, UNAVAILABLE
+from yunion_mps.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE, MPS, UNAVAILABLE
 from yunion_mps.errors import InfeasibleError, NotFoundError, NothingFreeError, YunionError
 from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
 from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import INFEASIBLE, OTHER_USER, SERVER_START_FAILED, Reason, hint_of
-from yunion_mps.slurm.devices import Record, pending_change, read_record
+from yunion_mps.slurm.devices import Record, pending_change, read_record, why_no_jobs
 from yunion_mps.slurm.instances import current_environment
 from yunion_mps.slurm.job import JOB_ID, Job, is_about_to_be_killed, job_id_of, job_of
 from yunion_mps.slurm.job_file import JobFile, read_job_file, write_job_file
@@ -191,12 +191,7 @@ class Hooks:
             raise
         except YunionError as error:
             return error.reason
-        for device in devices:
-            if device["addr"] in addresses and _is_refused(device):
-                return Reason(f"device {device['addr']}: {device['reason']}", device["reason_code"])
-        # If a problem names devices, those that no job can have were found above.
-        of_gpus = [problem for problem in problems if not problem["devices"]]
-        return pending_change(addresses, of_gpus) or held
+        return why_no_jobs(addresses, devices, problems) or held
 
     def _disconnect(
         self,
@@ -294,14 +289,6 @@ def _addresses(
         if not change:
             raise
         raise NotFoundError(change, hint_of(change.code), change.code) from None
-
-
-def _is_refused(device: Device) -> bool:
-    """Return whether no job can have the device.
-
-    Its GPU is unavailable, or changes its type after its leases.
-    """
-    return device["state"] == UNAVAILABLE or (device["state"] == PENDING and not device["lease"])
 
 
 def _is_any_unavailable(addresses: Collection[str], leases: JobLeases) -> bool:

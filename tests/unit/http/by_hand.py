@@ -314,6 +314,13 @@ def router(service: Queries) -> Router:
 
 def status_of(service: Queries, *leases: Json, clients: ClientList = NO_CLIENTS) -> Any:
     """The status of a host with these leases and clients."""
+    return services_of_status(service, leases).of(clients)
+
+
+def services_of_status(
+    service: Queries, leases: Sequence[Json], waiting: Sequence[Json] = ()
+) -> StatusService:
+    """What makes the status of a host with these leases and queued requests."""
     held = FakeLeases()
-    held.found = {"leases": list(leases), "waiting": []}
-    return StatusService(service, held, FakeClients()).of(clients)
+    held.found = {"leases": list(leases), "waiting": list(waiting)}
+    return StatusService(service, held, FakeClients())
