@@ -89,20 +89,38 @@ WARNING = "warning"
 PROBLEM_LEVELS = (NOTICE, PROBLEM, WARNING, PENDING)
 #: The statuses of a condition, beside `notice` and `pending`: what it is about does not work, the driver
 #: refused a setting, or it works otherwise than configured.
-BROKEN, REFUSED, IMPAIRED = "broken", "refused", "impaired"
+BROKEN = "broken"
+REFUSED = "refused"
+IMPAIRED = "impaired"
 CONDITION_STATUSES = (NOTICE, BROKEN, REFUSED, IMPAIRED, PENDING)
-#: What a condition is about: the service as a whole; a domain, and a user whose MPS servers do not start
-#: there; a GPU, its devices, and its settings; an entry whose GPU is missing; the way a GPU is shared, and
-#: its division, which wait for leases; the configuration; what the daemon reads and writes; leases, and what
-#: programs do.
-ABOUT_SERVICE, ABOUT_DOMAIN, ABOUT_SERVERS_OF_USER = "service", "domain", "servers of a user"
-ABOUT_GPU, ABOUT_DEVICES, ABOUT_MIG_LAYOUT = "GPU", "devices", "MIG layout"
-ABOUT_COMPUTE_MODE, ABOUT_TIME_SLICE, ABOUT_BUDGET = "compute mode", "time slice", "budget"
-ABOUT_ENTRY, ABOUT_WAY_OF_SHARING, ABOUT_DIVISION = "entry", "way of sharing", "division"
-ABOUT_CONFIGURATION, ABOUT_PIPE_DIRECTORY = "configuration", "pipe directory"
-ABOUT_RECORD, ABOUT_EVENT_LOG, ABOUT_DRIVER = "record", "event log", "driver"
-ABOUT_CDI_FILES, ABOUT_METRICS_FILE = "CDI files", "metrics file"
-ABOUT_LEASE, ABOUT_SERVER, ABOUT_PROCESS, ABOUT_REQUEST = "lease", "MPS server", "process", "request"
+#: What a condition is about: the service as a whole, a domain, and a user whose MPS servers do not start;
+ABOUT_SERVICE = "service"
+ABOUT_DOMAIN = "domain"
+ABOUT_SERVERS_OF_USER = "servers of a user"
+#: a GPU, its devices and its settings; an entry whose GPU is missing;
+ABOUT_GPU = "GPU"
+ABOUT_DEVICES = "devices"
+ABOUT_MIG_LAYOUT = "MIG layout"
+ABOUT_COMPUTE_MODE = "compute mode"
+ABOUT_TIME_SLICE = "time slice"
+ABOUT_BUDGET = "budget"
+ABOUT_ENTRY = "entry"
+#: the way a GPU is shared, and its division, which wait for leases;
+ABOUT_WAY_OF_SHARING = "way of sharing"
+ABOUT_DIVISION = "division"
+#: the files that the daemon reads and writes, and the driver;
+ABOUT_CONFIGURATION = "configuration"
+ABOUT_PIPE_DIRECTORY = "pipe directory"
+ABOUT_RECORD = "record"
+ABOUT_EVENT_LOG = "event log"
+ABOUT_DRIVER = "driver"
+ABOUT_CDI_FILES = "CDI files"
+ABOUT_METRICS_FILE = "metrics file"
+#: leases, and what programs do.
+ABOUT_LEASE = "lease"
+ABOUT_SERVER = "MPS server"
+ABOUT_PROCESS = "process"
+ABOUT_REQUEST = "request"
 CONDITION_KINDS = (
     ABOUT_SERVICE, ABOUT_DOMAIN, ABOUT_SERVERS_OF_USER, ABOUT_GPU, ABOUT_DEVICES, ABOUT_MIG_LAYOUT,
     ABOUT_COMPUTE_MODE, ABOUT_TIME_SLICE, ABOUT_BUDGET, ABOUT_ENTRY, ABOUT_WAY_OF_SHARING, ABOUT_DIVISION,

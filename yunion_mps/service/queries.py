@@ -195,29 +195,32 @@ class Queries:
         leased = [device for device in self.all_devices() if device["lease"]]  # counts the devices, too
         ways = {one["gpu_uuid"]: one["sharing"] for one in leased if one["state"] != UNAVAILABLE}
         ways |= ways_in_effect(snapshot.plan)
-        faults, unusable, serving = snapshot.faults, snapshot.unusable, self._serving()
+        faults = snapshot.faults
+        unusable = snapshot.unusable
+        serving = self._serving()
         domains, free_for = domain_names(snapshot.plan), self._free_for()
         listed = snapshot.inventory.gpus
         if divided := unusable_instances(listed):
             listed = in_order([*listed, *divided])
-        gpus = [
-            gpu_json(
+        gpus = []
+        for gpu in listed:
+            uuid = gpu.uuid or ""
+            row = gpu_json(
                 gpu,
                 snapshot,
-                self._device_counts[gpu.uuid or ""],
-                self._memory_free_mib(gpu, snapshot),
-                free_for.get(domains.get(gpu.uuid or "", "")),
-                self.usage.latest.load.gpus.get(gpu.uuid or "", GpuLoad()),
-                ways.get(gpu.uuid or ""),
-                gpu.reason or faults.get(gpu.address, NO_REASON),
-                unusable.get(gpu.uuid or "", NO_REASON),
-                serving,
+                devices=self._device_counts[uuid],
+                memory_free_mib=self._memory_free_mib(gpu, snapshot),
+                free_for=free_for.get(domains.get(uuid, "")),
+                load=self.usage.latest.load.gpus.get(uuid, GpuLoad()),
+                sharing=ways.get(uuid),
+                why_faulty=gpu.reason or faults.get(gpu.address, NO_REASON),
+                why_unusable=unusable.get(uuid, NO_REASON),
+                serving=serving,
             )
-            for gpu in listed
-        ]
-        sliced = {gpu["parent"] for gpu in gpus if gpu["parent"] and gpu["sharing"] == TIME_SLICING}
-        for gpu in gpus:
-            gpu["budget_enforced"] = gpu["budget_enforced"] and gpu["uuid"] not in sliced
+            gpus.append(row)
+        sliced = {row["parent"] for row in gpus if row["parent"] and row["sharing"] == TIME_SLICING}
+        for row in gpus:
+            row["budget_enforced"] = row["budget_enforced"] and row["uuid"] not in sliced
         return {"gpus": gpus, "total": len(gpus)}
 
     def _serving(self) -> set[str]:

@@ -139,20 +139,29 @@ def conditions_of_gpus(
         reason = gpu.reason or layout or plan.unavailable.get(gpu.pci_address, NO_REASON)
         if not reason:
             continue
-        kind, status, name = ABOUT_GPU, BROKEN, gpu_name(gpu)
-        if not gpu.reason and (layout or reason.code in _OF_LAYOUTS):
-            kind, name = ABOUT_MIG_LAYOUT, f"GPU {gpu.address}"
-            status = PENDING if reason.code in LAYOUT_WAITS else REFUSED
-        yield Condition(
-            kind=kind,
+        condition = Condition(
+            kind=ABOUT_GPU,
             subject=gpu.address,
-            status=status,
+            status=BROKEN,
             reason=reason,
             advice=gpu_hint(gpu, reason),
             waits_for=users_awaited(reason),
-            name=name,
+            name=gpu_name(gpu),
             gpu=gpu.address,
         )
+        if not gpu.reason and (layout or reason.code in _OF_LAYOUTS):
+            condition = _of_layout(condition)
+        yield condition
+
+
+def _of_layout(condition: Condition) -> Condition:
+    """Return the condition of a GPU as that of its MIG layout: it serves what it has meanwhile."""
+    is_waiting = condition.reason.code in LAYOUT_WAITS
+    return condition._replace(
+        kind=ABOUT_MIG_LAYOUT,
+        status=PENDING if is_waiting else REFUSED,
+        name=f"GPU {condition.gpu}",
+    )
 
 
 def gpu_hint(gpu: Gpu, reason: Reason) -> str:
@@ -195,7 +204,9 @@ def conditions_of_entries(missing: Iterable[MissingGpu]) -> Iterator[Condition]:
 
 def _budgets_and_modes(facts: ConditionFacts) -> Iterator[Condition]:
     """Yield what an operator must know of GPUs although their devices can be used."""
-    served = {uuid for domain in facts.domains for uuid in domain.plan.gpu_uuids}
+    served: set[str] = set()
+    for domain in facts.domains:
+        served.update(domain.plan.gpu_uuids)
     leaving = {gpu.uuid for gpu in facts.plan.direct}  # MPS still has the mode that it needs
     for gpu in facts.inventory.gpus:
         if gpu.uuid not in served or gpu.reason:

@@ -96,6 +96,16 @@ def _statuses(
     active = [domain.status() for domain in domains]
     names = {status.plan.name for status in active}
     waiting = (plan for plan in blocked if plan.name not in names)
-    active += [DomainStatus(plan, STOPPED, _WAITS, None, 0.0, 0, _WAITS) for plan in waiting]
+    for plan in waiting:
+        status = DomainStatus(
+            plan=plan,
+            state=STOPPED,
+            reason=_WAITS,
+            pid=None,
+            since_s=0.0,
+            restarts=0,
+            pending=_WAITS,
+        )
+        active.append(status)
     order = order_of(gpus)
     return tuple(sorted(active, key=lambda status: order.get(status.plan.gpu_uuids[0], 0)))
