@@ -28,7 +28,7 @@ from yunion_mps.errors import HostError
 from yunion_mps.host.files import UNFINISHED, FileVersion, version_of, write_atomically
 from yunion_mps.host.processes import find_program
 from yunion_mps.host.threads import on_thread
-from yunion_mps.models import Device, DomainPlan, Event, Gpu, Lease, Snapshot
+from yunion_mps.models import Device, DomainPlan, Gpu, Lease, Snapshot
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.supervisor import Supervisor
@@ -114,7 +114,6 @@ class CdiPublisher:
         self._inputs: _Inputs | None = None
         self._host: HostFiles | None = None
         self._leases: dict[str, Lease] = {}
-        self._last_error = NO_REASON
         self._work: asyncio.Task[None] | None = None
         self._is_closed = False
         #: Held while the devices' file is written, so that none is written after `remove`.
@@ -236,9 +235,10 @@ class CdiPublisher:
             failure = Reason(what, reasons.CDI_DIRECTORY_FAILED)
         if self._is_closed:
             return
-        if failure != self._last_error:
-            self._report(failure)
-        self._last_error = failure
+        if failure:
+            self._supervisor.set_condition(Condition(ABOUT_CDI_FILES, "", IMPAIRED, failure))
+        else:
+            self._supervisor.end_condition(ABOUT_CDI_FILES)
 
     def _read_host(self, inputs: _Inputs) -> tuple[HostFiles, Reason]:
         """Return what containers need from the host, and the error in NVIDIA's specification, if any."""
@@ -262,26 +262,6 @@ class CdiPublisher:
             nvidia=theirs,
         )
         return host, failure
-
-    def _report(self, failure: Reason) -> None:
-        """Report a failure, or its end, once: in the log, as an event, and as a warning in `status`."""
-        event = Event("info", "daemon", "containers", "containers can find the devices again")
-        if failure:
-            consequence = "everything else continues, and the write is retried"
-            event = Event(
-                severity="warning",
-                kind="daemon",
-                subject="containers",
-                what=failure,
-                consequence=consequence,
-                code=failure.code,
-            )
-            log.warning("%s; %s", failure, consequence)
-            self._supervisor.set_condition(Condition(ABOUT_CDI_FILES, "", IMPAIRED, failure))
-        else:
-            self._supervisor.end_condition(ABOUT_CDI_FILES)
-            log.info("%s", event.what)
-        self._supervisor.event_log.record(event)
 
 
 def _hook_program() -> str:

@@ -260,11 +260,13 @@ class Supervisor:
         if self._conditions.get((condition.kind, condition.subject)) != condition:
             self._conditions[condition.kind, condition.subject] = condition
             self._changed()
+            self._record_conditions()
 
     def end_condition(self, kind: str, subject: str = "") -> None:
         """Show a condition that was set no longer."""
         if self._conditions.pop((kind, subject), None):
             self._changed()
+            self._record_conditions()
 
     def _reported(self) -> Iterator[Condition]:
         """Yield the conditions that follow neither from the plan nor from GPUs and domains."""

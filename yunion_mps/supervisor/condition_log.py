@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from yunion_mps.conditions import Condition
-from yunion_mps.enums import ABOUT_ENTRY, ABOUT_PIPE_DIRECTORY
+from yunion_mps.enums import ABOUT_CDI_FILES, ABOUT_ENTRY, ABOUT_PIPE_DIRECTORY
 from yunion_mps.models import Event
 
 log = logging.getLogger(__name__)
@@ -25,16 +26,18 @@ class ConditionLog:
     def note(self, conditions: Iterable[Condition]) -> None:
         """Log and record the differences to the list of the last call."""
         before = self._last
-        current = {_key(condition): condition for condition in conditions if condition.kind in _BEGIN}
+        current = {_key(condition): condition for condition in conditions if condition.kind in _RECORDED}
         self._last = current
         for key, condition in current.items():
             if key not in before or before[key].reason != condition.reason:
-                begin, level = _BEGIN[condition.kind]
-                log.log(level, "%s", _log_line(condition))
-                self._record(begin(condition))
+                recorded = _RECORDED[condition.kind]
+                log.log(recorded.level, "%s", recorded.line(condition))
+                self._record(recorded.begin(condition))
         for key, condition in before.items():
             if key not in current:
-                self._record(_END[condition.kind](condition))
+                event = _RECORDED[condition.kind].end(condition)
+                log.info("%s: %s", event.subject, event.what)
+                self._record(event)
 
 
 def _key(condition: Condition) -> tuple[str, str]:
@@ -43,8 +46,19 @@ def _key(condition: Condition) -> tuple[str, str]:
     return condition.kind, condition.reason if is_of_directory else condition.subject
 
 
-def _log_line(condition: Condition) -> str:
-    return f"{condition.text}; {condition.advice}" if condition.advice else condition.text
+class _Recorded(NamedTuple):
+    """How conditions of a kind are recorded."""
+
+    #: The log line with which one begins, and its level.
+    line: Callable[[Condition], str]
+    level: int
+    #: The events with which one begins and ends.
+    begin: Callable[[Condition], Event]
+    end: Callable[[Condition], Event]
+
+
+def _entry_line(condition: Condition) -> str:
+    return condition.text
 
 
 def _entry_begins(condition: Condition) -> Event:
@@ -63,6 +77,10 @@ def _entry_ends(condition: Condition) -> Event:
     return Event("info", "gpu", f"entry {condition.subject}", "no longer missing")
 
 
+def _directory_line(condition: Condition) -> str:
+    return f"{condition.text}; {condition.hint}"
+
+
 def _directory_begins(condition: Condition) -> Event:
     return Event("error", "domain", condition.subject, condition.reason, code=condition.reason.code)
 
@@ -71,12 +89,30 @@ def _directory_ends(condition: Condition) -> Event:
     return Event("info", "domain", condition.subject, f"no longer: {condition.reason}")
 
 
-#: The event with which a condition of a kind begins, and the level of its log line.
-_BEGIN: Mapping[str, tuple[Callable[[Condition], Event], int]] = {
-    ABOUT_ENTRY: (_entry_begins, logging.ERROR),
-    ABOUT_PIPE_DIRECTORY: (_directory_begins, logging.WARNING),
-}
-_END: Mapping[str, Callable[[Condition], Event]] = {
-    ABOUT_ENTRY: _entry_ends,
-    ABOUT_PIPE_DIRECTORY: _directory_ends,
+_WRITE_IS_RETRIED = "everything else continues, and the write is retried"
+
+
+def _files_line(condition: Condition) -> str:
+    return f"{condition.text}; {_WRITE_IS_RETRIED}"
+
+
+def _files_begin(condition: Condition) -> Event:
+    return Event(
+        severity="warning",
+        kind="daemon",
+        subject="containers",
+        what=condition.reason,
+        consequence=_WRITE_IS_RETRIED,
+        code=condition.reason.code,
+    )
+
+
+def _files_end(_: Condition) -> Event:
+    return Event("info", "daemon", "containers", "containers can find the devices again")
+
+
+_RECORDED = {
+    ABOUT_ENTRY: _Recorded(_entry_line, logging.ERROR, _entry_begins, _entry_ends),
+    ABOUT_PIPE_DIRECTORY: _Recorded(_directory_line, logging.WARNING, _directory_begins, _directory_ends),
+    ABOUT_CDI_FILES: _Recorded(_files_line, logging.WARNING, _files_begin, _files_end),
 }

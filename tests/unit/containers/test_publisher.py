@@ -108,7 +108,6 @@ def test_a_shortage_of_threads_is_reported_in_words(tmp_path: Path, monkeypatch:
     supervisor: Any = SimpleNamespace(
         snapshot=snapshot,
         set_condition=lambda condition: told.append(condition.text),
-        event_log=SimpleNamespace(record=lambda event: told.append(event.what)),
     )
 
     def refuse(*_: object) -> None:
@@ -124,4 +123,4 @@ def test_a_shortage_of_threads_is_reported_in_words(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("_thread.start_new_thread", refuse)
     asyncio.run(refresh())
     short = "cannot start a thread: out of memory, processes or threads (can't start new thread)"
-    assert told == [f"containers cannot find the devices: {tmp_path}/run/cdi/{DEVICES_FILE}: {short}"] * 2
+    assert told == [f"containers cannot find the devices: {tmp_path}/run/cdi/{DEVICES_FILE}: {short}"]
