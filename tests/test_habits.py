@@ -129,6 +129,16 @@ def test_no_test_waits_with_select() -> None:
     assert waiting == set()
 
 
+def test_only_the_storage_of_leases_reads_them_from_the_state_file() -> None:
+    """It tolerates rows that it cannot read; a reader that compares their text does not."""
+    sql = re.compile(r"\b(FROM|INTO|UPDATE|TABLE IF NOT EXISTS) lease\b", re.IGNORECASE)
+    readers = set()
+    for path in CHECKOUT.glob("yunion_mps/**/*.py"):
+        if sql.search(path.read_text()):
+            readers.add(str(path.relative_to(CHECKOUT / "yunion_mps")))
+    assert readers == {"host/store.py", "leases/storage.py"}
+
+
 def test_only_the_inventory_uses_pynvml_and_only_process_spawns() -> None:
     users = {"pynvml": set(), "posix_spawn": set(), "subprocess": set()}  # type: dict[str, set[str]]
     for path in CHECKOUT.glob("yunion_mps/**/*.py"):

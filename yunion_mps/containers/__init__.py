@@ -1,7 +1,7 @@
 """Containers: their devices by the Container Device Interface, and which one a process is in.
 
-`spec` makes a CDI specification, `nodes` finds the device nodes in it, and `publisher` keeps the files where
-podman, docker, containerd and CRI-O find them; the package container_hook is what these call before a
+`spec` makes a CDI specification, `nodes` finds the device nodes in it, `service/publisher` keeps the files
+where podman, docker, containerd and CRI-O find them; the package container_hook is what these call before a
 container starts. `lookup` finds the container of a process, and `command` reads the options of `docker run`.
 
 Source: Container Device Interface, SPEC.md (github.com/cncf-tags/container-device-interface).

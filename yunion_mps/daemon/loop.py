@@ -12,7 +12,6 @@ import select
 import threading
 from collections.abc import Callable, Mapping
 
-from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.daemon.process import DaemonParts, program
 from yunion_mps.errors import HostError, YunionError
 from yunion_mps.gateway import publish_addresses, remove_addresses
@@ -27,6 +26,7 @@ from yunion_mps.http.server import Server
 from yunion_mps.metrics.exporter import Exporter, Textfile
 from yunion_mps.service.facts import collect_facts
 from yunion_mps.service.monitor import Monitor
+from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services
 from yunion_mps.slurm.instances import write_instances
@@ -93,8 +93,7 @@ class _Loop:
     async def run(self) -> bool:
         self._loop.set_exception_handler(_report)
         self._services.leases.restore()
-        self._supervisor.desired.ways_leased = self._services.leases.ledger.ways_of_sharing
-        self._supervisor.desired.leases = self._services.leases.ledger.users_by_gpu
+        self._supervisor.use_ledger(self._services.leases.ledger)
         # Not loop.add_signal_handler: once the loop has ended, a second signal would interrupt the stop.
         self._loop.add_reader(self._signals.fileno(), self._guard, self._handle_signals)
         self._loop.add_reader(self._watch.fileno(), self._schedule_tick)

@@ -197,12 +197,11 @@ class _Daemon:
 
     def _queries(self) -> Queries:
         """Return what answers queries, with the recorded leases."""
-        from yunion_mps.leases.storage import recorded_ledger
         from yunion_mps.service.queries import Queries
 
         queries = Queries(self._supervisor.snapshot, self._started_s, os.getpid())
         # Only numbers are shown of them; the lease service replaces them.
-        queries.set_leases(recorded_ledger(self._supervisor.store()), str)
+        queries.set_leases(self._supervisor.desired.ledger, str)
         return queries
 
     def _announce(self, queries: Queries) -> None:

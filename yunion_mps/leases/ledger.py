@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from yunion_mps.addresses import physical_gpu
+from yunion_mps.enums import MPS
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import user_name
 from yunion_mps.leases.request import QueuedRequest, shorten
@@ -17,12 +19,26 @@ from yunion_mps.models import Device, Holder, Lease, Pool
 from yunion_mps.planning.division import free_units, thread_tenths
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.reasons import LEASE_EXISTS, LEASE_UNREADABLE, hint_of
-from yunion_mps.users import LeaseWait, Users
+from yunion_mps.users import NO_USERS, LeaseWait, Users, all_of
 
+#: The way of sharing of a lease whose row in the state file cannot be read.
+UNKNOWN = ""
 #: The most leases that an error names.
 _MAX_NAMED = 3
 #: How many characters of a lease's id are enough to identify it.
 _ID_LENGTH = 8
+
+
+class Hold(NamedTuple):
+    """A GPU or MIG instance that a lease keeps as it is."""
+
+    #: What `yunion-mps lease release` calls the lease.
+    lease: str
+    #: The address of the leased device; the UUID of its GPU if the address is not known.
+    device: str
+    gpu_uuid: str
+    #: How the GPU is shared; `UNKNOWN` if the lease's row cannot be read.
+    sharing: str
 
 
 class Ledger:
@@ -36,8 +52,8 @@ class Ledger:
         self.version = 0
         #: Called after each such change.
         self.changed: Callable[[], None] = lambda: None
-        #: The leases (ids) whose devices are not known, so that any device may be theirs.
-        self.unknown: set[str] = set()
+        #: The leases (ids) whose rows cannot be read, and the GPUs (UUIDs) that these rows name.
+        self._unreadable: dict[str, tuple[str, ...]] = {}
         self._memory_mib: Counter[str] = Counter()
         #: How many leased devices of each GPU (UUID) have a budget that is not known.
         self._unknown_budgets: Counter[str] = Counter()
@@ -75,6 +91,7 @@ class Ledger:
     def remove(self, lease_id: str) -> Lease:
         """Remove the lease of this id, and return it."""
         lease = self.leases.pop(lease_id)
+        self._unreadable.pop(lease_id, None)
         for device in lease.devices:
             del self.lease_of[device.id]
         self._count(lease, -1)
@@ -181,16 +198,52 @@ class Ledger:
         for lease in self.leases.values():
             for device in lease.devices:
                 leases.setdefault(device.gpu_uuid, {})[lease.id] = lease
-        return {uuid: _users(list(by_id.values())) for uuid, by_id in leases.items()}
+        users = {uuid: _users(list(by_id.values())) for uuid, by_id in leases.items()}
+        for lease_id in sorted(self.unknown):
+            for uuid in self._unreadable[lease_id]:
+                unknown = Users((f"lease {lease_id[:_ID_LENGTH]}",))
+                users[uuid] = all_of([users.get(uuid, NO_USERS), unknown])
+        return users
 
     def leased_gpus(self) -> set[str] | None:
         """Return the UUIDs of the GPUs with leased devices; None if not all leased devices are known."""
         return None if self.unknown else set(self.ways_of_sharing())
 
-    def set_unknown(self, lease_ids: Iterable[str]) -> None:
-        """Set which leases have devices that are not known."""
-        self.unknown = set(lease_ids)
+    @property
+    def unknown(self) -> set[str]:
+        """The leases (ids) whose devices are not known, so that any device may be theirs."""
+        return self._unreadable.keys() - self.leases.keys()
+
+    def set_unreadable(self, rows: Mapping[str, Iterable[str]]) -> None:
+        """Set which leases (ids) have rows that cannot be read, and the GPUs (UUIDs) that each names."""
+        self._unreadable = {lease_id: tuple(uuids) for lease_id, uuids in rows.items()}
         self._note_change()
+
+    def forget_unknown(self, lease_id: str) -> None:
+        """Forget a lease whose devices were not known, because its row was deleted."""
+        del self._unreadable[lease_id]
+        self._note_change()
+
+    def holds(self) -> list[Hold]:
+        """Return what leases keep as it is; a row that cannot be read keeps every GPU that it names.
+
+        Which way of sharing such a lease needs is unknown, unless the row says that it is not MPS.
+        """
+        holds = []
+        for lease_id, uuids in self._unreadable.items():
+            if lease_id not in self.leases:
+                holds += [Hold(lease_id, uuid, uuid, UNKNOWN) for uuid in uuids]
+        for lease in self.leases.values():
+            name = lease.holder.name if lease.holder.binding == "name" else lease.id
+            for device in lease.devices:
+                is_unknown = lease.id in self._unreadable and device.sharing == MPS
+                sharing = UNKNOWN if is_unknown else device.sharing
+                holds.append(Hold(name, device.addr, device.gpu_uuid, sharing))
+        return holds
+
+    def ways_kept(self) -> dict[str, str]:
+        """Return how the GPUs (UUIDs) that leases keep are shared: through MPS if that is unknown."""
+        return {hold.gpu_uuid: hold.sharing or MPS for hold in self.holds()}
 
     def refuse_if_any_is_unknown(self) -> None:
         """Raise HostError if a device that seems to be free may belong to a lease that cannot be read."""

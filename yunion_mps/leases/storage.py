@@ -9,6 +9,7 @@ from collections.abc import Callable
 from yunion_mps.errors import HostError
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.store import Store
+from yunion_mps.identity import gpu_uuids_in
 from yunion_mps.leases.lease_row import lease_text, read_lease_row
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Lease
@@ -35,6 +36,8 @@ class LeaseStorage:
         #: By lease id, what of its row this version cannot read. Such a row is kept as it is, for the version
         #: that wrote it, until the lease is deleted.
         self.unreadable: dict[str, str] = {}
+        #: By lease id, the GPUs and MIG instances (UUIDs) that such a row names, each of which it may hold.
+        self.named: dict[str, list[str]] = {}
 
     def write(self, lease: Lease) -> None:
         """Store a lease, or replace its stored version, unless that is of another version."""
@@ -67,6 +70,7 @@ class LeaseStorage:
         self._ended.add(lease_id)
         self._unwritten.pop(lease_id, None)
         self.unreadable.pop(lease_id, None)
+        self.named.pop(lease_id, None)
         self._delete_ended()
 
     def read(self) -> list[Lease]:
@@ -82,12 +86,14 @@ class LeaseStorage:
         ahead_s = self._ahead_s()
         leases: list[Lease] = []
         self.unreadable.clear()
+        self.named.clear()
         for lease_id, text in self._store.read("SELECT id, value FROM lease ORDER BY rowid"):
             row = read_lease_row(lease_id, text, boot_id, ahead_s)
             if row.lease:
                 leases.append(row.lease)
             if row.problem:
                 self.unreadable[lease_id] = row.problem
+                self.named[lease_id] = gpu_uuids_in(text)
         return leases
 
     def _delete_ended(self) -> None:
@@ -97,17 +103,18 @@ class LeaseStorage:
 
 
 def recorded_ledger(store: Store) -> Ledger:
-    """Return the previous daemon's leases, except those whose process has ended.
+    """Return the leases in the state file, except those whose process has ended; raises HostError.
 
-    It is empty if they cannot be read.
-    The status at READY is based on it, before the event loop watches the leases and reports problems.
+    They keep GPUs as they are before the event loop watches the leases and reports problems, and after it.
     """
-    ledger = Ledger()
-    with contextlib.suppress(HostError):
-        for lease in LeaseStorage(store).read():
-            holder = lease.holder
-            is_kept = holder.binding == "name" or holder.pid is None
-            if is_kept or started_ticks(holder.pid or 0) == holder.started:
-                with contextlib.suppress(AssertionError):
-                    ledger.add(lease)
+    ledger, storage = Ledger(), LeaseStorage(store)
+    for lease in storage.read():
+        holder = lease.holder
+        is_kept = holder.binding == "name" or holder.pid is None
+        if is_kept or started_ticks(holder.pid or 0) == holder.started:
+            with contextlib.suppress(AssertionError):
+                ledger.add(lease)
+        else:
+            storage.named.pop(lease.id, None)
+    ledger.set_unreadable(storage.named)
     return ledger

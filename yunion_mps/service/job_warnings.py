@@ -37,7 +37,7 @@ class JobWarnings:
     async def look(self) -> None:
         """Find the problems of jobs now; without a job, that costs nothing."""
         found: list[Condition] | None = []
-        if self._supervisor.jobs.started or self._supervisor.fleet.gpus_in_use():
+        if self._supervisor.jobs.started or self._supervisor.fleet.has_servers:
             found = await self._status.job_problems()
         if found is not None:
             self.note(found, time.monotonic())

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from yunion_mps.conditions import Condition
 from yunion_mps.containers.lookup import Containers
-from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.enums import ABOUT_LEASE, BROKEN
 from yunion_mps.errors import HostError, NotFoundError, YunionError
 from yunion_mps.identity import random_uuid
@@ -58,6 +57,7 @@ from yunion_mps.reasons import LEASE_UNREADABLE, NO_REASON, Reason, hint_of
 from yunion_mps.service.devices import refuse_unserved
 from yunion_mps.service.instances import InstanceCheck
 from yunion_mps.service.permissions import find_own_lease, is_privileged
+from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.server_users import ServerUsers
 from yunion_mps.supervisor import Supervisor
@@ -129,6 +129,7 @@ class LeaseService:
                 self.ledger.add(lease)
             except AssertionError as error:
                 log.error("lease %s is ignored: %s", lease.id, error)
+                self._storage.named.pop(lease.id, None)
                 continue
             if lease != stored:
                 self._update(lease)
@@ -136,8 +137,7 @@ class LeaseService:
                 self._record(lease, "granted to", "requested just before the daemon stopped")
             if not self.holders.watch(lease):
                 self.end(lease.id, "its process ended while the daemon was not running")
-        stored_ids = {stored.id for stored in saved}
-        self.ledger.set_unknown(self._storage.unreadable.keys() - stored_ids)
+        self.ledger.set_unreadable(self._storage.named)
         self._report_unreadable()
         self._positions.restore(time.monotonic())
         self.peaks.restore()
@@ -364,7 +364,7 @@ class LeaseService:
         """Delete a lease whose devices are not known; raises HostError if its row cannot be deleted."""
         self._storage.delete(lease.id)
         self._supervisor.end_condition(ABOUT_LEASE, lease.id)
-        self.ledger.set_unknown(self.ledger.unknown - {lease.id})
+        self.ledger.forget_unknown(lease.id)
         self._record(lease, "released by", "its devices were not known")
         self.serve()
 

@@ -9,14 +9,16 @@ import time
 from collections.abc import Collection, Mapping
 
 from yunion_mps.config import load
-from yunion_mps.enums import MPS, STOPPED, TIME_SLICES
+from yunion_mps.enums import STOPPED, TIME_SLICES
 from yunion_mps.errors import DriverError, HostError, YunionError
-from yunion_mps.host.proc import environment_of, program_of, started_ticks
+from yunion_mps.gpus.blockers import gpus_of
+from yunion_mps.host.proc import environment_of, program_of
 from yunion_mps.host.processes import Watchable, drive, earliest
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, load_served, with_served
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import recorded_ledger
 from yunion_mps.models import DomainPlan, Event, Gpu, PlannedGpu
 from yunion_mps.mps.control_daemon import create_adoption_order
@@ -36,7 +38,12 @@ from yunion_mps.mps.rollover import OrphanedServers
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import below_root
 from yunion_mps.reasons import GPU_GONE, GPU_LOST, GPU_OTHER_DRIVER, MIG_ENABLED
-from yunion_mps.supervisor.compute_modes import COMPUTE_MODE, changed_slices_held_by_jobs, held_by_jobs
+from yunion_mps.supervisor.compute_modes import (
+    COMPUTE_MODE,
+    changed_slices_held_by_jobs,
+    held_by_jobs,
+    leased_without_mps,
+)
 from yunion_mps.supervisor.gpu_settings import (
     Setting,
     SettingResult,
@@ -49,7 +56,7 @@ from yunion_mps.supervisor.mig import carry_out
 from yunion_mps.supervisor.mig_record import MigRecord, unreadable
 from yunion_mps.supervisor.mig_restore import how_to_restore, withdrawn
 from yunion_mps.supervisor.mig_restore import restore as restore_layouts
-from yunion_mps.supervisor.preflight import Preflight, gpus_of, left_running, run_preflight
+from yunion_mps.supervisor.preflight import Preflight, left_running, run_preflight
 from yunion_mps.supervisor.time_slices import TIME_SLICE
 from yunion_mps.supervisor.unit_access import unit_problems, unit_warnings
 
@@ -110,10 +117,11 @@ def _restore(paths: Paths, store: Store) -> int:
     cleanup = _Cleanup(timeout_s, time.monotonic())
     end_s = time.monotonic() + timeout_s + _GRACE_S
     drive(cleanup, lambda: cleanup.ended or time.monotonic() > end_s)
-    processes = left_running(store)
+    ledger = recorded_ledger(store)
+    processes = left_running(store, leased=ledger.ways_kept().keys())
     gpus = _known_gpus(paths)
-    layouts_restored = _restore_layouts(paths, store, gpus_of(processes))
-    held = _held_by_jobs(store, gpus)
+    layouts_restored = _restore_layouts(paths, store, gpus_of(processes), ledger)
+    held = _held_by_jobs(store, gpus, ledger)
     used = {COMPUTE_MODE: {*gpus_of(processes), *held[COMPUTE_MODE]}, TIME_SLICE: held[TIME_SLICE]}
     results = {setting: restore_unused(setting, store, None, used[setting], gpus) for setting in used}
     for process in processes:
@@ -178,16 +186,12 @@ def _known_gpus(paths: Paths) -> tuple[Gpu, ...]:
     return with_served(inventory, load_served(paths).gpus).gpus
 
 
-def _held_by_jobs(store: Store, gpus: Collection[Gpu]) -> dict[Setting, set[str]]:
+def _held_by_jobs(store: Store, gpus: Collection[Gpu], ledger: Ledger) -> dict[Setting, set[str]]:
     """Return the UUIDs of the GPUs whose compute modes, and of those whose time slices, jobs need.
 
     A recorded lease of a process counts while the process runs, any other until the daemon releases it.
     """
-    recorded = recorded_ledger(store).leases.values()
-    running = (
-        one for one in recorded if not one.holder.pid or started_ticks(one.holder.pid) == one.holder.started
-    )
-    leased = {device.gpu_uuid for lease in running for device in lease.devices if device.sharing != MPS}
+    leased = leased_without_mps(ledger)
     with contextlib.suppress(DriverError), Nvml() as nvml:
         return _held(nvml, store, leased, gpus)
     return _held(None, store, leased, gpus)
@@ -202,10 +206,10 @@ def _held(
     }
 
 
-def _restore_layouts(paths: Paths, store: Store, used: Collection[str]) -> bool:
+def _restore_layouts(paths: Paths, store: Store, left: Collection[str], ledger: Ledger) -> bool:
     """Restore the MIG layouts whose entries have `mig_restore`; return whether nothing is left to restore.
 
-    Instances that a lease, or a control daemon left running, uses (UUIDs in `used`) stay. If the files cannot
+    Instances that a lease, or a control daemon left running (`left`, UUIDs), uses stay. If the files cannot
     be read completely, what cannot be decided is reported.
     """
     if not _changed_layouts(store):
@@ -220,7 +224,7 @@ def _restore_layouts(paths: Paths, store: Store, used: Collection[str]) -> bool:
     modes = {str(gpu.uuid): gpu.compute_mode for gpu in gpus if gpu.uuid in to_restore and gpu.compute_mode}
     store.remember(COMPUTE_MODE.name, modes)  # because a change of the MIG mode resets them
     try:
-        restore_layouts(layouts, gpus, preflight.nvml, store, used, keeps_requests=False)
+        restore_layouts(layouts, gpus, preflight.nvml, store, left, ledger, keeps_requests=False)
         is_cancelled = _cancel_requests(preflight, store)
     finally:
         preflight.close()

@@ -357,7 +357,7 @@ class Reloader:
     async def _forecast(self, plan: Plan, preflight: Preflight) -> Forecast:
         """What the MIG layouts of a plan would remove, and when they take effect."""
         supervisor, nvml = self._supervisor, preflight.nvml
-        used = self._ledger.ways_of_sharing().keys() | supervisor.desired.users().by_gpu().keys()
+        used = supervisor.desired.blockers().by_gpu().keys()
         if nvml is None or not plan.layouts:
             return Forecast()
         return await on_thread(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.paths import Paths
 from yunion_mps.service.budgets import BudgetEnforcer
 from yunion_mps.service.clients import ClientService
@@ -13,6 +12,7 @@ from yunion_mps.service.events import EventService
 from yunion_mps.service.lease_terminator import LeaseTerminator
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.observer import Observer
+from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl, Reloader
 from yunion_mps.service.server_users import ServerUsers

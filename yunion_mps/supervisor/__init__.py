@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from yunion_mps import reasons
 from yunion_mps.conditions import Condition
 from yunion_mps.enums import ABOUT_EVENT_LOG, ABOUT_RECORD, ABOUT_TIME_SLICE, IMPAIRED, REFUSED
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
+from yunion_mps.gpus.blockers import gpus_of
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.storage import recorded_ledger
 from yunion_mps.models import Event, Inventory, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
@@ -32,6 +34,7 @@ from yunion_mps.supervisor.compute_modes import (
     ModeResult,
     ModeWork,
     held_by_jobs,
+    leased_without_mps,
     slices_held_by_jobs,
 )
 from yunion_mps.supervisor.condition_log import ConditionLog
@@ -49,9 +52,6 @@ from yunion_mps.supervisor.preflight import (
     Leftovers,
     Preflight,
     find_leftovers,
-    gpus_of,
-    leased_gpus,
-    leased_without_mps,
     left_running,
 )
 from yunion_mps.supervisor.snapshots import Snapshots
@@ -126,7 +126,7 @@ class Supervisor:
         program = find_control_program() if needs_mps else ""
         self._make_fleet(program, leftovers)
         self.fleet.refuse_if_none_can_start(leftovers.running)
-        work = self.modes.due(self.desired.plan, None)
+        work = self.modes.due(self.desired.plan, None, self.desired.ledger)
         if any(work):
             self.note_modes(self.set_modes(work))
             self.modes.refuse_if_none_can_be_set(self.desired.plan)
@@ -188,7 +188,8 @@ class Supervisor:
             return True
         try:
             is_known = self._is_original_known(self._store)
-            left = left_running(self._store)
+            ledger = recorded_ledger(self._store)
+            left = left_running(self._store, leased=ledger.ways_kept().keys())
         except ShortageError as error:
             what = "compute modes are not restored, because a job may still need them"
             log.error("%s: %s; %s", what, error.message, "restore them: yunion-mps-daemon --restore")
@@ -205,8 +206,8 @@ class Supervisor:
             # What is known suffices to restore the GPUs that have neither come nor gone.
             with contextlib.suppress(DriverError, ShortageError, MemoryError):
                 self._gpus.find_again(self.nvml, self._gpus_to_restore(self._store))
-        self.layouts.restore(self.nvml, self._store, gpus_of(left))
-        if self.modes.restore(self.nvml, self._store, gpus_of(left)):
+        self.layouts.restore(self.nvml, self._store, gpus_of(left), ledger)
+        if self.modes.restore(self.nvml, self._store, gpus_of(left), ledger):
             self._changed()
         for process in left:
             log.warning("%s is still running in %s; %s", process, process.pipe_directory, RESTORED_LATER)
@@ -436,7 +437,7 @@ class Supervisor:
     # -- compute modes
 
     def mode_work(self) -> ModeWork:
-        return self.modes.due(self.desired.plan, self._store)
+        return self.modes.due(self.desired.plan, self._store, self.desired.ledger)
 
     def set_modes(self, work: ModeWork) -> ModeResult:
         """Do the work, unless a stop has begun; run it on a thread, because it calls the driver."""
@@ -520,13 +521,18 @@ class Supervisor:
             what, means = "its MIG record is damaged", "its MIG layout is neither changed nor restored"
             self.event_log.record(Event("error", "mig", name, what, error.message, means, error.code))
 
+    def use_ledger(self, ledger: Ledger) -> None:
+        """Use the leases of the lease service, which are kept up to date, instead of the recorded ones."""
+        self.desired.ledger = ledger
+
     def _keep_leased_gpus(self) -> None:
         """Keep GPUs with leases of an earlier daemon as they are, until the leases are restored."""
         if Store.exists(self._paths):
-            leased, store = leased_gpus(self.store()), self.store()
-            if leased or originals(COMPUTE_MODE, store) or originals(TIME_SLICE, store):
+            store = self.store()
+            ledger = self.desired.ledger = recorded_ledger(store)
+            if ledger.holds() or originals(COMPUTE_MODE, store) or originals(TIME_SLICE, store):
                 self.nvml = self.nvml or self._gpus.scan()
-            self.desired.keep_leased(leased, store)
+            self.desired.keep_leased(store)
 
     def _create_instances(self, used: Collection[str]) -> None:
         """Bring MIG layouts into effect; if there may be leases, without removing anything.
@@ -535,7 +541,7 @@ class Supervisor:
         """
         if (work := self.modes.for_layouts(self.desired.plan, used)).changes:
             self.note_modes(self.set_modes(work))
-        is_final = self._has_no_leases()
+        is_final = not (self.desired.ledger.leases or self.desired.ledger.unknown)
         tasks = self.layout_tasks(() if is_final else None)
         if tasks:
             result = self.apply_layouts(tasks)
@@ -545,11 +551,6 @@ class Supervisor:
             self.desired.replan()
             self._changed()
 
-    def _has_no_leases(self) -> bool:
-        if os.path.isdir(self._paths.lease_copies) and os.listdir(self._paths.lease_copies):
-            return False
-        return not Store.exists(self._paths) or not self.store().read("SELECT 1 FROM lease LIMIT 1")
-
     def _settle_leftovers(self) -> Leftovers:
         """Find what an earlier daemon left behind, and restore the modes that none of it needs."""
         store = self.store() if Store.exists(self._paths) else None
@@ -557,7 +558,7 @@ class Supervisor:
         self._snapshots.leftovers = leftovers.notice
         self._changed()
         if store:
-            leased = leased_without_mps(store)
+            leased = leased_without_mps(self.desired.ledger)
             gpus = self._gpus.inventory.gpus
             held = held_by_jobs(self.nvml, store, leased, gpus)
             needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running), *held}

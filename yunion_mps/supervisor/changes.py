@@ -14,7 +14,9 @@ from yunion_mps.config import KEYS
 from yunion_mps.config.devices import MEMORY_UNITS
 from yunion_mps.enums import NOT_SHARED
 from yunion_mps.errors import ConfigError
+from yunion_mps.gpus.blockers import Blockers, blocks, servers_of
 from yunion_mps.host.store import Store
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Device, DomainPlan, Event, Gpu, Inventory, Plan
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
@@ -26,10 +28,9 @@ from yunion_mps.planning.sharing import direct_devices, keep_sharing
 from yunion_mps.reasons import Reason
 from yunion_mps.settings import Config
 from yunion_mps.supervisor.domain_directories import DomainDirectories
-from yunion_mps.supervisor.fleet import Fleet, blocks
+from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import Preflight, with_leased_domains
-from yunion_mps.supervisor.users import GpuUsers, servers_of
 from yunion_mps.text import count
 from yunion_mps.users import AT_ONCE, LeaseWait, Users, all_of, wait_reason
 
@@ -87,10 +88,8 @@ class DesiredState:
         self.config: Config = preflight.config
         self.plan: Plan = preflight.plan
         self._target: Plan = preflight.plan
-        #: Returns how the GPUs (UUIDs) of leased devices are shared.
-        self.ways_leased: Callable[[], Mapping[str, str]] = dict
-        #: Returns the leases of GPUs (UUIDs).
-        self.leases: Callable[[], Mapping[str, Users]] = dict
+        #: The leases: at first those of an earlier daemon, as the state file has them.
+        self.ledger = Ledger()
         #: Returns the GPUs and MIG devices (UUIDs) whose leases MIG layouts do not wait for.
         self.confirmed: Callable[[], Collection[str]] = tuple
         self._directories = preflight.directories
@@ -103,10 +102,9 @@ class DesiredState:
         """Settings that are configured but ignored, and directories that are replaced."""
         return (*self._ignored, *self._directories.warnings())
 
-    def keep_leased(self, ways: Mapping[str, str], store: Store) -> None:
-        """Keep GPUs that are leased in these `ways` (by UUID) as they are, until the leases are restored."""
-        gpus = self._gpus.inventory.gpus
-        self.ways_leased = lambda: ways
+    def keep_leased(self, store: Store) -> None:
+        """Keep GPUs with leases of an earlier daemon as they are."""
+        gpus, ways = self._gpus.inventory.gpus, self.ledger.ways_kept()
         self.plan = with_leased_domains(self.plan, ways, gpus, self.config, store, self._paths)
         self.replan()
 
@@ -118,9 +116,16 @@ class DesiredState:
         """Return the domains as configured, whatever leases keep as it is."""
         return self.domains(self._target)
 
-    def users(self) -> GpuUsers:
-        """Return what uses GPUs and MIG instances now."""
-        return GpuUsers(self.leases(), self._fleet.domains, self._gpus.inventory.gpus)
+    def blockers(
+        self, *, left: Collection[str] = (), processes: Mapping[str, Collection[int]] = {}
+    ) -> Blockers:
+        """Return what keeps GPUs and MIG instances as they are now.
+
+        left: the GPUs (UUIDs) of our processes that an earlier daemon left running
+        processes: the PIDs of all processes that use each GPU (UUID)
+        """
+        gpus, domains = self._gpus.inventory.gpus, self._fleet.domains
+        return Blockers.of(self.ledger, domains=domains, gpus=gpus, left=left, processes=processes)
 
     def in_effect(self) -> Plan:
         return in_effect(self.plan, self._fleet.domains, self._gpus.inventory.gpus, self.waiting())
@@ -146,9 +151,9 @@ class DesiredState:
         placed = plan._replace(domains=tuple(self.domains(plan)))
         changes = _setting_changes(self.config, preflight.config)
         kept = self._keep_leased(plan).pending.keys() | {layout.gpu_uuid for layout in plan.layouts}
-        whole = {uuid for uuid, way in self.ways_leased().items() if way == NOT_SHARED}
+        whole = {uuid for uuid, way in self.ledger.ways_kept().items() if way == NOT_SHARED}
         kept |= whole - plan.offered  # which the plan removes, but which stay leased
-        leases, waiting = self.leases(), find_lease_waits(plan.devices)
+        leases, waiting = self.ledger.users_by_gpu(), find_lease_waits(plan.devices)
         keeping = {uuid: users for uuid, users in leases.items() if uuid in kept}
         before, gpus, domains = self.in_effect(), self._gpus.inventory.gpus, self._fleet.domains
         plans = placed, before, preflight.plan_with_layouts()
@@ -191,9 +196,9 @@ class DesiredState:
 
     def _keep_leased(self, target: Plan) -> Plan:
         gpus, ignored = self._gpus.inventory.gpus, self.confirmed()
-        leased = {uuid: way for uuid, way in self.ways_leased().items() if uuid not in ignored}
-        users, domains = self.users(), self.domains(target)
-        return keep_sharing(target, self.plan, leased, gpus, lambda uuid: users.of(uuid, domains))
+        leased = {uuid: way for uuid, way in self.ledger.ways_kept().items() if uuid not in ignored}
+        blockers, domains = self.blockers(), self.domains(target)
+        return keep_sharing(target, self.plan, leased, gpus, lambda uuid: blockers.of_gpu(uuid, domains))
 
     def _make_plan(
         self,
@@ -205,7 +210,7 @@ class DesiredState:
     ) -> Plan:
         """Return the plan; problems of single entries of an `is_accepted` configuration are conditions."""
         known = self._gpus.for_planning(inventory, self.plan, are_named=bool(config.devices))
-        used = self.ways_leased().keys() | self.users().by_gpu().keys()
+        used = self.ledger.ways_kept().keys() | self.blockers().by_gpu().keys()
         plan, problems = make_plan(config, known, self._machine_id, used)
         if not all(problem.is_minor or (is_accepted and problem.entry) for problem in problems):
             raise ConfigError(problems)
@@ -228,7 +233,8 @@ def changes_to(
     those of them that keep the GPU as it is. Nothing of a GPU that is not there changes, except that its
     devices may be removed.
     """
-    users, keepers = GpuUsers(leases, domains, gpus), GpuUsers(keeping, domains, gpus)
+    users = Blockers(leases=leases, domains=domains, gpus=gpus)
+    keepers = Blockers(leases=keeping, domains=domains, gpus=gpus)
     changes = _control_daemons(plan, domains, keepers)
     serving = [domain.in_effect for domain in domains]
     through_mps = {uuid for domain in plan.domains for uuid in domain.gpu_uuids}
@@ -270,7 +276,7 @@ def changes_to(
     return changes
 
 
-def _unused(plan: Plan, gpu: Gpu, users: GpuUsers) -> str:
+def _unused(plan: Plan, gpu: Gpu, users: Blockers) -> str:
     """Return when a GPU gets its layout: once nothing uses what the plan removes."""
     known = users.with_instances(str(gpu.uuid), excluded=plan.offered)
     what = "uses what the layout removes"
@@ -377,7 +383,7 @@ def _as_written(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _control_daemons(plan: Plan, domains: Sequence[Domain], keepers: GpuUsers) -> list[Change]:
+def _control_daemons(plan: Plan, domains: Sequence[Domain], keepers: Blockers) -> list[Change]:
     """Return which control daemons end and start; a replacement waits for the leases of both."""
 
     def effect(running: list[Domain], planned: list[DomainPlan]) -> str:
@@ -389,10 +395,10 @@ def _control_daemons(plan: Plan, domains: Sequence[Domain], keepers: GpuUsers) -
     new = [one for one in plan.domains if not any(one.same_control_daemon(old.desired) for old in domains)]
     rows = []
     for domain in old:
-        when = effect([domain], [planned for planned in new if blocks(domain, planned)])
+        when = effect([domain], [planned for planned in new if blocks(domain.in_effect, planned)])
         rows.append((domain.in_effect.name, _describe_control_daemon(domain.in_effect), "", when))
     for planned in new:
-        when = effect([domain for domain in old if blocks(domain, planned)], [planned])
+        when = effect([domain for domain in old if blocks(domain.in_effect, planned)], [planned])
         rows.append((planned.name, "", _describe_control_daemon(planned), when))
     return [Change("control daemon", *row) for row in rows]
 

@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError, ShortageError, YunionError
+from yunion_mps.gpus.blockers import WITHOUT_MPS, Blockers, Needs, gpus_of
 from yunion_mps.host import store as records
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, Event, Gpu, Plan
 from yunion_mps.planning.plan import ModeChange, mode_changes
 from yunion_mps.supervisor.fleet import Fleet
@@ -28,7 +30,7 @@ from yunion_mps.supervisor.gpu_settings import (
     with_parents,
 )
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.supervisor.preflight import gpus_of, leased_without_mps, left_running
+from yunion_mps.supervisor.preflight import left_running
 from yunion_mps.supervisor.time_slices import NO_SLICES, TIME_SLICE, SliceWork, TimeSlices, time_slice_differs
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class ModeWork(NamedTuple):
     restore: Mapping[str, str] = {}
     time_slices: SliceWork | tuple[()] = ()
     unchanged: Mapping[str, str] = {}
+    leased: frozenset[str] = frozenset()
 
 
 class ModeResult(NamedTuple):
@@ -101,6 +104,11 @@ def _used(nvml: Nvml | None, leased: Collection[str]) -> set[str]:
     return set(leased)
 
 
+def leased_without_mps(ledger: Ledger) -> frozenset[str]:
+    """Return the GPUs (UUIDs) with leases that need no control daemon."""
+    return frozenset(hold.gpu_uuid for hold in ledger.holds() if hold.sharing in WITHOUT_MPS)
+
+
 class ComputeModes:
     """Decides which compute modes to set and restore; the caller chooses the thread that does so."""
 
@@ -112,7 +120,7 @@ class ComputeModes:
         self._lock = threading.Lock()
         self._ended = False
 
-    def due(self, target: Plan, store: Store | None) -> ModeWork:
+    def due(self, target: Plan, store: Store | None, ledger: Ledger) -> ModeWork:
         """Return the modes to set, and those to restore because we no longer use their GPUs.
 
         Without a store there is nothing to restore. Modes that wait for servers are pending in their domains.
@@ -130,14 +138,15 @@ class ComputeModes:
             if uuid not in target.compute_modes and uuid in reachable
             if mode != EXCLUSIVE_PROCESS or uuid not in in_mig_mode  # the driver would refuse
         }
-        used = with_parents(self._fleet.gpus_in_use(), gpus) if restore else set()
-        held = used & set(restore)
+        leased, left = ledger.ways_kept().keys(), set[str]()
+        if restore:
+            left = gpus_of(left_running(store, self._fleet.known_directories(), leased))
+        blockers = Blockers.of(ledger, domains=self._fleet.domains, gpus=gpus, left=left)
+        kept_by = {uuid: blockers.against(uuid, Needs(servers=True)) for uuid in restore}
+        held = {uuid for uuid, keepers in kept_by.items() if keepers.users}
         for domain in self._fleet.domains:
             domain.hold_modes(holds=not held.isdisjoint(with_parents(domain.in_effect.gpu_uuids, gpus)))
-        restore = {uuid: mode for uuid, mode in restore.items() if uuid not in used}
-        if restore:
-            left = with_parents(gpus_of(left_running(store, self._fleet.known_directories())), gpus)
-            restore = {uuid: mode for uuid, mode in restore.items() if uuid not in left}
+        restore = {uuid: mode for uuid, mode in restore.items() if not kept_by[uuid]}
         known = {*recorded, *(change.gpu_uuid for change in changes)}
         unchanged = {
             str(gpu.uuid): gpu.compute_mode
@@ -145,7 +154,9 @@ class ComputeModes:
             if gpu.compute_mode and not gpu.reason and gpu.uuid not in known
             if gpu.compute_mode == target.compute_modes.get(str(gpu.uuid))
         }
-        return ModeWork(changes, restore, self.time_slices.due(target, store), unchanged)
+        return ModeWork(
+            changes, restore, self.time_slices.due(target, store), unchanged, leased_without_mps(ledger)
+        )
 
     def for_layouts(self, target: Plan, used: Collection[str]) -> ModeWork:
         """Return the modes to set before MIG mode is switched, which resets them.
@@ -189,14 +200,14 @@ class ComputeModes:
                 return ModeResult({}, {})
             gpus, restore = self._gpus.inventory.gpus, work.restore
             if restore:
-                held = held_by_jobs(nvml, store, leased_without_mps(store), gpus)
+                held = held_by_jobs(nvml, store, work.leased, gpus)
                 restore = {uuid: mode for uuid, mode in restore.items() if uuid not in held}
             todo = SettingWork(work.changes, restore, work.unchanged)
             modes = carry_out(COMPUTE_MODE, todo, nvml, store, gpus)
             slices = work.time_slices
             if slices and slices.restore:
                 through_mps = {uuid for domain in self._fleet.domains for uuid in domain.in_effect.gpu_uuids}
-                held = slices_held_by_jobs(nvml, store, leased_without_mps(store)) - through_mps
+                held = slices_held_by_jobs(nvml, store, work.leased) - through_mps
                 kept = {uuid: value for uuid, value in slices.restore.items() if uuid not in held}
                 slices = slices._replace(restore=kept)
             return ModeResult(*modes, self.time_slices.set(slices, nvml, store))
@@ -204,11 +215,11 @@ class ComputeModes:
     def end(self) -> None:
         self._ended = True
 
-    def restore(self, nvml: Nvml | None, store: Store, left: Collection[str]) -> bool:
+    def restore(self, nvml: Nvml | None, store: Store, left: Collection[str], ledger: Ledger) -> bool:
         """Restore all modes except those of GPUs in `left` or with jobs; return whether there were any."""
         with self._lock:  # wait for work that is under way
             gpus = self._gpus.inventory.gpus
-            leased = leased_without_mps(store)
+            leased = leased_without_mps(ledger)
             held = held_by_jobs(nvml, store, leased, gpus) - set(left)
             held_slices = changed_slices_held_by_jobs(nvml, store, leased) - set(left)
             for label, uuids in ((COMPUTE_MODE.label, held), (TIME_SLICE.label, held_slices)):

@@ -14,6 +14,7 @@ from typing import Optional
 from yunion_mps import reasons
 from yunion_mps.enums import ANSWERING, BACKOFF, FAILED, STOPPED, WEDGED
 from yunion_mps.errors import HostError, UnsafePathError, YunionError
+from yunion_mps.gpus.blockers import blocks
 from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
 from yunion_mps.host.processes import Watchable, earliest, refuse_if_no_process_can_start
 from yunion_mps.host.store import Store
@@ -216,10 +217,10 @@ class Fleet:
         self._wants_poll = False
         return any(requests)
 
-    def gpus_in_use(self) -> set[str]:
-        """Return the UUIDs of the GPUs with an MPS server of ours, and so perhaps a job."""
-        busy = [domain for domain in self.domains if domain.server_pids()]
-        return {uuid for domain in busy for uuid in domain.in_effect.gpu_uuids}
+    @property
+    def has_servers(self) -> bool:
+        """Whether a domain has an MPS server, and so perhaps a job."""
+        return any(domain.server_pids() for domain in self.domains)
 
     def _start(self, domain: Domain, now_s: float, ours: Sequence[MpsProcess] | None = None) -> None:
         domain.start(now_s, ours)
@@ -261,20 +262,13 @@ class Fleet:
         return has_other_gpus or has_other_group
 
     def _is_blocked(self, plan: DomainPlan) -> bool:
-        return any(blocks(domain, plan) for domain in self.domains)
+        return any(blocks(domain.in_effect, plan) for domain in self.domains)
 
     def _create(self, plan: DomainPlan) -> Domain:
         recorded = self._records.read(plan.pipe_directory)
         domain = Domain(plan, self._program, self._emit, self._changed, recorded)
         domain.configure(self._program, self._stop_timeout_s)
         return domain
-
-
-def blocks(domain: Domain, plan: DomainPlan) -> bool:
-    """Whether the domain has to end before another one can start as planned."""
-    running = domain.in_effect
-    has_its_gpus = not set(running.gpu_uuids).isdisjoint(plan.gpu_uuids)
-    return has_its_gpus or running.pipe_directory == plan.pipe_directory
 
 
 class LimitRecords:

@@ -11,6 +11,7 @@ from yunion_mps import reasons
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mig import MigInstance, MigLayout
 from yunion_mps.models import Event, Gpu, Inventory, Plan
 from yunion_mps.planning.mig import describe
@@ -106,7 +107,7 @@ class MigLayouts:
         None is due on a lost GPU, nor on one that is not in MIG mode until its compute mode is as planned,
         because the switch resets that mode: `in_wrong_mode` has the UUIDs of GPUs whose mode is not.
         """
-        users = self._desired.users().by_gpu()
+        users = self._desired.blockers().by_gpu()
         known = None if busy is None else frozenset(busy)
         gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
         tasks = []
@@ -146,11 +147,14 @@ class MigLayouts:
         """Make no more changes except to restore layouts: a stop has begun."""
         self._ended = True
 
-    def restore(self, nvml: Nvml | None, store: Store, used: Collection[str]) -> None:
-        """Restore the layouts whose entries say so, except where GPUs or instances are `used` (UUIDs)."""
+    def restore(self, nvml: Nvml | None, store: Store, left: Collection[str], ledger: Ledger) -> None:
+        """Restore the layouts whose entries say so, except of GPUs that are leased or have processes.
+
+        left: the GPUs and instances (UUIDs) of MPS processes that are left running
+        """
         with self._lock:  # wait for work that is under way
             layouts, gpus = self._desired.plan.layouts, self._gpus.inventory.gpus
-            result = restore(layouts, gpus, nvml, store, used, keeps_requests=True)
+            result = restore(layouts, gpus, nvml, store, left, ledger, keeps_requests=True)
             self.note(result, cause="the original layout was restored")
 
     def forecast(

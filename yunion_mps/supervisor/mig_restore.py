@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError, HostError
-from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.store import Store
-from yunion_mps.identity import gpu_uuids_in
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.leases.ledger import Hold, Ledger
 from yunion_mps.mig import MigLayout
 from yunion_mps.models import Gpu
 from yunion_mps.planning.mig import Placement
@@ -22,7 +19,7 @@ from yunion_mps.reasons import Reason
 from yunion_mps.supervisor.gpu_settings import once_back
 from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, carry_out
 from yunion_mps.supervisor.mig_record import MigRecord, unreadable
-from yunion_mps.users import NO_USERS, Users
+from yunion_mps.users import NO_USERS, Users, all_of
 
 log = logging.getLogger(__name__)
 
@@ -37,37 +34,28 @@ _FIRST_STEPS = {
 _OTHERWISE = "once the cause is removed"
 
 
-class _Lease(NamedTuple):
-    """A recorded lease of a device: what `yunion-mps lease release` calls it, and what the device is."""
-
-    name: str
-    address: str
-    gpu_uuid: str
-
-    def __str__(self) -> str:
-        return f"lease {self.name} (device {self.address})"
-
-
 def restore(
     layouts: Iterable[MigLayout],
     gpus: Collection[Gpu],
     nvml: Nvml | None,
     store: Store,
-    used: Iterable[str],
+    left: Iterable[str],
+    ledger: Ledger,
     *,
     keeps_requests: bool,
 ) -> LayoutResult:
     """Restore the layouts from before our first change, if their entries say so.
 
-    Nothing changes if a GPU whose mode would change, or an instance that would be destroyed, is `used`
-    (UUIDs), leased or has processes.
+    Nothing changes if a GPU whose mode would change, or an instance that would be destroyed, is leased, has
+    processes, or MPS processes that were left running (`left`, UUIDs).
     With `keeps_requests`, a change of the mode that waits for the GPU's next reset is not cancelled.
     Restored instances stay recorded as ours.
     """
     if nvml is None:
         return LayoutResult({}, {})
-    mig, by_uuid, leases = Mig(nvml), {str(gpu.uuid): gpu for gpu in gpus}, _leases(store)
-    busy, users = {*used, *(one.gpu_uuid for one in leases)}, _users(leases)
+    mig, by_uuid, holds = Mig(nvml), {str(gpu.uuid): gpu for gpu in gpus}, ledger.holds()
+    users = _users(holds)
+    busy = {*left, *users}
     layouts = [one for one in layouts if one.restore and one.gpu_uuid in by_uuid]
     damaged = _damaged(layouts, by_uuid, store)
     tasks = {}
@@ -89,7 +77,7 @@ def restore(
         places = _places(record, gpu)
         tasks[layout.gpu_uuid] = LayoutTask(former, gpu, frozenset(busy), users=users, places=places)
     result = carry_out(tasks.values(), mig, store)
-    _forget_restored(result, tasks, nvml, store, leases)
+    _forget_restored(result, tasks, nvml, store, holds)
     return result._replace(reasons={**result.reasons, **damaged})
 
 
@@ -98,14 +86,14 @@ def _forget_restored(
     tasks: Mapping[str, LayoutTask],
     nvml: Nvml,
     store: Store,
-    leases: Collection[_Lease],
+    holds: Collection[Hold],
 ) -> None:
     """Delete the records of GPUs whose layouts were restored, and log the others; `tasks` by GPU UUID."""
     for uuid, why in result.reasons.items():
         task, record = tasks[uuid], MigRecord.read(store, uuid)
         if why:
             what = f"the MIG layout of GPU {task.gpu.address} is not restored: {why}"
-            log.error("%s; %s", what, how_to_restore(why, task.gpu, leases))
+            log.error("%s; %s", what, how_to_restore(why, task.gpu, holds))
             continue
         if record.compute_mode and task.layout.enabled != task.gpu.mig_enabled:
             _restore_compute_mode(nvml, task.gpu, record.compute_mode)
@@ -176,37 +164,18 @@ def _places(record: MigRecord, gpu: Gpu) -> tuple[Placement, ...]:
     )
 
 
-def _leases(store: Store) -> list[_Lease]:
-    """Return the recorded leases of devices, without those whose process has ended.
-
-    A row that cannot be read, such as a newer version's, holds every GPU that it names.
-    """
-    leases = []
-    for lease_id, text in store.read("SELECT id, value FROM lease"):
-        try:
-            row = json.loads(text)
-            holder = row["holder"]
-            if holder.get("pid") and started_ticks(holder["pid"]) != holder["started"]:
-                continue
-            name = holder["name"] if holder["binding"] == "name" else row["id"]
-            leases += [_Lease(name, device["addr"], device["gpu_uuid"]) for device in row["devices"]]
-        except (ValueError, TypeError, KeyError, AttributeError):
-            leases += [_Lease(lease_id, uuid, uuid) for uuid in gpu_uuids_in(text)]
-    return leases
-
-
-def _users(leases: Iterable[_Lease]) -> dict[str, Users]:
+def _users(holds: Iterable[Hold]) -> dict[str, Users]:
     users: dict[str, Users] = {}
-    for lease in leases:
-        before = users.get(lease.gpu_uuid, NO_USERS)
-        users[lease.gpu_uuid] = before._replace(leases=(*before.leases, str(lease)))
+    for hold in holds:
+        lease = Users((f"lease {hold.lease} (device {hold.device})",))
+        users[hold.gpu_uuid] = all_of([users.get(hold.gpu_uuid, NO_USERS), lease])
     return users
 
 
-def how_to_restore(why: Reason, gpu: Gpu, leases: Iterable[_Lease] = ()) -> str:
+def how_to_restore(why: Reason, gpu: Gpu, holds: Iterable[Hold] = ()) -> str:
     """Return the steps after which a restoration that failed succeeds."""
     parts = {str(gpu.uuid), *(one.uuid for one in gpu.mig_instances)}
-    names = sorted({lease.name for lease in leases if lease.gpu_uuid in parts})
+    names = sorted({hold.lease for hold in holds if hold.gpu_uuid in parts})
     if why.code == reasons.MIG_IN_USE and names:
         release = "; ".join(f"yunion-mps lease release {name}" for name in names)
         start, stop = (f"systemctl {verb} yunion-mps-daemon" for verb in ("start", "stop"))

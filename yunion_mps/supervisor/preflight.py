@@ -5,20 +5,18 @@ Control daemons that an earlier daemon left running are found by their processes
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.config import load
-from yunion_mps.enums import KEEP, MPS, SHARING
+from yunion_mps.enums import KEEP, MPS
 from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
 from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.host.store import COMPUTE_MODE, Store
-from yunion_mps.identity import gpu_uuids_in
 from yunion_mps.inventory.driver import reason_of
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_saved
@@ -289,10 +287,8 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
     """
     gpus = {plan.pipe_directory: set(plan.gpu_uuids) for plan in planned}
     needed = {uuid for uuids in gpus.values() for uuid in uuids}
+    # What the plan needs of the records of ended control daemons, it has: they are deleted.
     leftovers = Leftovers(left_running(store), [], "")
-    if store:  # what the plan needs of the records of ended control daemons, it has
-        running = {process.pipe_directory for process in leftovers.running}
-        _forget_records(store, running, spares_leased=False)
     for process in leftovers.running:
         directory = process.pipe_directory
         if process.is_server or gpus.get(directory, set()) & set(process.gpu_uuids):
@@ -329,7 +325,7 @@ def with_leased_domains(
         return plan
     usable = {str(gpu.uuid) for gpu in gpus if not (gpu.reason or gpu.mig_enabled)}
     can_start = usable if config.enable_cuda_mps else set()
-    running = {process.pipe_directory for process in left_running(store)}
+    running = {process.pipe_directory for process in left_running(store, leased=leased)}
     domains: list[DomainPlan] = []
     for directory in sorted(store.recorded_domains(), key=lambda one: one not in running):
         recorded = LimitsInEffect.from_json(store.recorded_limits(directory))
@@ -353,52 +349,28 @@ def with_leased_domains(
     return plan._replace(domains=(*plan.domains, *domains), compute_modes={**plan.compute_modes, **modes})
 
 
-def leased_without_mps(store: Store) -> dict[str, str]:
-    """Return how GPUs (UUIDs) with recorded leases that need no control daemon are shared.
-
-    This is found without the modules that restore leases, which take longer to import than the start has.
-    """
-    without = """WHERE value LIKE '%"sharing":%' AND value NOT LIKE '%"sharing":"mps"%'"""
-    return leased_gpus(store, without)
-
-
-def leased_gpus(store: Store, where: str = "") -> dict[str, str]:
-    """Return how the GPUs (UUIDs) with recorded leases are shared."""
-    ways: dict[str, str] = {}
-    for (text,) in store.read(f"SELECT value FROM lease {where}"):
-        try:
-            devices = json.loads(text)["devices"]
-            ways |= {device["gpu_uuid"]: device.get("sharing", MPS) for device in devices}
-        except (ValueError, TypeError, KeyError, AttributeError):
-            # A newer version's row, or a damaged one: it may hold every GPU that it names.
-            ways |= dict.fromkeys(gpu_uuids_in(text), MPS)
-    return {uuid: way if way in SHARING else MPS for uuid, way in ways.items()}
-
-
-def left_running(store: Store | None, watched: Collection[str] = ()) -> list[MpsProcess]:
+def left_running(
+    store: Store | None, watched: Collection[str] = (), leased: Collection[str] = ()
+) -> list[MpsProcess]:
     """Return our MPS processes that run in pipe directories which are not `watched`.
 
-    Deletes records of directories without processes and leases. Raises ShortageError if processes cannot be
-    listed.
+    Deletes records of directories without processes and `leased` GPUs (UUIDs). Raises ShortageError if
+    processes cannot be listed.
     """
     running = our_processes()
     if store:
-        _forget_records(store, {*watched, *(one.pipe_directory for one in running)}, spares_leased=True)
+        _forget_records(store, {*watched, *(one.pipe_directory for one in running)}, leased)
     return [process for process in running if process.pipe_directory not in watched]
 
 
-def _forget_records(store: Store, used: Collection[str], *, spares_leased: bool) -> None:
-    """Delete the records of directories that are not `used`; may spare those with leased GPUs."""
+def _forget_records(store: Store, used: Collection[str], leased: Collection[str]) -> None:
+    """Delete the records of directories that are not `used` and have no `leased` GPUs (UUIDs)."""
     try:
-        unused = [one for one in store.recorded_domains() if one not in used]
-        leased = leased_gpus(store).keys() if unused and spares_leased else set()
-        for directory in unused:
+        for directory in store.recorded_domains():
+            if directory in used:
+                continue
             recorded = LimitsInEffect.from_json(store.recorded_limits(directory))
-            if recorded is None or leased.isdisjoint(recorded.plan.gpu_uuids):
+            if recorded is None or set(leased).isdisjoint(recorded.plan.gpu_uuids):
                 store.forget_limits(directory)
     except HostError as error:
         log.warning("records of ended control daemons cannot be deleted: %s; %s", error.message, error.hint)
-
-
-def gpus_of(processes: Iterable[MpsProcess]) -> set[str]:
-    return {uuid for process in processes for uuid in process.gpu_uuids}

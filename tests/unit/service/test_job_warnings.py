@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 from yunion_mps.conditions import Condition
-from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.service.job_warnings import QUIET_S, JobWarnings
+from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from yunion_mps.answers import LeaseRecord
-from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.errors import HostError, InfeasibleError, LockedError, NotAllowedError, NothingFreeError
 from yunion_mps.host import store
 from yunion_mps.host.proc import started_ticks
@@ -26,6 +25,7 @@ from yunion_mps.models import ALL, Event, Holder, Owner
 from yunion_mps.paths import Paths
 from yunion_mps.service import leases
 from yunion_mps.service.leases import LeaseService
+from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.server_users import ServerUsers
 from yunion_mps.supervisor.event_log import EventLog

@@ -8,10 +8,10 @@ import time
 from collections.abc import Mapping
 
 import pytest
-from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.reasons import GPU_FAULT, TIME_SLICE_CHANGED
 from yunion_mps.service import monitor
 from yunion_mps.service.monitor import Monitor
+from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services

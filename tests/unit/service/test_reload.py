@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from yunion_mps.containers.publisher import CdiPublisher
 from yunion_mps.errors import NotConfirmedError
 from yunion_mps.host.proc import started_s
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.reasons import COMPUTE_MODE_FIXED
 from yunion_mps.service.devices import devices_json
+from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl, Reloader, _confirmed_client
 from yunion_mps.service.reload_losses import NO_LOSSES, ReloadLosses, client_name

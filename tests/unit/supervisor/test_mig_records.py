@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps import reasons
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.service.offline import restore as restore_offline
 from yunion_mps.supervisor.event_log import RECORDS_LOST
 from yunion_mps.supervisor.mig import LayoutTask
@@ -52,7 +53,7 @@ def test_a_layout_is_not_restored_and_says_so_if_its_record_is_damaged(
     host.apply("3g.40gb")
     damage(host)
     layout = host.layout("3g.40gb", restore=True)
-    result = restore([layout], [host.gpu], host.nvml, host.store, (), keeps_requests=True)
+    result = restore([layout], [host.gpu], host.nvml, host.store, (), Ledger(), keeps_requests=True)
     assert result.reasons[str(host.gpu.uuid)].code == reasons.MIG_RECORD_DAMAGED
     assert "the MIG layout of GPU 00:06.0 is not restored: the record of which MIG" in caplog.text
     assert host.has == "1 x 3g.40gb"

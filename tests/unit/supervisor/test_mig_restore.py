@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from yunion_mps import reasons
+from yunion_mps.host.proc import started_ticks
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.storage import LeaseStorage, recorded_ledger
 from yunion_mps.mig import DISABLED, MigInstance
+from yunion_mps.models import Holder, Lease
 from yunion_mps.supervisor.mig_restore import how_to_restore, restore, withdrawn
 
 from unit import builders
+from unit.leases import shares
 from unit.mig_host import MakeMigHost, MigHost
 
 
 def restored(host: MigHost, *names: str, keeps_requests: bool = True, used: tuple[str, ...] = ()) -> str:
     """Restore, as a stop or `--restore` does, what was before this layout; return why it is not restored."""
-    layout = host.layout(*names, restore=True)
-    result = restore([layout], [host.gpu], host.nvml, host.store, used, keeps_requests=keeps_requests)
+    layout, ledger = host.layout(*names, restore=True), recorded_ledger(host.store)
+    result = restore([layout], [host.gpu], host.nvml, host.store, used, ledger, keeps_requests=keeps_requests)
     return result.reasons.get(str(host.gpu.uuid), "")
 
 
@@ -35,7 +41,7 @@ def test_the_layout_from_before_is_restored_only_if_so_configured(
     had = (host.gpu.mig_enabled, places(host))
     host.apply("all-2g.20gb", force=True)
     stays = host.layout("all-2g.20gb")
-    restore([stays], [host.gpu], host.nvml, host.store, (), keeps_requests=True)
+    restore([stays], [host.gpu], host.nvml, host.store, (), Ledger(), keeps_requests=True)
     assert host.has.endswith("3 x 2g.20gb")
     assert restored(host, "all-2g.20gb") == ""
     assert (host.gpu.mig_enabled, places(host)) == had
@@ -105,12 +111,12 @@ def test_after_the_reset_the_layout_is_applied_and_restored(mig_host: MakeMigHos
 
 
 def lease(host: MigHost, name: str, instance: MigInstance, binding: str = "name") -> None:
-    device = {"addr": f"00:06.0-g{instance.id}", "gpu_uuid": instance.uuid}
-    value = {"id": "f4e5", "holder": {"name": name, "binding": binding}, "devices": [device]}
-    host.store.write("INSERT INTO lease VALUES (?, ?)", [("f4e5", json.dumps(value))])
+    device = shares.device(0, 0)._replace(addr=f"00:06.0-g{instance.id}", gpu_uuid=instance.uuid)
+    holder = Holder(binding, 0, os.getpid(), started_ticks(os.getpid()), name=name)
+    LeaseStorage(host.store).write(Lease("f4e5", (device,), holder, 0.0))
 
 
-@pytest.mark.parametrize(("binding", "shown"), [("name", "job"), ("pid", "f4e5")])
+@pytest.mark.parametrize(("binding", "shown"), [("name", "job"), ("process", "f4e5")])
 @pytest.mark.parametrize("was", [False, True])
 def test_what_is_not_restored_because_of_a_lease_names_it(
     mig_host: MakeMigHost, caplog: pytest.LogCaptureFixture, was: bool, binding: str, shown: str
@@ -164,7 +170,9 @@ def test_an_instance_whose_profile_no_longer_exists_is_not_restored(mig_host: Ma
     host.apply("all-7g.80gb", force=True)
     profiles = tuple(one for one in host.gpu.mig_profiles if one.name != "1g.10gb+me")
     gpu, layout = host.gpu._replace(mig_profiles=profiles), host.layout("all-7g.80gb", restore=True)
-    assert not any(restore([layout], [gpu], host.nvml, host.store, (), keeps_requests=True).reasons.values())
+    assert not any(
+        restore([layout], [gpu], host.nvml, host.store, (), Ledger(), keeps_requests=True).reasons.values()
+    )
     assert host.has == "1 x 3g.40gb"
 
 
@@ -209,7 +217,7 @@ def test_a_driver_that_does_not_answer_is_the_reason(mig_host: MakeMigHost) -> N
     host.apply("all-3g.40gb")
     layout, gpu = host.layout("all-3g.40gb", restore=True), host.gpu
     host.sim.fail("nvmlDeviceGetMigMode", "unknown")
-    result = restore([layout], [gpu], host.nvml, host.store, (), keeps_requests=True)
+    result = restore([layout], [gpu], host.nvml, host.store, (), Ledger(), keeps_requests=True)
     assert result.reasons[str(gpu.uuid)].code == reasons.MIG_REFUSED
 
 

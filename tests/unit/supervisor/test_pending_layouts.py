@@ -36,8 +36,7 @@ class Work:
 
     def start(self) -> Work:
         self.made.start()
-        desired = self.made.supervisor.desired
-        desired.ways_leased, desired.leases = self.ledger.ways_of_sharing, self.ledger.users_by_gpu
+        self.made.supervisor.use_ledger(self.ledger)
         self.made.lease_waits = self.ledger.lease_waits
         self.apply()
         return self

@@ -8,12 +8,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from yunion_mps.enums import MPS
 from yunion_mps.errors import ConfigError, DriverError
-from yunion_mps.host.store import Store
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DIRECTORY_TAKEN
-from yunion_mps.supervisor.preflight import Preflight, leased_gpus, run_preflight
+from yunion_mps.supervisor.preflight import Preflight, run_preflight
 
 from simhost import SimHost
 from unit.as_user import needs_root
@@ -162,25 +160,3 @@ def test_no_driver_is_needed_if_mps_is_not_enabled(make_host: MakeHost) -> None:
     found = preflight_of(host)
     found.check()
     assert (found.nvml, found.plan.devices, found.plan.domains) == (None, (), ())
-
-
-def test_a_damaged_row_hides_no_other_lease(make_host: MakeHost) -> None:
-    rows = [
-        '{"devices": [{"gpu_uuid": "GPU-1", "sharing": "mps"}]}',
-        "{",
-        '{"devices": [{"gpu_uuid": "GPU-2"}]}',
-    ]
-    with closing(Store(Paths(str(make_host().root)))) as store:
-        store.write("INSERT INTO lease VALUES (?, ?)", [(f"{n}", row) for n, row in enumerate(rows)])
-        assert leased_gpus(store) == {"GPU-1": MPS, "GPU-2": MPS}
-
-
-def test_a_lease_of_a_newer_version_holds_the_gpus_that_it_names(make_host: MakeHost) -> None:
-    rows = [
-        '{"shares": [{"gpu": "GPU-1"}, {"gpu": "MIG-2"}]}',
-        '{"devices": ["GPU-3"]}',
-        '{"devices": [{"gpu_uuid": "GPU-4", "sharing": "new"}]}',
-    ]
-    with closing(Store(Paths(str(make_host().root)))) as store:
-        store.write("INSERT INTO lease VALUES (?, ?)", [(f"{n}", row) for n, row in enumerate(rows)])
-        assert leased_gpus(store) == dict.fromkeys(["GPU-1", "MIG-2", "GPU-3", "GPU-4"], MPS)

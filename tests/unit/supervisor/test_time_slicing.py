@@ -50,7 +50,7 @@ def lease_of(made: Supervised, address: str = "00:07.0-0") -> Lease:
 def lease(made: Supervised) -> Ledger:
     """Lease the first device of the second GPU."""
     ledger = Ledger([lease_of(made)])
-    made.supervisor.desired.ways_leased = ledger.ways_of_sharing
+    made.supervisor.use_ledger(ledger)
     made.lease_waits = ledger.lease_waits
     return ledger
 
@@ -132,8 +132,7 @@ def test_a_leased_gpu_keeps_its_way_of_sharing_until_the_lease_ends(
 @pytest.mark.parametrize("after", ["4", "4\n  mig: all-balanced"])
 def test_a_plan_names_the_lease_that_a_change_waits_for(begin: Begin, after: str) -> None:
     host, made = begin([{"kind": "h100"}] * 2, 4, SHARED, cuda_mps_pipe_directory="/run/mps")
-    ledger = lease(made)
-    made.supervisor.desired.leases = ledger.users_by_gpu
+    lease(made)
     host.divide(4, f"virtual_number: {after}")
     effects = {(change.kind, change.subject): change.effect for change in made.accept()}
     if "mig" in after:
@@ -150,7 +149,6 @@ def test_a_change_to_mps_names_the_server_of_the_other_gpu(put_to_work: PutToWor
     """Its control daemon has to be started again with both GPUs."""
     host, jobs, made, job = put_to_work(TWO, 4, SHARED)
     (server,), ledger = jobs.servers(), lease(made)
-    made.supervisor.desired.leases = ledger.users_by_gpu
     host.divide(4, 4)
     effects = {(change.kind, change.subject): change.effect for change in made.accept()}
     alone, of_first = (f"the MPS server (PID {server}){of}" for of in ("", " of GPU 00:06.0"))
@@ -193,8 +191,7 @@ def test_a_pending_change_names_a_server_that_started_later(
     host.divide(4, SHARED)
     jobs = stand_ins(host)
     made = supervise(host).start()
-    ledger = lease(made)
-    made.supervisor.desired.leases = ledger.users_by_gpu
+    lease(made)
     host.divide(4, 4)
     made.reload()
     assert made.snapshot.plan.pending[host.gpus[1].uuid].endswith("waits for lease job of root to end")
@@ -213,7 +210,7 @@ def test_a_restart_finds_leases_that_no_control_daemon_serves(begin: Begin) -> N
     host.divide(4, 4)
     made = first.again()
     assert (modes(host), of_second(made)) == (["exclusive_process", "default"], [])
-    made.supervisor.desired.ways_leased = dict
+    made.supervisor.use_ledger(Ledger())
     made.rescan()
     made.until(lambda: made.available == 8)
     made.set_modes()
@@ -277,7 +274,7 @@ def test_a_leased_gpu_keeps_its_time_slice_until_the_lease_ends(begin: Begin, af
     assert slices(host)[1] == "long"
     again = made.again()
     assert slices(host)[1] == "long"
-    again.supervisor.desired.ways_leased = dict
+    again.supervisor.use_ledger(Ledger())
     LeaseStorage(again.supervisor.store()).delete("0" * 36)
     again.rescan()
     again.set_modes()

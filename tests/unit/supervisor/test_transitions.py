@@ -81,8 +81,7 @@ class ChangingGpu:
         self.made = made
         made.start()
         made.lease_waits = self.ledger.lease_waits
-        made.supervisor.desired.ways_leased = self.ledger.ways_of_sharing
-        made.supervisor.desired.leases = self.ledger.users_by_gpu
+        made.supervisor.use_ledger(self.ledger)
 
     @property
     def devices(self) -> list[Device]:

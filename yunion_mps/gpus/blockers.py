@@ -1,0 +1,198 @@
+"""Blockers: the one answer to the question who keeps a GPU as it is.
+
+These are leases, MPS servers, control daemons and other processes. They are known from the ledger (before
+there is one, from the state file: `recorded_ledger` of `leases/storage`), from domains, and from the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from yunion_mps.enums import NOT_SHARED, TIME_SLICING
+from yunion_mps.leases.ledger import UNKNOWN, Hold, Ledger
+from yunion_mps.models import DomainPlan, Gpu
+from yunion_mps.mps.domain import Domain
+from yunion_mps.mps.processes import MpsProcess
+from yunion_mps.users import NO_USERS, Servers, Users, all_of
+
+#: The ways of sharing whose jobs no control daemon serves; that of a row that cannot be read may be one.
+WITHOUT_MPS = frozenset({TIME_SLICING, NOT_SHARED, UNKNOWN})
+
+
+class Needs(NamedTuple):
+    """What has to end before a step can be carried out on a GPU."""
+
+    #: The ways of sharing whose leases the step waits for.
+    leases: frozenset[str] = frozenset()
+    #: Whether it waits for the GPU's MPS servers, and for control daemons that were left running.
+    servers: bool = False
+    #: Whether it waits for a control daemon that serves the GPU, although that may have no servers.
+    control_daemons: bool = False
+    #: Whether it waits for all other processes on the GPU.
+    processes: bool = False
+    #: Whether leases and processes do not matter on a GPU that MPS serves: then they are MPS' clients.
+    spares_mps: bool = False
+
+
+NO_NEEDS = Needs()
+
+
+class KeptBy(NamedTuple):
+    """What keeps a GPU as it is; false if nothing does."""
+
+    users: Users = NO_USERS
+    #: Whether a control daemon does that may have no servers at the moment.
+    control_daemon: bool = False
+    #: Whether a process of ours does that an earlier daemon left running.
+    left: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.users) or self.control_daemon or self.left
+
+
+class _Served(NamedTuple):
+    """The GPUs of a control daemon, and its MPS servers."""
+
+    plan: DomainPlan
+    users: Users
+    pids: tuple[int, ...]
+
+
+def servers_of(domain: Domain, gpus: Iterable[str] = ()) -> Users:
+    """Return the MPS servers of the domain, orphans among them; `gpus` (addresses) are named with them."""
+    return _servers(tuple(domain.server_pids()), gpus)
+
+
+def _servers(pids: tuple[int, ...], gpus: Iterable[str]) -> Users:
+    return Users(servers=(Servers(pids, tuple(gpus)),) if pids else ())
+
+
+def blocks(running: DomainPlan, plan: DomainPlan) -> bool:
+    """Whether a running domain has to end before another one can start as planned."""
+    has_its_gpus = not set(running.gpu_uuids).isdisjoint(plan.gpu_uuids)
+    return has_its_gpus or running.pipe_directory == plan.pipe_directory
+
+
+def gpus_of(processes: Iterable[MpsProcess]) -> set[str]:
+    return {uuid for process in processes for uuid in process.gpu_uuids}
+
+
+class Blockers:
+    """What keeps GPUs and MIG instances (UUIDs) as they are, at one moment."""
+
+    def __init__(
+        self,
+        *,
+        holds: Iterable[Hold] = (),
+        leases: Mapping[str, Users] = {},
+        domains: Iterable[Domain] = (),
+        gpus: Collection[Gpu] = (),
+        left: Collection[str] = (),
+        processes: Mapping[str, Collection[int]] = {},
+    ) -> None:
+        """Describe that moment.
+
+        holds: what leases keep as it is
+        leases: the same leases, as texts, by the UUID of the GPU
+        domains: the control daemons that are supervised
+        gpus: the GPUs and MIG instances; without any, the GPUs of leased instances are not known
+        left: the GPUs of control daemons and MPS servers that an earlier daemon left running
+        processes: the PIDs of all processes that use each GPU; empty if the driver does not answer
+        """
+        self._ways: dict[str, set[str]] = {}
+        for hold in holds:
+            self._ways.setdefault(hold.gpu_uuid, set()).add(hold.sharing)
+        self._leases = leases
+        self._served: list[_Served] = []
+        for domain in domains:
+            pids = tuple(domain.server_pids())
+            self._served.append(_Served(domain.in_effect, _servers(pids, ()), pids))
+        self._left = frozenset(left)
+        self._processes = processes
+        self._addresses = {str(gpu.uuid): gpu.address for gpu in gpus}
+        self._parts: dict[str, list[str]] = {}
+        for gpu in gpus:
+            self._parts.setdefault(gpu.parent or str(gpu.uuid), []).append(str(gpu.uuid))
+
+    @classmethod
+    def of(
+        cls,
+        ledger: Ledger,
+        *,
+        domains: Iterable[Domain] = (),
+        gpus: Collection[Gpu] = (),
+        left: Collection[str] = (),
+        processes: Mapping[str, Collection[int]] = {},
+    ) -> Blockers:
+        """Return what keeps GPUs as they are, with the leases of a ledger."""
+        return cls(
+            holds=ledger.holds(),
+            leases=ledger.users_by_gpu(),
+            domains=domains,
+            gpus=gpus,
+            left=left,
+            processes=processes,
+        )
+
+    def against(self, uuid: str, needs: Needs) -> KeptBy:
+        """Return what keeps the GPU (UUID) as it is, of what a step `needs`.
+
+        What uses a MIG instance of the GPU counts as well, except a control daemon without servers: the
+        compute mode that it needs is that of the instance.
+        """
+        parts = {uuid, *self._parts.get(uuid, ())}
+        served = [one for one in self._served if not parts.isdisjoint(one.plan.gpu_uuids)]
+        serves_it = any(uuid in one.plan.gpu_uuids for one in served)
+        found = []
+        if needs.servers:
+            found += [one.users for one in served]
+        if not (needs.spares_mps and (serves_it or uuid in self._left)):
+            found += self._leases_in(parts, needs.leases)
+            if needs.processes:
+                pids = {pid for part in parts for pid in self._processes.get(part, ())}
+                found.append(Users(processes=tuple(sorted(pids))))
+        return KeptBy(
+            all_of(found),
+            control_daemon=needs.control_daemons and serves_it,
+            left=needs.servers and not self._left.isdisjoint(parts),
+        )
+
+    def _leases_in(self, parts: Collection[str], ways: frozenset[str]) -> list[Users]:
+        """Return the leases of the GPU's `parts` that are shared in one of these ways.
+
+        If the GPUs are not known, because the driver has failed, the lease of an instance may be on any.
+        """
+        if not self._addresses:
+            parts = self._ways.keys()
+        held = [part for part in parts if not ways.isdisjoint(self._ways.get(part, ()))]
+        return [self._leases.get(part, Users(more_leases=1)) for part in held]
+
+    # -- what a change of the plan waits for
+
+    def leases(self, uuids: Iterable[str]) -> Users:
+        return all_of(self._leases.get(uuid, NO_USERS) for uuid in uuids)
+
+    def servers(self, uuid: str, planned: Iterable[DomainPlan] = ()) -> Users:
+        """Return the servers that serve the GPU, or have to end before one of the `planned` domains can."""
+        plans = [plan for plan in planned if uuid in plan.gpu_uuids]
+        found = []
+        for one in self._served:
+            if uuid in one.plan.gpu_uuids or any(blocks(one.plan, plan) for plan in plans):
+                others = () if one.plan.gpu_uuids == (uuid,) else one.plan.gpu_uuids
+                found.append(_servers(one.pids, [self._addresses.get(other, other) for other in others]))
+        return all_of(found)
+
+    def of_gpu(self, uuid: str, planned: Iterable[DomainPlan] = ()) -> Users:
+        """Return the leases of the GPU, and its servers, with those that `planned` domains wait for."""
+        return all_of([self.leases([uuid]), self.servers(uuid, planned)])
+
+    def with_instances(self, uuid: str, *, excluded: Collection[str] = ()) -> Users:
+        """Return the leases and servers of the GPU and its MIG instances, except those `excluded` (UUIDs)."""
+        return all_of(self.of_gpu(part) for part in self._parts.get(uuid, [uuid]) if part not in excluded)
+
+    def by_gpu(self) -> dict[str, Users]:
+        """Return the leases and servers of all GPUs and MIG instances that have any, by UUID."""
+        served = [uuid for one in self._served for uuid in one.plan.gpu_uuids]
+        users = {uuid: self.of_gpu(uuid) for uuid in {*self._leases, *served}}
+        return {uuid: its_users for uuid, its_users in users.items() if its_users}
