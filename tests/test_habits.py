@@ -139,6 +139,16 @@ def test_only_the_storage_of_leases_reads_them_from_the_state_file() -> None:
     assert readers == {"host/store.py", "leases/storage.py"}
 
 
+def test_only_originals_has_the_records_of_what_gpus_had_before() -> None:
+    imported = r"host.store import .*\b(FORMER_\w+|MIG)\b"
+    named = r"\bformer_(compute_mode|time_slice|setting)\b"
+    owners = set()
+    for path in CHECKOUT.glob("yunion_mps/**/*.py"):
+        if re.search(f"{imported}|{named}", path.read_text()):
+            owners.add(str(path.relative_to(CHECKOUT / "yunion_mps")))
+    assert owners == {"gpus/originals.py", "host/store.py"}
+
+
 def test_only_the_inventory_uses_pynvml_and_only_process_spawns() -> None:
     users = {"pynvml": set(), "posix_spawn": set(), "subprocess": set()}  # type: dict[str, set[str]]
     for path in CHECKOUT.glob("yunion_mps/**/*.py"):

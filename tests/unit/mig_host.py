@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import pytest
+from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
@@ -24,7 +25,6 @@ from yunion_mps.supervisor.mig import (
     carry_out,
 )
 from yunion_mps.supervisor.mig_forecast import make_forecast
-from yunion_mps.supervisor.mig_record import MigRecord
 
 from simhost import Description, SimHost
 
@@ -40,6 +40,10 @@ class MigHost(NamedTuple):
     store: Store
 
     @property
+    def originals(self) -> Originals:
+        return Originals(self.store)
+
+    @property
     def gpu(self) -> Gpu:
         return Scanner(Paths(str(self.sim.root))).scan(self.nvml).gpus[0]
 
@@ -50,7 +54,7 @@ class MigHost(NamedTuple):
 
     @property
     def ours(self) -> list[int]:
-        return [one.id for one in MigRecord.read(self.store, str(self.gpu.uuid)).created]
+        return [one.id for one in self.originals.layout(str(self.gpu.uuid)).created]
 
     def layout(self, *names: str, **given: Any) -> MigLayout:
         gpu = self.gpu
@@ -63,10 +67,10 @@ class MigHost(NamedTuple):
 
     def losses(self, task: LayoutTask) -> Losses:
         """What `reload --now` would list."""
-        return make_forecast([task], self.mig, self.store).losses[task.layout.gpu_uuid]
+        return make_forecast([task], self.mig, self.originals).losses[task.layout.gpu_uuid]
 
     def result(self, task: LayoutTask) -> LayoutResult:
-        return carry_out([task], self.mig, self.store)
+        return carry_out([task], self.mig, self.originals)
 
     def process(self, instance: int, pid: int = 4321) -> None:
         self.sim.gpus[0].add_process(pid, 100, on=(instance, 0))

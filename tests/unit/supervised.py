@@ -99,7 +99,7 @@ class Supervised:
         of, nvml = self.supervisor, self.preflight.nvml
         assert isinstance(nvml, Nvml)
         inventory = of.snapshot().inventory
-        return of.layouts.forecast(of.desired.plan, inventory, leased, nvml, of.store()).losses
+        return of.layouts.forecast(of.desired.plan, inventory, leased, nvml, of.originals()).losses
 
     def reload(self) -> list[Change]:
         """As a reload of the daemon does: until every domain is ready or has said why it is not."""

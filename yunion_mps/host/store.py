@@ -29,11 +29,6 @@ from yunion_mps.paths import Paths
 
 log = logging.getLogger(__name__)
 
-#: The settings of GPUs that are recorded before they change.
-COMPUTE_MODE, TIME_SLICE = "compute_mode", "time_slice"
-#: The column of each setting's table, which is also its key in the copy.
-_COLUMNS = {COMPUTE_MODE: "mode", TIME_SLICE: "time_slice"}
-
 _SCHEMA_VERSION = 2
 _SCHEMA = (
     """CREATE TABLE IF NOT EXISTS former_compute_mode (
@@ -44,6 +39,11 @@ _SCHEMA = (
     """CREATE TABLE IF NOT EXISTS former_time_slice (
     gpu_uuid TEXT NOT NULL PRIMARY KEY,
     time_slice TEXT NOT NULL,
+    boot_id TEXT NOT NULL
+) WITHOUT ROWID""",
+    """CREATE TABLE IF NOT EXISTS former_setting (
+    setting TEXT NOT NULL PRIMARY KEY,
+    value TEXT NOT NULL,
     boot_id TEXT NOT NULL
 ) WITHOUT ROWID""",
     """CREATE TABLE IF NOT EXISTS limits_in_effect (
@@ -96,8 +96,8 @@ LOCK_WAIT_S = 5.0
 _RETRY_S = 0.05
 
 
-class _Table(NamedTuple):
-    """A table that says what is ours or was there before us: its columns, and with what it is copied."""
+class Table(NamedTuple):
+    """A table that says what is ours or was there before us: a text for each key, copied with others."""
 
     name: str
     key: str
@@ -107,13 +107,18 @@ class _Table(NamedTuple):
     has_boot_id: bool = False
 
 
-_COPIED = (
-    _Table("former_compute_mode", "gpu_uuid", "mode", SETTINGS, has_boot_id=True),
-    _Table("former_time_slice", "gpu_uuid", "time_slice", SETTINGS, has_boot_id=True),
-    _Table("mig", "gpu_uuid", "value", SETTINGS),
-    _Table("limits_in_effect", "pipe_directory", "value", SETTINGS),
-    _Table(LEASE_TABLE, "id", "value", LEASES),
-)
+#: What GPUs had before our first change, by UUID: the compute mode, and the time slice.
+FORMER_COMPUTE_MODES = Table("former_compute_mode", "gpu_uuid", "mode", SETTINGS, has_boot_id=True)
+FORMER_TIME_SLICES = Table("former_time_slice", "gpu_uuid", "time_slice", SETTINGS, has_boot_id=True)
+#: The same of all other settings, which earlier versions do not have; by the setting's name and the UUID.
+FORMER_SETTINGS = Table("former_setting", "setting", "value", SETTINGS, has_boot_id=True)
+#: MIG layouts, by GPU UUID, and the limits of control daemons, by pipe directory; as JSON.
+MIG = Table("mig", "gpu_uuid", "value", SETTINGS)
+LIMITS = Table("limits_in_effect", "pipe_directory", "value", SETTINGS)
+_LEASE = Table(LEASE_TABLE, "id", "value", LEASES)
+_COPIED = (FORMER_COMPUTE_MODES, FORMER_TIME_SLICES, FORMER_SETTINGS, MIG, LIMITS, _LEASE)
+#: What the file for scripts and earlier versions has, by its members.
+_FORMER = {"modes": FORMER_COMPUTE_MODES, "time_slices": FORMER_TIME_SLICES, "settings": FORMER_SETTINGS}
 #: Triggers count the changes, so that those of a daemon of an earlier version count, too.
 _REVISIONS = (
     """CREATE TABLE IF NOT EXISTS revision (
@@ -264,25 +269,37 @@ class Store:
         self._lock_seen_s = now_s
         return True
 
-    # -- settings of GPUs
+    # -- what is ours, or was there before us
 
-    def remember(self, setting: str, values: Mapping[str, str]) -> None:
-        """Record a setting's values (by GPU UUID) before they change; keeps earlier records of this boot."""
-        rows = [(uuid, value, self.boot_id) for uuid, value in values.items()]
+    def records(self, table: Table) -> dict[str, str]:
+        """Return the recorded texts by their key; of this boot, if a record is valid only in its boot."""
+        query = f"SELECT {table.key}, {table.value} FROM {table.name}"
+        if table.has_boot_id:
+            return dict(self.read(f"{query} WHERE boot_id = ?", self.boot_id))
+        return dict(self.read(f"{query} ORDER BY 1"))
 
-        def record() -> list[Any]:
-            self.write(f"DELETE FROM former_{setting} WHERE boot_id != ?", [(self.boot_id,)])
-            self.write(_insert_former(setting), rows)
-            self._copy_settings()
-            self._copy_former_modes()
+    def record(self, table: Table, texts: Mapping[str, str], *, keeps_first: bool = False) -> None:
+        """Record texts by their key; with `keeps_first`, those that are recorded already stay as they are."""
+        rows = [self._row(table, key, text) for key, text in texts.items()]
+
+        def write() -> list[Any]:
+            if table.has_boot_id:
+                self.write(f"DELETE FROM {table.name} WHERE boot_id != ?", [(self.boot_id,)])
+            self.write(_insert(table, "IGNORE" if keeps_first else "REPLACE"), rows)
+            self._copy_records(table)
             return []
 
-        self._retry_if_locked("written", record)
+        self._retry_if_locked("written", write)
 
-    def former(self, setting: str) -> dict[str, str]:
-        """Return the recorded values of a setting, by GPU UUID."""
-        query = f"SELECT gpu_uuid, {_COLUMNS[setting]} FROM former_{setting} WHERE boot_id = ?"
-        return {row[0]: row[1] for row in self.read(query, self.boot_id)}
+    def forget(self, table: Table, key: str) -> None:
+        """Delete the record with this key, if there is one."""
+
+        def delete() -> list[Any]:
+            self.write(f"DELETE FROM {table.name} WHERE {table.key} = ?", [(key,)])
+            self._copy_records(table)
+            return []
+
+        self._retry_if_locked("written", delete)
 
     def trust_copy(self) -> None:
         """Record what is copied as this boot's, which it always is: a reboot deletes the copies.
@@ -296,62 +313,37 @@ class Store:
                 copy = part.read()
                 if copy and not self._revision(part.name).is_newer_than(copy.revision):
                     self._replace(self._connection, part.name, copy)
-            for setting in _COLUMNS:
-                if values := self._copied(setting, of_any_boot=True):
-                    self.remember(setting, values)
+            for member, table in _FORMER.items():
+                if values := self._copied(member, of_any_boot=True):
+                    self.record(table, values, keeps_first=True)
             return []
 
         self._retry_if_locked("written", record)
 
-    def forget(self, setting: str, uuid: str) -> None:
-        def delete() -> list[Any]:
-            self.write(f"DELETE FROM former_{setting} WHERE gpu_uuid = ?", [(uuid,)])
-            self._copy_settings()
-            self._copy_former_modes()
-            return []
-
-        self._retry_if_locked("written", delete)
+    def _row(self, table: Table, key: str, text: str) -> tuple[str, ...]:
+        return (key, text, self.boot_id) if table.has_boot_id else (key, text)
 
     # -- domains
 
     def record_limits(self, pipe_directory: str, value: Mapping[str, object]) -> None:
-        row = (pipe_directory, json.dumps(value, separators=(",", ":")))
-        statement = "INSERT OR REPLACE INTO limits_in_effect (pipe_directory, value) VALUES (?, ?)"
-        self._write_setting(statement, row)
+        self.record(LIMITS, {pipe_directory: json.dumps(value, separators=(",", ":"))})
 
     def recorded_limits(self, pipe_directory: str) -> Any:
         """Return the value recorded last; None if there is none or it cannot be parsed."""
-        for row in self.read("SELECT value FROM limits_in_effect WHERE pipe_directory = ?", pipe_directory):
-            try:
-                return json.loads(row[0])
-            except ValueError:
-                log.error("the record of the limits in effect in %s cannot be read", pipe_directory)
-        return None
+        text = self.records(LIMITS).get(pipe_directory)
+        if text is None:
+            return None
+        try:
+            return json.loads(text)
+        except ValueError:
+            log.error("the record of the limits in effect in %s cannot be read", pipe_directory)
+            return None
 
     def recorded_domains(self) -> list[str]:
-        return [row[0] for row in self.read("SELECT pipe_directory FROM limits_in_effect ORDER BY 1")]
+        return list(self.records(LIMITS))
 
     def forget_limits(self, pipe_directory: str) -> None:
-        self._write_setting("DELETE FROM limits_in_effect WHERE pipe_directory = ?", (pipe_directory,))
-
-    # -- MIG
-
-    def record_mig(self, gpu_uuid: str, value: Mapping[str, object]) -> None:
-        row = (gpu_uuid, json.dumps(value, separators=(",", ":")))
-        self._write_setting("INSERT OR REPLACE INTO mig (gpu_uuid, value) VALUES (?, ?)", row)
-
-    def recorded_mig(self, gpu_uuid: str) -> str | None:
-        """Return the text recorded last, as JSON; None if there is none."""
-        for row in self.read("SELECT value FROM mig WHERE gpu_uuid = ?", gpu_uuid):
-            return str(row[0])
-        return None
-
-    def gpus_with_mig(self) -> list[str]:
-        """Return the UUIDs of the GPUs with a record."""
-        return [row[0] for row in self.read("SELECT gpu_uuid FROM mig")]
-
-    def forget_mig(self, gpu_uuid: str) -> None:
-        self._write_setting("DELETE FROM mig WHERE gpu_uuid = ?", (gpu_uuid,))
+        self.forget(LIMITS, pipe_directory)
 
     # -- leases
 
@@ -484,20 +476,17 @@ class Store:
     def _replace(self, connection: sqlite3.Connection, part: str, copy: Copy) -> list[str]:
         """Replace the records of a part by those of its copy; return the tables that differed."""
         after = Revision(self.boot_id, copy.revision.number)
-        tables = [table for table in _COPIED if table.copied_with == part]
+        # An earlier version's copy does not have the tables that it does not know.
+        tables = [table for table in _COPIED if table.copied_with == part and table.name in copy.tables]
         differs = [table for table in tables if not self._is_as_copied(connection, table, copy)]
         if not differs and _revision_in(connection, part) == after:
             return []  # a full disk, to which nothing can be written, does not matter then
         connection.execute("BEGIN IMMEDIATE")
         try:
             for table in differs:
-                boot_id = (self.boot_id,) if table.has_boot_id else ()
-                rows = [(key, text, *boot_id) for key, text in copy.tables.get(table.name, {}).items()]
-                columns, marks = f"{table.key}, {table.value}", "?, ?"
-                if table.has_boot_id:
-                    columns, marks = f"{columns}, boot_id", f"{marks}, ?"
+                rows = [self._row(table, key, text) for key, text in copy.tables[table.name].items()]
                 connection.execute(f"DELETE FROM {table.name}")
-                connection.executemany(f"INSERT INTO {table.name} ({columns}) VALUES ({marks})", rows)
+                connection.executemany(_insert(table, "REPLACE"), rows)
             connection.execute("UPDATE revision SET boot_id = ?, number = ? WHERE part = ?", (*after, part))
         except BaseException:
             connection.execute("ROLLBACK")
@@ -505,8 +494,8 @@ class Store:
         connection.execute("COMMIT")
         return [table.name for table in differs]
 
-    def _is_as_copied(self, connection: sqlite3.Connection, table: _Table, copy: Copy) -> bool:
-        return _rows_in(connection, table, self.boot_id) == copy.tables.get(table.name, {})
+    def _is_as_copied(self, connection: sqlite3.Connection, table: Table, copy: Copy) -> bool:
+        return _rows_in(connection, table, self.boot_id) == copy.tables[table.name]
 
     def _import_uncounted(self, connection: sqlite3.Connection, part: str) -> bool:
         """Add records of copies that have no revision, or may be incomplete; return whether there were any.
@@ -514,15 +503,15 @@ class Store:
         Such are those of an earlier version.
         """
         if part == LEASES:
-            rows = list(self._leases.texts().items())
-            connection.executemany(f"INSERT OR IGNORE INTO {LEASE_TABLE} (id, value) VALUES (?, ?)", rows)
-            return bool(rows)
+            texts = self._leases.texts()
+            connection.executemany(_insert(_LEASE, "IGNORE"), list(texts.items()))
+            return bool(texts)
         has_any = False
-        for setting in _COLUMNS:
-            values = self._copied(setting)
+        for member, table in _FORMER.items():
+            values = self._copied(member)
             has_any = has_any or bool(values)
-            former = [(uuid, value, self.boot_id) for uuid, value in values.items()]
-            connection.executemany(_insert_former(setting), former)
+            rows = [self._row(table, key, value) for key, value in values.items()]
+            connection.executemany(_insert(table, "IGNORE"), rows)
         return has_any
 
     def _begin_boot(self, connection: sqlite3.Connection, part: SettingsCopy | LeaseCopies) -> None:
@@ -532,13 +521,11 @@ class Store:
         with contextlib.suppress(OSError):
             part.write(_copy_of(connection, part.name))
 
-    def _write_setting(self, statement: str, row: tuple[object, ...]) -> None:
-        def write() -> list[Any]:
-            self.write(statement, [row])
-            self._copy_settings()
-            return []
-
-        self._retry_if_locked("written", write)
+    def _copy_records(self, changed: Table) -> None:
+        """Copy the settings, of which one table has changed."""
+        self._copy_settings()
+        if changed.has_boot_id:
+            self._copy_former_modes()
 
     def _copy_settings(self) -> None:
         """Copy the settings; if that fails, the file's are newer than the copy from now on."""
@@ -639,28 +626,33 @@ class Store:
 
     def _copy_former_modes(self) -> None:
         """Update the file that scripts of the packages, and earlier versions, read; a failure is ignored."""
-        copy = {f"{column}s": self.former(setting) for setting, column in _COLUMNS.items()}
+        copy = {member: self.records(table) for member, table in _FORMER.items()}
         with contextlib.suppress(OSError):
             if not any(copy.values()):
                 os.unlink(self._former_modes)
                 return
             write_atomically(self._former_modes, json.dumps({"boot_id": self.boot_id, **copy}))
 
-    def _copied(self, setting: str, *, of_any_boot: bool = False) -> dict[str, str]:
+    def _copied(self, member: str, *, of_any_boot: bool = False) -> dict[str, str]:
         with (
             contextlib.suppress(OSError, ValueError, KeyError, AttributeError),
             open(self._former_modes) as file,
         ):
             copy = json.load(file)
             if of_any_boot or copy["boot_id"] == self.boot_id:
-                return {str(uuid): str(value) for uuid, value in copy[f"{_COLUMNS[setting]}s"].items()}
+                return {str(uuid): str(value) for uuid, value in copy[member].items()}
         return {}
 
 
-def _insert_former(setting: str) -> str:
-    """The statement that records a setting; it names the columns, because a newer version may have more."""
-    columns = f"gpu_uuid, {_COLUMNS[setting]}, boot_id"
-    return f"INSERT OR IGNORE INTO former_{setting} ({columns}) VALUES (?, ?, ?)"
+def _insert(table: Table, otherwise: str) -> str:
+    """Return the statement that inserts a row, and does what `otherwise` says if the key is recorded already.
+
+    It names the columns, because a newer version may have more.
+    """
+    columns, marks = f"{table.key}, {table.value}", "?, ?"
+    if table.has_boot_id:
+        columns, marks = f"{columns}, boot_id", f"{marks}, ?"
+    return f"INSERT OR {otherwise} INTO {table.name} ({columns}) VALUES ({marks})"
 
 
 def _decode(text: bytes) -> str:
@@ -673,7 +665,7 @@ def _revision_in(connection: sqlite3.Connection, part: str) -> Revision:
     return Revision(*connection.execute(query, (part,)).fetchone())
 
 
-def _rows_in(connection: sqlite3.Connection, table: _Table, boot_id: str) -> dict[str, str]:
+def _rows_in(connection: sqlite3.Connection, table: Table, boot_id: str) -> dict[str, str]:
     """Return the texts by key; bytes of a damaged file that are no text differ from every copy."""
     query = f"SELECT CAST({table.key} AS BLOB), CAST({table.value} AS BLOB) FROM {table.name}"
     values: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ from yunion_mps.config import load
 from yunion_mps.enums import STOPPED, TIME_SLICES
 from yunion_mps.errors import DriverError, HostError, YunionError
 from yunion_mps.gpus.blockers import gpus_of
+from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.proc import environment_of, program_of
 from yunion_mps.host.processes import Watchable, drive, earliest
 from yunion_mps.host.store import Store
@@ -53,7 +54,6 @@ from yunion_mps.supervisor.gpu_settings import (
     restore_unused,
 )
 from yunion_mps.supervisor.mig import carry_out
-from yunion_mps.supervisor.mig_record import MigRecord, unreadable
 from yunion_mps.supervisor.mig_restore import how_to_restore, withdrawn
 from yunion_mps.supervisor.mig_restore import restore as restore_layouts
 from yunion_mps.supervisor.preflight import Preflight, left_running, run_preflight
@@ -123,7 +123,9 @@ def _restore(paths: Paths, store: Store) -> int:
     layouts_restored = _restore_layouts(paths, store, gpus_of(processes), ledger)
     held = _held_by_jobs(store, gpus, ledger)
     used = {COMPUTE_MODE: {*gpus_of(processes), *held[COMPUTE_MODE]}, TIME_SLICE: held[TIME_SLICE]}
-    results = {setting: restore_unused(setting, store, None, used[setting], gpus) for setting in used}
+    results = {
+        setting: restore_unused(setting, Originals(store), None, used[setting], gpus) for setting in used
+    }
     for process in processes:
         log.error(
             "%s is still running in %s; end it: kill -9 %d", process, process.pipe_directory, process.pid
@@ -132,7 +134,7 @@ def _restore(paths: Paths, store: Store) -> int:
     report_absent(impossible, gpus)
     is_left = False
     for setting, result in results.items():
-        for uuid, value in originals(setting, store).items():
+        for uuid, value in originals(setting, Originals(store)).items():
             if uuid in impossible[setting].not_restored:
                 continue
             is_left = True
@@ -212,7 +214,7 @@ def _restore_layouts(paths: Paths, store: Store, left: Collection[str], ledger: 
     Instances that a lease, or a control daemon left running (`left`, UUIDs), uses stay. If the files cannot
     be read completely, what cannot be decided is reported.
     """
-    if not _changed_layouts(store):
+    if not Originals(store).changed_layouts():
         return True
     try:
         preflight = run_preflight(paths, even_if_disabled=True)
@@ -220,15 +222,15 @@ def _restore_layouts(paths: Paths, store: Store, left: Collection[str], ledger: 
         log.error("MIG layouts are not restored: %s; %s", error.message, error.hint)
         return False
     gpus, layouts = preflight.inventory.gpus, preflight.plan.layouts
-    to_restore = _changed_layouts(store) & {one.gpu_uuid for one in layouts if one.restore}
+    to_restore = Originals(store).changed_layouts() & {one.gpu_uuid for one in layouts if one.restore}
     modes = {str(gpu.uuid): gpu.compute_mode for gpu in gpus if gpu.uuid in to_restore and gpu.compute_mode}
-    store.remember(COMPUTE_MODE.name, modes)  # because a change of the MIG mode resets them
+    Originals(store).remember(COMPUTE_MODE.name, modes)  # because a change of the MIG mode resets them
     try:
-        restore_layouts(layouts, gpus, preflight.nvml, store, left, ledger, keeps_requests=False)
+        restore_layouts(layouts, gpus, preflight.nvml, Originals(store), left, ledger, keeps_requests=False)
         is_cancelled = _cancel_requests(preflight, store)
     finally:
         preflight.close()
-    changed = _changed_layouts(store)
+    changed = Originals(store).changed_layouts()
     cause = preflight.driver_error and preflight.driver_error.message
     if preflight.problems:
         cause = "the configuration has errors; see: yunion-mps config check"
@@ -246,19 +248,12 @@ def _cancel_requests(preflight: Preflight, store: Store) -> bool:
     """Cancel mode changes that no entry requires anymore; return whether none is left, as far as is known."""
     if preflight.nvml is None or preflight.problems:
         return True  # what cannot be decided is reported
-    tasks = withdrawn(preflight.plan.layouts, preflight.inventory.gpus, lambda: store)
-    reasons = carry_out(tasks, Mig(preflight.nvml), store).reasons
+    tasks = withdrawn(preflight.plan.layouts, preflight.inventory.gpus, lambda: Originals(store))
+    reasons = carry_out(tasks, Mig(preflight.nvml), Originals(store)).reasons
     failures = [(task.gpu, why) for task in tasks if (why := reasons.get(task.layout.gpu_uuid))]
     for gpu, why in failures:
         log.error("GPU %s: %s; %s", gpu.address, why, how_to_restore(why, gpu))
     return not failures
-
-
-def _changed_layouts(store: Store) -> set[str]:
-    """Return the UUIDs of the GPUs whose original layouts are recorded, or whose records cannot be read."""
-    damaged = unreadable(store)
-    recorded = {uuid: MigRecord.read(store, uuid) for uuid in store.gpus_with_mig() if uuid not in damaged}
-    return {uuid for uuid, record in recorded.items() if record.before is not None}.union(damaged)
 
 
 class _Cleanup:

@@ -361,7 +361,7 @@ class Reloader:
         if nvml is None or not plan.layouts:
             return Forecast()
         return await on_thread(
-            lambda: supervisor.layouts.forecast(plan, preflight.inventory, used, nvml, supervisor.store())
+            lambda: supervisor.layouts.forecast(plan, preflight.inventory, used, nvml, supervisor.originals())
         )
 
     def _rows_of(self, found: Mapping[str, Losses], preflight: Preflight) -> list[answers.Loss]:

@@ -15,6 +15,7 @@ from yunion_mps.conditions import Condition
 from yunion_mps.enums import ABOUT_EVENT_LOG, ABOUT_RECORD, ABOUT_TIME_SLICE, IMPAIRED, REFUSED
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.gpus.blockers import gpus_of
+from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
@@ -40,11 +41,10 @@ from yunion_mps.supervisor.compute_modes import (
 from yunion_mps.supervisor.condition_log import ConditionLog
 from yunion_mps.supervisor.event_log import RECORDS_LOST, EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
-from yunion_mps.supervisor.gpu_settings import name_of, originals, restore_unused
+from yunion_mps.supervisor.gpu_settings import name_of, restore_unused
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.layouts import MigLayouts
 from yunion_mps.supervisor.mig import LayoutResult, LayoutTask
-from yunion_mps.supervisor.mig_record import unreadable
 from yunion_mps.supervisor.mig_restore import withdrawn
 from yunion_mps.supervisor.pipe_access import PipeAccess
 from yunion_mps.supervisor.preflight import (
@@ -206,7 +206,7 @@ class Supervisor:
             # What is known suffices to restore the GPUs that have neither come nor gone.
             with contextlib.suppress(DriverError, ShortageError, MemoryError):
                 self._gpus.find_again(self.nvml, self._gpus_to_restore(self._store))
-        self.layouts.restore(self.nvml, self._store, gpus_of(left), ledger)
+        self.layouts.restore(self.nvml, Originals(self._store), gpus_of(left), ledger)
         if self.modes.restore(self.nvml, self._store, gpus_of(left), ledger):
             self._changed()
         for process in left:
@@ -216,19 +216,21 @@ class Supervisor:
 
     def _is_original_known(self, store: Store) -> bool:
         """Whether it is known what to restore; raises HostError if no record can be read."""
+        originals = Originals(store)
         for setting in (COMPUTE_MODE, TIME_SLICE):
-            store.former(setting.name)
+            originals.of(setting.name)
         restored = {one.gpu_uuid for one in self.desired.plan.layouts if one.restore}
         if store.has_lost_records and restored:
             what = "MIG layouts from before the state file was damaged are unknown, so they are not restored"
             log.error("%s; %s", what, "see and change them by hand: nvidia-smi mig -lgi")
             return False
-        return restored.isdisjoint(unreadable(store))
+        return restored.isdisjoint(originals.unreadable_layouts())
 
     def _gpus_to_restore(self, store: Store) -> set[str]:
         """Return the UUIDs of the GPUs of which we have changed something."""
-        modes, slices = originals(COMPUTE_MODE, store), originals(TIME_SLICE, store)
-        return {*modes, *slices, *store.gpus_with_mig()}
+        with contextlib.suppress(HostError):  # which the restoration reports
+            return Originals(store).gpus()
+        return set()
 
     def release(self) -> None:
         """Close files without changing the host, so that another program can continue."""
@@ -407,7 +409,7 @@ class Supervisor:
         """
         if self.stopping or self.nvml is None:
             return ()
-        cancels = withdrawn(self.desired.plan.layouts, self._gpus.inventory.gpus, self.store)
+        cancels = withdrawn(self.desired.plan.layouts, self._gpus.inventory.gpus, self.originals)
         if not self.desired.plan.layouts:
             return cancels
         busy = None if leased is None else self.snapshot().plan.offered.union(leased)
@@ -421,7 +423,7 @@ class Supervisor:
         """Do the tasks, and scan the GPUs; run it on a thread, because it calls the driver."""
         if self.nvml is None:
             return LayoutResult({}, {})
-        result = self.layouts.apply(tasks, self.nvml, self.store())
+        result = self.layouts.apply(tasks, self.nvml, self.originals())
         try:
             return result._replace(inventory=Scanner(self._paths).scan(self.nvml))
         except DriverError:  # which the next poll reports
@@ -495,6 +497,10 @@ class Supervisor:
             self._store = Store(self._paths)
         return self._store
 
+    def originals(self) -> Originals:
+        """Return what GPUs had before our first change; raises HostError."""
+        return Originals(self.store())
+
     def _changed(self) -> None:
         self._snapshots.changed()
 
@@ -514,7 +520,7 @@ class Supervisor:
         if not Store.exists(self._paths):
             return
         self.event_log.note_rebuilt(self.store())
-        self._damaged = unreadable(self.store())
+        self._damaged = self.originals().unreadable_layouts()
         for uuid, error in self._damaged.items():
             name = name_of(uuid, self._gpus.inventory.gpus)
             log.error("%s: %s; %s", name, error.message, error.hint)
@@ -530,7 +536,7 @@ class Supervisor:
         if Store.exists(self._paths):
             store = self.store()
             ledger = self.desired.ledger = recorded_ledger(store)
-            if ledger.holds() or originals(COMPUTE_MODE, store) or originals(TIME_SLICE, store):
+            if ledger.holds() or Originals(store).gpus():
                 self.nvml = self.nvml or self._gpus.scan()
             self.desired.keep_leased(store)
 
@@ -562,7 +568,9 @@ class Supervisor:
             gpus = self._gpus.inventory.gpus
             held = held_by_jobs(self.nvml, store, leased, gpus)
             needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running), *held}
-            restore_unused(COMPUTE_MODE, store, self.nvml, needed, gpus)
+            restore_unused(COMPUTE_MODE, Originals(store), self.nvml, needed, gpus)
             sliced = slices_held_by_jobs(self.nvml, store, leased) - set(gpus_of(leftovers.running))
-            restore_unused(TIME_SLICE, store, self.nvml, {*self.desired.plan.time_slices, *sliced}, gpus)
+            restore_unused(
+                TIME_SLICE, Originals(store), self.nvml, {*self.desired.plan.time_slices, *sliced}, gpus
+            )
         return leftovers

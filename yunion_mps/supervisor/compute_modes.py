@@ -11,7 +11,7 @@ from typing import NamedTuple
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError, ShortageError, YunionError
 from yunion_mps.gpus.blockers import WITHOUT_MPS, Blockers, Needs, gpus_of
-from yunion_mps.host import store as records
+from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
@@ -35,7 +35,7 @@ from yunion_mps.supervisor.time_slices import NO_SLICES, TIME_SLICE, SliceWork, 
 
 log = logging.getLogger(__name__)
 
-COMPUTE_MODE = Setting(records.COMPUTE_MODE, "compute mode", Nvml.set_compute_mode, Nvml.restore_compute_mode)
+COMPUTE_MODE = Setting("compute_mode", "compute mode", Nvml.set_compute_mode, Nvml.restore_compute_mode)
 
 
 _IN_ITS_MODE = "its devices serve; a process that bypasses the control daemon could use it without limits"
@@ -73,7 +73,7 @@ def held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str], gpus:
     these modes wait until the GPU, or each of its MIG instances, is not `leased` and has no process; `gpus`
     has the instances. A GPU whose mode is not Default now has no such jobs: what uses it is an MPS server.
     """
-    strict = {uuid for uuid, mode in originals(COMPUTE_MODE, store).items() if mode != DEFAULT}
+    strict = {uuid for uuid, mode in originals(COMPUTE_MODE, Originals(store)).items() if mode != DEFAULT}
     if leased and not gpus:  # the driver has failed, so the GPUs of leased instances are not known
         return strict
     if not strict or nvml is None:
@@ -86,14 +86,14 @@ def held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str], gpus:
 
 def slices_held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str]) -> set[str]:
     """Return the UUIDs of the GPUs whose original time slices wait, because time-sliced jobs use them."""
-    recorded = originals(TIME_SLICE, store).keys()
+    recorded = originals(TIME_SLICE, Originals(store)).keys()
     return recorded & _used(nvml, leased) if recorded else set()
 
 
 def changed_slices_held_by_jobs(nvml: Nvml | None, store: Store, leased: Collection[str]) -> set[str]:
     """Return those of `slices_held_by_jobs` whose time slices differ from the original; runs nvidia-smi."""
     held = slices_held_by_jobs(nvml, store, leased)
-    recorded = originals(TIME_SLICE, store) if held else {}
+    recorded = originals(TIME_SLICE, Originals(store)) if held else {}
     return {uuid for uuid in held if time_slice_differs(uuid, recorded[uuid])}
 
 
@@ -127,7 +127,7 @@ class ComputeModes:
         """
         gpus = self._gpus.inventory.gpus
         changes = self._changes(target, gpus)
-        recorded = {} if store is None else originals(COMPUTE_MODE, store)
+        recorded = {} if store is None else originals(COMPUTE_MODE, Originals(store))
         in_mig_mode = {gpu.uuid for gpu in gpus if gpu.mig_enabled}
         reachable = {
             gpu.uuid for gpu in gpus if not (gpu.mode_is_fixed or gpu.reason.code in reasons.GPU_ABSENT)
@@ -169,7 +169,7 @@ class ComputeModes:
 
     def gpus_in_wrong_mode(self, target: Plan, store: Store | None) -> set[str]:
         """Return the GPUs (UUIDs) whose mode is not the planned or, without one, the original one."""
-        recorded = {} if store is None else originals(COMPUTE_MODE, store)
+        recorded = {} if store is None else originals(COMPUTE_MODE, Originals(store))
         modes = {gpu.uuid: gpu.compute_mode for gpu in self._gpus.inventory.gpus}
         desired = {**recorded, **target.compute_modes}
         return {uuid for uuid, mode in desired.items() if modes.get(uuid) != mode}
@@ -203,7 +203,7 @@ class ComputeModes:
                 held = held_by_jobs(nvml, store, work.leased, gpus)
                 restore = {uuid: mode for uuid, mode in restore.items() if uuid not in held}
             todo = SettingWork(work.changes, restore, work.unchanged)
-            modes = carry_out(COMPUTE_MODE, todo, nvml, store, gpus)
+            modes = carry_out(COMPUTE_MODE, todo, nvml, Originals(store), gpus)
             slices = work.time_slices
             if slices and slices.restore:
                 through_mps = {uuid for domain in self._fleet.domains for uuid in domain.in_effect.gpu_uuids}
@@ -227,8 +227,8 @@ class ComputeModes:
                     what = f"{name_of(uuid, gpus)} keeps its {label}, because jobs without MPS use it"
                     log.warning("%s; %s", what, "once they have ended: yunion-mps-daemon --restore")
             left = {*left, *held}
-            slices = restore_unused(TIME_SLICE, store, nvml, held_slices, gpus)
-            modes = restore_unused(COMPUTE_MODE, store, nvml, left, gpus)
+            slices = restore_unused(TIME_SLICE, Originals(store), nvml, held_slices, gpus)
+            modes = restore_unused(COMPUTE_MODE, Originals(store), nvml, left, gpus)
             report_absent({COMPUTE_MODE: modes, TIME_SLICE: slices}, gpus)
             result = ModeResult(*modes, slices)
             return self.note(result, "the original mode was restored")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from yunion_mps.addresses import physical_gpu
 from yunion_mps.errors import DriverError, HostError, YunionError
-from yunion_mps.host.store import Store
+from yunion_mps.gpus.originals import Originals
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.models import Gpu
 from yunion_mps.planning.plan import ModeChange
@@ -116,7 +116,7 @@ def with_parents(uuids: Iterable[str], gpus: Iterable[Gpu]) -> set[str]:
 
 
 def carry_out(
-    setting: Setting, work: SettingWork, nvml: Nvml | None, store: Store, gpus: Collection[Gpu]
+    setting: Setting, work: SettingWork, nvml: Nvml | None, records: Originals, gpus: Collection[Gpu]
 ) -> SettingResult:
     """Set and restore values, by driver calls that may be slow; raises HostError if they cannot be recorded.
 
@@ -127,7 +127,7 @@ def carry_out(
     if nvml is None:
         try:
             with Nvml() as own:
-                return carry_out(setting, work, own, store, gpus)
+                return carry_out(setting, work, own, records, gpus)
         except DriverError as error:
             absent = _absent(work.restore, gpus)
             if work.changes or absent.keys() != work.restore.keys():
@@ -137,7 +137,7 @@ def carry_out(
     errors: dict[str, DriverError] = {}
     before = {change.gpu_uuid: change.before for change in work.changes}
     if before or work.unchanged:
-        store.remember(setting.name, {**before, **work.unchanged})
+        records.remember(setting.name, {**before, **work.unchanged})
     for uuid, old, after in work.changes:
         name = name_of(uuid, gpus)
         try:
@@ -148,12 +148,12 @@ def carry_out(
             level = logging.WARNING if error.code == COMPUTE_MODE_UNSUPPORTED else logging.ERROR
             log.log(level, "%s: %s cannot be set: %s; %s", name, setting.label, error.message, error.hint)
             errors[uuid] = error
-    restored, not_restored = _restore(setting, work.restore, nvml, store, gpus)
+    restored, not_restored = _restore(setting, work.restore, nvml, records, gpus)
     return SettingResult({**values, **restored}, errors, not_restored, before)
 
 
 def _restore(
-    setting: Setting, values: Mapping[str, str], nvml: Nvml, store: Store, gpus: Collection[Gpu]
+    setting: Setting, values: Mapping[str, str], nvml: Nvml, records: Originals, gpus: Collection[Gpu]
 ) -> tuple[dict[str, str], dict[str, YunionError]]:
     """Restore the values and delete their records; return those that differed, and the errors.
 
@@ -175,31 +175,31 @@ def _restore(
                 level = logging.INFO if error.code == MIG_ENABLED else logging.ERROR
                 log.log(level, "%s cannot be restored: %s; %s", what, error.message, error.hint)
         else:
-            _forget(setting, uuid, what, store)
+            _forget(setting, uuid, what, records)
     return restored, errors
 
 
-def _forget(setting: Setting, uuid: str, what: str, store: Store) -> None:
+def _forget(setting: Setting, uuid: str, what: str, records: Originals) -> None:
     try:
-        store.forget(setting.name, uuid)
+        records.forget(setting.name, uuid)
     except HostError as error:
         means = "its record could not be deleted, so the next start restores it again"
         log.warning("%s was restored, but %s: %s", what, means, error.message)
 
 
-def originals(setting: Setting, store: Store) -> dict[str, str]:
+def originals(setting: Setting, records: Originals) -> dict[str, str]:
     """Return the recorded values by GPU UUID; empty, after logging an error, if they cannot be read."""
     try:
-        return store.former(setting.name)
+        return records.of(setting.name)
     except HostError as error:
         log.error("%ss cannot be restored: %s; %s", setting.label, error.message, error.hint)
         return {}
 
 
 def restore_unused(
-    setting: Setting, store: Store, nvml: Nvml | None, used: Collection[str], gpus: Collection[Gpu]
+    setting: Setting, records: Originals, nvml: Nvml | None, used: Collection[str], gpus: Collection[Gpu]
 ) -> SettingResult:
     """Restore the values of all GPUs except those `used` (UUIDs); `gpus` give their addresses."""
     kept = with_parents(used, gpus)
-    values = {uuid: value for uuid, value in originals(setting, store).items() if uuid not in kept}
-    return carry_out(setting, SettingWork(restore=values), nvml, store, gpus)
+    values = {uuid: value for uuid, value in originals(setting, records).items() if uuid not in kept}
+    return carry_out(setting, SettingWork(restore=values), nvml, records, gpus)

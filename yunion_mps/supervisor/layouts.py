@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from yunion_mps import reasons
-from yunion_mps.host.store import Store
+from yunion_mps.gpus.originals import Originals
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
@@ -138,27 +138,27 @@ class MigLayouts:
             why = Reason(f"{MODE_ON} waits until the compute mode is set", reasons.MIG_PENDING)
         self._reasons[str(gpu.uuid)] = why
 
-    def apply(self, tasks: Iterable[LayoutTask], nvml: Nvml, store: Store) -> LayoutResult:
+    def apply(self, tasks: Iterable[LayoutTask], nvml: Nvml, originals: Originals) -> LayoutResult:
         """Do the tasks until a stop begins; run it on a thread, because it calls the driver."""
         with self._lock:
-            return carry_out(tasks, Mig(nvml), store, lambda: self._ended)
+            return carry_out(tasks, Mig(nvml), originals, lambda: self._ended)
 
     def end(self) -> None:
         """Make no more changes except to restore layouts: a stop has begun."""
         self._ended = True
 
-    def restore(self, nvml: Nvml | None, store: Store, left: Collection[str], ledger: Ledger) -> None:
+    def restore(self, nvml: Nvml | None, originals: Originals, left: Collection[str], ledger: Ledger) -> None:
         """Restore the layouts whose entries say so, except of GPUs that are leased or have processes.
 
         left: the GPUs and instances (UUIDs) of MPS processes that are left running
         """
         with self._lock:  # wait for work that is under way
             layouts, gpus = self._desired.plan.layouts, self._gpus.inventory.gpus
-            result = restore(layouts, gpus, nvml, store, left, ledger, keeps_requests=True)
+            result = restore(layouts, gpus, nvml, originals, left, ledger, keeps_requests=True)
             self.note(result, cause="the original layout was restored")
 
     def forecast(
-        self, plan: Plan, inventory: Inventory, used: Collection[str], nvml: Nvml, store: Store
+        self, plan: Plan, inventory: Inventory, used: Collection[str], nvml: Nvml, originals: Originals
     ) -> Forecast:
         """Return what a reload to this plan would do; raises DriverError.
 
@@ -168,7 +168,7 @@ class MigLayouts:
         busy = frozenset({*used, *plan.offered})
         layouts = (layout for layout in plan.layouts if layout.gpu_uuid in gpus)
         tasks = [LayoutTask(layout, gpus[layout.gpu_uuid], busy) for layout in layouts]
-        return make_forecast(tasks, Mig(nvml), store)
+        return make_forecast(tasks, Mig(nvml), originals)
 
     def note(
         self, result: LayoutResult, *, is_final: bool = True, cause: str = "the configuration requires it"

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, HostError, YunionError
-from yunion_mps.host.store import Store
+from yunion_mps.gpus.mig_record import MigIntent, MigRecord
+from yunion_mps.gpus.originals import Originals
 from yunion_mps.inventory.mig import Mig, MigMode
 from yunion_mps.mig import MigInstance, MigLayout
 from yunion_mps.models import Gpu, Inventory
 from yunion_mps.planning.mig import LayoutChange, Placement, change, change_to
 from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.supervisor.mig_record import MigIntent, MigRecord
 from yunion_mps.users import NO_USERS, Users, wait_reason
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class LayoutResult(NamedTuple):
 
 
 def carry_out(
-    tasks: Iterable[LayoutTask], mig: Mig, store: Store, is_ended: Callable[[], bool] = bool
+    tasks: Iterable[LayoutTask], mig: Mig, originals: Originals, is_ended: Callable[[], bool] = bool
 ) -> LayoutResult:
     """Bring the layouts into effect as far as possible, by driver calls that may be slow.
 
@@ -89,7 +89,7 @@ def carry_out(
     for task in tasks:
         uuid, name = task.layout.gpu_uuid, f"GPU {task.gpu.address}"
         try:
-            work = LayoutWork(task, mig, store, is_ended)
+            work = LayoutWork(task, mig, originals, is_ended)
         except HostError as error:
             why[uuid] = _cannot_be_changed(error, error.code)
             continue
@@ -124,15 +124,17 @@ _NOTHING_CREATED = (
 class LayoutWork:
     """One GPU on its way to its layout: the mode first, then the instances, as NVIDIA's mig-parted does."""
 
-    def __init__(self, task: LayoutTask, mig: Mig, store: Store, is_ended: Callable[[], bool] = bool) -> None:
+    def __init__(
+        self, task: LayoutTask, mig: Mig, originals: Originals, is_ended: Callable[[], bool] = bool
+    ) -> None:
         self._task = task
         self._is_ended = is_ended
         self._uuid = task.layout.gpu_uuid
         self._layout = task.layout
         self._mig = mig
-        self._store = store
+        self._originals = originals
         #: Raises HostError if it cannot be read.
-        self._record = MigRecord.read(store, self._uuid)
+        self._record = originals.layout(self._uuid)
         self._made: list[MigInstance] = []
         #: What was changed, as text.
         self.done: list[str] = []
@@ -363,7 +365,7 @@ class LayoutWork:
             raise BusyError("the daemon is stopping")
 
     def _write(self, record: MigRecord) -> None:
-        record.write(self._store, self._uuid)
+        self._originals.write_layout(self._uuid, record)
         self._record = record
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps.host.store import Store
+from yunion_mps.gpus.originals import Originals
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.mig import MigInstance
 from yunion_mps.reasons import MIG_FOREIGN_INSTANCE, MIG_RESET_REQUIRED, Reason
 from yunion_mps.supervisor.mig import LayoutTask, LayoutWork, Losses
-from yunion_mps.supervisor.mig_record import unreadable
 from yunion_mps.users import AT_ONCE
 
 #: GPUs since Hopper switch MIG mode without a reset (NVIDIA's MIG user guide).
@@ -33,15 +32,15 @@ class Forecast(NamedTuple):
     effects: Mapping[str, str] = {}
 
 
-def make_forecast(tasks: Sequence[LayoutTask], mig: Mig, store: Store) -> Forecast:
+def make_forecast(tasks: Sequence[LayoutTask], mig: Mig, originals: Originals) -> Forecast:
     """Return what the layouts would do; raises DriverError.
 
     Nothing is known, and nothing done, on a GPU whose record cannot be read.
     """
-    damaged = unreadable(store)
+    damaged = originals.unreadable_layouts()
     tasks = [task for task in tasks if task.layout.gpu_uuid not in damaged]
-    losses = {task.layout.gpu_uuid: _LossForecast(task, mig, store).losses() for task in tasks}
-    effects = {task.gpu.address: _EffectForecast(task, mig, store).effect() for task in tasks}
+    losses = {task.layout.gpu_uuid: _LossForecast(task, mig, originals).losses() for task in tasks}
+    effects = {task.gpu.address: _EffectForecast(task, mig, originals).effect() for task in tasks}
     return Forecast(losses, {address: effect for address, effect in effects.items() if effect})
 
 

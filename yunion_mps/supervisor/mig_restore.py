@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError, HostError
-from yunion_mps.host.store import Store
+from yunion_mps.gpus.mig_record import MigRecord
+from yunion_mps.gpus.originals import Originals
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Hold, Ledger
@@ -18,7 +19,6 @@ from yunion_mps.planning.mig import Placement
 from yunion_mps.reasons import Reason
 from yunion_mps.supervisor.gpu_settings import once_back
 from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, carry_out
-from yunion_mps.supervisor.mig_record import MigRecord, unreadable
 from yunion_mps.users import NO_USERS, Users, all_of
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def restore(
     layouts: Iterable[MigLayout],
     gpus: Collection[Gpu],
     nvml: Nvml | None,
-    store: Store,
+    originals: Originals,
     left: Iterable[str],
     ledger: Ledger,
     *,
@@ -57,12 +57,12 @@ def restore(
     users = _users(holds)
     busy = {*left, *users}
     layouts = [one for one in layouts if one.restore and one.gpu_uuid in by_uuid]
-    damaged = _damaged(layouts, by_uuid, store)
+    damaged = _damaged(layouts, by_uuid, originals)
     tasks = {}
     for layout in layouts:
         if layout.gpu_uuid in damaged:
             continue
-        gpu, record = by_uuid[layout.gpu_uuid], MigRecord.read(store, layout.gpu_uuid)
+        gpu, record = by_uuid[layout.gpu_uuid], originals.layout(layout.gpu_uuid)
         if record.before is None:
             continue
         if gpu.reason.code in (reasons.GPU_GONE, reasons.GPU_OTHER_DRIVER):
@@ -76,8 +76,8 @@ def restore(
         former = MigLayout(layout.gpu_uuid, record.enabled_before)
         places = _places(record, gpu)
         tasks[layout.gpu_uuid] = LayoutTask(former, gpu, frozenset(busy), users=users, places=places)
-    result = carry_out(tasks.values(), mig, store)
-    _forget_restored(result, tasks, nvml, store, holds)
+    result = carry_out(tasks.values(), mig, originals)
+    _forget_restored(result, tasks, nvml, originals, holds)
     return result._replace(reasons={**result.reasons, **damaged})
 
 
@@ -85,12 +85,12 @@ def _forget_restored(
     result: LayoutResult,
     tasks: Mapping[str, LayoutTask],
     nvml: Nvml,
-    store: Store,
+    originals: Originals,
     holds: Collection[Hold],
 ) -> None:
     """Delete the records of GPUs whose layouts were restored, and log the others; `tasks` by GPU UUID."""
     for uuid, why in result.reasons.items():
-        task, record = tasks[uuid], MigRecord.read(store, uuid)
+        task, record = tasks[uuid], originals.layout(uuid)
         if why:
             what = f"the MIG layout of GPU {task.gpu.address} is not restored: {why}"
             log.error("%s; %s", what, how_to_restore(why, task.gpu, holds))
@@ -98,14 +98,16 @@ def _forget_restored(
         if record.compute_mode and task.layout.enabled != task.gpu.mig_enabled:
             _restore_compute_mode(nvml, task.gpu, record.compute_mode)
         if record.created and task.layout.enabled:
-            MigRecord(created=record.created).write(store, uuid)
+            originals.write_layout(uuid, MigRecord(created=record.created))
         else:
-            store.forget_mig(uuid)
+            originals.forget_layout(uuid)
 
 
-def _damaged(layouts: Iterable[MigLayout], gpus: Mapping[str, Gpu], store: Store) -> dict[str, Reason]:
+def _damaged(
+    layouts: Iterable[MigLayout], gpus: Mapping[str, Gpu], originals: Originals
+) -> dict[str, Reason]:
     """Return, and log, why layouts cannot be restored whose records cannot be read; by GPU UUID."""
-    errors, damaged = unreadable(store), {}
+    errors, damaged = originals.unreadable_layouts(), {}
     for layout in layouts:
         error = errors.get(layout.gpu_uuid)
         if error:
@@ -125,7 +127,7 @@ def _restore_compute_mode(nvml: Nvml, gpu: Gpu, mode: str) -> None:
 
 
 def withdrawn(
-    layouts: Iterable[MigLayout], gpus: Iterable[Gpu], store: Callable[[], Store]
+    layouts: Iterable[MigLayout], gpus: Iterable[Gpu], originals: Callable[[], Originals]
 ) -> tuple[LayoutTask, ...]:
     """Return what cancels the mode changes that only we have requested, for GPUs without a layout.
 
@@ -138,7 +140,7 @@ def withdrawn(
         if is_lost or gpu.uuid in configured or gpu.mig_pending in (None, gpu.mig_enabled):
             continue
         try:
-            record = MigRecord.read(store(), str(gpu.uuid))
+            record = originals().layout(str(gpu.uuid))
         except HostError:
             continue  # which the status reports since the start
         if record.before is not None and record.enabled_before == gpu.mig_enabled:

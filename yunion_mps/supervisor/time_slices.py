@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError
-from yunion_mps.host import store as records
+from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.compute_policy import restore_time_slice, set_time_slice, time_slice_of
 from yunion_mps.inventory.nvml import Nvml
@@ -19,7 +19,7 @@ from yunion_mps.supervisor.gpu_settings import Setting, SettingResult, SettingWo
 from yunion_mps.supervisor.gpus import Gpus
 
 TIME_SLICE = Setting(
-    records.TIME_SLICE,
+    "time_slice",
     "time slice",
     lambda _, uuid, value: set_time_slice(uuid, value),
     lambda _, uuid, value: restore_time_slice(uuid, value),
@@ -78,7 +78,7 @@ class TimeSlices:
         self._compared = {uuid: value for uuid, value in self._compared.items() if uuid in usable}
         self.refusals = {uuid: why for uuid, why in self.refusals.items() if uuid in usable}
         desired = {uuid: value for uuid, value in usable.items() if self._done.get(uuid) != value}
-        recorded = {} if store is None else originals(TIME_SLICE, store)
+        recorded = {} if store is None else originals(TIME_SLICE, Originals(store))
         reachable = {
             gpu.uuid for gpu in self._gpus.inventory.gpus if gpu.reason.code not in reasons.GPU_ABSENT
         }
@@ -119,10 +119,10 @@ class TimeSlices:
             else:
                 unchanged[uuid] = before
         if unchanged:
-            recorded = originals(TIME_SLICE, store)
+            recorded = originals(TIME_SLICE, Originals(store))
             unchanged = {uuid: value for uuid, value in unchanged.items() if uuid not in recorded}
         todo = SettingWork(tuple(changes), work.restore, unchanged)
-        result = carry_out(TIME_SLICE, todo, nvml, store, self._gpus.inventory.gpus)
+        result = carry_out(TIME_SLICE, todo, nvml, Originals(store), self._gpus.inventory.gpus)
         return result._replace(errors={**errors, **result.errors})
 
     def note(self, result: SettingResult) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.errors import HostError, LockedError
+from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import LOCK_WAIT_S, Store
 from yunion_mps.paths import Paths
 
@@ -30,8 +31,9 @@ OpenStore = Callable[[], Store]
 CRASH = """
 import os, signal, sys
 from yunion_mps.paths import Paths
+from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
-Store(Paths(sys.argv[1])).remember("compute_mode", {"GPU-1": "Default", "GPU-2": "Prohibited"})
+Originals(Store(Paths(sys.argv[1]))).remember("compute_mode", {"GPU-1": "Default", "GPU-2": "Prohibited"})
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -59,7 +61,7 @@ def store(paths: Paths) -> Iterator[OpenStore]:
 def note(store: OpenStore, **modes: str) -> None:
     """A daemon that notes the modes and ends; without any, that of one GPU."""
     opened = store()
-    opened.remember("compute_mode", modes or {"GPU-1": "Default"})
+    Originals(opened).remember("compute_mode", modes or {"GPU-1": "Default"})
     opened.close()
 
 
@@ -72,12 +74,12 @@ def error_of(paths: Paths) -> HostError:
 
 def read_modes(paths: Paths) -> dict[str, str]:
     with closing(Store(paths)) as opened:
-        return opened.former("compute_mode")
+        return Originals(opened).of("compute_mode")
 
 
 def test_a_missing_file_is_made_in_a_directory_of_root_s_own(paths: Paths, store: OpenStore) -> None:
     assert not Store.exists(paths)
-    assert store().former("compute_mode") == {}
+    assert Originals(store()).of("compute_mode") == {}
     assert Store.exists(paths)
     assert os.stat(paths.state_directory).st_mode & 0o777 == 0o700
 
@@ -85,24 +87,24 @@ def test_a_missing_file_is_made_in_a_directory_of_root_s_own(paths: Paths, store
 def test_modes_survive_a_killed_daemon(paths: Paths, store: OpenStore) -> None:
     killed = subprocess.run([sys.executable, "-c", CRASH, paths.root], timeout=60, check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert store().former("compute_mode") == {"GPU-1": "Default", "GPU-2": "Prohibited"}
+    assert Originals(store()).of("compute_mode") == {"GPU-1": "Default", "GPU-2": "Prohibited"}
 
 
 def test_the_mode_from_before_our_first_change_is_kept(store: OpenStore) -> None:
     opened = store()
-    opened.remember("compute_mode", {"GPU-1": "Default"})
-    opened.remember("compute_mode", {"GPU-1": "Exclusive_Process", "GPU-2": "Prohibited"})
-    assert opened.former("compute_mode") == {"GPU-1": "Default", "GPU-2": "Prohibited"}
+    Originals(opened).remember("compute_mode", {"GPU-1": "Default"})
+    Originals(opened).remember("compute_mode", {"GPU-1": "Exclusive_Process", "GPU-2": "Prohibited"})
+    assert Originals(opened).of("compute_mode") == {"GPU-1": "Default", "GPU-2": "Prohibited"}
 
 
 def test_a_mode_that_was_restored_is_forgotten_and_can_be_noted_again(store: OpenStore) -> None:
     opened = store()
-    opened.remember("compute_mode", {"GPU-1": "Default", "GPU-2": "Default"})
-    opened.forget("compute_mode", "GPU-1")
-    opened.forget("compute_mode", "GPU-9")
-    assert opened.former("compute_mode") == {"GPU-2": "Default"}
-    opened.remember("compute_mode", {"GPU-1": "Prohibited"})
-    assert opened.former("compute_mode") == {"GPU-1": "Prohibited", "GPU-2": "Default"}
+    Originals(opened).remember("compute_mode", {"GPU-1": "Default", "GPU-2": "Default"})
+    Originals(opened).forget("compute_mode", "GPU-1")
+    Originals(opened).forget("compute_mode", "GPU-9")
+    assert Originals(opened).of("compute_mode") == {"GPU-2": "Default"}
+    Originals(opened).remember("compute_mode", {"GPU-1": "Prohibited"})
+    assert Originals(opened).of("compute_mode") == {"GPU-1": "Prohibited", "GPU-2": "Default"}
 
 
 def rows(paths: Paths) -> list[tuple[str, ...]]:
@@ -117,9 +119,9 @@ def test_modes_of_another_boot_are_ignored_and_deleted_by_the_next_write(
     with closing(sqlite3.connect(paths.store)) as connection, connection:
         rows_of_old = [("GPU-1", "Prohibited", OTHER_BOOT), ("GPU-2", "Prohibited", OTHER_BOOT)]
         connection.executemany("INSERT INTO former_compute_mode VALUES (?, ?, ?)", rows_of_old)
-    assert opened.former("compute_mode") == {}
-    opened.remember("compute_mode", {"GPU-1": "Default"})
-    assert opened.former("compute_mode") == {"GPU-1": "Default"}
+    assert Originals(opened).of("compute_mode") == {}
+    Originals(opened).remember("compute_mode", {"GPU-1": "Default"})
+    assert Originals(opened).of("compute_mode") == {"GPU-1": "Default"}
     assert rows(paths) == [("GPU-1", "Default")]
 
 
@@ -143,7 +145,7 @@ def test_a_file_that_is_not_a_database_is_set_aside_with_modes_copied(
     set_aside = f"{paths.store}.unreadable"
     assert set_aside in opened.rebuilt[0].what
     assert Path(set_aside).read_bytes() == content
-    assert opened.former("compute_mode") == {"GPU-1": "Default"}
+    assert Originals(opened).of("compute_mode") == {"GPU-1": "Default"}
 
 
 def test_no_torn_file_loses_a_mode(paths: Paths, store: OpenStore) -> None:
@@ -157,15 +159,15 @@ def test_no_torn_file_loses_a_mode(paths: Paths, store: OpenStore) -> None:
 
 def test_a_file_that_is_damaged_while_in_use_is_replaced(paths: Paths, store: OpenStore) -> None:
     opened = store()
-    opened.remember("compute_mode", {"GPU-1": "Default"})
+    Originals(opened).remember("compute_mode", {"GPU-1": "Default"})
     opened.write(EVENT, [("one",)])
     with closing(sqlite3.connect(paths.store)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     with open(paths.store, "r+b") as file:
         file.seek(0)
         file.write(b"\xff" * os.stat(paths.store).st_size)
-    opened.remember("compute_mode", {"GPU-2": "Prohibited"})
-    assert opened.former("compute_mode") == {"GPU-1": "Default", "GPU-2": "Prohibited"}
+    Originals(opened).remember("compute_mode", {"GPU-2": "Prohibited"})
+    assert Originals(opened).of("compute_mode") == {"GPU-1": "Default", "GPU-2": "Prohibited"}
     assert f"{paths.store}.unreadable" in opened.rebuilt[0].what
 
 
@@ -185,7 +187,7 @@ def test_no_kill_during_a_checkpoint_makes_a_healthy_file_look_torn(paths: Paths
 
 def test_a_closed_store_refuses_writes_without_damage(paths: Paths, store: OpenStore) -> None:
     opened = store()
-    opened.remember("compute_mode", {"GPU-1": "Default"})
+    Originals(opened).remember("compute_mode", {"GPU-1": "Default"})
     opened.close()
     with pytest.raises(HostError, match="closed database"):
         opened.write(EVENT, [("one",)])
@@ -275,18 +277,18 @@ def test_a_file_that_can_no_longer_be_written_is_an_error(paths: Paths, store: O
     with closing(sqlite3.connect(paths.store)) as connection:
         connection.execute("DROP TABLE former_compute_mode")
     with pytest.raises(HostError) as caught:
-        opened.remember("compute_mode", {"GPU-1": "Default"})
+        Originals(opened).remember("compute_mode", {"GPU-1": "Default"})
     expected = f"the state file {paths.store} cannot be written: no such table: former_compute_mode"
     assert (caught.value.message, caught.value.hint) == (expected, HINT)
     with pytest.raises(HostError, match="cannot be read: no such table"):
-        opened.former("compute_mode")
+        Originals(opened).of("compute_mode")
 
 
 def test_a_locked_file_is_kept_and_the_hint_is_to_end_its_lock(paths: Paths, store: OpenStore) -> None:
     opened = store()
     opened.loop_thread = threading.get_ident()
     with locked(paths), pytest.raises(LockedError, match="cannot be written: database is locked") as caught:
-        opened.remember("compute_mode", {"GPU-1": "Default"})
+        Originals(opened).remember("compute_mode", {"GPU-1": "Default"})
     hint = "end the other process that has locked it, and keep the file"
     assert caught.value.hint == f"{hint}: lslocks | grep {paths.store}"
 
@@ -354,7 +356,7 @@ def test_all_calls_in_an_outage_wait_for_one_deadline(paths: Paths, timed: Store
             for _ in range(10):
                 with pytest.raises(LockedError):
                     write_event(timed)
-                assert timed.former("compute_mode") == {}, "which can be read"
+                assert Originals(timed).of("compute_mode") == {}, "which can be read"
             assert clock.now_s == pytest.approx(outage * LOCK_WAIT_S, rel=0.1)
         if outage == 1:
             write_event(timed)
@@ -369,8 +371,8 @@ def test_all_calls_in_an_outage_wait_for_one_deadline(paths: Paths, timed: Store
 def test_a_short_lock_delays_a_thread_and_fails_nothing(paths: Paths, timed: Store, clock: Clock) -> None:
     with locked(paths) as other:
         clock.then = lambda: other.execute("ROLLBACK") if other.in_transaction else None
-        timed.remember("compute_mode", {"GPU-1": "Default"})
-    assert timed.former("compute_mode") == {"GPU-1": "Default"}
+        Originals(timed).remember("compute_mode", {"GPU-1": "Default"})
+    assert Originals(timed).of("compute_mode") == {"GPU-1": "Default"}
 
 
 def test_a_thread_that_waits_for_a_lock_blocks_no_other(paths: Paths, timed: Store, clock: Clock) -> None:
@@ -378,13 +380,15 @@ def test_a_thread_that_waits_for_a_lock_blocks_no_other(paths: Paths, timed: Sto
     read: list[object] = []
 
     def read_meanwhile() -> None:
-        thread = threading.Thread(target=lambda: read.append(timed.former("compute_mode")), daemon=True)
+        thread = threading.Thread(
+            target=lambda: read.append(Originals(timed).of("compute_mode")), daemon=True
+        )
         thread.start()
         thread.join(60)
 
     clock.then = read_meanwhile
     with locked(paths), pytest.raises(LockedError):
-        timed.remember("compute_mode", {"GPU-1": "Default"})
+        Originals(timed).remember("compute_mode", {"GPU-1": "Default"})
     assert read[:2] == [{}, {}]
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from yunion_mps.host.store import COMPUTE_MODE, TIME_SLICE, Store
+from yunion_mps.gpus.originals import Originals
+from yunion_mps.host.store import MIG, Store
 from yunion_mps.paths import Paths
 
 OTHER_BOOT = "00000000-0000-0000-0000-000000000000"
@@ -24,16 +25,16 @@ class Known(NamedTuple):
 
     modes: Mapping[str, str]
     slices: Mapping[str, str]
-    mig: Mapping[str, str | None]
+    mig: Mapping[str, str]
     limits: Mapping[str, object]
     leases: Mapping[str, str]
 
 
 def known_to(store: Store) -> Known:
     return Known(
-        modes=store.former(COMPUTE_MODE),
-        slices=store.former(TIME_SLICE),
-        mig={uuid: store.recorded_mig(uuid) for uuid in store.gpus_with_mig()},
+        modes=Originals(store).of("compute_mode"),
+        slices=Originals(store).of("time_slice"),
+        mig=store.records(MIG),
         limits={directory: store.recorded_limits(directory) for directory in store.recorded_domains()},
         leases=dict(store.read("SELECT id, value FROM lease")),
     )
@@ -45,19 +46,18 @@ LAST = Known({"GPU-3": "Prohibited"}, {}, {"GPU-1": '{"a":2}', "GPU-4": "{}"}, {
 
 
 def record_first(store: Store) -> None:
-    store.remember(COMPUTE_MODE, FIRST.modes)
-    store.remember(TIME_SLICE, FIRST.slices)
-    store.record_mig("GPU-1", {"a": 1})
+    Originals(store).remember("compute_mode", FIRST.modes)
+    Originals(store).remember("time_slice", FIRST.slices)
+    store.record(MIG, FIRST.mig)
     store.record_limits("/pipe", [1])  # type: ignore[arg-type]
     store.record_lease("a", "{}")
 
 
 def record_last(store: Store) -> None:
-    store.forget(COMPUTE_MODE, "GPU-1")
-    store.remember(COMPUTE_MODE, LAST.modes)
-    store.forget(TIME_SLICE, "GPU-2")
-    store.record_mig("GPU-1", {"a": 2})
-    store.record_mig("GPU-4", {})
+    Originals(store).forget("compute_mode", "GPU-1")
+    Originals(store).remember("compute_mode", LAST.modes)
+    Originals(store).forget("time_slice", "GPU-2")
+    store.record(MIG, LAST.mig)
     store.forget_limits("/pipe")
     store.record_limits("/new", [2])  # type: ignore[arg-type]
     store.read("PRAGMA wal_checkpoint(TRUNCATE)")  # the log has only what follows
@@ -295,7 +295,7 @@ def test_a_file_that_goes_while_it_is_used_is_written_again(paths: Paths, way: s
         content = files(paths)[""]
         record_last(store)
         put(paths, {"": content} if way == "replaced" else {})
-        store.record_mig("GPU-5", {})
+        store.record(MIG, {"GPU-5": "{}"})
         assert known_to(store) == LAST._replace(mig={**LAST.mig, "GPU-5": "{}"})
         assert len(store.rebuilt) == 1
     with closing(Store(paths)) as store:

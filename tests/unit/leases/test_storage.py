@@ -9,7 +9,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from yunion_mps.host.store import Store
+from yunion_mps.gpus.originals import Originals
+from yunion_mps.host.store import MIG, Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.memory_peaks import MemoryPeaks
 from yunion_mps.leases.queue_positions import PROMPT_REPEAT_TIMEOUT_S, REPEAT_TIMEOUT_S, QueuePositions
@@ -114,9 +115,9 @@ def test_columns_of_a_newer_version_are_left_alone(paths: Paths, store: Store, s
     assert {"lease", "event", "mig", "limits_in_effect", "former_compute_mode"} <= {*tables}
     storage.write(B._replace(since_s=7.0))
     assert storage.read() == [A, B._replace(since_s=7.0)]
-    store.remember("compute_mode", {"GPU-1": "Default"})
+    Originals(store).remember("compute_mode", {"GPU-1": "Default"})
     store.record_limits("/pipe", {})
-    store.record_mig("GPU-1", {})
+    store.record(MIG, {"GPU-1": "{}"})
     stored(store, "a")
     peaks = MemoryPeaks(Ledger([TWO]), store)
     peaks.note({ONE: 10})

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from yunion_mps.errors import DriverError
+from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import our_processes
@@ -39,7 +40,7 @@ def test_keep_changes_no_mode_and_notes_none(begin: Begin) -> None:
     made.stop()
     assert modes(host) == ["default", "exclusive_process"]
     store = Store(made.paths)
-    assert store.former("compute_mode") == {}
+    assert Originals(store).of("compute_mode") == {}
     assert our_processes() == []
     store.close()
 
@@ -67,7 +68,7 @@ def test_a_gpu_with_its_original_mode_is_given_up_without_a_change(begin: Begin)
     host, made = begin(two)
     host.divide(2)
     made.reload()
-    assert made.supervisor.store().former("compute_mode").keys() == {host.gpus[0].uuid}
+    assert Originals(made.supervisor.store()).of("compute_mode").keys() == {host.gpus[0].uuid}
     assert modes(host) == ["exclusive_process", "exclusive_process"]
     assert "00:07.0" not in {event.subject for event in made.events if event.kind == "compute_mode"}
 
@@ -137,7 +138,7 @@ def test_a_mode_that_is_not_supported_is_tried_once_and_restored_by_nobody(
     assert modes(host) == ["default", "default"]
     assert "cannot be restored" not in caplog.text
     store = Store(made.paths)
-    assert store.former("compute_mode") == {}
+    assert Originals(store).of("compute_mode") == {}
     store.close()
 
 

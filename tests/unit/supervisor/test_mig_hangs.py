@@ -90,7 +90,7 @@ def test_a_layout_makes_no_step_once_a_stop_has_begun(mig_host: MakeMigHost) -> 
     host = mig_host()
     host.apply("3g.40gb")
     task = LayoutTask(host.layout("all-1g.10gb"), host.gpu, NOTHING_BUSY)
-    result = carry_out([task], host.mig, host.store, lambda: True)
+    result = carry_out([task], host.mig, host.originals, lambda: True)
     assert result.reasons[str(host.gpu.uuid)].code == reasons.BUSY
     assert host.has == "1 x 3g.40gb"
 
@@ -123,7 +123,7 @@ def test_a_change_between_applying_and_the_scan_is_noticed(begun: Begun, change:
     tasks = made.supervisor.layout_tasks(set())
     nvml, gpu = made.supervisor.nvml, host.gpus[0]
     assert isinstance(nvml, Nvml)
-    result = made.supervisor.layouts.apply(tasks, nvml, made.supervisor.store())
+    result = made.supervisor.layouts.apply(tasks, nvml, made.supervisor.originals())
     big = next(one for one in gpu.mig_devices() if one.profile == "3g.40gb")
     if change != "created":
         gpu.end_instances(big.gpu_instance)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
 from yunion_mps import reasons
 from yunion_mps.errors import HostError
+from yunion_mps.gpus.mig_record import MigIntent, MigRecord
+from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
@@ -17,7 +18,6 @@ from yunion_mps.mig import DISABLED
 from yunion_mps.paths import Paths
 from yunion_mps.planning.mig import describe, layout_profiles
 from yunion_mps.supervisor.mig import LayoutTask, carry_out
-from yunion_mps.supervisor.mig_record import MigIntent, MigRecord
 
 from unit.mig_host import NOTHING_BUSY, MakeMigHost, MigHost
 
@@ -48,10 +48,10 @@ def killed_at(host: MigHost, step: int, *names: str) -> bool:
     if pid == 0:
         try:
             counter = [0]
-            store = Store(Paths(str(host.sim.root)))
+            originals = Originals(Store(Paths(str(host.sim.root))))
             with Nvml() as nvml:
                 mig: Any = _Kill(Mig(nvml), counter, step)
-                killing: Any = _Kill(store, counter, step)
+                killing: Any = _Kill(originals, counter, step)
                 carry_out([LayoutTask(host.layout(*names), host.gpu, NOTHING_BUSY)], mig, killing)
         finally:
             os._exit(0)
@@ -75,7 +75,7 @@ def test_after_a_kill_at_any_step_the_next_daemon_finishes(
     step = 0
     while True:
         host.sim.gpus[0].mig = False
-        host.store.forget_mig(str(host.gpu.uuid))
+        host.originals.forget_layout(str(host.gpu.uuid))
         if before:
             assert host.apply(*before) == ""
         step += 1
@@ -105,7 +105,7 @@ def test_a_kill_never_makes_an_instance_of_another_program_ours(
     step = 0
     while True:
         host.sim.gpus[0].mig = True
-        host.store.forget_mig(str(host.gpu.uuid))
+        host.originals.forget_layout(str(host.gpu.uuid))
         other = host.sim.create_mig_devices(0, "1g.10gb")[0]
         if before:
             assert host.apply("2g.20gb") == ""
@@ -123,7 +123,7 @@ def test_an_instance_that_replaces_one_of_ours_after_a_kill_is_not_ours(mig_host
     step = 0
     while True:
         host.sim.gpus[0].mig = True
-        host.store.forget_mig(str(host.gpu.uuid))
+        host.originals.forget_layout(str(host.gpu.uuid))
         assert host.apply("7g.80gb") == ""
         step += 1
         if not killed_at(host, step, "3g.40gb"):
@@ -138,14 +138,14 @@ def test_an_instance_that_replaces_one_of_ours_after_a_kill_is_not_ours(mig_host
 def test_an_instance_is_ours_although_only_its_intent_could_be_recorded(mig_host: MakeMigHost) -> None:
     """The disk is full as soon as the driver has created it."""
     host = mig_host()
-    store = _FullDisk(host.store)
+    full = _FullDisk(host.originals)
     task = LayoutTask(host.layout("3g.40gb"), host.gpu, NOTHING_BUSY)
     layout_writes = []
     for writes in range(1, 10):
         host.sim.gpus[0].mig = False
-        host.store.forget_mig(str(host.gpu.uuid))
-        store.writes_left = writes
-        result = carry_out([task._replace(gpu=host.gpu)], host.mig, cast(Store, store))
+        host.originals.forget_layout(str(host.gpu.uuid))
+        full.writes_left = writes
+        result = carry_out([task._replace(gpu=host.gpu)], host.mig, cast(Originals, full))
         why = result.reasons[str(host.gpu.uuid)]
         layout_writes.append(why.code)
         assert host.apply("3g.40gb") == "", writes
@@ -159,18 +159,18 @@ def test_an_instance_is_ours_although_only_its_intent_could_be_recorded(mig_host
 class _FullDisk:
     """A state file whose disk is full after some writes."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, originals: Originals) -> None:
+        self._originals = originals
         self.writes_left = 0
 
-    def record_mig(self, gpu_uuid: str, value: Mapping[str, object]) -> None:
+    def write_layout(self, uuid: str, record: MigRecord) -> None:
         if not self.writes_left:
             raise HostError("the state file cannot be written: database or disk is full")
         self.writes_left -= 1
-        self._store.record_mig(gpu_uuid, value)
+        self._originals.write_layout(uuid, record)
 
-    def recorded_mig(self, gpu_uuid: str) -> object:
-        return self._store.recorded_mig(gpu_uuid)
+    def layout(self, uuid: str) -> MigRecord:
+        return self._originals.layout(uuid)
 
 
 @pytest.mark.parametrize("cause", ["before", "complete", "elsewhere"])
@@ -183,10 +183,11 @@ def test_an_intent_claims_only_a_new_empty_instance_at_its_place(mig_host: MakeM
     if cause == "complete":
         host.mig.create_compute(str(host.gpu.uuid), number)
     before = (number,) if cause == "before" else ()
-    MigRecord(intent=MigIntent(profile.name, start, before)).write(host.store, str(host.gpu.uuid))
+    record = MigRecord(intent=MigIntent(profile.name, start, before))
+    host.originals.write_layout(str(host.gpu.uuid), record)
     assert host.apply("7g.80gb").code == reasons.MIG_FOREIGN_INSTANCE
     assert [one.id for one in host.gpu.mig_instances] == [number]
-    assert MigRecord.read(host.store, str(host.gpu.uuid)).intent is None
+    assert host.originals.layout(str(host.gpu.uuid)).intent is None
 
 
 def test_a_refused_creation_leaves_no_intent_for_another_programs_instance(mig_host: MakeMigHost) -> None:

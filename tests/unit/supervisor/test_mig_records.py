@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps import reasons
+from yunion_mps.host.store import MIG
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.service.offline import restore as restore_offline
 from yunion_mps.supervisor.event_log import RECORDS_LOST
@@ -43,7 +44,7 @@ def test_no_layout_changes_on_a_gpu_whose_record_cannot_be_read(mig_host: MakeMi
     assert why.code == reasons.MIG_RECORD_DAMAGED
     assert "which MIG instances the daemon created" in why
     assert host.has == "1 x 3g.40gb"
-    assert host.store.recorded_mig(uuid) == text
+    assert host.store.records(MIG)[uuid] == text
 
 
 def test_a_layout_is_not_restored_and_says_so_if_its_record_is_damaged(
@@ -53,7 +54,7 @@ def test_a_layout_is_not_restored_and_says_so_if_its_record_is_damaged(
     host.apply("3g.40gb")
     damage(host)
     layout = host.layout("3g.40gb", restore=True)
-    result = restore([layout], [host.gpu], host.nvml, host.store, (), Ledger(), keeps_requests=True)
+    result = restore([layout], [host.gpu], host.nvml, host.originals, (), Ledger(), keeps_requests=True)
     assert result.reasons[str(host.gpu.uuid)].code == reasons.MIG_RECORD_DAMAGED
     assert "the MIG layout of GPU 00:06.0 is not restored: the record of which MIG" in caplog.text
     assert host.has == "1 x 3g.40gb"
@@ -63,11 +64,11 @@ def test_nothing_is_forecast_or_withdrawn_by_a_damaged_record(mig_host: MakeMigH
     host = mig_host([{"kind": "a100"}])
     assert host.apply("3g.20gb").code == reasons.MIG_RESET_REQUIRED
     task = LayoutTask(host.layout("3g.20gb"), host.gpu, NOTHING_BUSY)
-    assert withdrawn([], [host.gpu], lambda: host.store)
-    assert make_forecast([task], host.mig, host.store).effects
+    assert withdrawn([], [host.gpu], lambda: host.originals)
+    assert make_forecast([task], host.mig, host.originals).effects
     damage(host)
-    assert withdrawn([], [host.gpu], lambda: host.store) == ()
-    assert make_forecast([task], host.mig, host.store) == Forecast()
+    assert withdrawn([], [host.gpu], lambda: host.originals) == ()
+    assert make_forecast([task], host.mig, host.originals) == Forecast()
 
 
 def spoil(made: Supervised, text: str = "{}") -> None:

@@ -22,7 +22,9 @@ from unit.mig_host import MakeMigHost, MigHost
 def restored(host: MigHost, *names: str, keeps_requests: bool = True, used: tuple[str, ...] = ()) -> str:
     """Restore, as a stop or `--restore` does, what was before this layout; return why it is not restored."""
     layout, ledger = host.layout(*names, restore=True), recorded_ledger(host.store)
-    result = restore([layout], [host.gpu], host.nvml, host.store, used, ledger, keeps_requests=keeps_requests)
+    result = restore(
+        [layout], [host.gpu], host.nvml, host.originals, used, ledger, keeps_requests=keeps_requests
+    )
     return result.reasons.get(str(host.gpu.uuid), "")
 
 
@@ -41,7 +43,7 @@ def test_the_layout_from_before_is_restored_only_if_so_configured(
     had = (host.gpu.mig_enabled, places(host))
     host.apply("all-2g.20gb", force=True)
     stays = host.layout("all-2g.20gb")
-    restore([stays], [host.gpu], host.nvml, host.store, (), Ledger(), keeps_requests=True)
+    restore([stays], [host.gpu], host.nvml, host.originals, (), Ledger(), keeps_requests=True)
     assert host.has.endswith("3 x 2g.20gb")
     assert restored(host, "all-2g.20gb") == ""
     assert (host.gpu.mig_enabled, places(host)) == had
@@ -140,16 +142,16 @@ def test_nothing_is_recorded_of_a_mode_that_is_off_again_already(mig_host: MakeM
     host.apply("all-2g.20gb")
     host.sim.gpus[0].mig = False
     assert restored(host, "all-2g.20gb") == ""
-    assert host.store.recorded_mig(str(host.gpu.uuid)) is None
+    assert host.originals.gpus() == set()
 
 
 def test_no_mode_change_of_a_lost_gpu_is_cancelled(mig_host: MakeMigHost) -> None:
     host = mig_host([{"kind": "a100"}])
     host.apply("all-1g.5gb")
-    (task,) = withdrawn([], [host.gpu], lambda: host.store)
+    (task,) = withdrawn([], [host.gpu], lambda: host.originals)
     assert (task.layout.enabled, task.withdrawn) == (False, True)
     lost = host.gpu._replace(reason=reasons.Reason("it is lost", reasons.GPU_LOST))
-    assert withdrawn([], [lost], lambda: host.store) == ()
+    assert withdrawn([], [lost], lambda: host.originals) == ()
 
 
 def test_a_mode_from_before_the_first_change_is_not_cancelled(mig_host: MakeMigHost) -> None:
@@ -159,7 +161,7 @@ def test_a_mode_from_before_the_first_change_is_not_cancelled(mig_host: MakeMigH
     host.sim.gpus[0].reset()
     host.sim.run(["nvidia-smi", "-i", "0", "-mig", "1"], check=True)
     assert (host.gpu.mig_enabled, host.gpu.mig_pending) == (False, True)
-    assert withdrawn([], [host.gpu], lambda: host.store) == ()
+    assert withdrawn([], [host.gpu], lambda: host.originals) == ()
     assert restored(host, "all-1g.5gb") == "MIG mode will be on after the next reset of the GPU"
 
 
@@ -171,7 +173,9 @@ def test_an_instance_whose_profile_no_longer_exists_is_not_restored(mig_host: Ma
     profiles = tuple(one for one in host.gpu.mig_profiles if one.name != "1g.10gb+me")
     gpu, layout = host.gpu._replace(mig_profiles=profiles), host.layout("all-7g.80gb", restore=True)
     assert not any(
-        restore([layout], [gpu], host.nvml, host.store, (), Ledger(), keeps_requests=True).reasons.values()
+        restore(
+            [layout], [gpu], host.nvml, host.originals, (), Ledger(), keeps_requests=True
+        ).reasons.values()
     )
     assert host.has == "1 x 3g.40gb"
 
@@ -217,7 +221,7 @@ def test_a_driver_that_does_not_answer_is_the_reason(mig_host: MakeMigHost) -> N
     host.apply("all-3g.40gb")
     layout, gpu = host.layout("all-3g.40gb", restore=True), host.gpu
     host.sim.fail("nvmlDeviceGetMigMode", "unknown")
-    result = restore([layout], [gpu], host.nvml, host.store, (), Ledger(), keeps_requests=True)
+    result = restore([layout], [gpu], host.nvml, host.originals, (), Ledger(), keeps_requests=True)
     assert result.reasons[str(gpu.uuid)].code == reasons.MIG_REFUSED
 
 

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from yunion_mps.errors import YunionError
+from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
 from yunion_mps.paths import ROOT_VARIABLE, Paths
 
@@ -127,7 +128,7 @@ class Modes(RuleBasedStateMachine):
 
     def _recorded(self) -> dict[str, str]:
         with contextlib.closing(Store(Paths(str(self.host.root)))) as store:
-            return {uuid: mode.lower() for uuid, mode in store.former("compute_mode").items()}
+            return {uuid: mode.lower() for uuid, mode in Originals(store).of("compute_mode").items()}
 
     def teardown(self) -> None:
         try:

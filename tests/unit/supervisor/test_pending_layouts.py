@@ -174,7 +174,7 @@ def test_a_plan_lists_no_losses_of_a_gpu_that_was_just_lost(begin: Begun) -> Non
     preflight = run_preflight(work.made.paths, supervisor.nvml)
     plan, _ = supervisor.desired.plan_for(preflight, work.ledger.lease_waits)
     assert supervisor.nvml
-    store = supervisor.store()
+    store = supervisor.originals()
     losses = supervisor.layouts.forecast(plan, preflight.inventory, (), supervisor.nvml, store).losses
     assert plan.layouts[1].gpu_uuid == work.host.gpus[1].uuid
     assert losses.keys() == {work.host.gpus[0].uuid}

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from yunion_mps.enums import FREE, LEASED, MPS, PENDING, TIME_SLICING, UNAVAILABLE
+from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, candidates_of
@@ -321,7 +322,7 @@ def test_a_time_slice_that_is_already_set_is_recorded_as_the_original(begin: Beg
     host, made = begin(TWO, shared("default"), SHARED)
     assert "gpu" not in {event.kind for event in made.events}, "it is not set"
     store = Store(made.paths)
-    assert store.former("time_slice") == {host.gpus[0].uuid: "default"}
+    assert Originals(store).of("time_slice") == {host.gpus[0].uuid: "default"}
     store.close()
     host.gpus[0].time_slice = host.gpus[1].time_slice = "long"
     made.supervisor.modes.time_slices.compare()
@@ -339,7 +340,7 @@ def test_a_stop_does_not_report_an_original_time_slice(
     host.gpus[1].remove_process(os.getpid())
     assert "time slice" not in caplog.text
     store = Store(made.paths)
-    assert store.former("time_slice") == {}
+    assert Originals(store).of("time_slice") == {}
     store.close()
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from yunion_mps.errors import HostError
-from yunion_mps.host.store import Store
 from yunion_mps.mig import MigInstance
 from yunion_mps.reasons import MIG_RECORD_DAMAGED, hint_of
 
@@ -45,14 +44,8 @@ class MigRecord(NamedTuple):
     intent: MigIntent | None = None
 
     @classmethod
-    def read(cls, store: Store, gpu_uuid: str) -> MigRecord:
-        """Return the record; an empty one, which owns no instance, if there is none.
-
-        Raises HostError if it cannot be read: then it is unknown what is ours, and what was there before.
-        """
-        text = store.recorded_mig(gpu_uuid)
-        if text is None:
-            return cls()
+    def from_text(cls, text: str) -> MigRecord:
+        """Parse a record; raises HostError if it cannot be read."""
         try:
             value = json.loads(text)
             before, created = value["before"], _instances_in(value["created"])
@@ -63,26 +56,15 @@ class MigRecord(NamedTuple):
             what = "the record of which MIG instances the daemon created and found cannot be read"
             raise HostError(what, hint_of(MIG_RECORD_DAMAGED), MIG_RECORD_DAMAGED) from None
 
-    def write(self, store: Store, gpu_uuid: str) -> None:
+    def to_json(self) -> dict[str, object]:
         intent = self.intent._asdict() if self.intent else None
-        store.record_mig(gpu_uuid, {**self._asdict(), "intent": intent})
+        return {**self._asdict(), "intent": intent}
 
     def owns(self, instance: MigInstance) -> bool:
         """Whether we created it."""
         if self.intent and self.intent.is_for(instance):
             return True
         return any(one.is_same(instance) for one in self.created)
-
-
-def unreadable(store: Store) -> dict[str, HostError]:
-    """Return the errors of records that cannot be read, by GPU UUID; raises HostError if none can."""
-    errors = {}
-    for uuid in store.gpus_with_mig():
-        try:
-            MigRecord.read(store, uuid)
-        except HostError as error:
-            errors[uuid] = error
-    return errors
 
 
 def _instances_in(rows: Iterable[Iterable[Any]]) -> tuple[MigInstance, ...]:
