@@ -90,7 +90,7 @@ class Supervised:
         nvml = self.supervisor.nvml
         preflight = run_preflight(self.paths, nvml, confirms_replacements=True, creates_directories=True)
         changes = self.supervisor.accept(preflight, self.lease_waits)
-        self.set_modes()
+        self.reconcile()
         self.supervisor.apply(time.monotonic())
         return changes
 
@@ -105,11 +105,13 @@ class Supervised:
         """As a reload of the daemon does: until every domain is ready or has said why it is not."""
         changes = self.accept()
         drive(self.supervisor, lambda: self.supervisor.fleet.started)
-        self.set_modes()
+        self.reconcile()
         return changes
 
-    def set_modes(self) -> None:
-        self.supervisor.note_modes(self.supervisor.set_modes(self.supervisor.mode_work()))
+    def reconcile(self) -> None:
+        """Set and restore the settings of GPUs that are due, as each poll does."""
+        if due := self.supervisor.settings_due():
+            self.supervisor.settings.reconcile(due, self.supervisor.nvml)
 
     def until(self, done: Callable[[], bool]) -> None:
         end_s = time.monotonic() + PATIENCE_S

@@ -31,7 +31,7 @@ from yunion_mps.config.values import (
     MAX_TIME_SLICED_DEVICES,
     SHARING_KEYS,
     InvalidValueError,
-    Kind,
+    ValueKind,
     boolean,
     decimal_number,
     layout,
@@ -114,7 +114,7 @@ _VALID_WITH = {
     "thread_overcommit": ("slices", "memory_unit"),
 }
 
-_SLICE_KINDS: dict[str, Kind] = {
+_SLICE_KINDS: dict[str, ValueKind] = {
     "memory": memory(1),
     "thread_percentage": decimal_number(0.1, 100, decimals=1),
     "priority": one_of(*PRIORITIES),
@@ -408,7 +408,7 @@ class _Reader(MappingReader):
                 types = [f"type: {ENTRY_TYPES[sharing]}" for sharing, keys in _VALID.items() if name in keys]
                 self._report(nodes[name].key, what, f"write {' or '.join(types)}, or remove it")
 
-    def _read_required(self, item: Node, name: str, kind: Kind, nodes: Nodes, sharing: str = MPS) -> Any:
+    def _read_required(self, item: Node, name: str, kind: ValueKind, nodes: Nodes, sharing: str = MPS) -> Any:
         if name not in nodes:
             alternatives = _DIVIDING if name in _DIVIDING else (name,)
             if not any(_misspelt(alternative, nodes, _KEYS) for alternative in alternatives):

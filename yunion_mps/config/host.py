@@ -24,7 +24,7 @@ from yunion_mps.config.values import (
     SHARING_KEYS,
     InvalidValueError,
     Key,
-    Kind,
+    ValueKind,
     absolute_path,
     boolean,
     endpoint,
@@ -262,7 +262,7 @@ def _with_value(config: Config, name: str, value: Any, source: Source) -> Config
     return config._replace(**{name: value}, sources=sources)
 
 
-def _kind(name: str, config: Config) -> Kind:
+def _kind(name: str, config: Config) -> ValueKind:
     if name == "cuda_mps_replicas":
         return whole_number(1, max_devices(config.cuda_mps_max_clients))
     return KEYS[name].kind

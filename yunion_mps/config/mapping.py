@@ -17,7 +17,7 @@ from yunion_mps.config.document import (
     quote,
     without_look_alikes,
 )
-from yunion_mps.config.values import InvalidValueError, Kind
+from yunion_mps.config.values import InvalidValueError, ValueKind
 from yunion_mps.errors import Problem
 from yunion_mps.settings import Mistake, Source
 
@@ -116,7 +116,7 @@ class MappingReader:
             if name not in valid and name != reported:
                 self._report_mistake(pair.key, _unknown_key(name, valid, owner))
 
-    def _read_optional(self, name: str, kind: Kind, nodes: Nodes) -> Any:
+    def _read_optional(self, name: str, kind: ValueKind, nodes: Nodes) -> Any:
         """Return the value; None if it is missing, or invalid, which is reported."""
         if name not in nodes:
             return None

@@ -71,13 +71,13 @@ class InvalidValueError(Exception):
 
 #: Converts the node of a key to its value, or raises InvalidValueError: so do all functions here that accept
 #: values.
-Kind = Callable[[str, Node], Any]
+ValueKind = Callable[[str, Node], Any]
 
 
 class Key(NamedTuple):
     """One of our keys."""
 
-    kind: Kind
+    kind: ValueKind
     default: Any
     #: Its purpose, for help and documentation.
     help: str
@@ -101,7 +101,7 @@ def boolean(key: str, node: Node) -> bool:
     raise InvalidValueError(key, node, "not true or false", f"write {key}: true or {key}: false")
 
 
-def whole_number(lowest: int, highest: int) -> Kind:
+def whole_number(lowest: int, highest: int) -> ValueKind:
     """Accept whole numbers within inclusive bounds, also in quotes."""
 
     def kind(key: str, node: Node) -> int:
@@ -120,7 +120,7 @@ def whole_number(lowest: int, highest: int) -> Kind:
     return kind
 
 
-def decimal_number(lowest: float, highest: float, decimals: int) -> Kind:
+def decimal_number(lowest: float, highest: float, decimals: int) -> ValueKind:
     """Accept numbers within inclusive bounds, with at most this many decimals, also in quotes."""
 
     def kind(key: str, node: Node) -> float:
@@ -140,7 +140,7 @@ def decimal_number(lowest: float, highest: float, decimals: int) -> Kind:
     return kind
 
 
-def memory(lowest_mib: int) -> Kind:
+def memory(lowest_mib: int) -> ValueKind:
     """Accept amounts of memory with a unit, `8GiB` or `8192MiB`; the value is in MiB."""
 
     def kind(key: str, node: Node) -> int:
@@ -156,7 +156,7 @@ def memory(lowest_mib: int) -> Kind:
     return kind
 
 
-def one_of(*choices: str) -> Kind:
+def one_of(*choices: str) -> ValueKind:
     """Accept one of these words."""
 
     def kind(key: str, node: Node) -> str:
@@ -200,7 +200,7 @@ def textfile(key: str, node: Node) -> str:
 _KERNEL_FILE_SYSTEMS = ("/proc/", "/sys/")
 
 
-def own_directory(example: str) -> Kind:
+def own_directory(example: str) -> ValueKind:
     """Accept paths of directories that no other software uses."""
 
     def kind(key: str, node: Node) -> str:

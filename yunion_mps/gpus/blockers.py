@@ -7,6 +7,7 @@ there is one, from the state file: `recorded_ledger` of `leases/storage`), from 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from copy import copy
 from typing import NamedTuple
 
 from yunion_mps.enums import NOT_SHARED, TIME_SLICING
@@ -134,6 +135,12 @@ class Blockers:
             left=left,
             processes=processes,
         )
+
+    def with_processes(self, processes: Mapping[str, Collection[int]]) -> Blockers:
+        """Return the same with these PIDs of all processes that use each GPU."""
+        blockers = copy(self)
+        blockers._processes = processes  # noqa: SLF001 - it is of the same class
+        return blockers
 
     def against(self, uuid: str, needs: Needs) -> KeptBy:
         """Return what keeps the GPU (UUID) as it is, of what a step `needs`.

@@ -40,21 +40,6 @@ def set_time_slice(uuid: str, name: str) -> None:
         raise _error(f"the time slice is {actual} after it was set to {name}")
 
 
-def restore_time_slice(uuid: str, name: str) -> bool:
-    """Set the GPU's time slice if it differs, and return whether it did.
-
-    Raises DriverError if it is not in effect.
-    """
-    try:
-        differs = time_slice_of(uuid) != name
-        if differs:
-            set_time_slice(uuid, name)
-    except DriverError as error:
-        hint = f"see why: nvidia-smi compute-policy -i {uuid} --list; then run: yunion-mps-daemon --restore"
-        raise DriverError(error.message, hint, error.code) from None
-    return differs
-
-
 def _run(uuid: str, *options: str) -> str:
     """Run `nvidia-smi compute-policy` for the GPU and return its output; raises DriverError."""
     try:

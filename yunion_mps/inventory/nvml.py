@@ -209,23 +209,22 @@ class Nvml:
         """Set the GPU's compute mode and read it back; raises DriverError if it is not in effect."""
         _set_mode(handle_of(uuid), mode)
 
-    def restore_compute_mode(self, uuid: str, mode: str) -> bool:
-        """Set the GPU's compute mode if it differs, and read it back; return whether it differed.
+    def compute_mode_of(self, uuid: str) -> str:
+        """Return the GPU's compute mode; raises DriverError.
+
+        If no thread can be started, a call that may hang is better than a mode that is not restored.
+        """
+        return self.deadline.call(lambda: _mode(handle_of(uuid)), may_hang=True)
+
+    def restore_compute_mode(self, uuid: str, mode: str) -> None:
+        """Set the GPU's original compute mode and read it back; raises DriverError.
 
         If no thread can be started, a call that may hang is better than a mode that is not restored.
 
         Raises DriverError if the mode is not in effect; its code is MIG_ENABLED if the mode is impossible
         until MIG mode is switched off.
         """
-
-        def restore() -> bool:
-            handle = handle_of(uuid)
-            differs = _mode(handle) != mode
-            if differs:
-                _set_mode(handle, mode)
-            return differs
-
-        return self.deadline.call(restore, may_hang=True)
+        self.deadline.call(lambda: _set_mode(handle_of(uuid), mode), may_hang=True)
 
     def _gpu(self, index: int, known: Mapping[str, Gpu]) -> Gpu:
         handle = call_driver(pynvml.nvmlDeviceGetHandleByIndex, index)

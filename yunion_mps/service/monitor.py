@@ -1,4 +1,4 @@
-"""The monitor: polls the GPUs, immediately if the driver reports an event, and sets compute modes."""
+"""The monitor: polls the GPUs, immediately if the driver reports an event, and reconciles."""
 
 from __future__ import annotations
 
@@ -156,14 +156,15 @@ class Monitor:
             supervisor.end_condition(ABOUT_DRIVER)
             supervisor.check_pipe_directories()
             supervisor.jobs.update(processes, began_s)
+            supervisor.settings.note_processes(processes)
             supervisor.update_gpus(inventory, loop.time())
             self._usage.record(processes, load, began_s)
             self._instances.note(processes)
             self._renew_events(inventory)
         if time.monotonic() >= self._compare_s:
             self._compare_s = time.monotonic() + COMPARE_S
-            supervisor.modes.time_slices.compare()
-        await self._reloader.set_modes()
+            supervisor.settings.reconciler.compare()
+        await self._reloader.reconcile()
         await self._reloader.apply_layouts()
 
     async def _measure(self) -> None:

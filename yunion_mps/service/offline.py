@@ -6,13 +6,17 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from yunion_mps.config import load
-from yunion_mps.enums import STOPPED, TIME_SLICES
+from yunion_mps.enums import STOPPED
 from yunion_mps.errors import DriverError, HostError, YunionError
-from yunion_mps.gpus.blockers import gpus_of
+from yunion_mps.gpus.absent import gpu_label, report_absent
+from yunion_mps.gpus.blockers import Blockers, gpus_of
+from yunion_mps.gpus.compute_mode import COMPUTE_MODE
+from yunion_mps.gpus.kind import Kind
 from yunion_mps.gpus.originals import Originals
+from yunion_mps.gpus.reconciler import Reconciler, Restoration, Results, recorded
 from yunion_mps.host.proc import environment_of, program_of
 from yunion_mps.host.processes import Watchable, drive, earliest
 from yunion_mps.host.store import Store
@@ -39,25 +43,10 @@ from yunion_mps.mps.rollover import OrphanedServers
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import below_root
 from yunion_mps.reasons import GPU_GONE, GPU_LOST, GPU_OTHER_DRIVER, MIG_ENABLED
-from yunion_mps.supervisor.compute_modes import (
-    COMPUTE_MODE,
-    changed_slices_held_by_jobs,
-    held_by_jobs,
-    leased_without_mps,
-)
-from yunion_mps.supervisor.gpu_settings import (
-    Setting,
-    SettingResult,
-    name_of,
-    originals,
-    report_absent,
-    restore_unused,
-)
 from yunion_mps.supervisor.mig import carry_out
 from yunion_mps.supervisor.mig_restore import how_to_restore, withdrawn
 from yunion_mps.supervisor.mig_restore import restore as restore_layouts
 from yunion_mps.supervisor.preflight import Preflight, left_running, run_preflight
-from yunion_mps.supervisor.time_slices import TIME_SLICE
 from yunion_mps.supervisor.unit_access import unit_problems, unit_warnings
 
 log = logging.getLogger("yunion_mps.daemon")
@@ -121,30 +110,22 @@ def _restore(paths: Paths, store: Store) -> int:
     processes = left_running(store, leased=ledger.ways_kept().keys())
     gpus = _known_gpus(paths)
     layouts_restored = _restore_layouts(paths, store, gpus_of(processes), ledger)
-    held = _held_by_jobs(store, gpus, ledger)
-    used = {COMPUTE_MODE: {*gpus_of(processes), *held[COMPUTE_MODE]}, TIME_SLICE: held[TIME_SLICE]}
-    results = {
-        setting: restore_unused(setting, Originals(store), None, used[setting], gpus) for setting in used
-    }
+    originals, reconciler = Originals(store), Reconciler()
+    blockers = Blockers.of(ledger, gpus=gpus, left=gpus_of(processes))
+    restoration = reconciler.restore(originals, gpus, None, blockers)
     for process in processes:
         log.error(
             "%s is still running in %s; end it: kill -9 %d", process, process.pipe_directory, process.pid
         )
-    impossible = _only({GPU_GONE, GPU_OTHER_DRIVER, MIG_ENABLED}, results)
+    impossible = _impossible(restoration.results)
     report_absent(impossible, gpus)
     is_left = False
-    for setting, result in results.items():
-        for uuid, value in originals(setting, Originals(store)).items():
-            if uuid in impossible[setting].not_restored:
-                continue
-            is_left = True
-            how = f"restore it: {_command(setting, uuid, value)}"
-            if uuid in result.not_restored and result.not_restored[uuid].code == GPU_LOST:
-                how = f"reset the GPU (nvidia-smi --gpu-reset -i {uuid}) or reboot the host, then {how}"
-            if uuid in held[setting]:
-                how = _ONCE_UNUSED
-            what = f"the {setting.label} of {name_of(uuid, gpus)} differs from the original"
-            log.error("%s; %s", what, how)
+    for kind in reconciler.kinds:
+        for uuid, value in recorded(originals, [kind])[kind.name].items():
+            if uuid not in impossible.get(kind.label, {}):
+                is_left = True
+                what = f"the {kind.label} of {gpu_label(uuid, gpus)} differs from the original"
+                log.error("%s; %s", what, _how_to_restore(kind, uuid, value, restoration))
     if store.has_lost_records:
         log.error(
             "the original compute modes, time slices and MIG layouts are unknown, because the state file was "
@@ -153,7 +134,7 @@ def _restore(paths: Paths, store: Store) -> int:
         return 1
     if processes or is_left or not layouts_restored:
         return 1
-    if any(result.not_restored for result in impossible.values()):
+    if impossible:
         log.info("everything else is restored, and no control daemon is running")
     else:
         means = "no control daemon is running, and the GPUs have their original settings"
@@ -161,20 +142,27 @@ def _restore(paths: Paths, store: Store) -> int:
     return 0
 
 
-def _only(codes: Collection[str], results: Mapping[Setting, SettingResult]) -> dict[Setting, SettingResult]:
-    """Return the results with only those values that could not be restored for one of these reasons."""
-    chosen = {}
-    for setting, result in results.items():
-        errors = {uuid: error for uuid, error in result.not_restored.items() if error.code in codes}
-        chosen[setting] = result._replace(not_restored=errors)
-    return chosen
+def _impossible(results: Results) -> dict[str, dict[str, YunionError]]:
+    """Return what cannot be restored now, however often it is tried, as `Results.not_restored` does."""
+    codes = {GPU_GONE, GPU_OTHER_DRIVER, MIG_ENABLED}
+    impossible = {}
+    for label, errors in results.not_restored().items():
+        lasting = {uuid: error for uuid, error in errors.items() if error.code in codes}
+        if lasting:
+            impossible[label] = lasting
+    return impossible
 
 
-def _command(setting: Setting, uuid: str, value: str) -> str:
-    """Return the command by which the operator sets the value."""
-    if setting == TIME_SLICE:
-        return f"nvidia-smi compute-policy -i {uuid} --set-timeslice {TIME_SLICES.index(value)}"
-    return f"nvidia-smi -i {uuid} -c {value.upper()}"
+def _how_to_restore(kind: Kind, uuid: str, value: str, restoration: Restoration) -> str:
+    """Return what the operator has to do about a setting that could not be restored."""
+    for look, kept_by in restoration.pending.items():
+        if look.key == (kind.name, uuid) and kept_by.users:
+            return _ONCE_UNUSED
+    how = f"restore it: {kind.command(uuid, value)}"
+    error = restoration.results.not_restored().get(kind.label, {}).get(uuid)
+    if error and error.code == GPU_LOST:
+        return f"reset the GPU (nvidia-smi --gpu-reset -i {uuid}) or reboot the host, then {how}"
+    return how
 
 
 def _known_gpus(paths: Paths) -> tuple[Gpu, ...]:
@@ -186,26 +174,6 @@ def _known_gpus(paths: Paths) -> tuple[Gpu, ...]:
     except DriverError:  # which is reported where a setting is restored
         inventory = scanner.scan_sysfs()
     return with_served(inventory, load_served(paths).gpus).gpus
-
-
-def _held_by_jobs(store: Store, gpus: Collection[Gpu], ledger: Ledger) -> dict[Setting, set[str]]:
-    """Return the UUIDs of the GPUs whose compute modes, and of those whose time slices, jobs need.
-
-    A recorded lease of a process counts while the process runs, any other until the daemon releases it.
-    """
-    leased = leased_without_mps(ledger)
-    with contextlib.suppress(DriverError), Nvml() as nvml:
-        return _held(nvml, store, leased, gpus)
-    return _held(None, store, leased, gpus)
-
-
-def _held(
-    nvml: Nvml | None, store: Store, leased: Collection[str], gpus: Collection[Gpu]
-) -> dict[Setting, set[str]]:
-    return {
-        COMPUTE_MODE: held_by_jobs(nvml, store, leased, gpus),
-        TIME_SLICE: changed_slices_held_by_jobs(nvml, store, leased),
-    }
 
 
 def _restore_layouts(paths: Paths, store: Store, left: Collection[str], ledger: Ledger) -> bool:
@@ -239,7 +207,7 @@ def _restore_layouts(paths: Paths, store: Store, left: Collection[str], ledger: 
     known = {one.gpu_uuid for one in layouts} if is_sure else to_restore
     unknown = changed - known if cause else set()
     for uuid in unknown:
-        what = f"whether the MIG layout of {name_of(uuid, gpus)} is to be restored"
+        what = f"whether the MIG layout of {gpu_label(uuid, gpus)} is to be restored"
         log.error("it is not known %s, because %s", what, cause)
     return is_cancelled and not unknown and not (changed & to_restore)
 

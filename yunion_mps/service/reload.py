@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.enums import ABOUT_MIG_LAYOUT
 from yunion_mps.errors import ConfigError, HostError, NotConfirmedError, ShortageError, YunionError
+from yunion_mps.gpus.reconciler import observe
+from yunion_mps.gpus.time_slice import TIME_SLICE
 from yunion_mps.host.proc import command_of, is_gone, process_name, started_s, uid_of, user_name
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.host.threads import on_thread
@@ -33,11 +35,9 @@ from yunion_mps.service.reload_losses import (
 )
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import as_made, with_layout_effects, without_refused
-from yunion_mps.supervisor.compute_modes import COMPUTE_MODE
 from yunion_mps.supervisor.mig import Losses
 from yunion_mps.supervisor.mig_forecast import Forecast, effects_of
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
-from yunion_mps.supervisor.time_slices import TIME_SLICE, read_time_slices
 from yunion_mps.text import decode_line
 from yunion_mps.units import rfc3339
 from yunion_mps.users import AT_ONCE, describe_servers
@@ -142,7 +142,7 @@ class Reloader:
             self._supervisor.layouts.confirm(foreseen.removed if foreseen else {})
             if foreseen:
                 self._record_losses(requester, foreseen.losses)
-            done = await self.set_modes()
+            done = await self.reconcile()
             self._supervisor.apply(asyncio.get_running_loop().time())
             self._control.tick()
             await self._settle()
@@ -150,7 +150,7 @@ class Reloader:
             if drain:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time())
                 self._control.tick()
-            done += await self.set_modes()  # of GPUs whose control daemons have ended meanwhile
+            done += await self.reconcile()  # of GPUs whose control daemons have ended meanwhile
             done += await self.apply_layouts()
             planned = self._supervisor.desired.target_domains()
             changes = without_refused(
@@ -158,7 +158,7 @@ class Reloader:
                 plan=self._supervisor.desired.plan,
                 domains=planned,
                 gpus=self._supervisor.snapshot().inventory.gpus,
-                slices=self._supervisor.modes.time_slices.refusals.keys(),
+                slices=self._supervisor.settings.reconciler.refused(TIME_SLICE),
             )
             laid_out = self._supervisor.layouts.in_effect()
             changes = as_made(changes, planned, self._supervisor.domains, laid_out)
@@ -175,30 +175,23 @@ class Reloader:
             raise refusal
         return self._answer(changes, self._supervisor.desired.plan)
 
-    async def set_modes(self) -> list[Change]:
-        """Set and restore the compute modes and time slices that are due; the caller holds the lock.
+    async def reconcile(self) -> list[Change]:
+        """Set and restore the settings of GPUs that are due; the caller holds the lock.
 
-        Returns those that were set.
+        Returns those that were set or restored.
         """
+        supervisor, settings = self._supervisor, self._supervisor.settings
         try:
-            work = self._supervisor.mode_work()
-            if any(work):
-                result = await on_thread(lambda: self._supervisor.set_modes(work))
-                self._supervisor.note_modes(result)
-                slices = result.time_slices
-                modes = self._done(COMPUTE_MODE.label, result.modes, result.before)
-                return modes + self._done(TIME_SLICE.label, slices.values, slices.before)
+            due = supervisor.settings_due()
+            if due is None:
+                return []
+            observed = await on_thread(lambda: settings.observe(due, supervisor.nvml))
+            decision = settings.decide(due, observed)
+            results = await on_thread(lambda: settings.carry_out(decision, supervisor.nvml))
+            return settings.note(due, decision, results)
         except HostError as error:
-            log.error("compute modes cannot be set: %s; %s", error.message, error.hint)
+            log.error("settings of GPUs cannot be changed: %s; %s", error.message, error.hint)
         return []
-
-    def _done(self, kind: str, values: Mapping[str, str], before: Mapping[str, str] = {}) -> list[Change]:
-        """Changes that have been made to settings of GPUs (UUIDs)."""
-        gpus = {gpu.uuid: gpu.address for gpu in self._supervisor.snapshot().inventory.gpus}
-        return [
-            Change(kind, gpus.get(uuid, uuid), before.get(uuid, ""), after, AT_ONCE)
-            for uuid, after in values.items()
-        ]
 
     async def apply_layouts(self) -> list[Change]:
         """Bring the MIG layouts that are due into effect as far as possible; the caller holds the lock.
@@ -214,8 +207,12 @@ class Reloader:
             log.error("MIG layouts cannot be changed: %s; %s", error.message, error.hint)
             return []
         self._supervisor.note_layouts(result, asyncio.get_running_loop().time())
-        done = self._done("MIG layout", result.changes)
-        await self.set_modes()
+        addresses = {gpu.uuid: gpu.address for gpu in self._supervisor.snapshot().inventory.gpus}
+        done = [
+            Change("MIG layout", addresses.get(uuid, uuid), "", what, AT_ONCE)
+            for uuid, what in result.changes.items()
+        ]
+        await self.reconcile()
         self._control.tick()
         await self._settle()
         return done
@@ -287,12 +284,12 @@ class Reloader:
     async def _corrections(self, preflight: Preflight) -> list[Change]:
         """The settings of GPUs that another program has changed, and that a reload sets again."""
         supervisor, gpus = self._supervisor, preflight.inventory.gpus
-        target = supervisor.desired.plan
-        slices = await on_thread(lambda: read_time_slices(target))
+        looks = supervisor.settings.looks_in_effect()
+        observed = await on_thread(lambda: observe(looks, preflight.nvml))
         addresses = {gpu.uuid: gpu.address for gpu in gpus}
         return [
-            Change(setting.label, addresses.get(uuid, uuid), before, after, AT_ONCE)
-            for setting, (uuid, before, after) in supervisor.modes.find_corrections(target, gpus, slices)
+            Change(kind.label, addresses.get(uuid, uuid), step.actual, step.target, AT_ONCE)
+            for kind, uuid, step in supervisor.settings.corrections(gpus, observed)
         ]
 
     async def _foresee(self, preflight: Preflight) -> _Foreseen:

@@ -1,7 +1,8 @@
 """The supervisor: brings the plan into effect, keeps it in effect, and restores what it changed.
 
 Like a domain it takes the time as a parameter and never waits, so one loop can drive it before asyncio is
-loaded, and asyncio afterwards. Calls to the driver may take long, so they are returned as work (`ModeWork`).
+loaded, and asyncio afterwards. Calls to the driver may take long, so they are methods of their own, which the
+caller runs on a thread: `observe` and `carry_out` of `settings`, and `apply_layouts`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from yunion_mps import reasons
 from yunion_mps.conditions import Condition
-from yunion_mps.enums import ABOUT_EVENT_LOG, ABOUT_RECORD, ABOUT_TIME_SLICE, IMPAIRED, REFUSED
+from yunion_mps.enums import ABOUT_EVENT_LOG, ABOUT_RECORD, IMPAIRED, REFUSED
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
+from yunion_mps.gpus.absent import gpu_label
 from yunion_mps.gpus.blockers import gpus_of
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.processes import Watchable, earliest
@@ -29,19 +31,10 @@ from yunion_mps.paths import Paths
 from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.settings import Config
 from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits
-from yunion_mps.supervisor.compute_modes import (
-    COMPUTE_MODE,
-    ComputeModes,
-    ModeResult,
-    ModeWork,
-    held_by_jobs,
-    leased_without_mps,
-    slices_held_by_jobs,
-)
 from yunion_mps.supervisor.condition_log import ConditionLog
 from yunion_mps.supervisor.event_log import RECORDS_LOST, EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
-from yunion_mps.supervisor.gpu_settings import name_of, restore_unused
+from yunion_mps.supervisor.gpu_settings import Due, GpuSettings
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.layouts import MigLayouts
 from yunion_mps.supervisor.mig import LayoutResult, LayoutTask
@@ -55,7 +48,6 @@ from yunion_mps.supervisor.preflight import (
     left_running,
 )
 from yunion_mps.supervisor.snapshots import Snapshots
-from yunion_mps.supervisor.time_slices import TIME_SLICE
 
 __all__ = ["Change", "Supervisor"]
 
@@ -78,16 +70,23 @@ class Supervisor:
         self.fleet = Fleet(self.store, self._gpus, self.event_log.record, self._changed)
         self.desired = DesiredState(paths, preflight, self._gpus, self.fleet)
         self.jobs = Jobs(self.fleet, self._gpus, lambda: self.desired.plan.direct)
-        self.modes = ComputeModes(self._gpus, self.fleet, self.event_log.record)
         self.layouts = MigLayouts(self._gpus, self.desired, self.event_log.record)
         self.desired.confirmed = lambda: self.layouts.confirmed
+        self.settings = GpuSettings(
+            self._gpus,
+            self.fleet,
+            self.desired,
+            emit=self.event_log.record,
+            changed=self._changed,
+            open_store=self.store,
+        )
         self.pipe_access = PipeAccess(self.fleet, paths.root, self._changed)
         self._snapshots = Snapshots(
             self.desired,
             self._gpus,
             self.fleet,
             self.layouts,
-            lambda: self.modes.time_slices.in_effect(self.desired.in_effect()),
+            lambda: self.settings.in_effect(self.desired.in_effect()),
             self._reported,
         )
         #: Whether a stop has begun.
@@ -126,10 +125,9 @@ class Supervisor:
         program = find_control_program() if needs_mps else ""
         self._make_fleet(program, leftovers)
         self.fleet.refuse_if_none_can_start(leftovers.running)
-        work = self.modes.due(self.desired.plan, None, self.desired.ledger)
-        if any(work):
-            self.note_modes(self.set_modes(work))
-            self.modes.refuse_if_none_can_be_set(self.desired.plan)
+        if due := self.settings.to_set(self._store):
+            self.settings.reconcile(due, self.nvml)
+            self._gpus.refuse_if_no_mode_can_be_set(self.desired.plan)
         self._replan()
         self._make_fleet(program, leftovers)
         self.fleet.start(now_s, leftovers.running)
@@ -170,7 +168,7 @@ class Supervisor:
             self._reserve = None
             self.jobs.end_within(self.config.cuda_mps_stop_timeout_s, now_s)
         self.stopping = True
-        self.modes.end()
+        self.settings.reconciler.end()
         self.layouts.end()
         self.fleet.stop(now_s, spare_adopted=spare_adopted)
 
@@ -207,8 +205,7 @@ class Supervisor:
             with contextlib.suppress(DriverError, ShortageError, MemoryError):
                 self._gpus.find_again(self.nvml, self._gpus_to_restore(self._store))
         self.layouts.restore(self.nvml, Originals(self._store), gpus_of(left), ledger)
-        if self.modes.restore(self.nvml, self._store, gpus_of(left), ledger):
-            self._changed()
+        self.settings.restore_all(self._store, self.nvml, left=gpus_of(left), ledger=ledger)
         for process in left:
             log.warning("%s is still running in %s; %s", process, process.pipe_directory, RESTORED_LATER)
         self.release()
@@ -217,8 +214,8 @@ class Supervisor:
     def _is_original_known(self, store: Store) -> bool:
         """Whether it is known what to restore; raises HostError if no record can be read."""
         originals = Originals(store)
-        for setting in (COMPUTE_MODE, TIME_SLICE):
-            originals.of(setting.name)
+        for kind in self.settings.reconciler.kinds:
+            originals.of(kind.name)
         restored = {one.gpu_uuid for one in self.desired.plan.layouts if one.restore}
         if store.has_lost_records and restored:
             what = "MIG layouts from before the state file was damaged are unknown, so they are not restored"
@@ -276,9 +273,10 @@ class Supervisor:
         yield from self.pipe_access.conditions
         yield from self._conditions.values()
         gpus = self._gpus.inventory.gpus
-        for uuid, reason in self.modes.time_slices.refusals.items():
+        labels = {kind.name: kind.label for kind in self.settings.reconciler.kinds}
+        for (name, uuid), reason in self.settings.reconciler.refusals.items():
             address = next((gpu.address for gpu in gpus if gpu.uuid == uuid), uuid)
-            yield Condition(ABOUT_TIME_SLICE, address, REFUSED, reason)
+            yield Condition(labels[name], address, REFUSED, reason)
         if not self._gpus.is_saved:
             what = f"which GPUs the entries mean cannot be recorded in {self._paths.served_gpus}; "
             what += "if render nodes have other numbers after a reboot, other GPUs would be divided"
@@ -288,7 +286,7 @@ class Supervisor:
             yield Condition(ABOUT_RECORD, "state file", IMPAIRED, Reason(what, reasons.STATE_FILE_DAMAGED))
         for uuid, error in self._damaged.items():
             if uuid not in self.layouts.pending:
-                what = f"{name_of(uuid, gpus)}: {error.message}"
+                what = f"{gpu_label(uuid, gpus)}: {error.message}"
                 yield Condition(ABOUT_RECORD, uuid, IMPAIRED, Reason(what, error.code))
         if self.event_log.write_error:
             means = "events are kept in a temporary copy for now, and changes are refused"
@@ -307,7 +305,7 @@ class Supervisor:
             return
         for event in self._gpus.update(inventory, self.desired.plan):
             self.event_log.record(event)
-        self.modes.record_external_changes(before.gpus, self.desired.plan)
+        self.settings.note_external_changes(before.gpus)
         self._polled = (inventory, self.config, self.desired.plan, self._gpus.inventory)
         if self._gpus.inventory is before:
             return
@@ -340,6 +338,7 @@ class Supervisor:
     def driver_failed(self, error: DriverError, now_s: float) -> None:
         for domain in self.domains:
             domain.note_use(in_use=None)  # its jobs are unknown from now on
+        self.settings.note_processes({})
         gpus = tuple(gpu._replace(reason=error.reason) for gpu in self._gpus.inventory.gpus)
         self.update_gpus(self._gpus.inventory._replace(gpus=gpus), now_s)
 
@@ -414,7 +413,7 @@ class Supervisor:
             return cancels
         busy = None if leased is None else self.snapshot().plan.offered.union(leased)
         before = self.layouts.pending
-        tasks = self.layouts.due(busy, self.modes.gpus_in_wrong_mode(self.desired.plan, self._store))
+        tasks = self.layouts.due(busy, self.settings.in_wrong_mode(self._store))
         if self.layouts.pending != before:
             self._changed()
         return (*tasks, *cancels)
@@ -436,18 +435,11 @@ class Supervisor:
         if result.inventory:
             self.update_gpus(result.inventory, now_s)
 
-    # -- compute modes
+    # -- settings of GPUs
 
-    def mode_work(self) -> ModeWork:
-        return self.modes.due(self.desired.plan, self._store, self.desired.ledger)
-
-    def set_modes(self, work: ModeWork) -> ModeResult:
-        """Do the work, unless a stop has begun; run it on a thread, because it calls the driver."""
-        return self.modes.set(work, self.nvml, self.store())
-
-    def note_modes(self, result: ModeResult) -> None:
-        if self.modes.note(result, "the configuration requires it"):
-            self._changed()
+    def settings_due(self) -> Due | None:
+        """Return the settings of GPUs that may have to change; None if none has."""
+        return self.settings.due(self._store)
 
     # -- reload
 
@@ -456,7 +448,7 @@ class Supervisor:
         return self.desired.plan_for(preflight, find_lease_waits, driver_worked=self.nvml is not None)
 
     def accept(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> list[Change]:
-        """Make the reloaded configuration the desired one; then set the modes (`mode_work`) and call `apply`.
+        """Make the reloaded configuration the desired one; then carry out `settings_due` and call `apply`.
 
         Raises YunionError, with nothing changed, if it is refused.
         """
@@ -468,11 +460,11 @@ class Supervisor:
         self.nvml = preflight.nvml or self.nvml
         self._note_driver(None if self.nvml else preflight.driver_error)
         self._gpus.clear_faults()
-        self.modes.time_slices.check_again()
+        self.settings.reconciler.check_again()
         events = self._gpus.update(preflight.inventory, plan) if preflight.nvml else []
         if differs:  # what is pending was recorded before
             # Settings of GPUs are recorded once they are set, because the driver may refuse them.
-            settings = (COMPUTE_MODE.label, TIME_SLICE.label)
+            settings = {kind.label for kind in self.settings.reconciler.kinds}
             events += [change.event() for change in changes if change.kind not in settings]
         for event in events:
             self.event_log.record(event)
@@ -522,7 +514,7 @@ class Supervisor:
         self.event_log.note_rebuilt(self.store())
         self._damaged = self.originals().unreadable_layouts()
         for uuid, error in self._damaged.items():
-            name = name_of(uuid, self._gpus.inventory.gpus)
+            name = gpu_label(uuid, self._gpus.inventory.gpus)
             log.error("%s: %s; %s", name, error.message, error.hint)
             what, means = "its MIG record is damaged", "its MIG layout is neither changed nor restored"
             self.event_log.record(Event("error", "mig", name, what, error.message, means, error.code))
@@ -545,8 +537,8 @@ class Supervisor:
 
         The compute modes of their GPUs are set first, except where our MPS processes run (`used`, UUIDs).
         """
-        if (work := self.modes.for_layouts(self.desired.plan, used)).changes:
-            self.note_modes(self.set_modes(work))
+        if due := self.settings.to_set_before_layouts(self._store, used):
+            self.settings.reconcile(due, self.nvml)
         is_final = not (self.desired.ledger.leases or self.desired.ledger.unknown)
         tasks = self.layout_tasks(() if is_final else None)
         if tasks:
@@ -563,14 +555,6 @@ class Supervisor:
         leftovers = find_leftovers(store, self.desired.domains())
         self._snapshots.leftovers = leftovers.notice
         self._changed()
-        if store:
-            leased = leased_without_mps(self.desired.ledger)
-            gpus = self._gpus.inventory.gpus
-            held = held_by_jobs(self.nvml, store, leased, gpus)
-            needed = {*self.desired.plan.compute_modes, *gpus_of(leftovers.running), *held}
-            restore_unused(COMPUTE_MODE, Originals(store), self.nvml, needed, gpus)
-            sliced = slices_held_by_jobs(self.nvml, store, leased) - set(gpus_of(leftovers.running))
-            restore_unused(
-                TIME_SLICE, Originals(store), self.nvml, {*self.desired.plan.time_slices, *sliced}, gpus
-            )
+        if store and (due := self.settings.to_restore(store, gpus_of(leftovers.running))):
+            self.settings.reconcile(due, self.nvml)
         return leftovers

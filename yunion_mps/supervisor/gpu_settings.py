@@ -1,205 +1,231 @@
-"""Settings of GPUs: recorded before a change, set and read back, and restored at the end."""
+"""The settings of the host's GPUs: what the reconciler is asked, and what is told of what it did."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps.addresses import physical_gpu
-from yunion_mps.errors import DriverError, HostError, YunionError
+from yunion_mps.gpus.absent import gpu_label, report_absent
+from yunion_mps.gpus.blockers import Blockers, gpus_of
+from yunion_mps.gpus.compute_mode import COMPUTE_MODE, external_changes
+from yunion_mps.gpus.kind import Kind, Step
 from yunion_mps.gpus.originals import Originals
-from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import Gpu
-from yunion_mps.planning.plan import ModeChange
-from yunion_mps.reasons import (
-    COMPUTE_MODE_UNSUPPORTED,
-    GPU_ABSENT,
-    GPU_GONE,
-    GPU_LOST,
-    GPU_OTHER_DRIVER,
-    MIG_ENABLED,
+from yunion_mps.gpus.reconciler import (
+    NOTHING_DONE,
+    REQUIRED,
+    Decision,
+    Look,
+    Observed,
+    Reconciler,
+    Results,
+    observe,
 )
-from yunion_mps.text import list_of
+from yunion_mps.host.store import Store
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.models import Event, Gpu, Plan
+from yunion_mps.mps.domain import Domain
+from yunion_mps.supervisor.changes import Change, DesiredState
+from yunion_mps.supervisor.fleet import Fleet
+from yunion_mps.supervisor.gpus import Gpus
+from yunion_mps.supervisor.preflight import left_running
+from yunion_mps.users import AT_ONCE
 
 log = logging.getLogger(__name__)
 
 
-class Setting(NamedTuple):
-    """A setting of GPUs: the name of its records, what messages call it, and how it is set and restored.
+class Due(NamedTuple):
+    """Settings that may have to change, and the GPUs (UUIDs) of MPS processes that no domain supervises."""
 
-    Both read it back. Restoring changes it only if it differs, and returns whether it did.
+    looks: tuple[Look, ...]
+    left: frozenset[str]
+
+
+class GpuSettings:
+    """Brings the settings of GPUs to what the plan requires; the caller chooses the threads.
+
+    `observe` and `carry_out` call the driver, so they are run on a thread once the event loop runs.
     """
 
-    name: str
-    label: str
-    set: Callable[[Nvml, str, str], None]
-    restore: Callable[[Nvml, str, str], bool]
+    def __init__(
+        self,
+        gpus: Gpus,
+        fleet: Fleet,
+        desired: DesiredState,
+        *,
+        emit: Callable[[Event], None],
+        changed: Callable[[], None],
+        open_store: Callable[[], Store],
+    ) -> None:
+        """Tell `emit` of events, and call `changed` when the state has changed.
+
+        open_store: opens the state file on first use; raises HostError
+        """
+        self._gpus = gpus
+        self._fleet = fleet
+        self._desired = desired
+        self._emit = emit
+        self._changed = changed
+        self._open_store = open_store
+        #: The PIDs of all processes that used each GPU (UUID) at the last poll.
+        self._processes: Mapping[str, Collection[int]] = {}
+        self.reconciler = Reconciler()
+
+    def note_processes(self, processes: Mapping[str, Collection[int]]) -> None:
+        """Note the processes (PIDs by GPU UUID) that a poll has found; none if the driver did not answer."""
+        self._processes = processes
+
+    # -- what is due
+
+    def due(self, store: Store | None) -> Due | None:
+        """Return the settings that may have to change; None if none has.
+
+        store: the state file; None if there is none, so that there is nothing to restore
+        """
+        gpus, originals = self._gpus.inventory.gpus, _originals(store)
+        return self._unblocked(self.reconciler.looks(self._desired.plan, gpus, originals), store)
+
+    def to_set(self, store: Store | None) -> Due | None:
+        """Return the settings that may have to be set, without those to restore."""
+        plan, gpus = self._desired.plan, self._gpus.inventory.gpus
+        return self._unblocked(self.reconciler.looks(plan, gpus, _originals(store), restores=False), store)
+
+    def to_set_before_layouts(self, store: Store | None, used: Collection[str]) -> Due | None:
+        """Return the settings to change before MIG mode is switched, which resets them.
+
+        used: the GPUs (UUIDs) that are left out
+        """
+        plan = self._desired.plan
+        switched = {(one.gpu_uuid, not one.enabled) for one in plan.layouts if one.gpu_uuid not in used}
+        gpus = [gpu for gpu in self._gpus.inventory.gpus if (gpu.uuid, bool(gpu.mig_enabled)) in switched]
+        looks = self.reconciler.looks(plan, gpus, _originals(store), restores=False)
+        return self._unblocked([look for look in looks if look.polled not in (None, look.target)], store)
+
+    def to_restore(self, store: Store, left: Collection[str]) -> Due | None:
+        """Return the settings that the plan does not have, also on GPUs that are not known to be there.
+
+        left: the GPUs (UUIDs) of our processes that an earlier daemon left running
+        """
+        plan, gpus = self._desired.plan, self._gpus.inventory.gpus
+        looks = self.reconciler.looks(plan, gpus, Originals(store), sets=False, every=True)
+        free = self.reconciler.unblocked(looks, self._desired.blockers(left=left))
+        return Due(tuple(free), frozenset(left)) if free else None
+
+    def _unblocked(self, looks: list[Look], store: Store | None) -> Due | None:
+        """Return those that nothing keeps as they are; a domain may have to end its servers for others."""
+        left: set[str] = set()
+        if any(look.restores for look in looks):
+            leased = self._desired.ledger.ways_kept().keys()
+            left = gpus_of(left_running(store, self._fleet.known_directories(), leased))
+        free = self.reconciler.unblocked(looks, self._desired.blockers(left=left), self._processes)
+        waiting = self.reconciler.waiting_for_servers()
+        for domain in self._fleet.domains:
+            domain.hold_modes(holds=not waiting.isdisjoint(self._whole_gpus(domain)))
+        return Due(tuple(free), frozenset(left)) if free else None
+
+    def _whole_gpus(self, domain: Domain) -> set[str]:
+        """Return the UUIDs of the domain's GPUs and MIG instances, and of the instances' GPUs."""
+        served = set(domain.in_effect.gpu_uuids)
+        parents = {gpu.parent for gpu in self._gpus.inventory.gpus if gpu.parent and gpu.uuid in served}
+        return served | parents
+
+    # -- what is done about it
+
+    def reconcile(self, due: Due, nvml: Nvml | None) -> list[Change]:
+        """Do all that is due on this thread, as a start does; raises HostError if it cannot be recorded."""
+        decision = self.decide(due, self.observe(due, nvml))
+        return self.note(due, decision, self.carry_out(decision, nvml))
+
+    def observe(self, due: Due, nvml: Nvml | None) -> Observed:
+        """Return what the GPUs have now; run it on a thread."""
+        return observe(due.looks, nvml)
+
+    def decide(self, due: Due, observed: Observed) -> Decision:
+        """Return the steps to carry out."""
+        blockers = self._desired.blockers(left=due.left, processes=observed.processes)
+        return self.reconciler.decide(due.looks, observed, blockers)
+
+    def carry_out(self, decision: Decision, nvml: Nvml | None) -> Results:
+        """Make the steps, unless a stop has begun; run it on a thread. Raises HostError."""
+        if decision.is_empty:
+            return NOTHING_DONE
+        originals, gpus = Originals(self._open_store()), self._gpus.inventory.gpus
+        return self.reconciler.carry_out(decision, nvml, originals, gpus)
+
+    def note(self, due: Due, decision: Decision, results: Results) -> list[Change]:
+        """Record what was done, and return it; raises HostError if an original could not be recorded."""
+        changes = self._note(due.looks, decision.pending.keys(), results)
+        if results.not_recorded:
+            raise results.not_recorded
+        return changes
+
+    def restore_all(self, store: Store, nvml: Nvml | None, *, left: Collection[str], ledger: Ledger) -> None:
+        """Restore all settings at a stop, except those that jobs without MPS or processes of ours need.
+
+        left: the GPUs (UUIDs) of our processes that are left running
+        ledger: the leases that the state file has
+        """
+        gpus = self._gpus.inventory.gpus
+        blockers = Blockers.of(ledger, gpus=gpus, left=left)
+        restoration = self.reconciler.restore(Originals(store), gpus, nvml, blockers)
+        for look, kept_by in restoration.pending.items():
+            if not kept_by.left:
+                what = f"{gpu_label(look.uuid, gpus)} keeps its {look.kind.label}"
+                how = "once they have ended: yunion-mps-daemon --restore"
+                log.warning("%s, because jobs without MPS use it; %s", what, how)
+        report_absent(restoration.results.not_restored(), gpus)
+        cause = "the original mode was restored"
+        self._note(restoration.looks, restoration.pending.keys(), restoration.results, cause)
+
+    def _note(
+        self, looks: Iterable[Look], pending: Collection[Look], results: Results, cause: str = REQUIRED
+    ) -> list[Change]:
+        gpus = self._gpus.inventory.gpus
+        for event in self.reconciler.note(looks, pending, results, gpus, cause):
+            self._emit(event)
+        modes, refused = results.of(COMPUTE_MODE), results.refused(COMPUTE_MODE)
+        if modes or refused:
+            self._gpus.note_modes(modes, refused)
+        if results.done or any(not look.restores for look in results.errors):
+            self._changed()
+        addresses = {gpu.uuid: gpu.address for gpu in gpus}
+        changes = []
+        for look, step in results.done.items():
+            address = addresses.get(look.uuid, look.uuid)
+            changes.append(Change(look.kind.label, address, step.actual, step.target, AT_ONCE))
+        return changes
+
+    # -- what other programs change
+
+    def note_external_changes(self, before: Iterable[Gpu]) -> None:
+        """Record the compute modes that another program has changed since `before`, the poll before."""
+        for event in external_changes(before, self._gpus.inventory.gpus, self._desired.plan):
+            self._emit(event)
+
+    def looks_in_effect(self) -> list[Look]:
+        """Return the values that no poll reads, as they should be."""
+        return self.reconciler.looks_in_effect(self._desired.plan, self._gpus.inventory.gpus)
+
+    def corrections(self, gpus: Sequence[Gpu], observed: Observed) -> Iterator[tuple[Kind, str, Step]]:
+        """Yield what another program has changed: the kind, the GPU (UUID), and the step that corrects it.
+
+        gpus: as they have just been scanned
+        """
+        plan, blockers = self._desired.plan, self._desired.blockers()
+        return self.reconciler.corrections(plan, gpus, observed.values, blockers)
+
+    # -- what is shown
+
+    def in_effect(self, plan: Plan) -> Plan:
+        """Return the plan without values that were refused."""
+        return self.reconciler.in_effect(plan)
+
+    def in_wrong_mode(self, store: Store | None) -> set[str]:
+        """Return the GPUs (UUIDs) whose compute mode is not the planned or, without one, the original one."""
+        plan, gpus = self._desired.plan, self._gpus.inventory.gpus
+        return self.reconciler.differing(COMPUTE_MODE, plan, gpus, _originals(store))
 
 
-class SettingWork(NamedTuple):
-    """Values to set, and original values to restore, by GPU UUID.
-
-    `unchanged` values are already as planned; they are recorded, because another program may change them.
-    """
-
-    changes: tuple[ModeChange, ...] = ()
-    restore: Mapping[str, str] = {}
-    unchanged: Mapping[str, str] = {}
-
-
-class SettingResult(NamedTuple):
-    """The values that were set or restored, and the errors of other GPUs, by GPU UUID."""
-
-    values: Mapping[str, str]
-    errors: Mapping[str, DriverError]
-    #: Why values could not be restored.
-    not_restored: Mapping[str, YunionError] = {}
-    #: The values that the GPUs had before.
-    before: Mapping[str, str] = {}
-
-
-def name_of(uuid: str, gpus: Iterable[Gpu]) -> str:
-    """Return `GPU 00:06.0` if it or one of its instances is in `gpus`, otherwise its UUID (`GPU-…`)."""
-    return next((f"GPU {physical_gpu(gpu.address)}" for gpu in gpus if uuid in (gpu.uuid, gpu.parent)), uuid)
-
-
-def _absent(uuids: Collection[str], gpus: Iterable[Gpu]) -> dict[str, YunionError]:
-    """Return why no driver call can reach those GPUs (`uuids`) that are not there, as a scan found them."""
-    return {
-        gpu.uuid: DriverError(gpu.reason, code=gpu.reason.code)
-        for gpu in gpus
-        if gpu.uuid and gpu.uuid in uuids and gpu.reason.code in GPU_ABSENT
-    }
-
-
-#: What has to be done before the settings of a GPU that is not there can be restored, by reason code.
-_ONCE_BACK = {
-    GPU_GONE: "if it comes back, run",
-    GPU_OTHER_DRIVER: "once it is bound to the NVIDIA driver again, run",
-    GPU_LOST: "reset it (nvidia-smi --gpu-reset -i {uuid}) or reboot the host, then run",
-}
-
-
-def report_absent(results: Mapping[Setting, SettingResult], gpus: Collection[Gpu]) -> None:
-    """Log which settings were not restored because the GPU is not there, and why; one line for each GPU."""
-    labels: dict[str, list[str]] = {}
-    causes: dict[str, YunionError] = {}
-    for setting, result in results.items():
-        for uuid, error in result.not_restored.items():
-            if error.code in _ONCE_BACK:
-                labels.setdefault(uuid, []).append(setting.label)
-                causes[uuid] = error
-    for uuid, error in causes.items():
-        cause = error.message
-        if not any(gpu.uuid == uuid for gpu in gpus):
-            cause += _candidates(gpus)
-        what = f"its {list_of(labels[uuid])} cannot be restored now: {cause}"
-        log.warning("%s: %s; %s", name_of(uuid, gpus), what, once_back(error.code, uuid))
-
-
-def once_back(code: str, uuid: str) -> str:
-    """Return what restores the settings of a GPU that is not there for the reason of this code."""
-    return f"{_ONCE_BACK[code].format(uuid=uuid)}: yunion-mps-daemon --restore"
-
-
-def _candidates(gpus: Iterable[Gpu]) -> str:
-    """Return which GPUs of unknown UUID an unknown UUID may belong to: `; it may be GPU 01:00.0: …`."""
-    named = [f"GPU {gpu.address}: {gpu.reason}" for gpu in gpus if gpu.uuid is None and gpu.reason]
-    return "".join(f"; it may be {one}" for one in named)
-
-
-def with_parents(uuids: Iterable[str], gpus: Iterable[Gpu]) -> set[str]:
-    """Return the UUIDs and, for those of MIG instances, the UUIDs of their GPUs."""
-    some = set(uuids)
-    return some | {gpu.parent for gpu in gpus if gpu.parent and gpu.uuid in some}
-
-
-def carry_out(
-    setting: Setting, work: SettingWork, nvml: Nvml | None, records: Originals, gpus: Collection[Gpu]
-) -> SettingResult:
-    """Set and restore values, by driver calls that may be slow; raises HostError if they cannot be recorded.
-
-    If `nvml` is None because MPS is disabled, NVML is opened for this call. `gpus` give the GPUs' addresses.
-    """
-    if not any(work):
-        return SettingResult({}, {})
-    if nvml is None:
-        try:
-            with Nvml() as own:
-                return carry_out(setting, work, own, records, gpus)
-        except DriverError as error:
-            absent = _absent(work.restore, gpus)
-            if work.changes or absent.keys() != work.restore.keys():
-                log.error("%ss cannot be restored: %s; %s", setting.label, error.message, error.hint)
-            return SettingResult({}, {}, absent)
-    values: dict[str, str] = {}
-    errors: dict[str, DriverError] = {}
-    before = {change.gpu_uuid: change.before for change in work.changes}
-    if before or work.unchanged:
-        records.remember(setting.name, {**before, **work.unchanged})
-    for uuid, old, after in work.changes:
-        name = name_of(uuid, gpus)
-        try:
-            setting.set(nvml, uuid, after)
-            log.info("%s: %s %s -> %s", name, setting.label, old, after)
-            values[uuid] = after
-        except DriverError as error:
-            level = logging.WARNING if error.code == COMPUTE_MODE_UNSUPPORTED else logging.ERROR
-            log.log(level, "%s: %s cannot be set: %s; %s", name, setting.label, error.message, error.hint)
-            errors[uuid] = error
-    restored, not_restored = _restore(setting, work.restore, nvml, records, gpus)
-    return SettingResult({**values, **restored}, errors, not_restored, before)
-
-
-def _restore(
-    setting: Setting, values: Mapping[str, str], nvml: Nvml, records: Originals, gpus: Collection[Gpu]
-) -> tuple[dict[str, str], dict[str, YunionError]]:
-    """Restore the values and delete their records; return those that differed, and the errors.
-
-    GPUs that are not there are not tried: `report_absent` reports them.
-    """
-    restored: dict[str, str] = {}
-    errors = _absent(values, gpus)
-    for uuid, value in values.items():
-        if uuid in errors:
-            continue
-        what = f"{name_of(uuid, gpus)}: {setting.label} {value}"
-        try:
-            if setting.restore(nvml, uuid, value):
-                log.info("%s was restored", what)
-                restored[uuid] = value
-        except YunionError as error:
-            errors[uuid] = error
-            if error.code not in GPU_ABSENT:
-                level = logging.INFO if error.code == MIG_ENABLED else logging.ERROR
-                log.log(level, "%s cannot be restored: %s; %s", what, error.message, error.hint)
-        else:
-            _forget(setting, uuid, what, records)
-    return restored, errors
-
-
-def _forget(setting: Setting, uuid: str, what: str, records: Originals) -> None:
-    try:
-        records.forget(setting.name, uuid)
-    except HostError as error:
-        means = "its record could not be deleted, so the next start restores it again"
-        log.warning("%s was restored, but %s: %s", what, means, error.message)
-
-
-def originals(setting: Setting, records: Originals) -> dict[str, str]:
-    """Return the recorded values by GPU UUID; empty, after logging an error, if they cannot be read."""
-    try:
-        return records.of(setting.name)
-    except HostError as error:
-        log.error("%ss cannot be restored: %s; %s", setting.label, error.message, error.hint)
-        return {}
-
-
-def restore_unused(
-    setting: Setting, records: Originals, nvml: Nvml | None, used: Collection[str], gpus: Collection[Gpu]
-) -> SettingResult:
-    """Restore the values of all GPUs except those `used` (UUIDs); `gpus` give their addresses."""
-    kept = with_parents(used, gpus)
-    values = {uuid: value for uuid, value in originals(setting, records).items() if uuid not in kept}
-    return carry_out(setting, SettingWork(restore=values), nvml, records, gpus)
+def _originals(store: Store | None) -> Originals | None:
+    return Originals(store) if store else None

@@ -142,6 +142,15 @@ class Gpus:
             elif uuid in errors:
                 self._replace(self._with_mode_answer(gpu))
 
+    def refuse_if_no_mode_can_be_set(self, plan: Plan) -> None:
+        """Raise DriverError if every GPU that the plan divides has refused its compute mode."""
+        usable = [gpu for gpu in self.inventory.gpus if gpu.pci_address not in plan.unavailable]
+        divided = [gpu for gpu in usable if gpu.uuid in plan.gpu_uuids]
+        if self.mode_errors and all(gpu.uuid in self.mode_errors for gpu in divided):
+            first = next(iter(self.mode_errors.values()))
+            what = f"no GPU's compute mode can be set: {first.message}"
+            raise DriverError(what, first.hint, reasons.COMPUTE_MODE_REFUSED)
+
     def clear_faults(self) -> None:
         """Consider every GPU healthy, as the operator asks by a reload."""
         for gpu in self.inventory.gpus:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError, HostError
+from yunion_mps.gpus.absent import once_back
 from yunion_mps.gpus.mig_record import MigRecord
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.inventory.mig import Mig
@@ -17,7 +18,6 @@ from yunion_mps.mig import MigLayout
 from yunion_mps.models import Gpu
 from yunion_mps.planning.mig import Placement
 from yunion_mps.reasons import Reason
-from yunion_mps.supervisor.gpu_settings import once_back
 from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, carry_out
 from yunion_mps.users import NO_USERS, Users, all_of
 

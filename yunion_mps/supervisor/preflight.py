@@ -15,6 +15,7 @@ from yunion_mps import reasons
 from yunion_mps.config import load
 from yunion_mps.enums import KEEP, MPS
 from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
+from yunion_mps.gpus.compute_mode import COMPUTE_MODE
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.host.store import Store
@@ -336,7 +337,7 @@ def with_leased_domains(
             domains.append(without_root(recorded.plan.for_gpus(uuids), paths))
             missing.difference_update(uuids)
     kept = {uuid for domain in domains for uuid in domain.gpu_uuids}
-    former = Originals(store).of("compute_mode").keys()
+    former = Originals(store).of(COMPUTE_MODE.name).keys()
     modes = dict.fromkeys(kept & former, EXCLUSIVE_PROCESS)
     for gpu in gpus:
         if gpu.uuid not in kept:

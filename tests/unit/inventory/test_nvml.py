@@ -115,8 +115,8 @@ def test_a_compute_mode_is_set_on_the_gpu_with_the_uuid_and_on_no_other(
     host = open_host([{"kind": "t4", "count": 2}])
     host.nvml.set_compute_mode(host.sim.gpus[1].uuid, mode)
     assert [gpu.compute_mode for gpu in host.sim.gpus] == ["default", word]
-    assert not host.nvml.restore_compute_mode(host.sim.gpus[1].uuid, mode), "it has it"
-    assert host.nvml.restore_compute_mode(host.sim.gpus[1].uuid, "Default") == (word != "default")
+    assert host.nvml.compute_mode_of(host.sim.gpus[1].uuid) == mode
+    host.nvml.restore_compute_mode(host.sim.gpus[1].uuid, "Default")
     assert host.sim.gpus[1].compute_mode == "default"
 
 

@@ -13,7 +13,6 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import our_processes
 from yunion_mps.reasons import COMPUTE_MODE_UNSUPPORTED
 from yunion_mps.service.devices import devices_json
-from yunion_mps.supervisor.compute_modes import ModeResult
 
 from unit.supervised import Begin, MakeHost, Supervise, modes
 
@@ -58,7 +57,7 @@ def test_a_mode_that_is_already_set_is_recorded_as_the_original(begin: Begin) ->
     host, made = begin([{"kind": "v100", "compute_mode": "exclusive_process"}])
     host.gpus[0].compute_mode = "default"
     made.rescan()
-    made.set_modes()
+    made.reconcile()
     made.stop()
     assert modes(host) == ["exclusive_process"]
 
@@ -129,9 +128,9 @@ def test_a_mode_that_is_not_supported_is_tried_once_and_restored_by_nobody(
     host.fail("nvmlDeviceSetComputeMode", "not_supported", gpu=0)
     made = supervise(host).start()
     made.rescan()
-    assert not any(made.supervisor.mode_work())
+    assert made.supervisor.settings_due() is None
     assert [change.kind for change in made.reload()] == []
-    assert not any(made.supervisor.mode_work())
+    assert made.supervisor.settings_due() is None
     assert made.available == 8
     assert caplog.text.count("cannot be set") == 1
     made.stop()
@@ -181,7 +180,7 @@ def test_a_gpu_that_was_lost_meanwhile_has_not_refused_its_mode(
     host.fail("nvmlDeviceSetComputeMode", "gpu_is_lost", gpu=0, times=1)
     made = supervise(host).start()
     made.rescan()
-    made.set_modes()
+    made.reconcile()
     assert made.snapshot.plan.unavailable == {}
     assert modes(host) == ["exclusive_process"] * 2
 
@@ -204,7 +203,7 @@ def test_the_mode_of_a_gpu_that_is_not_there_waits(begin: Begin, caplog: pytest.
     made.rescan()
     made.reload()
     made.rescan()
-    assert not any(made.supervisor.mode_work())
+    assert made.supervisor.settings_due() is None
     assert "cannot be restored" not in caplog.text
 
 
@@ -250,8 +249,13 @@ def test_no_mode_is_set_after_a_stop_has_begun(begin: Begin) -> None:
     host, made = begin(V100)
     host.gpus[0].compute_mode = "default"
     made.rescan()
-    work = made.supervisor.mode_work()
-    assert [change.after for change in work.changes] == ["Exclusive_Process"]
+    settings, nvml = made.supervisor.settings, made.supervisor.nvml
+    due = made.supervisor.settings_due()
+    assert due
+    decision = settings.decide(due, settings.observe(due, nvml))
+    assert [step.target for step in decision.steps.values()] == ["Exclusive_Process"]
     made.stop()
-    assert made.supervisor.set_modes(work) == ModeResult({}, {})
+    results = settings.carry_out(decision, nvml)
+    assert results.has_ended
+    assert settings.note(due, decision, results) == []
     assert modes(host) == ["default"]

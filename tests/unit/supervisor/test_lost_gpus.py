@@ -94,7 +94,7 @@ def test_a_lost_gpu_keeps_its_devices_and_serves_them_on_return(
     again.rescan()
     again.until(lambda: again.available == 8)
     assert list(shown(again)) == ids
-    again.set_modes()
+    again.reconcile()
     assert modes(host) == ["exclusive_process"] * 2
 
 
@@ -253,7 +253,7 @@ def test_an_original_mode_is_restored_once_it_is_back_and_not_before(
     host.gpus[1].lose()
     made = first.again()
     made.rescan()
-    assert not any(made.supervisor.mode_work())
+    assert made.supervisor.settings_due() is None
     assert "cannot be restored" not in caplog.text
     made.stop()
     host.gpus[1].restore()

@@ -34,11 +34,11 @@ def apply_layouts(made: Supervised, leased: set[str] | None = None, *, now: bool
     made.rescan()
     if now is not None:
         made.supervisor.layouts.confirm(made.losses(leased or set()) if now else {})
-    made.set_modes()
+    made.reconcile()
     tasks = made.supervisor.layout_tasks(leased or set())
     if tasks:
         made.supervisor.note_layouts(made.supervisor.apply_layouts(tasks), time.monotonic())
-        made.set_modes()
+        made.reconcile()
     made.until(lambda: made.supervisor.fleet.started)
 
 

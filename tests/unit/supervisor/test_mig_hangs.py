@@ -102,7 +102,7 @@ def test_a_layout_that_hung_is_noted_although_the_scan_fails_too(begun: Begun) -
     )
     made.reload()
     made.rescan()
-    made.set_modes()
+    made.reconcile()
     tasks = made.supervisor.layout_tasks(set())
     assert made.supervisor.nvml
     made.supervisor.nvml.deadline = Deadline(DEADLINE_S)

@@ -60,7 +60,7 @@ def test_a_changed_compute_mode_is_noticed_and_corrected(
     host.gpus[0].compute_mode = "prohibited"
     made.rescan()
     assert states(made) == {("unavailable", reasons.COMPUTE_MODE_CHANGED)}
-    made.set_modes()
+    made.reconcile()
     assert (host.gpus[0].compute_mode, states(made)) == ("default", FREE)
     changes = [event.what for event in made.events if event.kind == "compute_mode"]
     assert changes == ["Default -> Prohibited", "Prohibited -> Default"]

@@ -177,7 +177,7 @@ class Modes(RuleBasedStateMachine):
         assert runs
         if runs.supervisor.nvml:
             runs.rescan()
-        runs.set_modes()
+        runs.reconcile()
         return runs
 
 

@@ -52,7 +52,7 @@ class Work:
         )
         self.made.supervisor.apply(time.monotonic())
         self.made.until(lambda: self.made.supervisor.fleet.settled)
-        self.made.set_modes()
+        self.made.reconcile()
         self.apply()
 
     def lease(self, number: int = 0) -> str:

@@ -67,13 +67,13 @@ def test_disabling_mps_keeps_a_control_daemon_with_jobs(put_to_work: PutToWork) 
     assert domain.pending.startswith(
         "the configuration has changed: the control daemon waits for the MPS server (PID "
     )
-    made.set_modes()
+    made.reconcile()
     assert modes(host) == ["exclusive_process"] * 2
     at_work.end()
     made.supervisor.fleet.take_poll_request()
     made.until(lambda: not made.snapshot.domains)
     assert made.supervisor.fleet.take_poll_request(), "its modes go back at once"
-    made.set_modes()
+    made.reconcile()
     assert modes(host) == ["default"] * 2
 
 
@@ -92,7 +92,7 @@ def test_a_hidden_control_daemon_is_found_by_every_later_configuration(
         made = at_work.made.again()
         assert made.snapshot.domains[0].pid == pid
         assert [one.pid for one in our_processes() if not one.is_server] == [pid]
-        made.set_modes()
+        made.reconcile()
         assert modes(host) == ["exclusive_process"] * 2
     at_work.end()
 
@@ -127,13 +127,13 @@ def test_modes_stay_while_a_server_without_its_control_daemon_runs(put_to_work: 
     os.kill(pid, signal.SIGKILL)
     configure(host, enable_cuda_mps="false")
     made = at_work.made.again()
-    made.set_modes()
+    made.reconcile()
     assert modes(host) == ["exclusive_process"] * 2
     at_work.end()
     made.until(lambda: our_processes() == [])
 
     def are_restored() -> bool:
-        made.set_modes()  # as at every poll
+        made.reconcile()  # as at every poll
         return modes(host) == ["default"] * 2
 
     made.until(are_restored)
@@ -269,7 +269,7 @@ def test_a_gpu_removed_from_the_file_is_dropped_after_a_restart_too(put_to_work:
     at_work.end()
     made.until(lambda: made.available == 4 and made.snapshot.domains[0].pid not in (None, pid))
     assert made.snapshot.domains[0].plan.gpu_uuids == (host.gpus[0].uuid,)
-    made.set_modes()
+    made.reconcile()
     assert modes(host) == ["exclusive_process", "default"]
 
 

@@ -74,7 +74,7 @@ def test_a_removed_gpu_is_released_and_its_mode_restored(begin: Begin) -> None:
     host.divide(2)
     made.reload()
     made.until(lambda: len(made.snapshot.domains) == 1)
-    made.set_modes()
+    made.reconcile()
     assert modes(host) == ["exclusive_process", "default"]
     assert (pid(made), made.available) == (before, 2)
     assert [one.pid for one in our_processes()] == [before]
@@ -85,7 +85,7 @@ def test_mps_can_be_turned_off_and_on_again(begin: Begin) -> None:
     configure(host, enable_cuda_mps="false")
     made.reload()
     made.until(lambda: not made.snapshot.domains)
-    made.set_modes()
+    made.reconcile()
     assert modes(host) == ["default"] * 2
     assert devices_json(made.snapshot, Ledger()) == []
     assert made.snapshot.notice.startswith("MPS is disabled: enable_cuda_mps is false")
@@ -310,7 +310,7 @@ def test_a_server_without_jobs_does_not_hold_a_mode_forever(put_to_work: PutToWo
     configure(host, cuda_mps_compute_mode="keep")
     (change,) = made.reload()
     assert change.effect == f"once the MPS server (PID {server}) has ended"
-    made.set_modes()
+    made.reconcile()
     assert modes(host) == ["exclusive_process"], "jobs may be at work under it"
     (domain,) = made.snapshot.domains
     what = f"the restoration of the compute modes waits for the MPS server (PID {server}) to end"
@@ -319,7 +319,7 @@ def test_a_server_without_jobs_does_not_hold_a_mode_forever(put_to_work: PutToWo
     client.end()
     made.supervisor.jobs.update({host.gpus[0].uuid: {server: 30}}, time.monotonic())
     made.until(lambda: not jobs.servers() and not made.supervisor.domains[0].server_pids())
-    made.set_modes()
+    made.reconcile()
     assert modes(host) == ["default"]
     assert made.snapshot.domains[0].pending == ""
 
@@ -328,8 +328,8 @@ def test_a_pending_mode_is_set_at_once_if_the_servers_must_end_now(put_to_work: 
     host, jobs, made, _ = put_to_work(V100, 4)
     configure(host, cuda_mps_compute_mode="keep")
     made.reload()
-    made.set_modes()
+    made.reconcile()
     made.supervisor.fleet.drain(time.monotonic(), force=True)
     made.until(lambda: not jobs.servers() and not made.supervisor.domains[0].server_pids())
-    made.set_modes()
+    made.reconcile()
     assert modes(host) == ["default"]

@@ -145,7 +145,7 @@ def test_the_time_slice_of_a_missing_gpu_is_not_tried_at_each_poll(
     host.divide(2)
     made.reload()
     made.rescan()
-    assert not any(made.supervisor.mode_work())
+    assert made.supervisor.settings_due() is None
     assert "nvidia-smi" not in caplog.text
 
 

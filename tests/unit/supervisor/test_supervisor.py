@@ -147,7 +147,7 @@ def test_a_gpu_that_is_lost_in_the_middle_of_a_poll_keeps_its_place(begin: Begin
     host.fail(call, "gpu_is_lost", gpu=1)
     made.rescan()
     assert made.available == 4
-    assert not any(made.supervisor.mode_work())
+    assert made.supervisor.settings_due() is None
     host.clear()
     made.rescan()
     assert made.available == 8

@@ -83,7 +83,7 @@ def test_a_mode_that_another_program_sets_makes_the_devices_unavailable(begin: B
     made.rescan()
     assert of_second(made) == [(TIME_SLICING, UNAVAILABLE)] * 3
     assert unusable_reasons(made.snapshot)[host.gpus[1].uuid].code == COMPUTE_MODE_CHANGED
-    made.set_modes()
+    made.reconcile()
     assert (modes(host)[1], of_second(made)) == ("default", [(TIME_SLICING, FREE)] * 3)
     made.stop()
     assert modes(host)[1] == "default", "the mode from before the daemon"
@@ -94,7 +94,7 @@ def test_an_idle_gpu_changes_its_way_of_sharing_at_once_and_back(begin: Begin) -
     host.divide(4, SHARED)
     made.reload()
     made.until(lambda: len(made.snapshot.domains[0].plan.gpu_uuids) == 1)
-    made.set_modes()
+    made.reconcile()
     assert (modes(host), of_second(made)) == (["exclusive_process", "default"], [(TIME_SLICING, FREE)] * 3)
     host.divide(4, 4)
     made.reload()
@@ -112,7 +112,7 @@ def test_a_leased_gpu_keeps_its_way_of_sharing_until_the_lease_ends(
     host.divide(4, after)
     made.accept()
     made.until(lambda: made.supervisor.fleet.started)
-    made.set_modes()
+    made.reconcile()
     assert of_second(made, ledger) == [(way, LEASED)] + [(way, PENDING)] * (count - 1)
     assert (modes(host)[1], unusable_reasons(made.snapshot)[host.gpus[1].uuid]) == (mode, "")
     reasons = {row["reason_code"] for row in devices_json(made.snapshot, ledger) if row["state"] == PENDING}
@@ -124,7 +124,7 @@ def test_a_leased_gpu_keeps_its_way_of_sharing_until_the_lease_ends(
     ledger.remove("0" * 36)
     made.rescan()
     made.until(lambda: {sharing for sharing, _ in of_second(made)} != {way})
-    made.set_modes()
+    made.reconcile()
     made.until(lambda: {state for _, state in of_second(made)} == {FREE})
     assert modes(host)[1] != mode
     assert not made.supervisor.is_urgent
@@ -142,7 +142,7 @@ def test_a_plan_names_the_lease_that_a_change_waits_for(begin: Begin, after: str
     assert {effect for (_, subject), effect in effects.items() if subject in ("00:07.0", "host")} == {
         "once lease job of root has ended"
     }
-    made.set_modes()
+    made.reconcile()
     assert modes(host) == ["exclusive_process", "default"]
 
 
@@ -214,7 +214,7 @@ def test_a_restart_finds_leases_that_no_control_daemon_serves(begin: Begin) -> N
     made.supervisor.use_ledger(Ledger())
     made.rescan()
     made.until(lambda: made.available == 8)
-    made.set_modes()
+    made.reconcile()
     assert modes(host) == ["exclusive_process"] * 2
 
 
@@ -222,12 +222,12 @@ def test_the_control_daemon_of_running_jobs_ends_before_the_mode_changes(put_to_
     work = put_to_work([{"kind": "v100"}], 4)
     work.host.divide(SHARED)
     work.made.accept()
-    work.made.set_modes()
+    work.made.reconcile()
     assert modes(work.host) == ["exclusive_process"]
     assert set(states(work.made).values()) == {PENDING}
     work.end()
     work.made.until(lambda: not work.made.snapshot.domains)
-    work.made.set_modes()
+    work.made.reconcile()
     assert (modes(work.host), set(states(work.made).values())) == (["default"], {FREE})
 
 
@@ -249,7 +249,7 @@ def test_a_time_slice_is_set_read_back_and_restored(begin: Begin) -> None:
     assert slices(host) == ["short", "long"]
     events = [event.what for event in made.events if event.kind == "gpu"]
     assert events == ["time slice short", "time slice long"]
-    assert not any(made.supervisor.mode_work())
+    assert made.supervisor.settings_due() is None
     made.stop()
     assert slices(host) == ["default", "default"]
 
@@ -278,7 +278,7 @@ def test_a_leased_gpu_keeps_its_time_slice_until_the_lease_ends(begin: Begin, af
     again.supervisor.use_ledger(Ledger())
     LeaseStorage(again.supervisor.store()).delete("0" * 36)
     again.rescan()
-    again.set_modes()
+    again.reconcile()
     assert slices(host)[1] == "default"
 
 
@@ -289,7 +289,7 @@ def test_a_process_that_is_not_leased_keeps_its_time_slice(begin: Begin) -> None
     made.reload()
     assert slices(host)[1] == "long"
     host.gpus[1].remove_process(os.getpid())
-    made.set_modes()
+    made.reconcile()
     assert slices(host)[1] == "default"
 
 
@@ -298,8 +298,8 @@ def test_a_time_slice_that_another_program_changed_is_set_again(begin: Begin) ->
     for changed in (False, True, False):
         if changed:
             host.gpus[0].time_slice = "medium"
-        made.supervisor.modes.time_slices.compare()
-        made.set_modes()
+        made.supervisor.settings.reconciler.compare()
+        made.reconcile()
         assert slices(host) == ["short", "long"]
     reported = [(event.subject, event.what) for event in made.events if event.code]
     assert reported == [("00:06.0", "time slice short")]
@@ -308,13 +308,13 @@ def test_a_time_slice_that_another_program_changed_is_set_again(begin: Begin) ->
 def test_a_time_slice_that_cannot_be_read_now_is_compared_later(begin: Begin) -> None:
     host, made = begin(TWO, shared("short"), SHARED)
     host.fail("nvmlInit*", "driver_not_loaded")
-    made.supervisor.modes.time_slices.compare()
-    made.set_modes()
+    made.supervisor.settings.reconciler.compare()
+    made.reconcile()
     assert not [event for event in made.events if event.code]
     host.clear()
     host.gpus[0].time_slice = "medium"
-    made.supervisor.modes.time_slices.compare()
-    made.set_modes()
+    made.supervisor.settings.reconciler.compare()
+    made.reconcile()
     assert slices(host) == ["short", "default"]
 
 
@@ -325,8 +325,8 @@ def test_a_time_slice_that_is_already_set_is_recorded_as_the_original(begin: Beg
     assert Originals(store).of("time_slice") == {host.gpus[0].uuid: "default"}
     store.close()
     host.gpus[0].time_slice = host.gpus[1].time_slice = "long"
-    made.supervisor.modes.time_slices.compare()
-    made.set_modes()
+    made.supervisor.settings.reconciler.compare()
+    made.reconcile()
     made.stop()
     assert slices(host) == ["default", "long"]
 
@@ -364,7 +364,7 @@ def test_a_refused_time_slice_is_a_warning_and_the_devices_serve(
     what = "GPU 00:06.0 (Tesla M60): the time slice short cannot be set: nvidia-smi: Not Supported"
     assert warning.text == f"{what}; its devices have the one that it had before"
     assert made.snapshot.plan.time_slices == {}
-    assert not any(made.supervisor.mode_work()), "it is tried again by a reload only"
+    assert made.supervisor.settings_due() is None, "it is tried again by a reload only"
     host.divide(SHARED)
     made.reload()
     assert made.warnings == []

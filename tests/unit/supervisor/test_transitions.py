@@ -116,7 +116,7 @@ class ChangingGpu:
     def poll(self, *, now: bool | None = None) -> None:
         apply_layouts(self.made, {*self.ledger.ways_of_sharing()}, now=now)
         self.made.until(lambda: self.made.supervisor.fleet.settled)
-        self.made.set_modes()
+        self.made.reconcile()
 
     def settle(self) -> None:
         """Poll until nothing waits: one poll ends the control daemon, the next one changes the layout."""

@@ -1,0 +1,280 @@
+"""Which values are due, what is told of them, and what is remembered; no driver is asked here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from yunion_mps.enums import TIME_SLICING
+from yunion_mps.errors import DriverError, YunionError
+from yunion_mps.gpus.blockers import WITHOUT_MPS, Blockers, Needs
+from yunion_mps.gpus.kind import Kind, Step
+from yunion_mps.gpus.originals import Originals
+from yunion_mps.gpus.reconciler import Look, Observed, Reconciler, Results, observe
+from yunion_mps.host.store import Store
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.models import Event, Gpu, Holder, Lease, Plan
+from yunion_mps.paths import Paths
+from yunion_mps.reasons import GPU_OTHER_DRIVER, TIME_SLICE_CHANGED, TIME_SLICE_REFUSED, Reason
+
+from unit.builders import gpu
+from unit.leases.shares import device
+
+ONE, TWO = gpu(1, uuid="GPU-1"), gpu(2, uuid="GPU-2")
+REFUSED = DriverError("Not Supported", "", TIME_SLICE_REFUSED)
+NVML = cast(Nvml, SimpleNamespace(processes=dict))
+BOTH = (ONE, TWO)
+
+
+class Fan(Kind):
+    """The speed of a fan, kept in a dict, that no poll reads and that the plan's time slices say."""
+
+    name, label = "fan", "fan speed"
+    refused_code, changed_code = TIME_SLICE_REFUSED, TIME_SLICE_CHANGED
+
+    def __init__(self) -> None:
+        self.speeds = {"GPU-1": "low", "GPU-2": "low"}
+        self.refusing: set[str] = set()
+        #: The GPUs whose speed cannot be read.
+        self.hidden: set[str] = set()
+        self.reads = 0
+
+    def desired(self, plan: Plan, gpu: Gpu) -> str | None:
+        return plan.time_slices.get(gpu.uuid or "")
+
+    def needs(self, step: Step) -> Needs:
+        return Needs(leases=WITHOUT_MPS, processes=True) if step.restores else Needs()
+
+    def observe(self, nvml: Nvml, uuid: str) -> str:
+        self.reads += 1
+        if uuid in self.hidden:
+            raise REFUSED
+        return self.speeds[uuid]
+
+    def carry_out(self, nvml: Nvml, uuid: str, step: Step) -> None:
+        if uuid in self.refusing:
+            raise REFUSED
+        self.speeds[uuid] = step.target
+
+    def command(self, uuid: str, value: str) -> str:
+        return f"fan {uuid} {value}"
+
+
+class Fans:
+    """A reconciler of fans, with a state file."""
+
+    def __init__(self, store: Store) -> None:
+        self.kind = Fan()
+        self.reconciler = Reconciler([self.kind])
+        self.store = store
+        self.originals = Originals(store)
+        self.processes: dict[str, list[int]] = {}
+        self.ledger = Ledger()
+        self.events: list[Event] = []
+
+    def due(self, gpus: Sequence[Gpu] = BOTH, **speeds: str) -> dict[str, str]:
+        """Return what may have to change if the first (`a`) and second GPU (`b`) are to have these."""
+        return {look.uuid: look.target for look in self._looks(gpus, speeds)}
+
+    def _looks(self, gpus: Sequence[Gpu], speeds: Mapping[str, str]) -> list[Look]:
+        plan = Plan("host", time_slices={{"a": "GPU-1", "b": "GPU-2"}[name]: speeds[name] for name in speeds})
+        looks = self.reconciler.looks(plan, gpus, self.originals)
+        return self.reconciler.unblocked(looks, Blockers.of(self.ledger, gpus=gpus))
+
+    def apply(
+        self, gpus: Sequence[Gpu] = BOTH, processes: Mapping[str, Sequence[int]] = {}, **speeds: str
+    ) -> Results:
+        looks = self._looks(gpus, speeds)
+        nvml = cast(Nvml, SimpleNamespace(processes=lambda: self.processes))
+        observed = observe(looks, nvml)
+        blockers = Blockers.of(self.ledger, gpus=gpus, processes=observed.processes)
+        decision = self.reconciler.decide(looks, observed, blockers)
+        results = self.reconciler.carry_out(decision, NVML, self.originals, gpus)
+        self.events += self.reconciler.note(looks, decision.pending, results, gpus)
+        return results
+
+    @property
+    def codes(self) -> list[str]:
+        return [event.code for event in self.events]
+
+
+@pytest.fixture
+def fans(paths: Paths) -> Iterator[Fans]:
+    with closing(Store(paths)) as store:
+        yield Fans(store)
+
+
+def test_only_values_of_working_gpus_are_due(fans: Fans) -> None:
+    assert fans.due(a="high", b="low") == {"GPU-1": "high", "GPU-2": "low"}
+    lost = ONE._replace(reason=Reason("it is lost", "gpu_lost"))
+    assert fans.due((lost, TWO), a="high", b="low") == {"GPU-2": "low"}
+
+
+def test_a_value_is_set_once_and_its_original_is_recorded_before(fans: Fans) -> None:
+    fans.apply(a="high", b="low")
+    assert fans.kind.speeds == {"GPU-1": "high", "GPU-2": "low"}
+    assert fans.originals.of("fan") == {"GPU-1": "low", "GPU-2": "low"}
+    assert [(event.subject, event.what) for event in fans.events] == [("01:00.0", "fan speed high")]
+    assert fans.due(a="high", b="low") == {}
+    assert fans.due(a="max", b="low") == {"GPU-1": "max"}
+
+
+def test_what_the_plan_no_longer_has_is_restored_and_forgotten(fans: Fans) -> None:
+    fans.apply(a="high", b="low")
+    fans.apply(b="low")
+    assert fans.kind.speeds["GPU-1"] == "low"
+    assert fans.originals.of("fan").keys() == {"GPU-2"}
+    fans.apply()
+    assert fans.originals.gpus() == set()
+
+
+def test_without_a_record_nothing_is_changed(fans: Fans) -> None:
+    fans.store.close()
+    with pytest.raises(YunionError):
+        fans.originals.of("fan")
+    results = fans.apply(a="high")
+    assert results.not_recorded
+    assert fans.kind.speeds["GPU-1"] == "low"
+    assert fans.due(a="high") == {"GPU-1": "high"}, "it is tried again"
+
+
+def test_a_value_is_due_again_after_its_gpu_was_lost(fans: Fans) -> None:
+    fans.apply(a="high")
+    assert fans.due(a="high") == {}
+    assert fans.due((TWO,), a="high") == {}
+    assert fans.due(a="high") == {"GPU-1": "high"}
+
+
+def test_a_refusal_is_news_and_lasts_until_the_entry_changes(fans: Fans) -> None:
+    fans.kind.refusing.add("GPU-1")
+    fans.apply(a="high", b="high")
+    assert fans.reconciler.refused(fans.kind) == {"GPU-1"}
+    assert fans.due(b="high") == {"GPU-1": "low"}, "as recorded before it was tried"
+    assert fans.reconciler.refusals == {}
+    assert fans.due(a="high", b="high") == {"GPU-1": "high"}
+    assert sorted(fans.codes) == ["", TIME_SLICE_REFUSED]
+
+
+def test_what_was_refused_is_not_compared(fans: Fans) -> None:
+    fans.kind.refusing.add("GPU-1")
+    fans.apply(a="high", b="high")
+    fans.reconciler.compare()
+    assert fans.due(a="high", b="high") == {"GPU-2": "high"}
+    fans.kind.speeds["GPU-2"] = "low"
+    fans.apply(a="high", b="high")
+    assert fans.codes[-1] == TIME_SLICE_CHANGED
+
+
+def test_a_comparison_finds_only_changes_by_other_programs(fans: Fans) -> None:
+    fans.apply(a="high")
+    fans.reconciler.compare()
+    assert fans.apply(a="high") == Results()
+    fans.apply(a="max")
+    assert fans.codes == ["", ""]
+
+
+def test_a_reload_names_the_values_that_another_program_changed(fans: Fans) -> None:
+    for desired in ("max", "max", "high"):
+        fans.kind.speeds["GPU-1"] = "low"
+        fans.reconciler.check_again()
+        fans.apply(a=desired)
+    assert fans.codes == ["", TIME_SLICE_CHANGED, ""]
+
+
+def test_a_value_that_a_lost_gpu_forgot_was_not_changed_by_a_program(fans: Fans) -> None:
+    fans.apply(a="high")
+    fans.reconciler.check_again()
+    fans.due((TWO,), a="high")
+    fans.kind.speeds["GPU-1"] = "low"
+    fans.apply(a="high")
+    assert fans.codes == ["", ""]
+
+
+def test_a_value_that_cannot_be_read_is_refused_only_after_a_reload(fans: Fans) -> None:
+    """A comparison waits for the next one."""
+    fans.apply(a="high")
+    fans.kind.hidden.add("GPU-1")
+    fans.reconciler.compare()
+    assert fans.apply(a="high").errors == {}
+    fans.reconciler.compare()
+    fans.reconciler.check_again()
+    assert [look.uuid for look in fans.apply(a="high").errors] == ["GPU-1"]
+
+
+def test_a_blocker_keeps_a_restoration_pending_and_is_named(fans: Fans) -> None:
+    fans.apply(a="high")
+    leased = device(1, 0)._replace(sharing=TIME_SLICING)
+    fans.ledger.add(Lease("a", (leased,), Holder("name", 0, name="job"), 0.0))
+    reads = fans.kind.reads
+    assert fans.apply() == Results()
+    assert str(fans.reconciler.pending["fan", "GPU-1"].users) == "lease job of root"
+    assert fans.kind.reads == reads, "the driver is not asked for what waits"
+    fans.ledger.remove("a")
+    fans.processes = {"GPU-1": [7]}
+    fans.apply()
+    assert fans.reconciler.pending["fan", "GPU-1"].users.processes == (7,)
+    assert fans.kind.speeds["GPU-1"] == "high"
+    fans.processes = {}
+    fans.apply()
+    assert (fans.reconciler.pending, fans.kind.speeds["GPU-1"]) == ({}, "low")
+
+
+def test_a_value_is_not_read_while_processes_of_the_last_poll_keep_it(fans: Fans) -> None:
+    fans.apply(a="high")
+    looks = fans.reconciler.looks(Plan("host"), BOTH, fans.originals)
+    blockers = Blockers.of(fans.ledger, gpus=BOTH)
+    assert fans.reconciler.unblocked(looks, blockers, {"GPU-1": [7]}) == []
+    assert fans.reconciler.unblocked(looks, blockers, {"GPU-2": [7]}) == looks
+
+
+def test_a_stop_waits_for_steps_that_are_still_made(fans: Fans) -> None:
+    """Otherwise it could look before such a step, and forget what has to be restored after it."""
+    begun, may_end = threading.Event(), threading.Event()
+    set_value = fans.kind.carry_out
+
+    def set_slowly(nvml: Nvml, uuid: str, step: Step) -> None:
+        begun.set()
+        may_end.wait(60)
+        set_value(nvml, uuid, step)
+
+    fans.kind.carry_out = set_slowly  # type: ignore[method-assign]
+    setting = threading.Thread(target=lambda: fans.apply(a="high"))
+    setting.start()
+    begun.wait(60)
+    fans.reconciler.end()
+    blockers = Blockers.of(Ledger(), gpus=BOTH)
+    stop = threading.Thread(target=lambda: fans.reconciler.restore(fans.originals, BOTH, NVML, blockers))
+    stop.start()
+    may_end.set()
+    for thread in (setting, stop):
+        thread.join(60)
+    assert fans.kind.speeds["GPU-1"] == "low"
+    assert fans.originals.of("fan") == {}
+
+
+def test_a_stop_restores_all_but_what_is_kept_or_not_there(fans: Fans) -> None:
+    fans.apply(a="high", b="high")
+    other = Reason("the GPU is bound to the driver vfio-pci", GPU_OTHER_DRIVER)
+    gpus = (ONE, TWO._replace(reason=other))
+    fans.reconciler.end()
+    restoration = fans.reconciler.restore(fans.originals, gpus, NVML, Blockers.of(Ledger(), gpus=gpus))
+    assert fans.kind.speeds == {"GPU-1": "low", "GPU-2": "high"}
+    assert restoration.results.not_restored()["fan speed"]["GPU-2"].code == GPU_OTHER_DRIVER
+    assert fans.originals.of("fan") == {"GPU-2": "low"}
+
+
+def test_no_step_is_made_after_a_stop_has_begun(fans: Fans) -> None:
+    fans.reconciler.end()
+    assert fans.apply(a="high").has_ended
+    assert fans.kind.speeds["GPU-1"] == "low"
+
+
+def test_without_the_driver_nothing_is_decided(fans: Fans) -> None:
+    looks = [Look(fans.kind, "GPU-1", "high")]
+    decision = fans.reconciler.decide(looks, Observed(error=REFUSED), Blockers.of(Ledger()))
+    assert decision.is_empty

@@ -1,0 +1,129 @@
+"""A made-up kind of setting: one module and one registration, and the daemon treats it like the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from yunion_mps.gpus import kinds
+from yunion_mps.gpus.blockers import WITHOUT_MPS, Needs
+from yunion_mps.gpus.kind import Kind, Step
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.models import Gpu, Plan
+from yunion_mps.reasons import COMPUTE_MODE_CHANGED, COMPUTE_MODE_REFUSED
+from yunion_mps.service import offline
+
+from simhost import SimHost
+from unit.supervised import Begin, Supervised
+
+TWO = [{"kind": "v100"}, {"kind": "v100"}]
+
+
+class PowerLimit(Kind):
+    """The power limit of GPUs that have devices, in watts; kept in a dict instead of in the driver."""
+
+    name, label = "power_limit", "power limit"
+    refused_code, changed_code = COMPUTE_MODE_REFUSED, COMPUTE_MODE_CHANGED
+
+    def __init__(self) -> None:
+        self.watts: dict[str, str] = {}
+
+    def desired(self, plan: Plan, gpu: Gpu) -> str | None:
+        return "200" if gpu.uuid in plan.gpu_uuids else None
+
+    def needs(self, step: Step) -> Needs:
+        return Needs(leases=WITHOUT_MPS, processes=True) if step.restores else Needs()
+
+    def observe(self, nvml: Nvml, uuid: str) -> str:
+        return self.watts.get(uuid, "300")
+
+    def carry_out(self, nvml: Nvml, uuid: str, step: Step) -> None:
+        self.watts[uuid] = step.target
+
+    def command(self, uuid: str, value: str) -> str:
+        return f"nvidia-smi -i {uuid} -pl {value}"
+
+
+@pytest.fixture
+def limit() -> Iterator[PowerLimit]:
+    kind = PowerLimit()
+    kinds.KINDS.append(kind)
+    yield kind
+    kinds.KINDS.remove(kind)
+
+
+def watts(limit: PowerLimit, host: SimHost) -> list[str]:
+    return [limit.watts.get(gpu.uuid, "300") for gpu in host.gpus]
+
+
+def recorded(made: Supervised) -> dict[str, str]:
+    return made.supervisor.originals().of("power_limit")
+
+
+def test_a_start_sets_it_a_reload_follows_and_a_stop_restores_it(limit: PowerLimit, begin: Begin) -> None:
+    host, made = begin(TWO, 4, 4)
+    assert watts(limit, host) == ["200", "200"]
+    assert recorded(made) == {gpu.uuid: "300" for gpu in host.gpus}
+    assert ("gpu", "power limit 200") in [(event.kind, event.what) for event in made.events]
+    host.divide(4)
+    made.reload()
+    made.until(lambda: len(made.snapshot.domains[0].plan.gpu_uuids) == 1)
+    made.reconcile()
+    assert watts(limit, host) == ["200", "300"]
+    host.divide(4, 4)
+    made.reload()
+    assert watts(limit, host) == ["200", "200"]
+    made.stop(restore=False)
+    assert made.supervisor.close()
+    assert watts(limit, host) == ["300", "300"]
+
+
+def test_a_restart_restores_what_is_no_longer_configured(limit: PowerLimit, begin: Begin) -> None:
+    host, first = begin(TWO, 4, 4)
+    first.stop(restore=False)
+    host.divide(4)
+    made = first.again()
+    assert watts(limit, host) == ["200", "300"]
+    assert recorded(made) == {host.gpus[0].uuid: "300"}
+
+
+def test_restore_after_a_kill_sets_what_it_was_before(limit: PowerLimit, begin: Begin) -> None:
+    host, made = begin(TWO, 4, 4)
+    made.stop(restore=False)
+    made.supervisor.release()
+    assert offline.restore(made.paths) == 0
+    assert watts(limit, host) == ["300", "300"]
+
+
+def test_what_keeps_it_is_named_and_restore_says_how(
+    limit: PowerLimit, begin: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, made = begin(TWO, 4, 4)
+    uuid = host.gpus[1].uuid
+    host.gpus[1].add_process(os.getpid(), 100)
+    host.divide(4)
+    made.reload()
+    made.until(lambda: len(made.snapshot.domains[0].plan.gpu_uuids) == 1)
+    made.reconcile()
+    assert watts(limit, host) == ["200", "200"]
+    assert made.supervisor.settings.reconciler.pending["power_limit", uuid].users.processes == (os.getpid(),)
+    made.stop()
+    assert watts(limit, host) == ["300", "200"]
+    assert "GPU 00:07.0 keeps its power limit, because jobs without MPS use it" in caplog.text
+    assert offline.restore(made.paths) == 1
+    assert "the power limit of GPU 00:07.0 differs from the original; jobs may still need" in caplog.text
+    host.gpus[1].remove_process(os.getpid())
+    assert offline.restore(made.paths) == 0
+    assert watts(limit, host) == ["300", "300"]
+
+
+def test_another_programs_change_is_corrected_at_the_next_comparison(limit: PowerLimit, begin: Begin) -> None:
+    host, made = begin(TWO, 4, 4)
+    limit.watts[host.gpus[0].uuid] = "250"
+    made.reconcile()
+    assert watts(limit, host) == ["250", "200"]
+    made.supervisor.settings.reconciler.compare()
+    made.reconcile()
+    assert watts(limit, host) == ["200", "200"]
+    assert made.events[-1].code == COMPUTE_MODE_CHANGED

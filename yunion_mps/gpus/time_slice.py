@@ -1,0 +1,54 @@
+"""The time slice of a GPU that is shared without MPS, as nvidia-smi compute-policy sets it."""
+
+from __future__ import annotations
+
+from yunion_mps import reasons
+from yunion_mps.enums import TIME_SLICES
+from yunion_mps.gpus.blockers import WITHOUT_MPS, Needs
+from yunion_mps.gpus.kind import Kind, Step
+from yunion_mps.inventory.compute_policy import set_time_slice, time_slice_of
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.models import Gpu, Plan
+
+
+class TimeSlice(Kind):
+    """No poll reads it, because that runs nvidia-smi for each GPU, one after the other."""
+
+    name = "time_slice"
+    label = "time slice"
+    refused_code = reasons.TIME_SLICE_REFUSED
+    changed_code = reasons.TIME_SLICE_CHANGED
+
+    def desired(self, plan: Plan, gpu: Gpu) -> str | None:
+        return plan.time_slices.get(gpu.uuid or "")
+
+    def can_set(self, plan: Plan, gpu: Gpu) -> bool:
+        return not gpu.reason and any(gpu.uuid == shared.uuid for shared in plan.direct)
+
+    def needs(self, step: Step) -> Needs:
+        """Return what keeps an original time slice from being restored: jobs that share the GPU by it."""
+        if not step.restores:
+            return Needs()
+        return Needs(leases=WITHOUT_MPS, processes=True, spares_mps=True)
+
+    def observe(self, nvml: Nvml, uuid: str) -> str:
+        del nvml
+        return time_slice_of(uuid)
+
+    def carry_out(self, nvml: Nvml, uuid: str, step: Step) -> None:
+        del nvml
+        set_time_slice(uuid, step.target)
+
+    def command(self, uuid: str, value: str) -> str:
+        return f"nvidia-smi compute-policy -i {uuid} --set-timeslice {TIME_SLICES.index(value)}"
+
+    def hint_if_not_restored(self, uuid: str) -> str:
+        see = f"nvidia-smi compute-policy -i {uuid} --list"
+        return f"see why: {see}; then run: yunion-mps-daemon --restore"
+
+    def without_refused(self, plan: Plan, uuids: frozenset[str]) -> Plan:
+        slices = {uuid: value for uuid, value in plan.time_slices.items() if uuid not in uuids}
+        return plan._replace(time_slices=slices)
+
+
+TIME_SLICE = TimeSlice()
