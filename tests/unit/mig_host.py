@@ -7,28 +7,31 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import pytest
+from yunion_mps.enums import MPS
+from yunion_mps.gpus.blockers import Blockers
+from yunion_mps.gpus.mig_forecast import make_forecast
+from yunion_mps.gpus.mig_steps import (
+    NO_LOSSES,
+    LayoutResult,
+    LayoutTask,
+    Losses,
+    bring_into_effect,
+)
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
+from yunion_mps.leases.ledger import Hold
 from yunion_mps.mig import DISABLED, MigLayout
 from yunion_mps.models import Gpu
 from yunion_mps.paths import Paths
 from yunion_mps.planning.mig import describe, layout_profiles
 from yunion_mps.reasons import Reason
-from yunion_mps.supervisor.mig import (
-    NO_LOSSES,
-    LayoutResult,
-    LayoutTask,
-    Losses,
-    carry_out,
-)
-from yunion_mps.supervisor.mig_forecast import make_forecast
 
 from simhost import Description, SimHost
 
-NOTHING_BUSY: frozenset[str] = frozenset()
+NOTHING_BUSY = Blockers()
 
 
 class MigHost(NamedTuple):
@@ -60,7 +63,11 @@ class MigHost(NamedTuple):
         gpu = self.gpu
         return MigLayout(str(gpu.uuid), names[0] != DISABLED, layout_profiles(names, gpu), **given)
 
-    def apply(self, *names: str, busy: frozenset[str] | None = NOTHING_BUSY, force: bool = False) -> Reason:
+    def leased(self, *uuids: str) -> Blockers:
+        """Leases that keep these GPUs or instances, of which only that is known."""
+        return Blockers(holds=[Hold("job", uuid, uuid, MPS) for uuid in uuids], gpus=[self.gpu])
+
+    def apply(self, *names: str, busy: Blockers | None = NOTHING_BUSY, force: bool = False) -> Reason:
         task = LayoutTask(self.layout(*names), self.gpu, busy)
         confirmed = self.losses(task) if force else NO_LOSSES
         return self.result(task._replace(confirmed=confirmed)).reasons[str(self.gpu.uuid)]
@@ -70,7 +77,7 @@ class MigHost(NamedTuple):
         return make_forecast([task], self.mig, self.originals).losses[task.layout.gpu_uuid]
 
     def result(self, task: LayoutTask) -> LayoutResult:
-        return carry_out([task], self.mig, self.originals)
+        return bring_into_effect([task], self.mig, self.originals)
 
     def process(self, instance: int, pid: int = 4321) -> None:
         self.sim.gpus[0].add_process(pid, 100, on=(instance, 0))

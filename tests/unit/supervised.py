@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 from yunion_mps.conditions import Condition
 from yunion_mps.enums import FREE, WARNING
+from yunion_mps.gpus.mig_steps import Losses
 from yunion_mps.host.processes import Watchable, drive
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
@@ -21,7 +22,6 @@ from yunion_mps.paths import ROOT_VARIABLE, Paths
 from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import FindLeaseWaits
-from yunion_mps.supervisor.mig import Losses
 from yunion_mps.supervisor.preflight import run_preflight
 
 from simhost import Description, SimHost
@@ -94,12 +94,13 @@ class Supervised:
         self.supervisor.apply(time.monotonic())
         return changes
 
-    def losses(self, leased: Collection[str]) -> Mapping[str, Losses]:
+    def losses(self) -> Mapping[str, Losses]:
         """What `reload --now` would list."""
         of, nvml = self.supervisor, self.preflight.nvml
         assert isinstance(nvml, Nvml)
         inventory = of.snapshot().inventory
-        return of.layouts.forecast(of.desired.plan, inventory, leased, nvml, of.originals()).losses
+        plan, blockers = of.desired.plan, of.desired.blockers()
+        return of.layouts.forecast(plan, inventory, blockers, nvml, of.originals()).losses
 
     def reload(self) -> list[Change]:
         """As a reload of the daemon does: until every domain is ready or has said why it is not."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from copy import copy
 from typing import NamedTuple
 
-from yunion_mps.enums import NOT_SHARED, TIME_SLICING
+from yunion_mps.enums import NOT_SHARED, SHARING, TIME_SLICING
 from yunion_mps.leases.ledger import UNKNOWN, Hold, Ledger
 from yunion_mps.models import DomainPlan, Gpu
 from yunion_mps.mps.domain import Domain
@@ -34,9 +34,13 @@ class Needs(NamedTuple):
     processes: bool = False
     #: Whether leases and processes do not matter on a GPU that MPS serves: then they are MPS' clients.
     spares_mps: bool = False
+    #: Whether what uses a MIG instance of the GPU counts, too.
+    instances: bool = True
 
 
-NO_NEEDS = Needs()
+#: To destroy a MIG instance, or to switch MIG mode on; processes are asked for one by one. Leases of
+#: instances that another program has destroyed with the mode must not keep it from being switched on again.
+UNUSED = Needs(leases=frozenset({*SHARING, UNKNOWN}), servers=True, instances=False)
 
 
 class KeptBy(NamedTuple):
@@ -145,10 +149,10 @@ class Blockers:
     def against(self, uuid: str, needs: Needs) -> KeptBy:
         """Return what keeps the GPU (UUID) as it is, of what a step `needs`.
 
-        What uses a MIG instance of the GPU counts as well, except a control daemon without servers: the
+        What uses a MIG instance of the GPU may count as well, except a control daemon without servers: the
         compute mode that it needs is that of the instance.
         """
-        parts = {uuid, *self._parts.get(uuid, ())}
+        parts = {uuid, *self._parts.get(uuid, ())} if needs.instances else {uuid}
         served = [one for one in self._served if not parts.isdisjoint(one.plan.gpu_uuids)]
         serves_it = any(uuid in one.plan.gpu_uuids for one in served)
         found = []

@@ -205,10 +205,6 @@ class Ledger:
                 users[uuid] = all_of([users.get(uuid, NO_USERS), unknown])
         return users
 
-    def leased_gpus(self) -> set[str] | None:
-        """Return the UUIDs of the GPUs with leased devices; None if not all leased devices are known."""
-        return None if self.unknown else set(self.ways_of_sharing())
-
     @property
     def unknown(self) -> set[str]:
         """The leases (ids) whose devices are not known, so that any device may be theirs."""

@@ -15,6 +15,8 @@ from yunion_mps.gpus.absent import gpu_label, report_absent
 from yunion_mps.gpus.blockers import Blockers, gpus_of
 from yunion_mps.gpus.compute_mode import COMPUTE_MODE
 from yunion_mps.gpus.kind import Kind
+from yunion_mps.gpus.mig_restore import how_to_restore, restore_layouts, withdrawn
+from yunion_mps.gpus.mig_steps import bring_into_effect
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.gpus.reconciler import Reconciler, Restoration, Results, recorded
 from yunion_mps.host.proc import environment_of, program_of
@@ -43,9 +45,6 @@ from yunion_mps.mps.rollover import OrphanedServers
 from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import below_root
 from yunion_mps.reasons import GPU_GONE, GPU_LOST, GPU_OTHER_DRIVER, MIG_ENABLED
-from yunion_mps.supervisor.mig import carry_out
-from yunion_mps.supervisor.mig_restore import how_to_restore, withdrawn
-from yunion_mps.supervisor.mig_restore import restore as restore_layouts
 from yunion_mps.supervisor.preflight import Preflight, left_running, run_preflight
 from yunion_mps.supervisor.unit_access import unit_problems, unit_warnings
 
@@ -217,7 +216,7 @@ def _cancel_requests(preflight: Preflight, store: Store) -> bool:
     if preflight.nvml is None or preflight.problems:
         return True  # what cannot be decided is reported
     tasks = withdrawn(preflight.plan.layouts, preflight.inventory.gpus, lambda: Originals(store))
-    reasons = carry_out(tasks, Mig(preflight.nvml), Originals(store)).reasons
+    reasons = bring_into_effect(tasks, Mig(preflight.nvml), Originals(store)).reasons
     failures = [(task.gpu, why) for task in tasks if (why := reasons.get(task.layout.gpu_uuid))]
     for gpu, why in failures:
         log.error("GPU %s: %s; %s", gpu.address, why, how_to_restore(why, gpu))

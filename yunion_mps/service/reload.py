@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.enums import ABOUT_MIG_LAYOUT
 from yunion_mps.errors import ConfigError, HostError, NotConfirmedError, ShortageError, YunionError
+from yunion_mps.gpus.mig_forecast import Forecast, effects_of
+from yunion_mps.gpus.mig_steps import Losses
 from yunion_mps.gpus.reconciler import observe
 from yunion_mps.gpus.time_slice import TIME_SLICE
 from yunion_mps.host.proc import command_of, is_gone, process_name, started_s, uid_of, user_name
@@ -35,8 +37,6 @@ from yunion_mps.service.reload_losses import (
 )
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import as_made, with_layout_effects, without_refused
-from yunion_mps.supervisor.mig import Losses
-from yunion_mps.supervisor.mig_forecast import Forecast, effects_of
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 from yunion_mps.text import decode_line
 from yunion_mps.units import rfc3339
@@ -198,7 +198,7 @@ class Reloader:
 
         Returns what was done.
         """
-        tasks = self._supervisor.layout_tasks(self._ledger.leased_gpus())
+        tasks = self._supervisor.layout_tasks(are_leases_known=not self._ledger.unknown)
         if not tasks:
             return []
         try:
@@ -354,11 +354,13 @@ class Reloader:
     async def _forecast(self, plan: Plan, preflight: Preflight) -> Forecast:
         """What the MIG layouts of a plan would remove, and when they take effect."""
         supervisor, nvml = self._supervisor, preflight.nvml
-        used = supervisor.desired.blockers().by_gpu().keys()
+        blockers = supervisor.desired.blockers()
         if nvml is None or not plan.layouts:
             return Forecast()
         return await on_thread(
-            lambda: supervisor.layouts.forecast(plan, preflight.inventory, used, nvml, supervisor.originals())
+            lambda: supervisor.layouts.forecast(
+                plan, preflight.inventory, blockers, nvml, supervisor.originals()
+            )
         )
 
     def _rows_of(self, found: Mapping[str, Losses], preflight: Preflight) -> list[answers.Loss]:

@@ -17,6 +17,8 @@ from yunion_mps.enums import ABOUT_EVENT_LOG, ABOUT_RECORD, IMPAIRED, REFUSED
 from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.gpus.absent import gpu_label
 from yunion_mps.gpus.blockers import gpus_of
+from yunion_mps.gpus.mig_restore import withdrawn
+from yunion_mps.gpus.mig_steps import LayoutResult, LayoutTask
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
@@ -37,8 +39,6 @@ from yunion_mps.supervisor.fleet import Fleet, Jobs
 from yunion_mps.supervisor.gpu_settings import Due, GpuSettings
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.layouts import MigLayouts
-from yunion_mps.supervisor.mig import LayoutResult, LayoutTask
-from yunion_mps.supervisor.mig_restore import withdrawn
 from yunion_mps.supervisor.pipe_access import PipeAccess
 from yunion_mps.supervisor.preflight import (
     RESTORED_LATER,
@@ -401,8 +401,8 @@ class Supervisor:
 
     # -- MIG layouts
 
-    def layout_tasks(self, leased: Collection[str] | None) -> tuple[LayoutTask, ...]:
-        """Return the layouts to bring into effect; `leased` has the UUIDs of leased GPUs, None if unknown.
+    def layout_tasks(self, *, are_leases_known: bool = True) -> tuple[LayoutTask, ...]:
+        """Return the layouts to bring into effect; nothing is removed if the leases are not known.
 
         What can be leased meanwhile counts as leased.
         """
@@ -411,9 +411,10 @@ class Supervisor:
         cancels = withdrawn(self.desired.plan.layouts, self._gpus.inventory.gpus, self.originals)
         if not self.desired.plan.layouts:
             return cancels
-        busy = None if leased is None else self.snapshot().plan.offered.union(leased)
+        offered = self.snapshot().plan.offered
         before = self.layouts.pending
-        tasks = self.layouts.due(busy, self.settings.in_wrong_mode(self._store))
+        in_wrong_mode = self.settings.in_wrong_mode(self._store)
+        tasks = self.layouts.due(offered, in_wrong_mode, are_leases_known=are_leases_known)
         if self.layouts.pending != before:
             self._changed()
         return (*tasks, *cancels)
@@ -540,7 +541,7 @@ class Supervisor:
         if due := self.settings.to_set_before_layouts(self._store, used):
             self.settings.reconcile(due, self.nvml)
         is_final = not (self.desired.ledger.leases or self.desired.ledger.unknown)
-        tasks = self.layout_tasks(() if is_final else None)
+        tasks = self.layout_tasks(are_leases_known=is_final)
         if tasks:
             result = self.apply_layouts(tasks)
             self.layouts.note(result, is_final=is_final)

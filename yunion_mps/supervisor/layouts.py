@@ -8,6 +8,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from yunion_mps import reasons
+from yunion_mps.gpus.blockers import Blockers
+from yunion_mps.gpus.mig_forecast import Forecast, make_forecast
+from yunion_mps.gpus.mig_restore import restore_layouts
+from yunion_mps.gpus.mig_steps import (
+    ITS_USERS,
+    MODE_ON,
+    NO_LOSSES,
+    LayoutResult,
+    LayoutTask,
+    Losses,
+    bring_into_effect,
+)
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
@@ -18,17 +30,6 @@ from yunion_mps.planning.mig import describe
 from yunion_mps.reasons import LAYOUT_WAITS, NO_REASON, Reason
 from yunion_mps.supervisor.changes import DesiredState
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.supervisor.mig import (
-    ITS_USERS,
-    MODE_ON,
-    NO_LOSSES,
-    LayoutResult,
-    LayoutTask,
-    Losses,
-    carry_out,
-)
-from yunion_mps.supervisor.mig_forecast import Forecast, make_forecast
-from yunion_mps.supervisor.mig_restore import restore
 from yunion_mps.users import Users, wait_reason
 
 log = logging.getLogger(__name__)
@@ -101,14 +102,19 @@ class MigLayouts:
                 what, cause = "the pending layout was withdrawn", "the configuration was reloaded"
                 self._emit(Event("info", "mig", gpu.address, what, cause))
 
-    def due(self, busy: Collection[str] | None, in_wrong_mode: Collection[str]) -> tuple[LayoutTask, ...]:
+    def due(
+        self, offered: frozenset[str], in_wrong_mode: Collection[str], *, are_leases_known: bool
+    ) -> tuple[LayoutTask, ...]:
         """Return the layouts of GPUs that have changed since theirs came into effect.
 
         None is due on a lost GPU, nor on one that is not in MIG mode until its compute mode is as planned,
-        because the switch resets that mode: `in_wrong_mode` has the UUIDs of GPUs whose mode is not.
+        because the switch resets that mode.
+
+        offered: the GPUs and MIG devices (UUIDs) whose devices can be leased now
+        in_wrong_mode: the GPUs (UUIDs) whose compute mode is not as planned
         """
-        users = self._desired.blockers().by_gpu()
-        known = None if busy is None else frozenset(busy)
+        blockers = self._desired.blockers()
+        known = blockers if are_leases_known else None
         gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
         tasks = []
         for layout in self._desired.plan.layouts:
@@ -118,15 +124,16 @@ class MigLayouts:
                 continue
             if layout.gpu_uuid in in_wrong_mode and not gpu.mig_enabled:
                 if layout.enabled:
-                    unknown = ITS_USERS if layout.gpu_uuid in (busy or ()) else ""
-                    self._note_wait_for_mode(gpu, users.get(layout.gpu_uuid) or unknown)
+                    is_offered = are_leases_known and layout.gpu_uuid in offered
+                    unknown = ITS_USERS if is_offered else ""
+                    self._note_wait_for_mode(gpu, blockers.of_gpu(layout.gpu_uuid) or unknown)
                 continue
             state = _State.of(layout, gpu)
             settled = self._settled.get(layout.gpu_uuid)
             if settled != state:
                 self._note_external_change(settled, state, gpu)
                 confirmed = self._confirmed.get(layout, NO_LOSSES)
-                tasks.append(LayoutTask(layout, gpu, known, confirmed, last, users))
+                tasks.append(LayoutTask(layout, gpu, known, offered, confirmed, last))
         return tuple(tasks)
 
     def _note_wait_for_mode(self, gpu: Gpu, users: Users | str) -> None:
@@ -141,7 +148,7 @@ class MigLayouts:
     def apply(self, tasks: Iterable[LayoutTask], nvml: Nvml, originals: Originals) -> LayoutResult:
         """Do the tasks until a stop begins; run it on a thread, because it calls the driver."""
         with self._lock:
-            return carry_out(tasks, Mig(nvml), originals, lambda: self._ended)
+            return bring_into_effect(tasks, Mig(nvml), originals, lambda: self._ended)
 
     def end(self) -> None:
         """Make no more changes except to restore layouts: a stop has begun."""
@@ -154,20 +161,19 @@ class MigLayouts:
         """
         with self._lock:  # wait for work that is under way
             layouts, gpus = self._desired.plan.layouts, self._gpus.inventory.gpus
-            result = restore(layouts, gpus, nvml, originals, left, ledger, keeps_requests=True)
+            result = restore_layouts(layouts, gpus, nvml, originals, left, ledger, keeps_requests=True)
             self.note(result, cause="the original layout was restored")
 
     def forecast(
-        self, plan: Plan, inventory: Inventory, used: Collection[str], nvml: Nvml, originals: Originals
+        self, plan: Plan, inventory: Inventory, blockers: Blockers, nvml: Nvml, originals: Originals
     ) -> Forecast:
         """Return what a reload to this plan would do; raises DriverError.
 
-        `used` has the UUIDs of leased and served GPUs. Run it on a thread, because it calls the driver.
+        Run it on a thread, because it calls the driver.
         """
         gpus = {gpu.uuid: gpu for gpu in inventory.gpus if not gpu.reason}
-        busy = frozenset({*used, *plan.offered})
         layouts = (layout for layout in plan.layouts if layout.gpu_uuid in gpus)
-        tasks = [LayoutTask(layout, gpus[layout.gpu_uuid], busy) for layout in layouts]
+        tasks = [LayoutTask(one, gpus[one.gpu_uuid], blockers, plan.offered) for one in layouts]
         return make_forecast(tasks, Mig(nvml), originals)
 
     def note(

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 from yunion_mps.enums import MPS, TIME_SLICING
-from yunion_mps.gpus.blockers import WITHOUT_MPS, Blockers, Needs
+from yunion_mps.gpus.blockers import UNUSED, WITHOUT_MPS, Blockers, Needs
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import LeaseStorage, recorded_ledger
@@ -106,6 +106,12 @@ def test_what_uses_an_instance_keeps_its_gpu() -> None:
     busy = Blockers.of(Ledger(), gpus=GPUS, processes={"MIG-1": [7], "GPU-2": []})
     assert busy.against("GPU-1", A_STRICT_MODE).users.processes == (7,)
     assert not busy.against("GPU-2", A_STRICT_MODE)
+
+
+def test_the_lease_of_an_instance_does_not_keep_mig_mode_off() -> None:
+    leased = Blockers.of(Ledger([lease("MIG-1")]), gpus=GPUS)
+    assert leased.against("MIG-1", UNUSED)
+    assert not leased.against("GPU-1", UNUSED)
 
 
 def test_without_the_driver_the_lease_of_an_instance_may_be_on_any_gpu() -> None:

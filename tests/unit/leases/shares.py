@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
+from yunion_mps.enums import NOT_SHARED
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
 from yunion_mps.models import Device, DomainPlan, Holder, Lease, PlannedGpu, Pool
 from yunion_mps.reasons import NO_REASON, Reason
@@ -26,6 +28,15 @@ def device(gpu: int, slot: int, number: int = 4) -> Device:
         budget_enforced=True,
         domain="host",
     )
+
+
+def ledger_on(*gpu_uuids: str, sharing: str = NOT_SHARED) -> Ledger:
+    """Leases, taken by name, of one device of each of these GPUs or MIG instances."""
+    ledger = Ledger()
+    for uuid in gpu_uuids:
+        leased = device(0, 0)._replace(id=uuid, gpu_uuid=uuid, sharing=sharing)
+        ledger.add(Lease(uuid, (leased,), Holder("name", 0, name="job"), 0.0))
+    return ledger
 
 
 def candidates(gpus: int, number: int = 4, reason: Reason = NO_REASON, **most_mib: int) -> Candidates:

@@ -19,6 +19,7 @@ from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor.preflight import run_preflight
 
 from simhost import Description, SimHost
+from unit.leases.shares import ledger_on
 from unit.supervised import MakeHost, Supervise, Supervised
 
 H100 = [{"kind": "h100"}]
@@ -30,12 +31,17 @@ def configured(host: SimHost, *entries: str) -> None:
 
 
 def apply_layouts(made: Supervised, leased: set[str] | None = None, *, now: bool | None = None) -> None:
-    """As the monitor does in each poll, or with `now` a reload, after it has been accepted."""
+    """As the monitor does in each poll, or with `now` a reload, after it has been accepted.
+
+    `leased` has the GPUs and instances (UUIDs) that are leased; without it, the ledger stays as it is.
+    """
+    if leased is not None:
+        made.supervisor.use_ledger(ledger_on(*leased))
     made.rescan()
     if now is not None:
-        made.supervisor.layouts.confirm(made.losses(leased or set()) if now else {})
+        made.supervisor.layouts.confirm(made.losses() if now else {})
     made.reconcile()
-    tasks = made.supervisor.layout_tasks(leased or set())
+    tasks = made.supervisor.layout_tasks()
     if tasks:
         made.supervisor.note_layouts(made.supervisor.apply_layouts(tasks), time.monotonic())
         made.reconcile()
@@ -232,9 +238,19 @@ def test_a_reload_changes_the_layout_of_free_instances_only(begun: Begun) -> Non
     apply_layouts(made, {leased.gpu_uuid})
     assert waits(made).code == reasons.MIG_IN_USE
     assert leased.gpu_uuid in {one.uuid for one in host.gpus[0].mig_devices()}
-    apply_layouts(made)
+    apply_layouts(made, set())
     assert [one.profile for one in host.gpus[0].mig_devices()] == ["1g.10gb"] * 7
     assert made.available == 7
+
+
+def test_a_mode_that_another_program_switched_off_is_switched_on_again(begun: Begun) -> None:
+    """Although an instance that was destroyed with it is leased: it is created again."""
+    host, made = begun(MIG)
+    made.supervisor.use_ledger(ledger_on(devices(made)[0].gpu_uuid))
+    host.gpus[0].mig = False
+    apply_layouts(made)
+    assert waits(made) == ""
+    assert len(host.gpus[0].mig_devices()) == 4
 
 
 def test_what_can_be_leased_meanwhile_is_never_destroyed(begun: Begun) -> None:
@@ -244,7 +260,8 @@ def test_what_can_be_leased_meanwhile_is_never_destroyed(begun: Begun) -> None:
     made.accept()
     (offered,) = devices(made)
     leased = by_start[5].uuid  # a 3g.40gb fits beside it, in the place of what is offered
-    (task,) = made.supervisor.layout_tasks({leased})
+    made.supervisor.use_ledger(ledger_on(leased))
+    (task,) = made.supervisor.layout_tasks()
     made.supervisor.apply_layouts([task])
     assert {offered.gpu_uuid, leased} <= {one.uuid for one in host.gpus[0].mig_devices()}
     apply_layouts(made, {offered.gpu_uuid})

@@ -7,12 +7,12 @@ import time
 import pytest
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError
+from yunion_mps.gpus.mig_steps import LayoutTask, bring_into_effect
 from yunion_mps.inventory.driver import Deadline
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
 from yunion_mps.mig import DISABLED
 from yunion_mps.reasons import Reason
-from yunion_mps.supervisor.mig import LayoutTask, carry_out
 
 from integration.daemon_host import eventually
 from unit.mig_host import NOTHING_BUSY, MakeMigHost, MigHost
@@ -90,7 +90,7 @@ def test_a_layout_makes_no_step_once_a_stop_has_begun(mig_host: MakeMigHost) -> 
     host = mig_host()
     host.apply("3g.40gb")
     task = LayoutTask(host.layout("all-1g.10gb"), host.gpu, NOTHING_BUSY)
-    result = carry_out([task], host.mig, host.originals, lambda: True)
+    result = bring_into_effect([task], host.mig, host.originals, lambda: True)
     assert result.reasons[str(host.gpu.uuid)].code == reasons.BUSY
     assert host.has == "1 x 3g.40gb"
 
@@ -103,7 +103,7 @@ def test_a_layout_that_hung_is_noted_although_the_scan_fails_too(begun: Begun) -
     made.reload()
     made.rescan()
     made.reconcile()
-    tasks = made.supervisor.layout_tasks(set())
+    tasks = made.supervisor.layout_tasks()
     assert made.supervisor.nvml
     made.supervisor.nvml.deadline = Deadline(DEADLINE_S)
     host.fail("nvmlDeviceSetMigMode", "success", delay_ms=3_600_000)
@@ -120,7 +120,7 @@ def test_a_change_between_applying_and_the_scan_is_noticed(begun: Begun, change:
     host, made = begun("type: NVIDIA_MPS; mig: [3g.40gb, 1g.10gb]")
     host.reboot()
     made.rescan()
-    tasks = made.supervisor.layout_tasks(set())
+    tasks = made.supervisor.layout_tasks()
     nvml, gpu = made.supervisor.nvml, host.gpus[0]
     assert isinstance(nvml, Nvml)
     result = made.supervisor.layouts.apply(tasks, nvml, made.supervisor.originals())
@@ -131,7 +131,7 @@ def test_a_change_between_applying_and_the_scan_is_noticed(begun: Begun, change:
         host.create_mig_devices(0, "3g.40gb" if change == "made again" else "1g.10gb")
     scanned = Scanner(made.paths).scan(nvml)
     made.supervisor.note_layouts(result._replace(inventory=scanned), time.monotonic())
-    assert made.supervisor.layout_tasks(set()), "it is compared again"
+    assert made.supervisor.layout_tasks(), "it is compared again"
     apply_layouts(made)
     assert sorted(one.profile for one in gpu.mig_devices())[-1] == "3g.40gb"
     assert made.available == 2

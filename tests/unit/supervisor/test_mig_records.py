@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from yunion_mps import reasons
+from yunion_mps.gpus.mig_forecast import Forecast, make_forecast
+from yunion_mps.gpus.mig_restore import restore_layouts, withdrawn
+from yunion_mps.gpus.mig_steps import LayoutTask
 from yunion_mps.host.store import MIG
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.service.offline import restore as restore_offline
 from yunion_mps.supervisor.event_log import RECORDS_LOST
-from yunion_mps.supervisor.mig import LayoutTask
-from yunion_mps.supervisor.mig_forecast import Forecast, make_forecast
-from yunion_mps.supervisor.mig_restore import restore, withdrawn
 
 from unit.mig_host import NOTHING_BUSY, MakeMigHost, MigHost
 from unit.supervised import Supervised
@@ -54,7 +54,9 @@ def test_a_layout_is_not_restored_and_says_so_if_its_record_is_damaged(
     host.apply("3g.40gb")
     damage(host)
     layout = host.layout("3g.40gb", restore=True)
-    result = restore([layout], [host.gpu], host.nvml, host.originals, (), Ledger(), keeps_requests=True)
+    result = restore_layouts(
+        [layout], [host.gpu], host.nvml, host.originals, (), Ledger(), keeps_requests=True
+    )
     assert result.reasons[str(host.gpu.uuid)].code == reasons.MIG_RECORD_DAMAGED
     assert "the MIG layout of GPU 00:06.0 is not restored: the record of which MIG" in caplog.text
     assert host.has == "1 x 3g.40gb"

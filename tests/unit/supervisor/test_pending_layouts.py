@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.enums import FREE, LEASED, PENDING
+from yunion_mps.gpus.blockers import Blockers
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, candidates_of
 from yunion_mps.models import Holder, Lease
@@ -42,14 +43,12 @@ class Work:
         return self
 
     def apply(self, *, now: bool | None = None) -> None:
-        apply_layouts(self.made, {*self.ledger.ways_of_sharing()}, now=now)
+        apply_layouts(self.made, now=now)
 
     def reload(self, *entries: str, now: bool = False) -> None:
         configured(self.host, *entries)
         self.made.accept()
-        self.made.supervisor.layouts.confirm(
-            self.made.losses({*self.ledger.ways_of_sharing()}) if now else {}
-        )
+        self.made.supervisor.layouts.confirm(self.made.losses() if now else {})
         self.made.supervisor.apply(time.monotonic())
         self.made.until(lambda: self.made.supervisor.fleet.settled)
         self.made.reconcile()
@@ -175,7 +174,7 @@ def test_a_plan_lists_no_losses_of_a_gpu_that_was_just_lost(begin: Begun) -> Non
     plan, _ = supervisor.desired.plan_for(preflight, work.ledger.lease_waits)
     assert supervisor.nvml
     store = supervisor.originals()
-    losses = supervisor.layouts.forecast(plan, preflight.inventory, (), supervisor.nvml, store).losses
+    losses = supervisor.layouts.forecast(plan, preflight.inventory, Blockers(), supervisor.nvml, store).losses
     assert plan.layouts[1].gpu_uuid == work.host.gpus[1].uuid
     assert losses.keys() == {work.host.gpus[0].uuid}
 
@@ -257,7 +256,7 @@ def test_a_layout_names_no_leases_where_there_are_none(begin: Begun) -> None:
     work = begin(MIG)
     configured(work.host, SMALLER)
     work.made.accept()
-    tasks = work.made.supervisor.layout_tasks(None)
+    tasks = work.made.supervisor.layout_tasks(are_leases_known=False)
     (why,) = work.made.supervisor.apply_layouts(tasks).reasons.values()
     assert (why, why.code) == ("its MIG layout waits until the leases are known", MIG_PENDING)
 

@@ -114,7 +114,7 @@ class ChangingGpu:
         return changes
 
     def poll(self, *, now: bool | None = None) -> None:
-        apply_layouts(self.made, {*self.ledger.ways_of_sharing()}, now=now)
+        apply_layouts(self.made, now=now)
         self.made.until(lambda: self.made.supervisor.fleet.settled)
         self.made.reconcile()
 

@@ -10,6 +10,7 @@ import pytest
 from yunion_mps import reasons
 from yunion_mps.errors import HostError
 from yunion_mps.gpus.mig_record import MigIntent, MigRecord
+from yunion_mps.gpus.mig_steps import LayoutTask, bring_into_effect
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
@@ -17,7 +18,6 @@ from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.mig import DISABLED
 from yunion_mps.paths import Paths
 from yunion_mps.planning.mig import describe, layout_profiles
-from yunion_mps.supervisor.mig import LayoutTask, carry_out
 
 from unit.mig_host import NOTHING_BUSY, MakeMigHost, MigHost
 
@@ -52,7 +52,7 @@ def killed_at(host: MigHost, step: int, *names: str) -> bool:
             with Nvml() as nvml:
                 mig: Any = _Kill(Mig(nvml), counter, step)
                 killing: Any = _Kill(originals, counter, step)
-                carry_out([LayoutTask(host.layout(*names), host.gpu, NOTHING_BUSY)], mig, killing)
+                bring_into_effect([LayoutTask(host.layout(*names), host.gpu, NOTHING_BUSY)], mig, killing)
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
@@ -145,7 +145,7 @@ def test_an_instance_is_ours_although_only_its_intent_could_be_recorded(mig_host
         host.sim.gpus[0].mig = False
         host.originals.forget_layout(str(host.gpu.uuid))
         full.writes_left = writes
-        result = carry_out([task._replace(gpu=host.gpu)], host.mig, cast(Originals, full))
+        result = bring_into_effect([task._replace(gpu=host.gpu)], host.mig, cast(Originals, full))
         why = result.reasons[str(host.gpu.uuid)]
         layout_writes.append(why.code)
         assert host.apply("3g.40gb") == "", writes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from yunion_mps import reasons
+from yunion_mps.gpus.mig_steps import LayoutTask, Losses
 from yunion_mps.mig import DISABLED, MigInstance
-from yunion_mps.supervisor.mig import LayoutTask, Losses
 
 from unit.mig_host import NOTHING_BUSY, MakeMigHost, MigHost
 
@@ -85,7 +85,7 @@ def test_no_mode_is_switched_on_a_gpu_with_processes_or_leases(mig_host: MakeMig
         reasons.MIG_IN_USE,
     )
     host.sim.gpus[0].remove_process(4321)
-    leased = frozenset({str(host.gpu.uuid)})
+    leased = host.leased(str(host.gpu.uuid))
     assert host.apply("all-1g.10gb", busy=leased).code == reasons.MIG_IN_USE
     assert host.gpu.mig_pending is False
     assert host.apply("all-1g.10gb", busy=leased, force=True) == ""
@@ -118,7 +118,7 @@ def test_an_instance_with_a_client_is_not_destroyed_even_now(mig_host: MakeMigHo
 def test_a_leased_instance_is_destroyed_only_now(mig_host: MakeMigHost) -> None:
     host = mig_host()
     host.apply("all-3g.40gb")
-    leased = frozenset({host.gpu.mig_instances[1].uuid})
+    leased = host.leased(host.gpu.mig_instances[1].uuid)
     why = host.apply("all-1g.10gb", busy=leased)
     assert (why, why.code) == (
         "its MIG layout waits for leases and MPS servers on instance g2 (3g.40gb) to end",
@@ -191,7 +191,7 @@ def test_what_now_would_take_away_is_what_it_takes(
     ours = {one.uuid for one in host.gpu.mig_instances}
     host.sim.create_mig_devices(0, "1g.10gb")
     before = host.gpu.mig_instances
-    busy = frozenset({before[0].uuid})
+    busy = host.leased(before[0].uuid)
     task = LayoutTask(host.layout(*names), host.gpu, busy)
     if has_process:
         host.process(before[1].id)
@@ -209,10 +209,10 @@ def test_a_confirmation_does_not_cover_what_was_not_listed(mig_host: MakeMigHost
     host = mig_host()
     host.apply("3g.40gb", "1g.10gb")
     first, second = host.gpu.mig_instances
-    task = LayoutTask(host.layout("all-7g.80gb"), host.gpu, frozenset({first.uuid}))
+    task = LayoutTask(host.layout("all-7g.80gb"), host.gpu, host.leased(first.uuid))
     losses = host.losses(task)
     assert losses.uuids == {first.uuid, second.uuid}
-    late = task._replace(busy=frozenset({second.uuid}), confirmed=Losses(frozenset({first.uuid})))
+    late = task._replace(blockers=host.leased(second.uuid), confirmed=Losses(frozenset({first.uuid})))
     assert host.result(late).reasons[str(host.gpu.uuid)].code == reasons.MIG_IN_USE
     host.sim.create_mig_devices(0, "1g.10gb")
     late = task._replace(confirmed=losses)
@@ -286,7 +286,7 @@ def test_a_leftover_of_ours_is_destroyed_once_nothing_uses_it(mig_host: MakeMigH
     host = mig_host()
     host.apply("all-2g.20gb")
     last = max(host.gpu.mig_instances, key=lambda one: one.start)
-    leased = frozenset({last.uuid})
+    leased = host.leased(last.uuid)
     why = host.apply("3g.40gb", busy=leased)
     assert (why, why.code) == (
         "its MIG layout waits for leases and MPS servers on instance g5 (2g.20gb) to end",

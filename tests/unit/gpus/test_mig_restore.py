@@ -7,12 +7,12 @@ import os
 
 import pytest
 from yunion_mps import reasons
+from yunion_mps.gpus.mig_restore import how_to_restore, restore_layouts, withdrawn
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import LeaseStorage, recorded_ledger
 from yunion_mps.mig import DISABLED, MigInstance
 from yunion_mps.models import Holder, Lease
-from yunion_mps.supervisor.mig_restore import how_to_restore, restore, withdrawn
 
 from unit import builders
 from unit.leases import shares
@@ -22,7 +22,7 @@ from unit.mig_host import MakeMigHost, MigHost
 def restored(host: MigHost, *names: str, keeps_requests: bool = True, used: tuple[str, ...] = ()) -> str:
     """Restore, as a stop or `--restore` does, what was before this layout; return why it is not restored."""
     layout, ledger = host.layout(*names, restore=True), recorded_ledger(host.store)
-    result = restore(
+    result = restore_layouts(
         [layout], [host.gpu], host.nvml, host.originals, used, ledger, keeps_requests=keeps_requests
     )
     return result.reasons.get(str(host.gpu.uuid), "")
@@ -43,7 +43,7 @@ def test_the_layout_from_before_is_restored_only_if_so_configured(
     had = (host.gpu.mig_enabled, places(host))
     host.apply("all-2g.20gb", force=True)
     stays = host.layout("all-2g.20gb")
-    restore([stays], [host.gpu], host.nvml, host.originals, (), Ledger(), keeps_requests=True)
+    restore_layouts([stays], [host.gpu], host.nvml, host.originals, (), Ledger(), keeps_requests=True)
     assert host.has.endswith("3 x 2g.20gb")
     assert restored(host, "all-2g.20gb") == ""
     assert (host.gpu.mig_enabled, places(host)) == had
@@ -173,7 +173,7 @@ def test_an_instance_whose_profile_no_longer_exists_is_not_restored(mig_host: Ma
     profiles = tuple(one for one in host.gpu.mig_profiles if one.name != "1g.10gb+me")
     gpu, layout = host.gpu._replace(mig_profiles=profiles), host.layout("all-7g.80gb", restore=True)
     assert not any(
-        restore(
+        restore_layouts(
             [layout], [gpu], host.nvml, host.originals, (), Ledger(), keeps_requests=True
         ).reasons.values()
     )
@@ -221,7 +221,7 @@ def test_a_driver_that_does_not_answer_is_the_reason(mig_host: MakeMigHost) -> N
     host.apply("all-3g.40gb")
     layout, gpu = host.layout("all-3g.40gb", restore=True), host.gpu
     host.sim.fail("nvmlDeviceGetMigMode", "unknown")
-    result = restore([layout], [gpu], host.nvml, host.originals, (), Ledger(), keeps_requests=True)
+    result = restore_layouts([layout], [gpu], host.nvml, host.originals, (), Ledger(), keeps_requests=True)
     assert result.reasons[str(gpu.uuid)].code == reasons.MIG_REFUSED
 
 

@@ -9,7 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from yunion_mps import reasons
 from yunion_mps.errors import DriverError, HostError
 from yunion_mps.gpus.absent import once_back
+from yunion_mps.gpus.blockers import Blockers
 from yunion_mps.gpus.mig_record import MigRecord
+from yunion_mps.gpus.mig_steps import LayoutResult, LayoutTask, bring_into_effect
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
@@ -18,7 +20,6 @@ from yunion_mps.mig import MigLayout
 from yunion_mps.models import Gpu
 from yunion_mps.planning.mig import Placement
 from yunion_mps.reasons import Reason
-from yunion_mps.supervisor.mig import LayoutResult, LayoutTask, carry_out
 from yunion_mps.users import NO_USERS, Users, all_of
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ _FIRST_STEPS = {
 _OTHERWISE = "once the cause is removed"
 
 
-def restore(
+def restore_layouts(
     layouts: Iterable[MigLayout],
     gpus: Collection[Gpu],
     nvml: Nvml | None,
@@ -54,8 +55,7 @@ def restore(
     if nvml is None:
         return LayoutResult({}, {})
     mig, by_uuid, holds = Mig(nvml), {str(gpu.uuid): gpu for gpu in gpus}, ledger.holds()
-    users = _users(holds)
-    busy = {*left, *users}
+    blockers = Blockers(holds=holds, leases=_described(holds), gpus=gpus, left={*left})
     layouts = [one for one in layouts if one.restore and one.gpu_uuid in by_uuid]
     damaged = _damaged(layouts, by_uuid, originals)
     tasks = {}
@@ -75,8 +75,8 @@ def restore(
             continue
         former = MigLayout(layout.gpu_uuid, record.enabled_before)
         places = _places(record, gpu)
-        tasks[layout.gpu_uuid] = LayoutTask(former, gpu, frozenset(busy), users=users, places=places)
-    result = carry_out(tasks.values(), mig, originals)
+        tasks[layout.gpu_uuid] = LayoutTask(former, gpu, blockers, places=places)
+    result = bring_into_effect(tasks.values(), mig, originals)
     _forget_restored(result, tasks, nvml, originals, holds)
     return result._replace(reasons={**result.reasons, **damaged})
 
@@ -166,7 +166,8 @@ def _places(record: MigRecord, gpu: Gpu) -> tuple[Placement, ...]:
     )
 
 
-def _users(holds: Iterable[Hold]) -> dict[str, Users]:
+def _described(holds: Iterable[Hold]) -> dict[str, Users]:
+    """Return the leases as an operator can release them, by the UUID of the GPU or instance."""
     users: dict[str, Users] = {}
     for hold in holds:
         lease = Users((f"lease {hold.lease} (device {hold.device})",))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.errors import BusyError, DriverError, HostError, YunionError
+from yunion_mps.gpus.blockers import UNUSED, Blockers
 from yunion_mps.gpus.mig_record import MigIntent, MigRecord
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.inventory.mig import Mig, MigMode
@@ -42,24 +43,21 @@ NO_LOSSES = Losses()
 
 
 class LayoutTask(NamedTuple):
-    """A layout to bring into effect on `gpu`; `busy` has the UUIDs of GPUs and MIG devices that must stay.
-
-    They are leased, or can be leased while the layout is brought into effect. If `busy` is None, because the
-    leases are not known yet, nothing is removed. Losses that the operator has `confirmed` wait neither for
-    leases nor for other programs. `last` is why it was not in effect before, and `users` has the leases and
-    MPS servers of GPUs and MIG devices (UUIDs).
-
-    With `places`, its instances are restored there, and our others are destroyed. If the layout was
-    `withdrawn`, only a change of the mode that waits for a reset is cancelled.
-    """
+    """A layout to bring into effect on a GPU."""
 
     layout: MigLayout
     gpu: Gpu
-    busy: frozenset[str] | None
+    #: What keeps GPUs and MIG devices; None if the leases are not known yet, so that nothing is removed.
+    blockers: Blockers | None
+    #: The GPUs and MIG devices (UUIDs) that can be leased while the layout is brought into effect.
+    offered: frozenset[str] = frozenset()
+    #: What waits neither for leases nor for other programs, because the operator has confirmed it.
     confirmed: Losses = NO_LOSSES
+    #: Why the layout was not in effect before.
     last: Reason = NO_REASON
-    users: Mapping[str, Users] = {}
+    #: Where its instances are restored, while our others are destroyed; None if that is to be found.
     places: tuple[Placement, ...] | None = None
+    #: Whether the configuration has no layout anymore, so that only a requested mode is cancelled.
     withdrawn: bool = False
 
 
@@ -76,7 +74,7 @@ class LayoutResult(NamedTuple):
     inventory: Inventory | None = None
 
 
-def carry_out(
+def bring_into_effect(
     tasks: Iterable[LayoutTask], mig: Mig, originals: Originals, is_ended: Callable[[], bool] = bool
 ) -> LayoutResult:
     """Bring the layouts into effect as far as possible, by driver calls that may be slow.
@@ -190,11 +188,11 @@ class LayoutWork:
         return self._why_in_the_way(stay) if stay else NO_REASON
 
     def _why_gpu_is_busy(self) -> Reason:
-        task = self._task
-        if task.busy is None:
+        if self._task.blockers is None:
             return Reason(f"{MODE_ON} waits until the leases are known", reasons.MIG_PENDING)
         pids = self._mig.processes(self._uuid)
-        if not pids and self._uuid not in task.busy - task.confirmed.uuids:
+        is_confirmed = self._uuid in self._task.confirmed.uuids
+        if not pids and (is_confirmed or not self._is_kept(self._uuid)):
             return NO_REASON
         return self._in_use(MODE_ON, self._users(self._uuid, pids) or ITS_USERS)
 
@@ -250,7 +248,9 @@ class LayoutWork:
 
     def _fixed(self, existing: Iterable[MigInstance]) -> set[int]:
         """Return the ids of the instances that must not be destroyed."""
-        return {one.id for one in existing if not self._is_ours(one) or self._is_busy(one) or self._pids(one)}
+        return {
+            one.id for one in existing if not self._is_ours(one) or self._is_kept(one.uuid) or self._pids(one)
+        }
 
     def _is_ours(self, instance: MigInstance) -> bool:
         return self._record.owns(self._recorded(instance))
@@ -260,12 +260,13 @@ class LayoutWork:
         before = (one for one in self._record.created if one.place == instance.place)
         return instance if instance.compute_instances else next(before, instance)
 
-    def _is_busy(self, instance: MigInstance) -> bool:
-        busy = self._task.busy
-        return busy is None or instance.uuid in busy
+    def _is_kept(self, uuid: str) -> bool:
+        """Whether a lease or MPS server keeps the GPU or instance, or one might while the layout changes."""
+        blockers = self._task.blockers
+        return blockers is None or uuid in self._task.offered or bool(blockers.against(uuid, UNUSED))
 
     def _is_used(self, instance: MigInstance) -> bool:
-        return self._is_busy(instance) or bool(self._mig.processes(self._uuid, instance.id))
+        return self._is_kept(instance.uuid) or bool(self._mig.processes(self._uuid, instance.id))
 
     def _can_be_lost(self, instance: MigInstance) -> bool:
         return self._is_confirmed(instance) and not self._pids(instance)
@@ -278,8 +279,9 @@ class LayoutWork:
 
     def _users(self, uuid: str, pids: Collection[int]) -> Users:
         """Return the leases and MPS servers of the GPU or instance, or its processes if that has none."""
-        is_lost = uuid in self._task.confirmed.uuids
-        known = NO_USERS if is_lost else self._task.users.get(uuid, NO_USERS)
+        known = NO_USERS
+        if self._task.blockers and uuid not in self._task.confirmed.uuids:
+            known = self._task.blockers.of_gpu(uuid)
         return known or Users(processes=tuple(sorted(pids)))
 
     def _why_in_the_way(self, instances: Iterable[MigInstance]) -> Reason:
@@ -292,7 +294,7 @@ class LayoutWork:
             use = f" and {its_users} use{'' if len(its_users.processes) > 1 else 's'}" if its_users else ""
             what = f"{_name(one)}, which another program {_what_was_done(one)}{use}, is in the way"
             return Reason(f"{what} of its MIG layout", reasons.MIG_FOREIGN_INSTANCE)
-        if self._task.busy is None and not any(users.values()):
+        if self._task.blockers is None and not any(users.values()):
             return Reason(f"{_LAYOUT} waits until the leases are known", reasons.MIG_PENDING)
         used = (f"{some or 'leases and MPS servers'} on {_name(one)}" for one, some in users.items())
         return self._in_use(_LAYOUT, ", ".join(used))
