@@ -15,7 +15,6 @@ from yunion_mps.errors import ConfigError, HostError, NotConfirmedError, Shortag
 from yunion_mps.gpus.mig_forecast import Forecast, effects_of
 from yunion_mps.gpus.mig_steps import Losses
 from yunion_mps.gpus.reconciler import observe
-from yunion_mps.gpus.time_slice import TIME_SLICE
 from yunion_mps.host.proc import command_of, is_gone, process_name, started_s, uid_of, user_name
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.host.threads import on_thread
@@ -158,7 +157,7 @@ class Reloader:
                 plan=self._supervisor.desired.plan,
                 domains=planned,
                 gpus=self._supervisor.snapshot().inventory.gpus,
-                slices=self._supervisor.settings.reconciler.refused(TIME_SLICE),
+                settings=self._supervisor.settings.refused(),
             )
             laid_out = self._supervisor.layouts.in_effect()
             changes = as_made(changes, planned, self._supervisor.domains, laid_out)

@@ -15,6 +15,8 @@ from yunion_mps.config.devices import MEMORY_UNITS
 from yunion_mps.enums import NOT_SHARED
 from yunion_mps.errors import ConfigError
 from yunion_mps.gpus.blockers import Blockers, blocks, servers_of
+from yunion_mps.gpus.kind import Step
+from yunion_mps.gpus.kinds import KINDS
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Device, DomainPlan, Event, Gpu, Inventory, Plan
@@ -237,7 +239,6 @@ def changes_to(
     keepers = Blockers(leases=keeping, domains=domains, gpus=gpus)
     changes = _control_daemons(plan, domains, keepers)
     serving = [domain.in_effect for domain in domains]
-    through_mps = {uuid for domain in plan.domains for uuid in domain.gpu_uuids}
     for gpu in gpus:
         uuid = str(gpu.uuid)
         is_there = gpu.reason.code not in reasons.GPU_ABSENT
@@ -248,11 +249,8 @@ def changes_to(
             wait = None if kept_by else lease_waits.get(uuid)
             effect = _after_leases(all_of([kept_by, servers]).effect, wait)
             changes.append(Change("budget", gpu.address, old, new, effect))
-        old_mode, new_mode = (some.compute_modes.get(gpu.uuid or "") for some in (before, plan))
-        if is_there and old_mode != new_mode == after.compute_modes.get(uuid):  # else it follows the layout
-            when = (kept_by if new_mode and uuid in through_mps else keepers.with_instances(uuid)).effect
-            shown = (old_mode or "original", new_mode or "original")
-            changes.append(Change("compute mode", gpu.address, *shown, when))
+        if is_there:
+            changes += _settings(plan, before, after, gpu, keepers)
         old_layout, new_layout = (describe_layout(some, gpu) for some in (before, plan))
         if old_layout and not new_layout:
             old_layout, new_layout = _without_layout(gpu)
@@ -261,10 +259,6 @@ def changes_to(
             result = describe_result(after, gpu)
             when = _unused(plan, gpu, users) if result and new_layout != now else AT_ONCE
             changes.append(Change("MIG layout", gpu.address, old_layout, result or new_layout, when))
-        old_slice, new_slice = (some.time_slices.get(gpu.uuid or "") for some in (before, plan))
-        if old_slice != new_slice and is_there:
-            shown = (old_slice or "original", new_slice or "original")
-            changes.append(Change("time slice", gpu.address, *shown, kept_by.effect))
         old_use, new_use = (some.reserved.get(gpu.uuid or "", "") for some in (before, plan))
         if old_use != new_use and not gpu.parent:
             changes.append(Change("reservation", gpu.address, old_use, new_use, AT_ONCE))
@@ -274,6 +268,19 @@ def changes_to(
                 Change("setting", f"over_budget of GPU {gpu.address}", old_action, new_action, AT_ONCE)
             )
     return changes
+
+
+def _settings(plan: Plan, before: Plan, after: Plan, gpu: Gpu, keepers: Blockers) -> Iterator[Change]:
+    """Yield the changes of the GPU's settings of all kinds, except those that follow from its MIG layout."""
+    for kind in KINDS:
+        old, new = kind.desired(before, gpu), kind.desired(plan, gpu)
+        if old == new or new != kind.desired(after, gpu):
+            continue
+        needs = kind.needs(Step(old or "", new or "", restores=new is None))
+        waits_for_servers = needs.servers or needs.control_daemons
+        uuid = str(gpu.uuid)
+        users = keepers.with_instances(uuid) if waits_for_servers else keepers.leases([uuid])
+        yield Change(kind.label, gpu.address, old or "original", new or "original", users.effect)
 
 
 def _unused(plan: Plan, gpu: Gpu, users: Blockers) -> str:
@@ -304,12 +311,12 @@ def without_refused(
     plan: Plan,
     domains: Iterable[DomainPlan],
     gpus: Iterable[Gpu],
-    slices: Collection[str],
+    settings: Mapping[str, Collection[str]],
 ) -> list[Change]:
     """Return the changes except those that were not made, because the driver refused to change a GPU.
 
-    `plan` and its `domains` are those after the refusal, and `slices` has the GPUs (UUIDs) that refused their
-    time slices.
+    plan, domains: those after the refusal
+    settings: the GPUs (UUIDs) that refused the value of a setting, by the label of its kind
     """
     refused = set()
     for gpu in gpus:
@@ -317,8 +324,9 @@ def without_refused(
             refused.add(("compute mode", gpu.address))
             if gpu.pci_address in plan.unavailable:
                 refused.add(("budget", gpu.address))
-        if gpu.uuid in slices:
-            refused.add(("time slice", gpu.address))
+        for label, uuids in settings.items():
+            if gpu.uuid in uuids:
+                refused.add((label, gpu.address))
     if not refused:
         return [*changes]
     planned = _names(domains)

@@ -221,6 +221,10 @@ class GpuSettings:
         """Return the plan without values that were refused."""
         return self.reconciler.in_effect(plan)
 
+    def refused(self) -> dict[str, set[str]]:
+        """Return the GPUs (UUIDs) that have refused a desired value, by the label of the kind of setting."""
+        return {kind.label: self.reconciler.refused(kind) for kind in self.reconciler.kinds}
+
     def in_wrong_mode(self, store: Store | None) -> set[str]:
         """Return the GPUs (UUIDs) whose compute mode is not the planned or, without one, the original one."""
         plan, gpus = self._desired.plan, self._gpus.inventory.gpus

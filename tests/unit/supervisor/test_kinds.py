@@ -67,7 +67,10 @@ def test_a_start_sets_it_a_reload_follows_and_a_stop_restores_it(limit: PowerLim
     assert recorded(made) == {gpu.uuid: "300" for gpu in host.gpus}
     assert ("gpu", "power limit 200") in [(event.kind, event.what) for event in made.events]
     host.divide(4)
-    made.reload()
+    shown = [change for change in made.reload() if change.kind == "power limit"]
+    assert [(change.subject, change.before, change.after) for change in shown] == [
+        ("00:07.0", "200", "original")
+    ]
     made.until(lambda: len(made.snapshot.domains[0].plan.gpu_uuids) == 1)
     made.reconcile()
     assert watts(limit, host) == ["200", "300"]
