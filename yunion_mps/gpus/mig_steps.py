@@ -42,6 +42,21 @@ class Losses(NamedTuple):
 NO_LOSSES = Losses()
 
 
+class ConfirmedLosses:
+    """What the operator has confirmed with `reload --now`, until the layouts are in effect.
+
+    `MigLayouts` of the supervisor writes it; the desired state reads which leases no longer count.
+    """
+
+    def __init__(self) -> None:
+        self.by_layout: dict[MigLayout, Losses] = {}
+
+    @property
+    def uuids(self) -> set[str]:
+        """The GPUs and MIG devices (UUIDs) whose leases no layout waits for."""
+        return {uuid for losses in self.by_layout.values() for uuid in losses.uuids}
+
+
 class LayoutTask(NamedTuple):
     """A layout to bring into effect on a GPU."""
 

@@ -164,8 +164,7 @@ class Monitor:
         if time.monotonic() >= self._compare_s:
             self._compare_s = time.monotonic() + COMPARE_S
             supervisor.settings.reconciler.compare()
-        await self._reloader.reconcile()
-        await self._reloader.apply_layouts()
+        await self._reloader.bring_about()
 
     async def _measure(self) -> None:
         """Record the load of the GPUs before the first poll, so that idle ones show 0 % at once."""

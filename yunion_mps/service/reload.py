@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 
 #: How long a reload waits for control daemons that it started or changed.
 _SETTLE_TIMEOUT_S = 15.0
+#: How often settings and layouts are brought into effect after each other, until nothing changes.
+_MOST_ROUNDS = 3
 #: How long the new program may take to check the configuration.
 _CHECK_TIMEOUT_S = 90.0
 _NO_SERVER_ENDED = "the configuration was reloaded, but no MPS server was ended"
@@ -149,8 +151,7 @@ class Reloader:
             if drain:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time())
                 self._control.tick()
-            done += await self.reconcile()  # of GPUs whose control daemons have ended meanwhile
-            done += await self.apply_layouts()
+            done += await self.bring_about()  # also of GPUs whose control daemons have ended meanwhile
             planned = self._supervisor.desired.target_domains()
             changes = without_refused(
                 changes,
@@ -174,6 +175,20 @@ class Reloader:
             raise refusal
         return self._answer(changes, self._supervisor.desired.plan)
 
+    async def bring_about(self) -> list[Change]:
+        """Bring settings of GPUs and MIG layouts that are due into effect; the caller holds the lock.
+
+        A switch of the MIG mode waits for the compute mode, and resets it, so there may be several rounds.
+        Returns what was done.
+        """
+        changes: list[Change] = []
+        for _ in range(_MOST_ROUNDS):
+            made = await self.reconcile() + await self._apply_layouts()
+            changes += made
+            if not made:
+                break
+        return changes
+
     async def reconcile(self) -> list[Change]:
         """Set and restore the settings of GPUs that are due; the caller holds the lock.
 
@@ -192,7 +207,7 @@ class Reloader:
             log.error("settings of GPUs cannot be changed: %s; %s", error.message, error.hint)
         return []
 
-    async def apply_layouts(self) -> list[Change]:
+    async def _apply_layouts(self) -> list[Change]:
         """Bring the MIG layouts that are due into effect as far as possible; the caller holds the lock.
 
         Returns what was done.

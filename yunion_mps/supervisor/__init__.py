@@ -18,7 +18,7 @@ from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.gpus.absent import gpu_label
 from yunion_mps.gpus.blockers import gpus_of
 from yunion_mps.gpus.mig_restore import withdrawn
-from yunion_mps.gpus.mig_steps import LayoutResult, LayoutTask
+from yunion_mps.gpus.mig_steps import ConfirmedLosses, LayoutResult, LayoutTask
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
@@ -68,10 +68,10 @@ class Supervisor:
         self._store: Store | None = None
         self.event_log = EventLog(self.store, paths.events_copy, self._changed)
         self.fleet = Fleet(self.store, self._gpus, self.event_log.record, self._changed)
-        self.desired = DesiredState(paths, preflight, self._gpus, self.fleet)
+        confirmed = ConfirmedLosses()
+        self.desired = DesiredState(paths, preflight, self._gpus, self.fleet, confirmed)
         self.jobs = Jobs(self.fleet, self._gpus, lambda: self.desired.plan.direct)
-        self.layouts = MigLayouts(self._gpus, self.desired, self.event_log.record)
-        self.desired.confirmed = lambda: self.layouts.confirmed
+        self.layouts = MigLayouts(self._gpus, self.desired, self.event_log.record, confirmed)
         self.settings = GpuSettings(
             self._gpus,
             self.fleet,

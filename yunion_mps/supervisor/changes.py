@@ -17,6 +17,7 @@ from yunion_mps.errors import ConfigError
 from yunion_mps.gpus.blockers import Blockers, blocks, servers_of
 from yunion_mps.gpus.kind import Step
 from yunion_mps.gpus.kinds import KINDS
+from yunion_mps.gpus.mig_steps import ConfirmedLosses
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Device, DomainPlan, Event, Gpu, Inventory, Plan
@@ -82,7 +83,9 @@ class DesiredState:
     In `plan`, GPUs are still shared as their leases require, in `_target` as configured.
     """
 
-    def __init__(self, paths: Paths, preflight: Preflight, gpus: Gpus, fleet: Fleet) -> None:
+    def __init__(
+        self, paths: Paths, preflight: Preflight, gpus: Gpus, fleet: Fleet, confirmed: ConfirmedLosses
+    ) -> None:
         self._paths = paths
         self._machine_id = preflight.machine_id
         self._gpus = gpus
@@ -92,8 +95,8 @@ class DesiredState:
         self._target: Plan = preflight.plan
         #: The leases: at first those of an earlier daemon, as the state file has them.
         self.ledger = Ledger()
-        #: Returns the GPUs and MIG devices (UUIDs) whose leases MIG layouts do not wait for.
-        self.confirmed: Callable[[], Collection[str]] = tuple
+        #: The GPUs and MIG devices whose leases MIG layouts do not wait for.
+        self._confirmed = confirmed
         self._directories = preflight.directories
         #: Settings that are configured but ignored.
         self._ignored = preflight.warnings
@@ -197,7 +200,7 @@ class DesiredState:
         self._target, self.plan = target, self._keep_leased(target)
 
     def _keep_leased(self, target: Plan) -> Plan:
-        gpus, ignored = self._gpus.inventory.gpus, self.confirmed()
+        gpus, ignored = self._gpus.inventory.gpus, self._confirmed.uuids
         leased = {uuid: way for uuid, way in self.ledger.ways_kept().items() if uuid not in ignored}
         blockers, domains = self.blockers(), self.domains(target)
         return keep_sharing(target, self.plan, leased, gpus, lambda uuid: blockers.of_gpu(uuid, domains))

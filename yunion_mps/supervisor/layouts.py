@@ -15,6 +15,7 @@ from yunion_mps.gpus.mig_steps import (
     ITS_USERS,
     MODE_ON,
     NO_LOSSES,
+    ConfirmedLosses,
     LayoutResult,
     LayoutTask,
     Losses,
@@ -38,14 +39,19 @@ log = logging.getLogger(__name__)
 class MigLayouts:
     """Decides which layouts are due; the caller chooses the thread that brings them into effect."""
 
-    def __init__(self, gpus: Gpus, desired: DesiredState, emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        gpus: Gpus,
+        desired: DesiredState,
+        emit: Callable[[Event], None],
+        confirmed: ConfirmedLosses,
+    ) -> None:
         self._gpus = gpus
         self._desired = desired
         self._emit = emit
         #: What was found after a layout had come into effect, by GPU UUID.
         self._settled: dict[str, _State] = {}
-        #: What the operator confirmed with `reload --now`, until the layouts are in effect.
-        self._confirmed: dict[MigLayout, Losses] = {}
+        self._confirmed = confirmed
         self._lock = threading.Lock()
         self._ended = False
         #: Why layouts are not in effect, by GPU UUID, and which of these reasons were reported.
@@ -65,7 +71,7 @@ class MigLayouts:
         their GPUs, such as another program's, do not belong to this reload.
         """
         gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
-        self._confirmed = {
+        self._confirmed.by_layout = {
             one: losses[one.gpu_uuid]
             for one in self._desired.plan.layouts
             if one.gpu_uuid in losses and not self._is_in_effect(one, gpus.get(one.gpu_uuid))
@@ -83,11 +89,6 @@ class MigLayouts:
         if settled is None or gpu is None:
             return False
         return settled == _State.of(layout._replace(restore=settled.layout.restore), gpu)
-
-    @property
-    def confirmed(self) -> set[str]:
-        """The GPUs and MIG devices (UUIDs) whose leases no layout waits for."""
-        return {uuid for losses in self._confirmed.values() for uuid in losses.uuids}
 
     def withdraw(self) -> None:
         """Forget, and report, the pending layouts that an accepted configuration no longer requires."""
@@ -132,7 +133,7 @@ class MigLayouts:
             settled = self._settled.get(layout.gpu_uuid)
             if settled != state:
                 self._note_external_change(settled, state, gpu)
-                confirmed = self._confirmed.get(layout, NO_LOSSES)
+                confirmed = self._confirmed.by_layout.get(layout, NO_LOSSES)
                 tasks.append(LayoutTask(layout, gpu, known, offered, confirmed, last))
         return tuple(tasks)
 
@@ -201,8 +202,9 @@ class MigLayouts:
             if is_final or why.code not in LAYOUT_WAITS:
                 self._report(gpus[layout.gpu_uuid], why)
         self._reasons = {uuid: why for uuid, why in {**self._reasons, **result.reasons}.items() if why}
-        waiting = self._confirmed.items()
-        self._confirmed = {one: losses for one, losses in waiting if one.gpu_uuid in self._reasons}
+        waiting = self._confirmed.by_layout.items()
+        kept = {one: losses for one, losses in waiting if one.gpu_uuid in self._reasons}
+        self._confirmed.by_layout = kept
 
     def _report(self, gpu: Gpu, why: Reason) -> None:
         """Report that the layout is pending, or finally in effect; waiting for jobs is not a problem."""
