@@ -47,7 +47,18 @@ def test_a_gpu_in_mig_mode_is_shown_with_the_command_for_it() -> None:
 
 
 def problem(level: str, code: str, text: str, hint: str) -> StatusProblem:
-    return {"level": level, "code": code, "text": text, "hint": hint, "gpu": None, "devices": [], "pid": None}
+    return {
+        "level": level,
+        "code": code,
+        "text": text,
+        "hint": hint,
+        "kind": "gpu",
+        "subject": "",
+        "waits_for": "",
+        "gpu": None,
+        "devices": [],
+        "pid": None,
+    }
 
 
 def test_problems_with_the_same_code_are_folded() -> None:
