@@ -13,7 +13,6 @@ import signal
 from collections import Counter
 from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
-from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.errors import YunionError
@@ -47,22 +46,28 @@ class JobBudget(NamedTuple):
     environment endangers only that process.
     """
 
+    #: The lease's id.
     lease: str
+    #: The GPU's address.
     gpu: str
     uid: int
+    #: The budgets of the lease's devices on the GPU, together.
     memory_mib: int
 
 
 class Excess(NamedTuple):
-    """Processes that together use more memory than their budget; `devices` are those of the GPU."""
+    """Processes that together use more memory than their budget."""
 
     budget: JobBudget
+    #: The addresses of the lease's devices on the GPU.
     devices: tuple[str, ...]
     used_mib: int
+    #: Those that use memory of the GPU.
     processes: tuple[MpsClient, ...]
 
     @property
     def text(self) -> str:
+        """The excess in one clause: the lease, what its processes use, and their budget."""
         return (
             f"the processes of lease {self.budget.lease[:ID_LENGTH]} together use {self.used_mib} of "
             f"{self.budget.memory_mib} MiB ({', '.join(self.devices)})"
@@ -70,6 +75,7 @@ class Excess(NamedTuple):
 
     @property
     def newest(self) -> MpsClient:
+        """The process that was started last."""
         return max(self.processes, key=lambda client: (client["started"] or "", client["pid"]))
 
 
@@ -83,23 +89,39 @@ def find_excesses(
     has ended, or one whose holder has several leases on the GPU, unless it is known which is its own.
     """
     counted = [client for client in clients if client["mps"] is not False and client["started"]]
-    found: dict[JobBudget, Excess] = {}
-    leases = list(leases)
+    excesses: dict[JobBudget, Excess] = {}
     for lease in leases:
         own = [client for client in counted if client["lease"] == lease["id"]]
         users = {client["uid"] for client in own if client["uid"] is not None}
-        for gpu, uid in product(gpus & set(lease["gpus"]), users):
-            shares = [share for share in lease["budgets"] if share["gpu"] == gpu]
-            budget_mib = total_mib(share["memory_mib"] for share in shares)
-            if budget_mib is None:
-                continue
-            budget = JobBudget(lease["id"], gpu, uid, budget_mib)
-            processes = tuple(client for client in own if client["uid"] == uid and _mib(client, gpu))
-            used_mib = sum(_mib(client, gpu) for client in processes)
-            if used_mib > budget.memory_mib:
-                devices = tuple(share["addr"] for share in shares)
-                found[budget] = Excess(budget, devices, used_mib, processes)
-    return found
+        for gpu in gpus & set(lease["gpus"]):
+            for uid in users:
+                excess = _find_excess(lease, own, gpu=gpu, uid=uid)
+                if excess is not None:
+                    excesses[excess.budget] = excess
+    return excesses
+
+
+def _find_excess(lease: LeaseRecord, clients: Iterable[MpsClient], *, gpu: str, uid: int) -> Excess | None:
+    """Return by what the user's processes exceed the lease's budget on the GPU; None if they do not."""
+    shares = [share for share in lease["budgets"] if share["gpu"] == gpu]
+    budget_mib = total_mib(share["memory_mib"] for share in shares)
+    if budget_mib is None:
+        return None
+    used_mib = 0
+    processes: list[MpsClient] = []
+    for client in clients:
+        client_mib = _mib(client, gpu)
+        if client["uid"] == uid and client_mib:
+            used_mib += client_mib
+            processes.append(client)
+    if used_mib <= budget_mib:
+        return None
+    return Excess(
+        budget=JobBudget(lease=lease["id"], gpu=gpu, uid=uid, memory_mib=budget_mib),
+        devices=tuple(share["addr"] for share in shares),
+        used_mib=used_mib,
+        processes=tuple(processes),
+    )
 
 
 def _mib(client: MpsClient, gpu: str) -> int:
@@ -107,6 +129,8 @@ def _mib(client: MpsClient, gpu: str) -> int:
 
 
 class _Span(NamedTuple):
+    """The times (monotonic) of the first and the last sample that exceeded a budget, without a gap."""
+
     first_s: float
     last_s: float
 
@@ -126,26 +150,28 @@ class ExcessClock:
         self._spans = {budget: span for budget, span in before.items() if budget.gpu in unknown}
         for budget in exceeded:
             span = before.get(budget)
-            is_continued = span and now_s - span.last_s <= MAX_GAP_S
-            self._spans[budget] = _Span(span.first_s if span and is_continued else now_s, now_s)
+            first_s = now_s
+            if span is not None and now_s - span.last_s <= MAX_GAP_S:
+                first_s = span.first_s
+            self._spans[budget] = _Span(first_s, now_s)
 
     def longest(self, grace_s: float, now_s: float) -> JobBudget | None:
         """Return the budget that has been exceeded longest, among those in the sample at `now_s`.
 
         None if none has been exceeded for `grace_s`.
         """
-        due = [
-            (span.first_s, budget)
-            for budget, span in self._spans.items()
-            if span.last_s == now_s and now_s - span.first_s >= grace_s
-        ]
-        return min(due)[1] if due else None
+        longest: tuple[float, JobBudget] | None = None
+        for budget, span in self._spans.items():
+            is_due = span.last_s == now_s and now_s - span.first_s >= grace_s
+            if is_due and (longest is None or (span.first_s, budget) < longest):
+                longest = span.first_s, budget
+        return longest[1] if longest else None
 
     def restart(self, lease: str | None = None) -> None:
         """Restart the time of a lease's budgets, or of all budgets."""
-        self._spans = {
-            budget: span for budget, span in self._spans.items() if lease not in (None, budget.lease)
-        }
+        for budget in list(self._spans):
+            if lease in (None, budget.lease):
+                del self._spans[budget]
 
 
 class BudgetEnforcer:
@@ -198,15 +224,19 @@ class BudgetEnforcer:
         clients, use = await self._observer.observe()
         if clients["errors"] or use is None or use.taken_s == self._taken_s:
             return None
-        self._taken_s, now_s = use.taken_s, asyncio.get_running_loop().time()
+        self._taken_s = use.taken_s
+        now_s = asyncio.get_running_loop().time()
         running = _running(clients)
         excesses = find_excesses(leases, running, gpus.keys())
         unknown = {address for address, uuid in gpus.items() if uuid not in use.gpus}
         for client in running:
-            amounts = zip(client["gpus"], client["memory_by_gpu_mib"])
-            unknown.update(gpu for gpu, mib in amounts if mib is None)
+            for gpu, mib in zip(client["gpus"], client["memory_by_gpu_mib"]):
+                if mib is None:
+                    unknown.add(gpu)
         self._clock.note(excesses, unknown, now_s)
-        longest = None if self._is_terminating else self._clock.longest(config.over_budget_grace_s, now_s)
+        if self._is_terminating:
+            return None
+        longest = self._clock.longest(config.over_budget_grace_s, now_s)
         return excesses[longest] if longest else None
 
     async def enforce(self, excess: Excess) -> None:
@@ -241,29 +271,33 @@ class BudgetEnforcer:
             return [client for client in listed["clients"] if _identity(client) in map(_identity, victims)]
 
         terminate_all = self._terminator.terminate_all
-        ended = await terminate_all(choose, 0, cause, signals=TERM, code=OVER_BUDGET_TERMINATED)
-        if any(not one["ended"] and not one["reason_code"] for one in ended):
-            ended = await terminate_all(choose_again, 0, cause, signals=_KILL, code=OVER_BUDGET_TERMINATED)
-            if not all(one["ended"] for one in ended):
+        terminations = await terminate_all(choose, 0, cause, signals=TERM, code=OVER_BUDGET_TERMINATED)
+        if any(not termination["ended"] and not termination["reason_code"] for termination in terminations):
+            terminations = await terminate_all(
+                choose_again, 0, cause, signals=_KILL, code=OVER_BUDGET_TERMINATED
+            )
+            if not all(termination["ended"] for termination in terminations):
                 self._survivors.update(map(_identity, victims))
-        self.terminations[budget.gpu] += sum(one["ended"] for one in ended)
+        self.terminations[budget.gpu] += sum(termination["ended"] for termination in terminations)
 
     def _confirm(self, budget: JobBudget, listed: ClientList) -> list[MpsClient]:
         """Return the newest process if processes that are certainly MPS clients still exceed the budget.
 
-        None while a killed process of the job still runs, because its memory may be the excess.
+        Empty while a killed process of the job still runs, because its memory may be the excess.
         """
         gpus = self._queries.terminating_gpus()
         clients = [client for client in _running(listed) if client["mps"] and client["server"]]
         excess = find_excesses(self._leases.leases(), clients, gpus.keys()).get(budget)
         if listed["errors"] or excess is None:
             return []
-        self._survivors &= set(map(_identity, clients))
-        return [] if self._survivors.intersection(map(_identity, excess.processes)) else [excess.newest]
+        self._survivors.intersection_update(map(_identity, clients))
+        if self._survivors.isdisjoint(map(_identity, excess.processes)):
+            return [excess.newest]
+        return []
 
 
 def _running(listed: ClientList) -> list[MpsClient]:
-    """The clients, except those that are exiting: the kernel is freeing their memory."""
+    """Return the clients, except those that are exiting: the kernel is freeing their memory."""
     return [client for client in listed["clients"] if not is_exiting(client["pid"])]
 
 
