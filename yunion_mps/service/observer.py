@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
@@ -15,11 +15,14 @@ from yunion_mps.enums import SERVER_FAULT
 from yunion_mps.errors import YunionError
 from yunion_mps.host.proc import started_s, started_ticks, uid_of
 from yunion_mps.host.threads import on_thread
+from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.models import Gpu, Lease
 from yunion_mps.mps.processes import is_server
 from yunion_mps.paths import Paths
 from yunion_mps.service.holdings import NO_CLIENTS
 from yunion_mps.service.process_list import (
+    DomainProcesses,
     GpuProcesses,
     ObservedDomain,
     list_processes,
@@ -47,86 +50,108 @@ _SLOW = "the driver is slow to answer, so the list of clients is out of date"
 
 
 class ProcessFacts(NamedTuple):
-    """What the driver and the kernel report about processes.
+    """What the driver and the kernel report about processes."""
 
-    `devices` are the addresses of each process's devices, and `others` unknown MPS servers and processes that
-    have ended since, which do not count as use outside MPS. `direct` are the UUIDs of GPUs without MPS.
-    """
-
+    #: When that was, in s since 1970.
     taken_s: float
     domains: Sequence[ObservedDomain]
     driver: GpuProcesses
+    #: The addresses of each process's devices, by PID.
     devices: Mapping[int, tuple[str, ...]]
+    #: Unknown MPS servers, and processes that have ended since: they do not count as use outside MPS.
     others: frozenset[int] = frozenset()
+    #: The UUIDs of GPUs that are shared without MPS.
     direct: frozenset[str] = frozenset()
 
 
 class GpuUsage(NamedTuple):
-    """The use of one GPU; `outside_mps` is None if the driver does not report which processes use MPS."""
+    """The use of one GPU."""
 
+    #: How many processes use it through MPS, or without MPS if it is shared so.
     clients: int
+    #: How many use it outside MPS; None if the driver does not report which processes use MPS.
     outside_mps: int | None
 
 
 class DomainUsage(NamedTuple):
-    """The use of one domain; `started_s` is when its control daemon was started, in s since 1970."""
+    """The use of one domain."""
 
+    #: The number of its MPS servers.
     servers: int
+    #: The number of its MPS clients.
     clients: int
+    #: When its control daemon was started, in s since 1970; None if it has none.
     started_s: float | None
 
 
 class HostUsage(NamedTuple):
-    """The use of GPUs (by UUID), of devices in use (by address), and of domains (by name)."""
+    """The use of all GPUs, as of one observation."""
 
+    #: When that was, in s since 1970.
     taken_s: float
+    #: By UUID.
     gpus: Mapping[str, GpuUsage]
+    #: The devices in use, by address.
     devices: Mapping[str, DeviceUsage]
+    #: By name.
     domains: Mapping[str, DomainUsage]
 
 
 def host_usage(seen: ProcessFacts, budgets: Mapping[str, Budget]) -> HostUsage:
-    """Compute the use from an observation; `budgets` has those of all devices, by address."""
+    """Return the use according to an observation; `budgets` has those of all devices, by address."""
     memory, through_mps = seen.driver.memory, seen.driver.through_mps
-    servers = {pid for domain in seen.domains for pid in domain.servers}
-    outside_mps = {
-        uuid: set(processes) - set(through_mps[uuid]) - servers - seen.others
-        for uuid, processes in memory.items()
-        if uuid in through_mps and uuid not in seen.direct
-    }
-    clients = {
-        uuid: {*memory.get(uuid, ()), *through_mps.get(uuid, ())}
-        - servers
-        - seen.others
-        - outside_mps.get(uuid, set())
-        for uuid in {*memory, *through_mps}
-    }
-    clients_memory = {
-        uuid: {pid: memory.get(uuid, {}).get(pid) for pid in pids} for uuid, pids in clients.items()
-    }
+    not_counted = seen.others.union(*(domain.servers for domain in seen.domains))
+    clients: dict[str, set[int]] = {}
+    clients_memory: dict[str, dict[int, int | None]] = {}
+    gpus: dict[str, GpuUsage] = {}
+    for uuid in dict.fromkeys((*memory, *through_mps)):
+        on_gpu = memory.get(uuid, {})
+        users = {*on_gpu, *through_mps.get(uuid, ())} - not_counted
+        outside_mps: int | None = None
+        if uuid in memory and uuid in through_mps and uuid not in seen.direct:
+            outsiders = users.difference(through_mps[uuid])
+            outside_mps = len(outsiders)
+            users -= outsiders
+        clients[uuid] = users
+        clients_memory[uuid] = {pid: on_gpu.get(pid) for pid in users}
+        if uuid in memory:
+            gpus[uuid] = GpuUsage(clients=len(users), outside_mps=outside_mps)
+    domains: dict[str, DomainUsage] = {}
+    for domain in seen.domains:
+        of_domain: set[int] = set()
+        for uuid in domain.plan.gpu_uuids:
+            of_domain |= clients.get(uuid, set())
+        domains[domain.plan.name] = DomainUsage(
+            servers=len(domain.servers), clients=len(of_domain), started_s=domain.started_s
+        )
     return HostUsage(
-        seen.taken_s,
-        {
-            uuid: GpuUsage(len(clients[uuid]), len(outside_mps[uuid]) if uuid in outside_mps else None)
-            for uuid in memory
-        },
-        usage_by_device(clients_memory, seen.devices, budgets),
-        {
-            domain.plan.name: DomainUsage(
-                len(domain.servers),
-                len(set().union(*(clients.get(uuid, ()) for uuid in domain.plan.gpu_uuids))),
-                domain.started_s,
-            )
-            for domain in seen.domains
-        },
+        taken_s=seen.taken_s,
+        gpus=gpus,
+        devices=usage_by_device(clients_memory, seen.devices, budgets),
+        domains=domains,
     )
 
 
 class Observation(NamedTuple):
-    """The processes on the GPUs, and their use; the latter is None until the driver has answered."""
+    """The processes on the GPUs, and their use."""
 
     clients: answers.ClientList
+    #: None until the driver has answered.
     use: HostUsage | None = None
+
+
+class _Subjects(NamedTuple):
+    """What is observed, read on the event loop, where it changes; a thread then observes it."""
+
+    #: None while the daemon waits for the driver.
+    nvml: Nvml | None
+    gpus: Sequence[Gpu]
+    domains: Sequence[ObservedDomain]
+    #: The SM utilization of processes in %, by GPU UUID and PID, as of the last poll.
+    sm: Mapping[str, Mapping[int, int]]
+    #: The UUIDs of the GPUs that are shared without MPS and are in no domain any longer.
+    direct: frozenset[str]
+    leases: Sequence[Lease]
 
 
 class Observer:
@@ -162,7 +187,8 @@ class Observer:
             if self._observing is None or self._observing.done():
                 self._observing = asyncio.ensure_future(self._observe())
                 self._began_s = loop.time()
-            observing, began_s = self._observing, self._began_s
+            observing = self._observing
+            began_s = self._began_s
             await asyncio.wait({observing}, timeout=max(0.0, began_s + DRIVER_TIMEOUT_S - loop.time()))
             if not observing.done():
                 clients = self._latest.clients
@@ -171,52 +197,63 @@ class Observer:
                 return self._latest
 
     async def query_all(self) -> answers.ClientList:
-        """The processes as the control daemons list them, too, however long that takes.
+        """Return the processes as the control daemons list them, too, however long that takes.
 
         Only control daemons know of failed servers, so later observations show these as failed, too.
         """
-        nvml, gpus = self._supervisor.nvml, self._supervisor.snapshot().inventory.gpus
-        domains, sm, direct = self._domains(), self._usage.latest.load.processes, self._direct()
-        leases = list(self._ledger.leases.values())
-        listed = await on_thread(
-            lambda: list_processes(
-                [*(query_control_daemon(domain) for domain in domains if domain.pid), without_mps(direct)],
-                query_driver(nvml, sm),
-                gpus,
-                self._containers,
-                leases,
-            )
-        )
+        subjects = self._subjects()
+
+        def work() -> answers.ClientList:
+            domains = [query_control_daemon(domain) for domain in subjects.domains if domain.pid]
+            return self._list(subjects, domains, query_driver(subjects.nvml, subjects.sm))
+
+        listed = await on_thread(work)
         self._failed = {server["pid"] for server in listed["servers"] if server["state"] == SERVER_FAULT}
         return listed
 
-    def _domains(self) -> list[ObservedDomain]:
-        pids = [domain.status().pid or 0 for domain in self._supervisor.domains]
-        return [
-            ObservedDomain(
-                domain.in_effect, pid, started_s(pid) if pid else None, tuple(domain.server_pids())
+    def _subjects(self) -> _Subjects:
+        snapshot = self._supervisor.snapshot()
+        domains: list[ObservedDomain] = []
+        served: set[str] = set()
+        for domain in self._supervisor.domains:
+            pid = domain.status().pid or 0
+            observed = ObservedDomain(
+                plan=domain.in_effect,
+                pid=pid,
+                started_s=started_s(pid) if pid else None,
+                servers=tuple(domain.server_pids()),
             )
-            for domain, pid in zip(self._supervisor.domains, pids)
-        ]
+            domains.append(observed)
+            served.update(domain.in_effect.gpu_uuids)
+        return _Subjects(
+            nvml=self._supervisor.nvml,
+            gpus=snapshot.inventory.gpus,
+            domains=domains,
+            sm=self._usage.latest.load.processes,
+            direct=frozenset(gpu.uuid for gpu in snapshot.plan.direct) - served,
+            leases=list(self._ledger.leases.values()),
+        )
 
-    def _direct(self) -> frozenset[str]:
-        """The GPUs that are shared without MPS and are in no domain any longer."""
-        served = {uuid for domain in self._supervisor.domains for uuid in domain.in_effect.gpu_uuids}
-        return frozenset(gpu.uuid for gpu in self._supervisor.snapshot().plan.direct) - served
+    def _list(
+        self, subjects: _Subjects, domains: Iterable[DomainProcesses], driver: GpuProcesses
+    ) -> answers.ClientList:
+        """List the processes of these domains and of the GPUs without MPS; thread-safe."""
+        of_domains = [*domains, without_mps(subjects.direct)]
+        return list_processes(of_domains, driver, subjects.gpus, self._containers, subjects.leases)
 
     async def _observe(self) -> None:
-        nvml, gpus = self._supervisor.nvml, self._supervisor.snapshot().inventory.gpus
-        domains, sm, known = self._domains(), self._usage.latest.load.processes, self._devices.known()
-        before, failed, direct = self._latest.use if nvml else None, self._failed, self._direct()
-        leases = list(self._ledger.leases.values())
+        subjects = self._subjects()
+        known = self._devices.known()
+        failed = self._failed
+        before = self._latest.use if subjects.nvml else None
 
         def work() -> Observation:
-            driver = query_driver(nvml, sm)
-            kernel = [servers_from_kernel(domain, failed) for domain in domains if domain.pid]
-            shown = [*kernel, without_mps(direct)]
-            clients = list_processes(shown, driver, gpus, self._containers, leases)
-            is_known = nvml is not None and not driver.failure
-            return Observation(clients, self._use(domains, driver, known, direct) if is_known else before)
+            driver = query_driver(subjects.nvml, subjects.sm)
+            domains = [servers_from_kernel(domain, failed) for domain in subjects.domains if domain.pid]
+            clients = self._list(subjects, domains, driver)
+            if subjects.nvml is None or driver.failure:
+                return Observation(clients, before)
+            return Observation(clients, self._use(subjects, driver, known))
 
         try:
             self._latest = await on_thread(work)
@@ -224,19 +261,25 @@ class Observer:
             failure = f"cannot list the processes on the GPUs: {error.message}"
             self._latest = Observation({**NO_CLIENTS, "errors": [failure]}, before)
 
-    def _use(
-        self,
-        domains: list[ObservedDomain],
-        driver: GpuProcesses,
-        known: KnownDevices,
-        direct: frozenset[str],
-    ) -> HostUsage:
+    def _use(self, subjects: _Subjects, driver: GpuProcesses, known: KnownDevices) -> HostUsage:
         """Sum up the use; thread-safe."""
-        servers = {pid for domain in domains for pid in domain.servers}
-        pids = {pid for of_gpu in (*driver.memory.values(), *driver.through_mps.values()) for pid in of_gpu}
-        pids -= servers
+        pids: set[int] = set()
+        for on_gpu in (*driver.memory.values(), *driver.through_mps.values()):
+            pids.update(on_gpu)
+        for domain in subjects.domains:
+            pids.difference_update(domain.servers)
         others = frozenset(pid for pid in pids if uid_of(pid) is None or is_server(pid))
-        jobs = {pid: ticks for pid in pids - others if (ticks := started_ticks(pid)) is not None}
-        devices = self._devices.of(jobs, known)
-        facts = ProcessFacts(time.time(), domains, driver, devices, others, direct)
+        jobs: dict[int, int] = {}
+        for pid in pids - others:
+            ticks = started_ticks(pid)
+            if ticks is not None:
+                jobs[pid] = ticks
+        facts = ProcessFacts(
+            taken_s=time.time(),
+            domains=subjects.domains,
+            driver=driver,
+            devices=self._devices.of(jobs, known),
+            others=others,
+            direct=subjects.direct,
+        )
         return host_usage(facts, known.budgets)
