@@ -28,11 +28,14 @@ _START_TOLERANCE_S = 5.0
 
 
 class ObservedDomain(NamedTuple):
-    """A domain at the beginning of an observation: its servers, and its control daemon (PID 0 if none)."""
+    """A domain at the beginning of an observation."""
 
     plan: DomainPlan
+    #: Its control daemon; 0 if it has none.
     pid: int
+    #: When the control daemon was started, in s since 1970; None if it has none.
     started_s: float | None
+    #: The PIDs of its servers.
     servers: tuple[int, ...]
 
 
@@ -40,22 +43,31 @@ class DomainProcesses(NamedTuple):
     """The servers and clients of one domain, as far as its control daemon answered."""
 
     plan: DomainPlan
-    servers: Sequence[int]  # including servers that have outlived their control daemon
-    states: Mapping[int, str | None]  # of the others
-    clients: Mapping[int, int]  # the server's PID, by the client's
+    #: The PIDs of its servers, including those that have outlived their control daemon.
+    servers: Sequence[int]
+    #: The state of each server that has not; None if it is unknown.
+    states: Mapping[int, str | None]
+    #: The server's PID, by the client's.
+    clients: Mapping[int, int]
+    #: Why not all of these are known; empty if they are.
     failure: str
 
 
 class GpuProcesses(NamedTuple):
     """What the driver reports, by GPU UUID."""
 
-    memory: Mapping[str, Mapping[int, int | None]] = {}  # in MiB, by PID
-    through_mps: Mapping[str, Collection[int]] = {}  # a GPU that does not report them is missing
-    sm: Mapping[str, Mapping[int, int]] = {}  # the SM utilization of each process in %, as of the last poll
+    #: The memory that processes use, in MiB, by PID.
+    memory: Mapping[str, Mapping[int, int | None]] = {}
+    #: The processes (PIDs) that use it through MPS; a GPU that does not report them is missing.
+    through_mps: Mapping[str, Collection[int]] = {}
+    #: The SM utilization of each process in %, by PID, as of the last poll.
+    sm: Mapping[str, Mapping[int, int]] = {}
+    #: Why the driver reports nothing; empty if it does.
     failure: str = ""
 
 
 def query_control_daemon(domain: ObservedDomain) -> DomainProcesses:
+    """Ask the control daemon for the servers and clients; what it does not answer is in `failure`."""
     plan = domain.plan
     states: dict[int, str | None] = {}
     clients: dict[int, int] = {}
@@ -72,17 +84,19 @@ def query_control_daemon(domain: ObservedDomain) -> DomainProcesses:
 
 
 def servers_from_kernel(domain: ObservedDomain, failed: Collection[int]) -> DomainProcesses:
-    """The servers, of which only those that are known to have `failed` have a state."""
+    """Return the servers, of which only those that are known to have `failed` have a state."""
     states = {pid: SERVER_FAULT if pid in failed else None for pid in server_pids(domain.pid)}
     return DomainProcesses(domain.plan, domain.servers, states, {}, "")
 
 
 def without_mps(gpu_uuids: Iterable[str]) -> DomainProcesses:
-    """The processes on these GPUs, which no control daemon serves, as those of a domain without a name."""
-    return DomainProcesses(DomainPlan("", "", "", tuple(map(PlannedGpu, gpu_uuids)), 100.0), (), {}, {}, "")
+    """Return the processes on these GPUs, which no control daemon serves, as those of a nameless domain."""
+    plan = DomainPlan("", "", "", tuple(map(PlannedGpu, gpu_uuids)), 100.0)
+    return DomainProcesses(plan, (), {}, {}, "")
 
 
 def query_driver(nvml: Nvml | None, sm: Mapping[str, Mapping[int, int]]) -> GpuProcesses:
+    """Return what the driver reports, with the SM utilization `sm` of the last poll; nothing without NVML."""
     if nvml is None:
         return GpuProcesses()
     try:
@@ -99,29 +113,35 @@ def list_processes(
     containers: Containers,
     leases: Iterable[Lease],
 ) -> answers.ClientList:
+    """Return the servers, clients and waiting processes of the domains, and what is not known.
+
+    `gpus` have the addresses of those that the driver reports on; a process belongs to one of `leases`, or to
+    none.
+    """
     attribution = Attribution.by_kernel(leases, containers)
-    errors = [failure for failure in (*(domain.failure for domain in domains), driver.failure) if failure]
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
-    clients = [
-        client
-        for domain in domains
-        for client in _clients_json(domain, driver, addresses, containers, attribution)
-    ]
+    servers: list[answers.MpsServer] = []
+    clients: list[answers.MpsClient] = []
+    errors: list[str] = []
+    for domain in domains:
+        for pid in domain.servers:
+            servers.append(
+                {**_process_json(pid), "domain": domain.plan.name, "state": domain.states.get(pid)}
+            )
+        clients += _clients_json(domain, driver, addresses, containers, attribution)
+        if domain.failure:
+            errors.append(domain.failure)
+    if driver.failure:
+        errors.append(driver.failure)
     listed = {client["pid"] for client in clients}
+    waiting: list[answers.WaitingClient] = []
+    for domain in domains:
+        if domain.plan.name:
+            waiting += [row for row in _waiting_json(domain, attribution) if row["pid"] not in listed]
     return {
-        "servers": [
-            {**_process_json(pid), "domain": domain.plan.name, "state": domain.states.get(pid)}
-            for domain in domains
-            for pid in domain.servers
-        ],
+        "servers": servers,
         "clients": clients,
-        "waiting": [
-            waiter
-            for domain in domains
-            if domain.plan.name
-            for waiter in _waiting_json(domain, attribution)
-            if waiter["pid"] not in listed
-        ],
+        "waiting": waiting,
         "errors": errors,
         "total": len(clients),
     }
@@ -132,7 +152,8 @@ def _waiting_json(domain: DomainProcesses, attribution: Attribution) -> list[ans
     waiting: list[answers.WaitingClient] = []
     for client in waiting_clients(domain.plan, domain.servers):
         details = _process_json(client.pid)
-        started, owner = details["started"], uid_of(client.server)
+        started = details["started"]
+        owner = uid_of(client.server)
         latest = rfc3339(client.since_s + _START_TOLERANCE_S)
         if owner is not None and started is not None and started < latest:
             waiting.append(
@@ -156,7 +177,7 @@ def _clients_json(
     containers: Containers,
     attribution: Attribution,
 ) -> list[answers.MpsClient]:
-    """The processes that the control daemon lists, and those that NVML sees on its GPUs.
+    """Return the processes that the control daemon lists, and those that NVML sees on its GPUs.
 
     The clients of a server that is about to end, or has no control daemon, are not listed although they run.
     """
@@ -165,29 +186,36 @@ def _clients_json(
         for pid, mib in driver.memory.get(uuid, {}).items():
             if pid not in domain.servers:
                 on_gpus.setdefault(pid, {})[uuid] = mib
+    # A client that no control daemon lists has the only server that it can have.
     silent = [pid for pid in domain.servers if pid not in domain.states] or domain.servers
     only = silent[0] if len(silent) == 1 else None
     rows: list[answers.MpsClient] = []
     for pid in sorted({*domain.clients, *on_gpus}):
         memory = on_gpus.get(pid, {})
-        known_mib = [mib for mib in memory.values() if mib is not None]
         through_mps = _uses_mps(pid, domain, driver, memory)
-        on = [addresses.get(uuid, uuid) for uuid in memory]
-        inside = containers.of(pid)
+        gpus: list[str] = []
+        utilization: list[int | None] = []
+        used_mib: int | None = None
+        for uuid, mib in memory.items():
+            gpus.append(addresses.get(uuid, uuid))
+            utilization.append(driver.sm.get(uuid, {}).get(pid))
+            if mib is not None:
+                used_mib = (used_mib or 0) + mib
+        container = containers.of(pid)
         rows.append(
             {
                 **_process_json(pid),
-                "container": inside.name if inside else None,
-                "container_id": inside.id if inside else None,
+                "container": container.name if container else None,
+                "container_id": container.id if container else None,
                 "mps": through_mps,
                 "server": None if through_mps is False else domain.clients.get(pid, only),
                 "domain": domain.plan.name,
                 "device": _device_of(pid),
-                "lease": attribution.lease_of(pid, on),
-                "gpus": on,
+                "lease": attribution.lease_of(pid, gpus),
+                "gpus": gpus,
                 "memory_by_gpu_mib": list(memory.values()),
-                "memory_used_mib": sum(known_mib) if known_mib else None,
-                "sm_utilization_by_gpu": [driver.sm.get(uuid, {}).get(pid) for uuid in memory],
+                "memory_used_mib": used_mib,
+                "sm_utilization_by_gpu": utilization,
             }
         )
     return rows
@@ -208,8 +236,9 @@ def _uses_mps(pid: int, domain: DomainProcesses, driver: GpuProcesses, gpus: Col
 
 
 def _process_json(pid: int) -> answers.ProcessFields:
-    """The process's details from the kernel; all but the PID are None if it has ended."""
-    uid, begun_s = uid_of(pid), started_s(pid)
+    """Return the process's details from the kernel; all but the PID are None if it has ended."""
+    uid = uid_of(pid)
+    begun_s = started_s(pid)
     return {
         "pid": pid,
         "uid": uid,
@@ -220,7 +249,10 @@ def _process_json(pid: int) -> answers.ProcessFields:
 
 
 def possible_client(pid: int, server: answers.MpsServer | None) -> answers.MpsClient:
-    """Return a process that may be a client of this server, with what the kernel knows about it."""
+    """Return a process that may be a client of this server, with what the kernel knows about it.
+
+    If `server` is None, it may be a client of any.
+    """
     return {
         **_process_json(pid),
         "container": None,
