@@ -38,75 +38,93 @@ NO_CLIENTS: ClientList = {"servers": [], "clients": [], "waiting": [], "errors":
 
 
 class ProcessUse(NamedTuple):
-    """What a process, or a lease without processes, uses of a GPU; unknown values are None.
-
-    `sm` is the SM utilization in %.
-    """
+    """What a process, or a lease without processes, uses of a GPU; unknown values are None."""
 
     pid: int | None
+    #: The user's name.
     user: str | None
+    #: The command line; for a lease without a process, its name.
     command: str | None
+    #: The start of the process or lease, as an RFC 3339 time.
     started: str | None
     memory_mib: int | None
+    #: The name of its container; None if it is in none.
     container: str | None = None
+    #: The SM utilization in %.
     sm: int | None = None
 
     @property
     def shown(self) -> str:
+        """Its container and command, for people."""
         return in_container(self.container, self.command or "")
 
 
 class Holding(NamedTuple):
     """What counts against one budget on one GPU: the devices, the lease, if any, and the processes.
 
-    Without devices, it is the use outside MPS, or by MPS clients without a device. `free`: the daemon would
-    lease it, although processes without a lease may use it. `pending`: it waits for leases of a former
-    division, or belongs to one. `reserved`: the daemon would lease it for what it is reserved for.
-    `free_for`: the only user to whom the daemon would lease it, None for everybody. `not_free_for`: users to
-    whom it would not.
+    Without devices, it is the use outside MPS, or by MPS clients without a device.
     """
 
+    #: The GPU's address.
     gpu: str
+    #: The addresses of the devices.
     devices: tuple[str, ...]
+    #: The memory that the processes share; None if it is not limited or not known.
     budget_mib: int | None
+    #: The percentage of the SM threads that each process gets; None if it is not limited or not known.
     threads: float | None = None
     lease: LeaseRecord | None = None
+    #: Whether the devices can be used.
     available: bool = True
+    #: Whether the daemon would lease it, although processes without a lease may use it.
     free: bool = False
+    #: Whether it waits for leases of a former division, or belongs to one.
     pending: bool = False
+    #: Whether the daemon would lease it for what it is reserved for.
     reserved: bool = False
     outside_mps: bool = False
     processes: tuple[ProcessUse, ...] = ()
+    #: The only user to whom the daemon would lease it, empty for none, None for everybody.
     free_for: str | None = None
+    #: Users to whom the daemon would not lease it.
     not_free_for: tuple[str, ...] = ()
 
     @property
     def restriction(self) -> str:
         """The users to whom the daemon would lease it: `for alice only`, `not for bob`; empty for all."""
+        if self.free_for:
+            return f"for {self.free_for} only"
         if self.free_for is not None:
-            return f"for {self.free_for} only" if self.free_for else "for no user now"
-        return f"not for {', '.join(self.not_free_for)}" if self.not_free_for else ""
+            return "for no user now"
+        if self.not_free_for:
+            return f"not for {', '.join(self.not_free_for)}"
+        return ""
 
     @property
     def holders(self) -> tuple[ProcessUse, ...]:
         """The processes, or if none uses the devices yet, the holder of the lease."""
         if self.processes or not self.lease:
             return self.processes
-        command = self.lease["command"] or self.lease["name"]
-        since, container = self.lease["since"], self.lease["container"]
-        unused_mib = 0 if self.available else None  # a lost GPU reports no processes
-        user = user_of(self.lease)
-        return (ProcessUse(self.lease["pid"], user, command, since, unused_mib, container),)
+        holder = ProcessUse(
+            pid=self.lease["pid"],
+            user=user_of(self.lease),
+            command=self.lease["command"] or self.lease["name"],
+            started=self.lease["since"],
+            memory_mib=0 if self.available else None,  # a lost GPU reports no processes
+            container=self.lease["container"],
+        )
+        return (holder,)
 
     @property
     def used_mib(self) -> int:
+        """The memory that the processes use, as far as it is known."""
         return sum(process.memory_mib or 0 for process in self.processes)
 
     @property
     def known_mib(self) -> int | None:
         """Like `used_mib`, but None if it is unknown, as on a lost GPU."""
-        known = [process.memory_mib for process in self.holders if process.memory_mib is not None]
-        return sum(known) if known or not self.holders else None
+        known_mib = [process.memory_mib for process in self.holders if process.memory_mib is not None]
+        return sum(known_mib) if known_mib or not self.holders else None
 
     @property
     def sm(self) -> int | None:
@@ -119,12 +137,16 @@ class Holding(NamedTuple):
         """The highest memory use of its devices since the lease began; None if it is unknown."""
         if not self.lease:
             return None
-        budgets = (budget for budget in self.lease["budgets"] if budget["addr"] in self.devices)
-        peaks_mib = [mib for budget in budgets if (mib := budget["memory_peak_mib"]) is not None]
-        return sum(peaks_mib) if peaks_mib else None
+        total_mib: int | None = None
+        for budget in self.lease["budgets"]:
+            peak_mib = budget["memory_peak_mib"]
+            if budget["addr"] in self.devices and peak_mib is not None:
+                total_mib = (total_mib or 0) + peak_mib
+        return total_mib
 
     @property
     def state(self) -> str:
+        """Its state: a device's, or one of OUTSIDE_MPS, NO_DEVICE, OVER_BUDGET, IN_USE, IDLE, NO_MEMORY."""
         if self.outside_mps:
             return OUTSIDE_MPS
         if not self.devices:
@@ -135,10 +157,13 @@ class Holding(NamedTuple):
             return IN_USE if self.processes else IDLE
         if self.reserved:
             return RESERVED
-        return FREE if self.free else NO_MEMORY if self.pending else UNAVAILABLE
+        if self.free:
+            return FREE
+        return NO_MEMORY if self.pending else UNAVAILABLE
 
     @property
     def over_mib(self) -> int:
+        """By how much the processes exceed the budget."""
         return 0 if self.budget_mib is None else max(0, self.used_mib - self.budget_mib)
 
     @property
@@ -152,10 +177,13 @@ class Holding(NamedTuple):
 
     @property
     def user(self) -> str:
+        """The user whose processes use it, or how many do; empty if that is not known."""
         if self.lease:
             return user_of(self.lease)
         users = {process.user for process in self.processes if process.user}
-        return users.pop() if len(users) == 1 else f"{len(users)} users" if users else ""
+        if len(users) > 1:
+            return f"{len(users)} users"
+        return users.pop() if users else ""
 
     @property
     def label(self) -> str:
@@ -165,26 +193,26 @@ class Holding(NamedTuple):
         most memory. A process's container is preferred to the lease's name, because pods can share a claim.
         """
         names = [process.container for process in self.processes]
-        commands = [
-            process.command
-            for process in sorted(self.processes, key=lambda process: -(process.memory_mib or 0))
-        ]
+        by_memory = sorted(self.processes, key=lambda process: -(process.memory_mib or 0))
+        commands = [process.command for process in by_memory]
         if self.lease:
             names = [self.lease["container"], *names, self.lease["name"]]
             commands.insert(0, self.lease["command"])
-        return in_container(next(filter(None, names), None), next(filter(None, commands), ""))
+        container = next(filter(None, names), None)
+        command = next(filter(None, commands), "")
+        return in_container(container, command)
 
     @property
     def since(self) -> str | None:
         """The start of the lease or of its first process; None if it is unknown."""
         if self.lease:
             return self.lease["since"]
-        return min(
-            (process.started for process in self.processes if process.started is not None), default=None
-        )
+        starts = [process.started for process in self.processes if process.started is not None]
+        return min(starts, default=None)
 
     @property
     def named(self) -> str:
+        """The addresses of its devices, as the environment of a process names them."""
         return ",".join(self.devices)
 
 
@@ -209,72 +237,66 @@ def abbreviate_addresses(addresses: Sequence[str]) -> str:
     slots: dict[str, list[str]] = {}
     for address in addresses:
         slots.setdefault(gpu_of(address), []).append(address)
-    return ",".join(_abbreviate(gpu, found) for gpu, found in slots.items())
+    return ",".join(_abbreviate(gpu, of_gpu) for gpu, of_gpu in slots.items())
 
 
 def _abbreviate(gpu: str, addresses: Sequence[str]) -> str:
     """Abbreviate `2,3`, `0..7`: three or more consecutive slots become a range; a pool's `m1` is kept."""
     if gpu in addresses:
         return gpu  # a whole MIG instance
-    rows: list[list[str]] = []
-    slots = [address.rpartition("-")[2] for address in addresses]
-    for slot in slots:
-        last = rows[-1][-1] if rows else ""
+    ranges: list[list[str]] = []
+    for address in addresses:
+        slot = address.rpartition("-")[2]
+        last = ranges[-1][-1] if ranges else ""
         if last.isdigit() and slot.isdigit() and int(slot) == int(last) + 1:
-            rows[-1].append(slot)
+            ranges[-1].append(slot)
         else:
-            rows.append([slot])
-    short = ",".join(f"{row[0]}..{row[-1]}" if len(row) > 2 else ",".join(row) for row in rows)
-    return f"{gpu}-{short}"
+            ranges.append([slot])
+    parts: list[str] = []
+    for slots in ranges:
+        parts += [f"{slots[0]}..{slots[-1]}"] if len(slots) > 2 else slots
+    return f"{gpu}-{','.join(parts)}"
 
 
 def holdings(
     devices: Sequence[Device], leases: Iterable[LeaseRecord], clients: Iterable[MpsClient]
 ) -> list[Holding]:
     """Return all devices in the given order, grouped into holdings; then the use without a device."""
-    found: dict[_Key, Holding] = {}
+    joined: dict[_Key, Holding] = {}
     keys_by_device: dict[str, _Key] = {}
-    by_pid: dict[int, list[_Key]] = {}
-    for address, device, lease, budget_mib in _device_uses(devices, leases):
-        key = (lease["id"] if lease else address, gpu_of(address))
-        if device and budget_mib is None:
-            budget_mib = device["memory_mib"]
-        percentage = device["thread_percentage"] if device else None
-        if lease and (percentage is None or len(lease["devices"]) == 1):
-            percentage = lease["thread_percentage"]  # as leased, which may have been before a reload
-        state = device["state"] if device else ""
-        holding = Holding(
-            gpu=key[1],
-            devices=(address,),
-            budget_mib=budget_mib,
-            threads=percentage,
-            lease=lease,
-            available=state != UNAVAILABLE,
-            free=state == FREE,
-            pending=state == PENDING,
-            reserved=state == RESERVED,
-        )
-        if device:
-            holding = holding._replace(
-                free_for=device["free_for"], not_free_for=tuple(device["not_free_for"])
-            )
-        found[key] = _merge(found[key], holding) if key in found else holding
-        keys_by_device.setdefault(address, key)
-        if lease and lease["pid"] is not None and key not in by_pid.setdefault(lease["pid"], []):
-            by_pid[lease["pid"]].append(key)
+    keys_by_pid: dict[int, list[_Key]] = {}
+    for use in _device_uses(devices, leases):
+        lease = use.lease
+        key = (lease["id"] if lease else use.address, gpu_of(use.address))
+        holding = _holding_of(use)
+        joined[key] = _merge(joined[key], holding) if key in joined else holding
+        keys_by_device.setdefault(use.address, key)
+        if lease and lease["pid"] is not None:
+            keys = keys_by_pid.setdefault(lease["pid"], [])
+            if key not in keys:
+                keys.append(key)
     for client in clients:
         if client["uid"] is not None:  # otherwise it has ended
-            _add_process(client, found, keys_by_device, by_pid)
-    return list(found.values())
+            _add_process(client, joined, keys_by_device, keys_by_pid)
+    return list(joined.values())
 
 
 class _DeviceUse(NamedTuple):
-    """A device that is listed, leased or both; its budget in MiB is that of the lease."""
+    """A device that is listed, leased or both."""
 
     address: str
+    #: As listed; None if it is not.
     device: Device | None
     lease: LeaseRecord | None = None
+    #: That of the lease; None if it is not leased, or the budget is unknown.
     budget_mib: int | None = None
+
+
+class _Leased(NamedTuple):
+    """A device's lease and its budget there."""
+
+    lease: LeaseRecord
+    budget_mib: int | None
 
 
 def _device_uses(devices: Sequence[Device], leases: Iterable[LeaseRecord]) -> Iterator[_DeviceUse]:
@@ -283,21 +305,54 @@ def _device_uses(devices: Sequence[Device], leases: Iterable[LeaseRecord]) -> It
     Two devices can have the same address: one of a card that was replaced, if it is still leased, and one of
     the new card. So a lease is found by its id first.
     """
-    leased = {
-        (lease["id"], budget["addr"]): (lease, budget["memory_mib"])
-        for lease in leases
-        for budget in lease["budgets"]
-    }
     listed = {(device["lease"], device["addr"]) for device in devices}
-    others = {key[1]: leased[key] for key in leased if key not in listed}
+    #: By the lease's id and the device's address.
+    leased: dict[tuple[str, str], _Leased] = {}
+    #: Those that are not listed with their lease, by the device's address.
+    others: dict[str, _Leased] = {}
+    for lease in leases:
+        for budget in lease["budgets"]:
+            address = budget["addr"]
+            leased[lease["id"], address] = _Leased(lease, budget["memory_mib"])
+            if (lease["id"], address) not in listed:
+                others[address] = leased[lease["id"], address]
     for device in devices:
         address = device["addr"]
         known = leased.get((device["lease"] or "", address))
         if known is None:  # perhaps it was leased after the devices were listed
             known = others.pop(address, None)
-        yield _DeviceUse(address, device, *(known or ()))
-    for address, (lease, budget_mib) in others.items():
-        yield _DeviceUse(address, None, lease, budget_mib)
+        if known is None:
+            yield _DeviceUse(address, device)
+        else:
+            yield _DeviceUse(address, device, known.lease, known.budget_mib)
+    for address, other in others.items():
+        yield _DeviceUse(address, None, other.lease, other.budget_mib)
+
+
+def _holding_of(use: _DeviceUse) -> Holding:
+    """Return the device as a holding, yet without processes."""
+    device = use.device
+    lease = use.lease
+    budget_mib = use.budget_mib
+    if device and budget_mib is None:
+        budget_mib = device["memory_mib"]
+    percentage = device["thread_percentage"] if device else None
+    if lease and (percentage is None or len(lease["devices"]) == 1):
+        percentage = lease["thread_percentage"]  # as leased, which may have been before a reload
+    state = device["state"] if device else ""
+    return Holding(
+        gpu=gpu_of(use.address),
+        devices=(use.address,),
+        budget_mib=budget_mib,
+        threads=percentage,
+        lease=lease,
+        available=state != UNAVAILABLE,
+        free=state == FREE,
+        pending=state == PENDING,
+        reserved=state == RESERVED,
+        free_for=device["free_for"] if device else None,
+        not_free_for=tuple(device["not_free_for"]) if device else (),
+    )
 
 
 def _merge(first: Holding, second: Holding) -> Holding:
@@ -312,32 +367,43 @@ def _merge(first: Holding, second: Holding) -> Holding:
 
 def _add_process(
     client: MpsClient,
-    found: dict[_Key, Holding],
-    keys_by_device: dict[str, _Key],
-    by_pid: dict[int, list[_Key]],
+    joined: dict[_Key, Holding],
+    keys_by_device: Mapping[str, _Key],
+    keys_by_pid: Mapping[int, Sequence[_Key]],
 ) -> None:
     """Add a process to the holdings of its lease, of its devices, or of the lease that its PID holds.
 
     The names of its devices may be out of date: a card may be in another slot since it was started.
     """
-    memory: dict[str, int | None] = dict(zip(client["gpus"], client["memory_by_gpu_mib"]))
+    used_mib: dict[str, int | None] = dict(zip(client["gpus"], client["memory_by_gpu_mib"]))
     sm: dict[str, int | None] = dict(zip(client["gpus"], client["sm_utilization_by_gpu"]))
-    names = device_names(client)
-    keys = [key for key in found if key[0] == client["lease"]]
-    keys = keys or [keys_by_device[name] for name in names if name in keys_by_device]
-    keys = keys or by_pid.get(client["pid"], [])
-    if client["mps"] is False:
-        keys = []
-    keys = [key for key in dict.fromkeys(keys) if not memory or key[1] in memory]
-    others = [gpu for gpu in memory if all(gpu != key[1] for key in keys)]
-    kind = OUTSIDE_MPS if client["mps"] is False else NO_DEVICE
-    for key in [*keys, *((kind, gpu) for gpu in others or ([] if keys else [""]))]:
-        holding = found.get(key) or Holding(key[1], (), None, outside_mps=kind == OUTSIDE_MPS)
+    keys: list[_Key] = []
+    kind = OUTSIDE_MPS
+    if client["mps"] is not False:
+        kind = NO_DEVICE
+        keys = [key for key in joined if key[0] == client["lease"]]
+        keys = keys or [keys_by_device[name] for name in device_names(client) if name in keys_by_device]
+        keys = keys or [*keys_by_pid.get(client["pid"], ())]
+    keys = [key for key in dict.fromkeys(keys) if not used_mib or key[1] in used_mib]
+    on_gpus = {gpu for _, gpu in keys}
+    without_device = [(kind, gpu) for gpu in used_mib if gpu not in on_gpus]
+    if not keys and not without_device:
+        without_device = [(kind, "")]
+    for key in keys + without_device:
+        gpu = key[1]
         process = ProcessUse(
-            client["pid"], client["user"], client["command"], client["started"], memory.get(key[1]),
-            client["container"], sm.get(key[1]),
-        )  # fmt: skip
-        found[key] = holding._replace(processes=(*holding.processes, process))
+            pid=client["pid"],
+            user=client["user"],
+            command=client["command"],
+            started=client["started"],
+            memory_mib=used_mib.get(gpu),
+            container=client["container"],
+            sm=sm.get(gpu),
+        )
+        holding = joined.get(key)
+        if holding is None:
+            holding = Holding(gpu=gpu, devices=(), budget_mib=None, outside_mps=kind == OUTSIDE_MPS)
+        joined[key] = holding._replace(processes=(*holding.processes, process))
 
 
 def device_names(client: AnyClient) -> list[str]:
@@ -355,11 +421,11 @@ def clients_of_lease(lease: LeaseRecord, listed: ClientList) -> list[AnyClient]:
 
     A process that only names a device may belong to another job.
     """
-    return [
-        client
-        for client in _all_clients(listed)
-        if client["lease"] == lease["id"] or client["pid"] == lease["pid"]
-    ]
+    clients: list[AnyClient] = []
+    for client in _all_clients(listed):
+        if client["lease"] == lease["id"] or client["pid"] == lease["pid"]:
+            clients.append(client)
+    return clients
 
 
 def refuse_if_unknown(pid: int, listed: ClientList) -> None:
@@ -382,16 +448,20 @@ def lease_states(held: Iterable[Holding]) -> dict[str, str]:
     by_lease: dict[str, set[str]] = {}
     for holding in held:
         if holding.lease:
-            states = {holding.state} if holding.available else {UNAVAILABLE}
-            by_lease.setdefault(holding.lease["id"], set()).update(
-                states, {PENDING} if holding.pending else ()
-            )
+            states = by_lease.setdefault(holding.lease["id"], set())
+            states.add(holding.state if holding.available else UNAVAILABLE)
+            if holding.pending:
+                states.add(PENDING)
     return {lease: min(states, key=LEASE_STATES.index) for lease, states in by_lease.items()}
 
 
 def reasons_by_gpu(devices: Iterable[Device]) -> Iterable[tuple[str, str]]:
     """Return each GPU with an unavailable or pending device, and the reason."""
-    return dict.fromkeys((gpu_of(d["addr"]), d["reason"]) for d in devices if d["reason"])
+    reasons: dict[tuple[str, str], None] = {}  # each once, in this order
+    for device in devices:
+        if device["reason"]:
+            reasons[gpu_of(device["addr"]), device["reason"]] = None
+    return reasons
 
 
 def memory_by_gpu(clients: Iterable[MpsClient]) -> dict[str, int]:
