@@ -12,7 +12,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import reasons
 from yunion_mps.enums import NO_SIGNAL, SIGNAL_KILL, SIGNAL_TERM
@@ -39,20 +39,40 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: The signals that a client is sent, in this order, until it has ended.
 SignalSequence = tuple[signal.Signals, ...]
 
-#: The signals that a client is sent, in this order, until it has ended.
 TERM: SignalSequence = (signal.SIGTERM,)
 KILL: SignalSequence = (signal.SIGTERM, signal.SIGKILL)
 SIGNALS: Mapping[str, SignalSequence] = {NO_SIGNAL: (), SIGNAL_TERM: TERM, SIGNAL_KILL: KILL}
 #: How long a client has to end after each signal.
 _GRACE_S = 5.0
-#: How long to wait while another front-end occupies the control daemon, or until it lists all clients, in s.
-_OCCUPIED_S, _LIST_S, _RETRY_S = 5.0, 1.0, 0.1
+#: How long to wait while another front-end occupies the control daemon.
+_OCCUPIED_S = 5.0
+#: How long to wait until the control daemons list all clients.
+_LIST_S = 1.0
+#: How often that is tried again.
+_RETRY_S = 0.1
 _LIST_JOBS = "list the clients: yunion-mps who --clients"
 
 
+class _Order(NamedTuple):
+    """How clients are terminated, and for whom."""
+
+    #: The user who asks for it.
+    uid: int
+    #: Why, for the log and events; the user's request if it is empty.
+    cause: str
+    signals: SignalSequence
+    #: The reason code of the events.
+    code: str = reasons.CLIENT_TERMINATED
+    #: A control group all of whose processes the user may terminate.
+    container: ControlGroup | None = None
+
+
 class Terminator:
+    """Terminates MPS clients: for users, for leases that are released, and for budgets that are exceeded."""
+
     def __init__(self, supervisor: Supervisor, clients: ClientService) -> None:
         self._supervisor = supervisor
         self._clients = clients
@@ -71,7 +91,7 @@ class Terminator:
         listed = await self._list()
         if signal.SIGKILL in signals:
             listed = self._with_possible(listed, [pid])
-        return await self._end(find_client(listed, pid), uid, cause, signals)
+        return await self._end(find_client(listed, pid), _Order(uid, cause, signals))
 
     async def terminate_lease(
         self,
@@ -87,13 +107,16 @@ class Terminator:
 
         Raises HostError with the code PROCESSES_UNKNOWN if clients may be unknown, unless `even_if_unknown`.
         """
-        possible = [lease["pid"]] if even_if_unknown and lease["pid"] is not None else []
 
         def choose(listed: answers.ClientList) -> list[AnyClient]:
-            known = clients_of_lease(lease, listed)
-            pids = {client["pid"] for client in known}
-            others = self._with_possible(listed, [pid for pid in possible if pid not in pids])
-            return known + [client for client in others["clients"] if client["pid"] in possible]
+            clients = clients_of_lease(lease, listed)
+            holder = lease["pid"]
+            is_missing = all(client["pid"] != holder for client in clients)
+            # The holder may be a client that is not listed, because not all clients are known.
+            if even_if_unknown and holder is not None and is_missing:
+                listed = self._with_possible(listed, [holder])
+                clients += [client for client in listed["clients"] if client["pid"] == holder]
+            return clients
 
         return await self.terminate_all(
             choose,
@@ -125,8 +148,8 @@ class Terminator:
         self._refuse_while_stopping()
         listed = await self._list()
         self._refuse_unknown(listed, all_known_on)
-        cause = cause or _requested_by(uid)
-        ends = [self._try(client, uid, cause, signals, code, container) for client in choose(listed)]
+        order = _Order(uid, cause, signals, code=code, container=container)
+        ends = [self._try(client, order) for client in choose(listed)]
         return list(await asyncio.gather(*ends))
 
     async def _list(self) -> answers.ClientList:
@@ -155,12 +178,11 @@ class Terminator:
             return
         snapshot = self._supervisor.snapshot()
         uuids = {gpu.uuid for gpu in snapshot.inventory.gpus if gpu.address in gpus}
-        others = [one.plan.name for one in snapshot.domains if uuids.isdisjoint(one.plan.gpu_uuids)]
-        errors = [
-            error
-            for error in listed["errors"]
-            if not error.startswith(tuple(f"domain {name}: " for name in others))
-        ]
+        of_other_domains: list[str] = []
+        for status in snapshot.domains:
+            if uuids.isdisjoint(status.plan.gpu_uuids):
+                of_other_domains.append(f"domain {status.plan.name}: ")
+        errors = [error for error in listed["errors"] if not error.startswith(tuple(of_other_domains))]
         if errors:
             code = reasons.PROCESSES_UNKNOWN
             what = f"not all processes are known, so none is terminated: {'; '.join(errors)}"
@@ -171,32 +193,16 @@ class Terminator:
             what = "the daemon is stopping and waiting for running jobs to end"
             raise BusyError(what, "wait: it ends their MPS servers after cuda_mps_stop_timeout_s")
 
-    async def _try(
-        self,
-        client: AnyClient,
-        uid: int,
-        cause: str,
-        signals: SignalSequence,
-        code: str,
-        container: ControlGroup | None,
-    ) -> answers.Termination:
+    async def _try(self, client: AnyClient, order: _Order) -> answers.Termination:
         try:
-            return await self._end(client, uid, cause, signals, code, container)
+            return await self._end(client, order)
         except NotFoundError:
             return _termination(client, "it has ended by itself", ended=True)
         except YunionError as error:
             log.warning("PID %d was not terminated: %s", client["pid"], error.message)
             return _termination(client, error.message, ended=False, code=error.code)
 
-    async def _end(
-        self,
-        client: AnyClient,
-        uid: int,
-        cause: str,
-        signals: SignalSequence,
-        code: str = reasons.CLIENT_TERMINATED,
-        container: ControlGroup | None = None,
-    ) -> answers.Termination:
+    async def _end(self, client: AnyClient, order: _Order) -> answers.Termination:
         pid = client["pid"]
         process = Process.adopt(pid)
         if process is None:
@@ -205,17 +211,24 @@ class Terminator:
             began_s = started_s(pid)
             if began_s is None or rfc3339(began_s) != client["started"]:  # it has ended; its PID was reused
                 raise _ended_error(pid)
-            _refuse_unless_own(client, uid, container)
+            _refuse_unless_own(client, order.uid, order.container)
             _refuse_unless_job(pid, self._supervisor.domains)
-            how, ended = await self._disconnect_and_signal(process, client, signals)
+            how, ended = await self._disconnect_and_signal(process, client, order.signals)
         finally:
             process.close()
         if not how:
             return _termination(client, "it is not an MPS client", ended=False)
         what = f"{client['command'] or 'a job'} (PID {pid}) of {client['user']}: {how}"
-        cause = cause or _requested_by(uid)
+        cause = order.cause or f"requested by {user_name(order.uid)}"
         log.warning("%s (%s)", what, cause)
-        event = Event("warning", "client", client["domain"] or f"PID {pid}", what, cause, code=code)
+        event = Event(
+            severity="warning",
+            kind="client",
+            subject=client["domain"] or f"PID {pid}",
+            what=what,
+            cause=cause,
+            code=order.code,
+        )
         self._supervisor.event_log.record(event)
         return _termination(client, how, ended=ended)
 
@@ -249,9 +262,13 @@ class Terminator:
         return "; ".join(steps), False
 
     async def _disconnect(self, pid: int, server: int, domain: str) -> bool:
-        """Have the server disconnect the client; returns False if it has none, and raises YunionError."""
+        """Have the server disconnect the client; return False if it is none of the server's.
+
+        Raises YunionError if the server does not disconnect it.
+        """
         loop = asyncio.get_running_loop()
-        plan = next(s.plan for s in self._supervisor.snapshot().domains if s.plan.name == domain)
+        domains = self._supervisor.snapshot().domains
+        plan = next(status.plan for status in domains if status.plan.name == domain)
         program = find_control_program()
         end_s = math.inf  # no deadline until its turn: many other clients may come first
         while True:
@@ -266,7 +283,10 @@ class Terminator:
 
 
 def find_client(listed: answers.ClientList, pid: int) -> AnyClient:
-    """Find a client by its PID; raises NotFoundError, and HostError if not all clients are known."""
+    """Return the client with this PID.
+
+    Raises NotFoundError if there is none, and HostError if not all clients are known.
+    """
     clients: list[AnyClient] = [*listed["clients"], *listed["waiting"]]
     for client in clients:
         if client["pid"] == pid:
@@ -284,10 +304,6 @@ def _termination(client: AnyClient, how: str, *, ended: bool, code: str = "") ->
         "how": how,
         "reason_code": code,
     }
-
-
-def _requested_by(uid: int) -> str:
-    return f"requested by {user_name(uid)}"
 
 
 def _ended_error(pid: int) -> NotFoundError:

@@ -238,6 +238,16 @@ def test_the_holder_of_a_lease_is_terminated_by_force_if_unlisted(
     assert (one["pid"], one["ended"]) == (unlisted.job.pid, True)
 
 
+def test_the_holder_of_a_lease_is_terminated_once_by_force_if_listed(bench: Bench) -> None:
+    lease: Any = {**LEASE, "pid": bench.job.pid}
+
+    def terminate_lease(terminator: module.Terminator) -> Any:
+        return terminator.terminate_lease(lease, 0, signals=module.KILL, even_if_unknown=True)
+
+    (one,) = bench.of(terminate_lease)
+    assert (one["pid"], one["ended"]) == (bench.job.pid, True)
+
+
 def test_while_the_daemon_stops_no_hint_says_to_kill_a_process(bench: Bench) -> None:
     bench._supervisor.stopping = True
     with pytest.raises(BusyError) as refused:
