@@ -24,16 +24,20 @@ log = logging.getLogger(__name__)
 
 #: The kernel logs an Xid, and the server notices it, a moment after the driver reports it.
 _XID_SETTLE_S = 0.5
+#: The consequence of an MPS server's failure.
+_FAILED_SERVER = "its jobs on that GPU failed; new jobs can start after the failed ones have ended"
 
 
 class ClientService:
+    """Lists the MPS servers and clients; HTTP, the terminator and reloads call it."""
+
     def __init__(self, observer: Observer, conversation: asyncio.Lock) -> None:
         """`conversation` is held while control daemons are queried: each serves one front-end at a time."""
         self._observer = observer
         self.conversation = conversation
 
     async def clients(self, *, seen: bool = False) -> answers.ClientList:
-        """The servers and clients of all domains, and processes that wait for another user's server.
+        """Return the servers and clients of all domains, and processes that wait for another user's server.
 
         `errors` says which are unknown, and why. With `seen` only NVML and the kernel are queried, and no
         control daemon, because a hung server would block its control daemon for every other process; a driver
@@ -72,31 +76,41 @@ class XidAnalyzer:
     async def _analyze(self, address: str, xid: int) -> None:
         await asyncio.sleep(_XID_SETTLE_S)
         named = await on_thread(lambda: processes_of_xids(self._paths))
-        suspects = [pid for at, number, pid in named if (at, number) == (address, xid)][-1:]
-        for pid in suspects:
-            uid = uid_of(pid)
-            who = command_of(pid) or "a process that has ended"
+        suspect: int | None = None
+        for named_address, named_xid, pid in named:
+            if (named_address, named_xid) == (address, xid):
+                suspect = pid  # the last one
+        server_cause = "a fault in one of its jobs"
+        if suspect is not None:
+            server_cause = f"suspected: PID {suspect}"
+            uid = uid_of(suspect)
+            process = command_of(suspect) or "a process that has ended"
             if uid is not None:
-                who += f", {user_name(uid)}"
-            self._record(
-                address,
-                f"Xid {xid} was caused by PID {pid} ({who})",
-                "according to the kernel log",
-                "",
-                reasons.XID,
+                process += f", {user_name(uid)}"
+            event = Event(
+                severity="error",
+                kind="client",
+                subject=address,
+                what=f"Xid {xid} was caused by PID {suspect} ({process})",
+                cause="according to the kernel log",
+                code=reasons.XID,
             )
+            self._record(event)
         for server in (await self._clients.clients())["servers"]:
             if server["state"] == SERVER_FAULT:
-                cause = f"suspected: PID {suspects[0]}" if suspects else "a fault in one of its jobs"
                 whose = f" of {server['user']}" if server["user"] else ""
-                self._record(
-                    server["domain"],
-                    f"MPS server (PID {server['pid']}){whose} is in state {SERVER_FAULT}",
-                    cause,
-                    "its jobs on that GPU failed; new jobs can start after the failed ones have ended",
-                    reasons.SERVER_FAILED,
+                event = Event(
+                    severity="error",
+                    kind="client",
+                    subject=server["domain"],
+                    what=f"MPS server (PID {server['pid']}){whose} is in state {SERVER_FAULT}",
+                    cause=server_cause,
+                    consequence=_FAILED_SERVER,
+                    code=reasons.SERVER_FAILED,
                 )
+                self._record(event)
 
-    def _record(self, subject: str, what: str, cause: str, consequence: str, code: str) -> None:
-        log.warning("%s: %s%s", subject, what, f"; {consequence}" if consequence else "")
-        self._supervisor.event_log.record(Event("error", "client", subject, what, cause, consequence, code))
+    def _record(self, event: Event) -> None:
+        consequence = f"; {event.consequence}" if event.consequence else ""
+        log.warning("%s: %s%s", event.subject, event.what, consequence)
+        self._supervisor.event_log.record(event)
