@@ -38,14 +38,18 @@ class InstanceCheck:
 
     def note(self, processes: Processes, granting: Lease | None = None) -> None:
         """Note which whole instances processes without a lease use; `granting` does not count yet."""
-        new = granting.devices if granting else ()
-        leased = self._queries.ledger.ways_of_sharing().keys() - {device.gpu_uuid for device in new}
-        whole = _whole(self._supervisor.snapshot().plan.devices)
-        used = ((uuid, _describe_use(processes.get(uuid, {}))) for uuid in whole if uuid not in leased)
-        self._queries.set_used({uuid: reason for uuid, reason in used if reason})
+        leased = set(self._queries.ledger.ways_of_sharing())
+        for device in granting.devices if granting else ():
+            leased.discard(device.gpu_uuid)
+        used: dict[str, Reason] = {}
+        for uuid in _whole(self._supervisor.snapshot().plan.devices):
+            reason = NO_REASON if uuid in leased else _describe_use(processes.get(uuid, {}))
+            if reason:
+                used[uuid] = reason
+        self._queries.set_used(used)
 
     async def why_unusable(self, lease: Lease, *, is_new: bool) -> Reason:
-        """Why a lease cannot have its devices, empty if it can; the GPUs are polled if one is missing.
+        """Return why a lease cannot have its devices, empty if it can; poll the GPUs if one is missing.
 
         Use by other processes matters only if the lease is new. If the driver does not answer, the reason is
         empty, too.
@@ -59,25 +63,31 @@ class InstanceCheck:
         except YunionError:
             return NO_REASON
         self.note(processes, lease if is_new else None)
-        if any(device.gpu_uuid not in processes for device in lease.devices):
-            await self.poll()
-            return INSTANCE_GONE
-        used = self._queries.used_by_others
-        return next((used[uuid] for uuid in _whole(lease.devices) if uuid in used), NO_REASON)
+        for device in lease.devices:
+            if device.gpu_uuid not in processes:
+                await self.poll()
+                return INSTANCE_GONE
+        for uuid in _whole(lease.devices):
+            if uuid in self._queries.used_by_others:
+                return self._queries.used_by_others[uuid]
+        return NO_REASON
 
 
 def _whole(devices: Iterable[Device]) -> list[str]:
-    """The UUIDs of the instances that are one device."""
+    """Return the UUIDs of the instances that are one device."""
     return [device.gpu_uuid for device in devices if device.sharing == NOT_SHARED]
 
 
 def _describe_use(processes: Mapping[int, int | None]) -> Reason:
-    """Which processes use an instance without a lease; empty if none does."""
+    """Return which processes use an instance without a lease; empty if none does."""
     running = sorted(pid for pid in processes if not is_exiting(pid))
     if not running:
         return NO_REASON
-    uid = uid_of(running[0])
+    first = running[0]
+    uid = uid_of(first)
     user = "an unknown user" if uid is None else user_name(uid)
-    use = f"and {len(running) - 1} more use" if running[1:] else "uses"
-    text = f"PID {running[0]} of {user} ({process_name(running[0])}) {use} it without a lease"
+    users = f"PID {first} of {user} ({process_name(first)})"
+    text = f"{users} uses it without a lease"
+    if len(running) > 1:
+        text = f"{users} and {len(running) - 1} more use it without a lease"
     return Reason(text, PROCESS_WITHOUT_LEASE)
