@@ -78,6 +78,11 @@ _REPEAT_CHECK_S = 0.05
 
 
 class LeaseService:
+    """Grants, renews and ends leases, and owns the ledger, the queue and what is stored of them.
+
+    HTTP calls its use cases; the daemon's loop calls `restore`, `serve`, `follow_devices` and `close`.
+    """
+
     def __init__(
         self,
         paths: Paths,
@@ -87,7 +92,9 @@ class LeaseService:
         users: ServerUsers,
     ) -> None:
         """Raises HostError if the state file cannot be used."""
-        self._supervisor, self._queries, self._publisher = supervisor, queries, cdi
+        self._supervisor = supervisor
+        self._queries = queries
+        self._publisher = cdi
         self._users = users
         self.containers = Containers(paths)
         self._store = supervisor.store()
@@ -111,7 +118,8 @@ class LeaseService:
         #: The devices of the plan whose addresses the leases have.
         self._followed: tuple[Device, ...] | None = None
         self._divided: tuple[Plan, tuple[DomainPlan, ...]] | None = None
-        self._is_draining = self._is_closed = False
+        self._is_draining = False
+        self._is_closed = False
 
     # -- from the daemon's start to its end
 
@@ -156,8 +164,15 @@ class LeaseService:
             hint = hint_of(LEASE_UNREADABLE, lease=lease_id)
             self._supervisor.set_condition(Condition(ABOUT_LEASE, lease_id, BROKEN, reason, hint))
             log.error("%s; %s", reason, hint)
-            cause = "a newer version wrote it, or it is damaged"
-            event = Event("error", "lease", subject, what, cause, consequence, LEASE_UNREADABLE)
+            event = Event(
+                severity="error",
+                kind="lease",
+                subject=subject,
+                what=what,
+                cause="a newer version wrote it, or it is damaged",
+                consequence=consequence,
+                code=LEASE_UNREADABLE,
+            )
             self._supervisor.event_log.record(event)
 
     def cancel_queued(self) -> None:
@@ -184,8 +199,7 @@ class LeaseService:
             return
         self._followed = devices
         for lease in self.ledger.moved(devices):
-            before = {one.gpu_uuid for one in self.ledger.leases[lease.id].devices}
-            is_same = before == {one.gpu_uuid for one in lease.devices}
+            is_same = _gpus_of(self.ledger.leases[lease.id]) == _gpus_of(lease)
             cause = "the GPU is in another slot now" if is_same else "the MIG instance was created again"
             self._update(lease)
             self._publisher.add(lease, warn_only=True)
@@ -211,8 +225,10 @@ class LeaseService:
                 self._grants[queued.position].set_exception(error)
                 continue
             equal = self.queue.remove_answered(lease)
-            for request in (queued, *equal):
-                self._grants[request.position].set_result(Grant(lease, request is queued, bool(equal)))
+            is_shared = bool(equal)
+            self._grants[queued.position].set_result(Grant(lease, is_new=True, is_shared=is_shared))
+            for request in equal:
+                self._grants[request.position].set_result(Grant(lease, is_new=False, is_shared=is_shared))
         self._queries.set_promised(self.queue.promised)
 
     # -- use cases
@@ -222,23 +238,25 @@ class LeaseService:
         return self._supervisor.config.gpu_memory_unit_mib
 
     def lease(self, name: str, caller: Owner) -> answers.LeaseRecord:
-        """The lease of this id or name; raises NotFoundError."""
+        """Return the lease of this id or name; raises NotFoundError."""
         return self._json(find_lease(name, self.ledger.leases, caller))
 
     def leases(self, *, brief: bool = False) -> list[answers.LeaseRecord]:
-        """All leases; a `brief` one lacks what only the kernel knows about its holder."""
+        """Return all leases; a `brief` one lacks what only the kernel knows about its holder."""
         return [self._json(lease, brief=brief) for lease in self.ledger.leases.values()]
 
     def waiting(self) -> list[answers.QueuedRequest]:
+        """Return the queued requests in their order, each with the reason why it waits."""
         why = self.queue.reasons(self._queries.candidates())
-        return [
-            queued_json(request, why[request.position], self.containers) for request in self.queue.requests
-        ]
+        rows: list[answers.QueuedRequest] = []
+        for request in self.queue.requests:
+            rows.append(queued_json(request, why[request.position], self.containers))
+        return rows
 
     async def take(
         self, queued: QueuedRequest, on_disconnect: OnDisconnect, wait_s: float
     ) -> tuple[answers.LeaseRecord, bool]:
-        """The lease, and whether it is new, within `wait_s`; raises YunionError if that is not possible.
+        """Return the lease and whether it is new; raises YunionError if none is granted within `wait_s`.
 
         A request repeated with its `idempotency_key`, because its answer was lost or the daemon restarted,
         gets its earlier lease or queue position. So does a named holder that requests the same again, which
@@ -248,7 +266,8 @@ class LeaseService:
         self._supervisor.refuse_if_unsafe()
         queued = queued._replace(sent=queued.as_text)
         await self.follow_destroyed(self.ledger.find_repeated(queued))
-        lease, is_new = self.ledger.find_repeated(queued), False
+        is_new = False
+        lease = self.ledger.find_repeated(queued)
         if lease is None:
             await self._ask_users(queued.holder.user_uid)
             queued = self._positions.place(queued, time.time(), time.monotonic())
@@ -264,12 +283,13 @@ class LeaseService:
         return self._json(lease), is_new
 
     async def preview(self, queued: QueuedRequest) -> answers.LeaseRecord:
-        """The lease that would be granted now; raises YunionError if none would."""
+        """Return the lease that would be granted now; raises YunionError if none would be."""
         await self._ask_users(queued.holder.user_uid)
         queued = queued._replace(sent=queued.as_text)
         if lease := self.ledger.find_repeated(queued):
             return self._json(lease)
-        queued, candidates = self._admit(queued), self._queries.candidates()
+        queued = self._admit(queued)
+        candidates = self._queries.candidates()
         devices = self.queue.choose(queued, candidates)
         environment = candidates.environment(queued.request, devices)
         lease = Lease("", devices, queued.holder, time.time(), environment)
@@ -342,7 +362,10 @@ class LeaseService:
         return self._json(bound)
 
     async def follow_destroyed(self, lease: Lease | None, *, is_new: bool = False) -> Reason:
-        """Ask the driver why the lease cannot have its devices; its MIG instances may be created again."""
+        """Return why the lease cannot have its devices, according to the driver; empty if it can.
+
+        Its MIG instances may have been created again: then it continues on these.
+        """
         why = await self.instances.why_unusable(lease, is_new=is_new) if lease else NO_REASON
         if why:
             self.follow_devices()
@@ -356,7 +379,7 @@ class LeaseService:
     # -- internals
 
     def _unknown_leases(self) -> dict[str, Lease]:
-        """The leases whose devices are not known, by id; they belong to root."""
+        """Return the leases whose devices are not known, by id; they belong to root."""
         holder = Holder("name", 0)
         return {lease_id: Lease(lease_id, (), holder, 0.0) for lease_id in self.ledger.unknown}
 
@@ -444,16 +467,17 @@ class LeaseService:
                 self._grants[queued.position].set_exception(refusal)
 
     def _admit(self, queued: QueuedRequest) -> QueuedRequest:
-        """The request with whole names; raises YunionError if it may not wait, or never can be granted."""
+        """Return the request with whole names.
+
+        Raises YunionError if it may not wait, or never can be granted.
+        """
         config = self._supervisor.config
         self.ledger.refuse_if_any_is_unknown()
         refuse_too_long(queued.holder, config.max_lease_ttl_s)
         others = [(lease.holder.owner, len(lease.devices)) for lease in self.ledger.leases.values()]
-        others += [
-            (other.holder.owner, self._devices_of(other.request))
-            for other in self.queue.requests
-            if not queued.key or other.key != queued.key  # a repeated request counts once
-        ]
+        for other in self.queue.requests:
+            if not queued.key or other.key != queued.key:  # a repeated request counts once
+                others.append((other.holder.owner, self._devices_of(other.request)))
         quota = Quota(config.max_leases_per_user, config.max_devices_per_user)
         refuse_over_quota(queued.holder, self._devices_of(queued.request), others, quota)
         self.ledger.refuse_duplicate(queued.holder, queued.idempotency_key)
@@ -467,15 +491,25 @@ class LeaseService:
 
     def _grant(self, queued: QueuedRequest, devices: tuple[Device, ...]) -> Lease:
         """Grant the lease; raises YunionError, with nothing granted, if it cannot be stored or honoured."""
-        holder, lease_id = queued.holder, random_uuid()
+        lease_id = random_uuid()
+        holder = queued.holder
         self.ledger.refuse_duplicate(holder, queued.idempotency_key)
         environment = {
             **self._queries.candidates().environment(queued.request, devices),
             LEASE_VARIABLE: lease_id,
         }
         is_device = queued.cdi or holder.binding == "name"
-        lease = Lease(lease_id, devices, holder, time.time(), environment, queued.idempotency_key, is_device)
-        lease = renew(lease._replace(request=queued.sent), time.monotonic())
+        lease = Lease(
+            id=lease_id,
+            devices=devices,
+            holder=holder,
+            since_s=time.time(),
+            environment=environment,
+            idempotency_key=queued.idempotency_key,
+            cdi=is_device,
+            request=queued.sent,
+        )
+        lease = renew(lease, time.monotonic())
         if not self.holders.watch(lease):
             raise NotFoundError(f"PID {holder.pid} has ended", "")
         try:
@@ -545,9 +579,13 @@ class LeaseService:
             self.end(lease_id, "its connection was closed")
 
     def _json(self, lease: Lease, *, brief: bool = False) -> answers.LeaseRecord:
-        sm_of, peak_of = self._queries.usage.latest.sm_of, partial(self.peaks.of, lease.id)
-        containers, expires_s = None if brief else self.containers, self.holders.expires_s(lease.id)
-        return lease_json(lease, expires_s, containers, sm_of, peak_of)
+        return lease_json(
+            lease,
+            self.holders.expires_s(lease.id),
+            None if brief else self.containers,
+            sm_of=self._queries.usage.latest.sm_of,
+            peak_of=partial(self.peaks.of, lease.id),
+        )
 
     def _record(self, lease: Lease, what: str, cause: str) -> None:
         """Record an event, while the holder still runs and its name is known."""
@@ -555,3 +593,8 @@ class LeaseService:
         self._supervisor.event_log.record(
             Event("info", "lease", lease.addresses or lease.id, f"{what} {who}", cause)
         )
+
+
+def _gpus_of(lease: Lease) -> set[str]:
+    """Return the UUIDs of the GPUs and MIG instances that the lease's devices are on."""
+    return {device.gpu_uuid for device in lease.devices}
