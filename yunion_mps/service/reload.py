@@ -59,29 +59,31 @@ _LAST_CLIENTS_UNKNOWN = (
 
 
 class LoopControl(NamedTuple):
-    """What services ask of the daemon's event loop.
+    """What services ask of the daemon's event loop."""
 
-    `tick` requests a tick of the supervisor soon, `reexec` ends the loop for a re-exec of `program` (the
-    daemon's command), and setting `poll_now` makes the monitor poll at once.
-    """
-
+    #: The daemon's command, which `reexec` runs.
     program: Sequence[str]
+    #: Set to make the monitor poll at once.
     poll_now: asyncio.Event
+    #: Requests a tick of the supervisor soon.
     tick: Callable[[], None]
+    #: Ends the loop for a re-exec.
     reexec: Callable[[], None]
 
 
 class _Foreseen(NamedTuple):
-    """What a reload would do: `removed` has what MIG layouts remove, by GPU UUID."""
+    """What a reload would do."""
 
     plan: Plan
     changes: list[Change]
+    #: What MIG layouts remove, by GPU UUID.
     removed: Mapping[str, Losses]
+    #: What all of it ends or removes.
     losses: ReloadLosses
 
 
 class Reloader:
-    """Carries out reloads and re-execs, one at a time."""
+    """Carries out reloads and re-execs, one at a time; HTTP and the monitor call it."""
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class Reloader:
         self.lock = asyncio.Lock()
 
     async def plan(self) -> answers.ChangeList:
-        """What a reload would change now; raises YunionError if it would be refused."""
+        """Return what a reload would change now; raises YunionError if it would be refused."""
         async with self.lock:
             preflight = await self._run_preflight()
             try:
@@ -122,12 +124,15 @@ class Reloader:
         now: bool = False,
         confirmation: str = "",
     ) -> answers.ChangeList:
-        """Read the files again and bring them into effect; raises YunionError, with nothing changed.
+        """Read the files again and bring them into effect; return what was changed.
 
-        With `drain` the servers that keep old limits get no new clients. With `now` they are ended, and MIG
-        layouts do not wait for leases. What is lost by this must have been listed by the plan with this
-        `confirmation`; if more would be lost, this raises NotConfirmedError. It does so, too, if a job has
-        begun before the servers could be ended: then all else is in effect, and the servers are not ended.
+        `requester` is named in the log and in events. With `drain` the servers that keep old limits get no
+        new clients. With `now` they are ended, and MIG layouts do not wait for leases. What is lost by this
+        must have been listed by the plan with this `confirmation`.
+
+        Raises YunionError, with nothing changed: NotConfirmedError if more would be lost than is confirmed.
+        That is also raised if a job has begun before the servers could be ended: then all else is in effect,
+        and the servers are not ended.
         """
         async with self.lock:
             try:
@@ -244,9 +249,13 @@ class Reloader:
                 requires_driver=requires_driver or not self._supervisor.lacks_driver
             )
             self._supervisor.event_log.flush()
-        consequence = "control daemons and jobs keep running"
         event = Event(
-            "info", "daemon", "yunion-mps-daemon", "re-executing", "requested by a client", consequence
+            severity="info",
+            kind="daemon",
+            subject="yunion-mps-daemon",
+            what="re-executing",
+            cause="requested by a client",
+            consequence="control daemons and jobs keep running",
         )
         self._supervisor.event_log.record(event)
         asyncio.get_running_loop().call_later(0.02, self._control.reexec)  # after the answer was sent
@@ -284,9 +293,15 @@ class Reloader:
         problems = error.problems if isinstance(error, ConfigError) else (error.message,)
         for problem in problems:
             log.error("not reloaded: %s", problem)
-        consequence = "nothing was changed: the previous configuration stays in effect"
-        what = f"refused (requested by {requester})"
-        event = Event("error", "configuration", "reload", what, error.message, consequence, error.code)
+        event = Event(
+            severity="error",
+            kind="configuration",
+            subject="reload",
+            what=f"refused (requested by {requester})",
+            cause=error.message,
+            consequence="nothing was changed: the previous configuration stays in effect",
+            code=error.code,
+        )
         self._supervisor.event_log.record(event)
 
     async def _settle(self) -> None:
@@ -307,7 +322,7 @@ class Reloader:
         ]
 
     async def _foresee(self, preflight: Preflight) -> _Foreseen:
-        """What a reload would change and, with `now`, what would be lost."""
+        """Return what a reload would change and, with `now`, what would be lost."""
         plan, changes = self._supervisor.plan_for(preflight, self._ledger.lease_waits)
         forecast = await self._forecast(plan, preflight)
         changes = with_layout_effects(changes, forecast.effects)
@@ -316,7 +331,10 @@ class Reloader:
         return _Foreseen(plan, changes, forecast.losses, losses)
 
     async def _confirmed(self, preflight: Preflight, confirmed: Collection[str]) -> _Foreseen:
-        """What a reload will change, and may remove later; raises NotConfirmedError if more would be lost."""
+        """Return what a reload will change, and may remove later.
+
+        Raises NotConfirmedError if more would be lost than is `confirmed`.
+        """
         try:
             foreseen = await self._foresee(preflight)
             refuse_unconfirmed(foreseen.losses, confirmed, "nothing was changed")
@@ -338,7 +356,8 @@ class Reloader:
             refuse_unconfirmed(left, confirmed, _NO_SERVER_ENDED)
         except NotConfirmedError as error:
             return error
-        fleet, loop = self._supervisor.fleet, asyncio.get_running_loop()
+        fleet = self._supervisor.fleet
+        loop = asyncio.get_running_loop()
         has_clients = bool(left.clients or left.errors)
         may_end = None if left.errors else _confirmed_client(confirmed)
         fleet.drain(loop.time(), force=has_clients, ends_orphans=True, may_end=may_end)
@@ -356,14 +375,14 @@ class Reloader:
             self._supervisor.event_log.record(event)
 
     async def _losses_of_clients(self, changes: Sequence[Change]) -> ReloadLosses:
-        """The clients whose servers delay these changes, or those that are pending already."""
-        snapshot = self._supervisor.snapshot()
-        if all(change.at_once for change in changes) and not any(one.pending for one in snapshot.domains):
+        """Return the clients whose servers delay these changes, or those that are pending already."""
+        domains = self._supervisor.snapshot().domains
+        if all(change.at_once for change in changes) and not any(status.pending for status in domains):
             return NO_LOSSES
-        found = await self._clients.clients()
+        clients = await self._clients.clients()
         snapshot = self._supervisor.snapshot()
         addresses = {str(gpu.uuid): gpu.address for gpu in snapshot.inventory.gpus}
-        return losses_of_clients(found, changes, snapshot.domains, addresses)
+        return losses_of_clients(clients, changes, snapshot.domains, addresses)
 
     async def _forecast(self, plan: Plan, preflight: Preflight) -> Forecast:
         """What the MIG layouts of a plan would remove, and when they take effect."""
@@ -377,28 +396,23 @@ class Reloader:
             )
         )
 
-    def _rows_of(self, found: Mapping[str, Losses], preflight: Preflight) -> list[answers.Loss]:
-        lost = {uuid for losses in found.values() for uuid in losses.uuids}
-        rows: list[answers.Loss] = [
-            {
-                "subject": device.addr,
-                "lease": lease.id,
-                "holder": describe_holder(lease.holder, self._containers),
-            }
-            for lease in self._ledger.leases.values()
-            for device in lease.devices
-            if device.gpu_uuid in lost
-        ]
+    def _rows_of(self, removed: Mapping[str, Losses], preflight: Preflight) -> list[answers.Loss]:
+        """Return the leased devices and the instances of other programs that layouts remove."""
+        lost: set[str] = set()
+        for losses in removed.values():
+            lost |= losses.uuids
+        rows: list[answers.Loss] = []
+        for lease in self._ledger.leases.values():
+            for device in lease.devices:
+                if device.gpu_uuid in lost:
+                    holder = describe_holder(lease.holder, self._containers)
+                    rows.append({"subject": device.addr, "lease": lease.id, "holder": holder})
         addresses = {gpu.uuid: gpu.address for gpu in preflight.inventory.gpus}
-        rows += [
-            {
-                "subject": f"{addresses[uuid]}-g{one.id}",
-                "lease": None,
-                "holder": f"another program ({one.profile})",
-            }
-            for uuid, losses in found.items()
-            for one in losses.others
-        ]
+        for uuid, losses in removed.items():
+            for instance in losses.others:
+                name = f"{addresses[uuid]}-g{instance.id}"
+                holder = f"another program ({instance.profile})"
+                rows.append({"subject": name, "lease": None, "holder": holder})
         return rows
 
     def _answer(
@@ -411,19 +425,8 @@ class Reloader:
             kept=self._supervisor.desired.plan.pending.keys(),
             leases_on=self._ledger.leases_on,
         )
-        rows: list[answers.Change] = [
-            {
-                "kind": change.kind,
-                "subject": change.subject,
-                "before": change.before,
-                "after": change.after,
-                "effect": change.effect,
-                "at_once": change.at_once,
-            }
-            for change in changes
-        ]
         return {
-            "changes": rows,
+            "changes": [_change_json(change) for change in changes],
             "pending": pending,
             "losses": [*losses.devices],
             "clients": [*losses.clients],
@@ -452,11 +455,25 @@ class Reloader:
 def _with(changes: Sequence[Change], others: Iterable[Change]) -> list[Change]:
     """Return the changes and those `others` that concern something else."""
     listed = {(change.kind, change.subject) for change in changes}
-    return [*changes, *(one for one in others if (one.kind, one.subject) not in listed)]
+    return [*changes, *(other for other in others if (other.kind, other.subject) not in listed)]
+
+
+def _change_json(change: Change) -> answers.Change:
+    return {
+        "kind": change.kind,
+        "subject": change.subject,
+        "before": change.before,
+        "after": change.after,
+        "effect": change.effect,
+        "at_once": change.at_once,
+    }
 
 
 def _confirmed_client(confirmed: Collection[str]) -> Callable[[int], bool]:
-    """Return whether a client (PID) may be ended: its end is confirmed, or it has ended by itself."""
+    """Return the function that says whether a client (PID) may be ended.
+
+    It may if its end is confirmed, or if it has ended by itself.
+    """
 
     def may_end(pid: int) -> bool:
         if pid > 0 and is_gone(pid):  # 0 is one of another PID namespace
@@ -471,13 +488,16 @@ def _confirmed_client(confirmed: Collection[str]) -> Callable[[int], bool]:
 def _not_forced(refusals: Iterable[EndRefusal]) -> NotConfirmedError:
     """Return the error for servers that were not ended by force, because of their clients."""
     servers: list[int] = []
-    others: list[str] = []
+    clients: dict[str, None] = {}  # each once, in this order
     for refusal in refusals:
         servers += refusal.servers
-        others += [_describe_client(pid) for pid in refusal.clients] or [_LAST_CLIENTS_UNKNOWN]
+        for pid in refusal.clients:
+            clients[_describe_client(pid)] = None
+        if not refusal.clients:
+            clients[_LAST_CLIENTS_UNKNOWN] = None
     ends = "ends only after its jobs" if len(servers) == 1 else "end only after their jobs"
-    done = f"the configuration was reloaded, but {describe_servers(servers)} {ends}"
-    return unconfirmed_error(list(dict.fromkeys(others)), done)
+    result = f"the configuration was reloaded, but {describe_servers(servers)} {ends}"
+    return unconfirmed_error(list(clients), result)
 
 
 def _describe_client(pid: int) -> str:

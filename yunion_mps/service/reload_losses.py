@@ -24,30 +24,33 @@ _NAMED = 5
 
 
 class ReloadLosses(NamedTuple):
-    """What is lost: clients whose MPS servers are ended, leased devices, and others' MIG instances.
+    """What is lost by `reload --now`."""
 
-    `errors` says why not all clients are known.
-    """
-
+    #: Those whose MPS servers are ended.
     clients: Sequence[MpsClient] = ()
+    #: Leased devices, and MIG instances of other programs.
     devices: Sequence[Loss] = ()
+    #: Why not all clients are known.
     errors: Sequence[str] = ()
 
     def described(self) -> dict[str, str]:
-        """Describe each loss by its name: a PID with its start, a lease's id, or an instance's address."""
-        found = {}
+        """Return a description of each loss by its name.
+
+        The name is a PID with its start, a lease's id, or an instance's address.
+        """
+        descriptions = {}
         for client in self.clients:
             name = client_name(client["pid"], client["started"])
-            found[name] = f"PID {client['pid']} of {client['user']} ({client['command']})"
+            descriptions[name] = f"PID {client['pid']} of {client['user']} ({client['command']})"
         for loss in self.devices:
             if loss["lease"]:
                 short = loss["lease"][:ID_LENGTH]
-                found[loss["lease"]] = f"lease {short} on {loss['subject']} of {loss['holder']}"
+                descriptions[loss["lease"]] = f"lease {short} on {loss['subject']} of {loss['holder']}"
             else:
-                found[loss["subject"]] = f"instance {loss['subject']} of {loss['holder']}"
+                descriptions[loss["subject"]] = f"instance {loss['subject']} of {loss['holder']}"
         if self.errors:
-            found[_UNKNOWN_CLIENTS] = f"clients that are not known ({'; '.join(self.errors)})"
-        return found
+            descriptions[_UNKNOWN_CLIENTS] = f"clients that are not known ({'; '.join(self.errors)})"
+        return descriptions
 
 
 NO_LOSSES = ReloadLosses()
@@ -89,22 +92,22 @@ class Listings:
         return self._listed.get(token, frozenset())
 
 
-def refuse_unconfirmed(losses: ReloadLosses, confirmed: Collection[str], done: str) -> None:
+def refuse_unconfirmed(losses: ReloadLosses, confirmed: Collection[str], result: str) -> None:
     """Raise NotConfirmedError if something would be lost whose name is not confirmed.
 
-    `done` says what was done before.
+    `result` says what the reload has done so far.
     """
     others = [what for name, what in losses.described().items() if name not in confirmed]
     if others:
-        raise unconfirmed_error(others, done)
+        raise unconfirmed_error(others, result)
 
 
-def unconfirmed_error(losses: Sequence[str], done: str) -> NotConfirmedError:
-    """Return the error that describes losses that are not confirmed; `done` says what was done before."""
+def unconfirmed_error(losses: Sequence[str], result: str) -> NotConfirmedError:
+    """Return the error for losses that are not confirmed; `result` says what the reload has done so far."""
     named = "; ".join(losses[:_NAMED])
     if len(losses) > _NAMED:
         named += f"; and {len(losses) - _NAMED} more"
-    return NotConfirmedError(f"{done}, because the reload would also end or remove: {named}")
+    return NotConfirmedError(f"{result}, because the reload would also end or remove: {named}")
 
 
 def losses_of_clients(
@@ -118,23 +121,25 @@ def losses_of_clients(
     A change that is yet to be made waits for all servers of its domain or its GPUs, and a pending one for
     those that its domain names.
     """
-    late = {change.subject for change in changes if not change.at_once}
+    delayed = {change.subject for change in changes if not change.at_once}
     changed: set[str] = set()
     waiting: set[str] = set()
     servers: set[int | None] = {None}  # a client whose server is unknown could use any of them
     for domain in domains:
         name = domain.plan.name
-        subjects = {name, *(addresses.get(uuid, uuid) for uuid in domain.plan.gpu_uuids)}
-        if not late.isdisjoint(subjects):
+        if name in delayed:
             changed.add(name)
+        for uuid in domain.plan.gpu_uuids:
+            if addresses.get(uuid, uuid) in delayed:
+                changed.add(name)
         if domain.pending:
             waiting.add(name)
         servers.update(domain.waits_for)
     if not changed and not waiting:
         return NO_LOSSES
-    found = []
+    lost = []
     for client in clients["clients"]:
         waited_for = client["domain"] in waiting and client["server"] in servers
         if client["mps"] is not False and (client["domain"] in changed or waited_for):
-            found.append(client)
-    return ReloadLosses(clients=found, errors=clients["errors"])
+            lost.append(client)
+    return ReloadLosses(clients=lost, errors=clients["errors"])
