@@ -35,7 +35,7 @@ class Origin(Protocol):
     def uid(self) -> int | None: ...
     @property
     def users(self) -> frozenset[int]:
-        """Those whose process it is (`users_of`)."""
+        """The users (uids) whose process it is (`users_of`)."""
 
     @property
     def started(self) -> int | None:
@@ -105,15 +105,16 @@ class ProcessOrigin:
 
 
 class _LeasedContainer(NamedTuple):
-    """A container with a lease; `is_attested`: root has named it, and made its control group."""
+    """A container with a lease."""
 
     lease: Lease
     group: ControlGroup
+    #: Whether root has named it, and made its control group.
     is_attested: bool
 
 
 class Attribution:
-    """Attributes processes to leases, as of one moment."""
+    """Attributes processes to leases, as of one moment; made anew for each list of processes."""
 
     def __init__(self, leases: Iterable[Lease], look: Callable[[int], Origin]) -> None:
         """`look` returns what is known about a process (PID); it is called once for each."""
@@ -129,6 +130,7 @@ class Attribution:
 
     @classmethod
     def by_kernel(cls, leases: Iterable[Lease], containers: Containers) -> Attribution:
+        """Return one that asks the kernel about processes."""
         return cls(leases, partial(ProcessOrigin, containers=containers))
 
     def _add(self, lease: Lease) -> None:
@@ -204,7 +206,7 @@ class Attribution:
         """
         origin = self._origin(pid)
         innermost = 0
-        found: list[_LeasedContainer] = []
+        around: list[_LeasedContainer] = []
         for container in self._containers:
             if not container.group.contains(origin.groups):
                 continue
@@ -212,10 +214,11 @@ class Attribution:
                 continue
             depth = len(container.group.path)
             if depth > innermost:
-                innermost, found = depth, []
+                innermost = depth
+                around = []
             if depth == innermost:
-                found.append(container)
-        return found
+                around.append(container)
+        return around
 
     def _is_deliberate(self, origin: Origin, known: Sequence[Lease]) -> bool:
         """Whether the process was given the variable by the job, which has another lease than it names.
@@ -238,7 +241,8 @@ def _may_use(origin: Origin, lease: Lease) -> bool:
 
     Root's processes may have any user's lease, as in a container.
     """
-    uid, unit = lease.holder.user_uid, lease.holder.unit
+    uid = lease.holder.user_uid
+    unit = lease.holder.unit
     if unit and origin.unit and unit != origin.unit:
         return False
     return uid is None or origin.uid in (0, None) or uid in origin.users

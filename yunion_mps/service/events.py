@@ -24,8 +24,10 @@ class LongPolls:
         self._is_closed = False
 
     async def wait_for(self, evaluate: Callable[[], T], is_complete: Callable[[T], bool], wait_s: float) -> T:
-        """The result of `evaluate` once it is complete; after `wait_s` or a close, whatever it is then."""
-        import asyncio  # loaded by the daemon only once it is ready
+        """Return the result of `evaluate` once it is complete; after `wait_s` or a close, as it is then."""
+        # The daemon imports this module before it is ready, and asyncio after that: without ssl, which would
+        # take 4 MiB.
+        import asyncio
 
         deadline_s = asyncio.get_running_loop().time() + wait_s
         while True:
@@ -72,13 +74,15 @@ class EventFilter(NamedTuple):
 
 
 class EventService(LongPolls):
+    """Finds recorded events, and wakes requests that wait for new ones; HTTP calls it."""
+
     def __init__(self, event_log: EventLog) -> None:
         super().__init__()
         self._event_log = event_log
         event_log.listen(self.notify)
 
     def find(self, event_filter: EventFilter) -> answers.EventList:
-        """The events, oldest first, and the newest one's id; raises HostError."""
+        """Return the events, oldest first, and the newest one's id; raises HostError."""
         after, since_s, limit, kind, before, severe_first = event_filter
         omitted = 0
         recent_s = self._event_log.recent_since_s(since_s)
@@ -115,7 +119,7 @@ class EventService(LongPolls):
         }
 
     async def wait(self, event_filter: EventFilter, wait_s: float) -> answers.EventList:
-        """The events; if there are none, the first that come within `wait_s`."""
+        """Return the events; if there are none, the first that come within `wait_s`."""
 
         def is_complete(answer: answers.EventList) -> bool:
             is_beyond = answer["last"] < (event_filter.after or 0)  # a new event log may never reach this id

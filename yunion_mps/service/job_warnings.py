@@ -71,9 +71,8 @@ class JobWarnings:
     def _report_end(self, subject: _Subject) -> None:
         code, _, devices, _ = subject
         if code == OVER_BUDGET:
-            self._record(
-                Event("info", "client", ", ".join(devices), "its jobs are within their budget again")
-            )
+            what = "its jobs are within their budget again"
+            self._record(Event("info", "client", ", ".join(devices), what))
 
 
 def _subject_of(problem: Condition) -> _Subject:

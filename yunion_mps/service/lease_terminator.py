@@ -30,6 +30,8 @@ _DEADLINE_S = 30.0
 
 
 class LeaseTerminator:
+    """Terminates the processes of leases, for their owners and for root; HTTP calls it."""
+
     def __init__(self, leases: LeaseService, terminator: Terminator) -> None:
         self._leases = leases
         self._terminator = terminator
@@ -45,7 +47,7 @@ class LeaseTerminator:
         )
 
     async def release(self, name: str, caller: Owner) -> answers.LeaseRecord:
-        """Kill the lease's processes safely, then release it.
+        """Kill the lease's processes safely, then release it; return it.
 
         Raises what `LeaseService.release` raises, and HostError with the code PROCESSES_UNKNOWN, with nothing
         released, if processes of the lease may be unknown.

@@ -15,15 +15,19 @@ from yunion_mps.models import Holder, Lease, Owner
 
 
 class Caller(NamedTuple):
-    """The user, process and job unit of a request; `unit` is None if the process has ended."""
+    """Who sends a request, as the kernel says."""
 
     uid: int
     pid: int
+    #: The systemd unit of its job, empty if it is in none; None if the process has ended.
     unit: str | None
 
     @property
     def owner(self) -> Owner:
-        """The owner of the leases that it takes; raises NotAllowedError if its unit is unknown."""
+        """The owner of the leases that it takes.
+
+        Raises NotAllowedError if its unit is unknown; root needs none.
+        """
         if self.unit is None and self.uid != 0:
             what = "the process that opened this connection has ended, so its unit is unknown"
             raise NotAllowedError(what, "reconnect")
@@ -42,15 +46,18 @@ def refuse_unprivileged(uid: int, action: str) -> None:
 
 
 def process_holder(caller: Caller, binding: str, pid: int) -> Holder:
-    """The holder for a process of the caller's user, or any for root; raises NotFoundError, NotAllowedError.
+    """Return the holder for a process of the caller's user, or for any process if the caller is root.
 
-    A process's lease belongs to the process's owner, a container's lease to the engine that requests it,
-    because a user of a container, even if mapped by a user namespace, is not a user of the host.
+    `binding` is `process` or `container`. A process's lease belongs to the process's owner, a container's
+    lease to the engine that requests it, because a user of a container, even if mapped by a user namespace,
+    is not a user of the host. Raises NotFoundError if there is no such process, and NotAllowedError if it is
+    another user's or in another systemd unit.
     """
     hint = "a process in another PID namespace cannot be seen from here: use holder.name and holder.ttl_s"
     if pid != caller.pid and is_in_inner_pid_namespace(caller.pid):
         raise NotFoundError(f"PID {pid} belongs to the caller's PID namespace, not the daemon's", hint)
-    started, uid = (started_ticks(pid), uid_of(pid)) if pid else (None, None)
+    started = started_ticks(pid) if pid else None
+    uid = uid_of(pid) if pid else None
     if started is None or uid is None:
         raise NotFoundError(f"there is no process with PID {pid}", hint)
     if caller.uid != uid and not is_privileged(caller.uid):
@@ -70,23 +77,27 @@ def process_holder(caller: Caller, binding: str, pid: int) -> Holder:
 
 
 def awaited_container(caller: Caller, name: str) -> Holder:
-    """The holder for a container that is about to start; raises NotAllowedError unless the caller is root.
+    """Return the holder for a container that is about to start.
 
     Until its hook binds the lease, only a release ends it, so its caller must know of the container's end.
+    Raises NotAllowedError unless the caller is root.
     """
     refuse_unprivileged(caller.uid, "take a lease for a container that does not run yet")
     return Holder("container", caller.uid, name=name, unit=caller.owner.unit)
 
 
 def named_holder(caller: Caller, name: str, ttl_s: float) -> Holder:
-    """The holder of a name; raises NotAllowedError if another user than root asks for one without expiry."""
+    """Return the holder of a name, which expires after `ttl_s`; 0 for never.
+
+    Raises NotAllowedError if another user than root asks for one that does not expire.
+    """
     if not ttl_s:
         refuse_unprivileged(caller.uid, "take a lease that does not expire")
     return Holder("name", caller.uid, name=name, ttl_s=ttl_s, unit=caller.owner.unit)
 
 
 def attested_container(holder: Holder, containers: Containers) -> ControlGroup | None:
-    """The control group whose processes the lease's owner may terminate, whichever user they have.
+    """Return the control group whose processes the lease's owner may terminate, whichever user they have.
 
     None unless root has bound the lease to the container (root's hook does so, for what a user starts with
     docker), and has made the container's control group. What the owner says about it grants no right.
@@ -95,14 +106,14 @@ def attested_container(holder: Holder, containers: Containers) -> ControlGroup |
         return None
     if started_ticks(holder.pid) != holder.started:
         return None
-    found = containers.group_of(holder.pid)
-    return found.group if found and found.is_made_by_root else None
+    container = containers.group_of(holder.pid)
+    return container.group if container and container.is_made_by_root else None
 
 
 def find_own_lease(
     name: str, leases: Mapping[str, Lease], caller: Owner, *, of_any_unit: bool = False
 ) -> Lease:
-    """The lease of this name or id that the caller may change: their own, or any if they are root.
+    """Return the lease of this name or id that the caller may change: their own, or any if they are root.
 
     `of_any_unit`: a container engine may have left its job's unit by now, which a job cannot. Raises
     NotFoundError and NotAllowedError.

@@ -30,6 +30,8 @@ _DRIVER_TIMEOUT_S = 2.0
 
 
 class ServerUsers:
+    """Finds out whose jobs the MPS servers have; leases and the monitor ask it."""
+
     def __init__(
         self,
         supervisor: Supervisor,
@@ -57,13 +59,17 @@ class ServerUsers:
                 continue
             servers = domain.server_pids()
             running.update(servers)
-            found = [user for pid in servers if pid not in self._idle and (user := _owner(pid))]
+            served: list[ServedUser] = []
+            for pid in servers:
+                user = None if pid in self._idle else _owner(pid)
+                if user is not None:
+                    served.append(user)
             for pid in self._ending.intersection(servers):
                 next_uid = domain.control.log.displaced_by(pid)
                 if next_uid is not None:
-                    found.append(ServedUser(next_uid, 0.0, server=pid, is_next=True))
-            if found:
-                users[domain.in_effect.name] = tuple(found)
+                    served.append(ServedUser(next_uid, 0.0, server=pid, is_next=True))
+            if served:
+                users[domain.in_effect.name] = tuple(served)
         self._idle &= running
         self._ending &= running
         self._queries.set_users(users)
@@ -111,11 +117,11 @@ class ServerUsers:
 
     def _to_ask(self, uid: int | None) -> list[tuple[Domain, list[int]]]:
         """Return the domains to ask, each with the servers whose clients matter."""
-        owners = {
-            (lease.devices[0].domain, lease.holder.user_uid) for lease in self._queries.ledger.leases.values()
-        }
+        owners: set[tuple[str, int | None]] = set()
+        for lease in self._queries.ledger.leases.values():
+            owners.add((lease.devices[0].domain, lease.holder.user_uid))
         known_idle = self._idle if uid is None else set()
-        found = []
+        to_ask = []
         for domain in self._supervisor.domains:
             name = domain.in_effect.name
             if domain.in_effect.multiuser:
@@ -128,19 +134,20 @@ class ServerUsers:
                 if pid in displaced or (matters and pid not in known_idle):
                     servers.append(pid)
             if servers:
-                found.append((domain, servers))
-        return found
+                to_ask.append((domain, servers))
+        return to_ask
 
     def _displaced(self, domain: Domain) -> set[int]:
         """Return the servers for whose end another user waits, unless they are known to serve nobody new."""
-        return {
-            pid
-            for pid in domain.server_pids()
-            if pid not in self._ending and domain.control.log.displaced_by(pid) is not None
-        }
+        displaced: set[int] = set()
+        for pid in domain.server_pids():
+            if pid not in self._ending and domain.control.log.displaced_by(pid) is not None:
+                displaced.add(pid)
+        return displaced
 
     async def _ask_control_daemon(self, domain: Domain, servers: list[int]) -> None:
-        plan, pid = domain.in_effect, domain.control.pid
+        plan = domain.in_effect
+        pid = domain.control.pid
         if not pid:
             return
         try:
@@ -154,12 +161,13 @@ class ServerUsers:
             return
         with_clients = {row.server for row in rows}
         self._idle.difference_update(with_clients)
-        self._idle.update(server for server in servers if server not in with_clients)
+        self._idle.update(set(servers) - with_clients)
 
 
 def _owner(server: int) -> ServedUser | None:
     """Return the user whose server this is; None if it has just ended."""
-    uid, since_s = uid_of(server), started_s(server)
+    uid = uid_of(server)
+    since_s = started_s(server)
     if uid is None or since_s is None:
         return None
     return ServedUser(uid, since_s, server=server)

@@ -23,6 +23,8 @@ from yunion_mps.supervisor import Supervisor
 
 
 class Services(NamedTuple):
+    """What the daemon does for its callers, each service with what it needs."""
+
     supervisor: Supervisor
     queries: Queries
     users: ServerUsers
@@ -46,7 +48,7 @@ class Services(NamedTuple):
         publisher: CdiPublisher,
         control: LoopControl,
     ) -> Services:
-        """All services; raises HostError if the state file cannot be used."""
+        """Return all services; raises HostError if the state file cannot be used."""
         conversation = asyncio.Lock()
         users = ServerUsers(supervisor, queries, conversation, control.tick)
         leases = LeaseService(paths, supervisor, queries, publisher, users)
@@ -54,18 +56,26 @@ class Services(NamedTuple):
         observer = Observer(paths, supervisor, devices, queries.usage, leases.ledger)
         clients = ClientService(observer, conversation)
         terminator = Terminator(supervisor, clients)
-        return cls(
+        reloader = Reloader(
+            paths,
             supervisor,
-            queries,
-            users,
-            leases,
-            observer,
-            clients,
-            terminator,
-            LeaseTerminator(leases, terminator),
-            BudgetEnforcer(supervisor, queries, leases, observer, terminator),
-            StatusService(queries, leases, clients),
-            EventService(supervisor.event_log),
-            UsageSampler(supervisor, devices, queries.usage, leases.peaks),
-            Reloader(paths, supervisor, leases.ledger, leases.containers, clients, control),
+            ledger=leases.ledger,
+            containers=leases.containers,
+            clients=clients,
+            control=control,
+        )
+        return cls(
+            supervisor=supervisor,
+            queries=queries,
+            users=users,
+            leases=leases,
+            observer=observer,
+            clients=clients,
+            terminator=terminator,
+            lease_terminator=LeaseTerminator(leases, terminator),
+            budgets=BudgetEnforcer(supervisor, queries, leases, observer, terminator),
+            status=StatusService(queries, leases, clients),
+            events=EventService(supervisor.event_log),
+            usage=UsageSampler(supervisor, devices, queries.usage, leases.peaks),
+            reloader=reloader,
         )
