@@ -78,7 +78,13 @@ class _Loop:
         self._followed_version = -1
         #: The version of the status that was last sent to systemd.
         self._notified_version = -1
-        control = LoopControl(program(), asyncio.Event(), self._schedule_tick, self._request_reexec)
+        control = LoopControl(
+            program=program(),
+            poll_now=asyncio.Event(),
+            tick=self._schedule_tick,
+            reexec=self._request_reexec,
+            poll=self._poll,
+        )
         self._poll_now = control.poll_now
         self._cdi = CdiPublisher(self._paths, self._supervisor)
         services = Services.of(self._paths, self._supervisor, self._queries, self._cdi, control)
@@ -176,6 +182,9 @@ class _Loop:
     def _request_reexec(self) -> None:
         if not self._end.done() and not self._supervisor.stopping:
             self._end.set_result(True)
+
+    async def _poll(self) -> None:
+        await self._monitor.poll()
 
     def _schedule_tick(self) -> None:
         """Schedule one tick for everything that happens until then: dozens of control daemons may answer."""

@@ -42,16 +42,18 @@ class Hold(NamedTuple):
 
 
 class Ledger:
-    """The leases and what they take of each GPU; the lease service is the only one that changes it."""
+    """The leases and what they take of each GPU; the lease service is the only one that changes it.
 
-    def __init__(self, leases: Iterable[Lease] = ()) -> None:
+    changed: called whenever a lease is added, replaced or removed.
+    """
+
+    def __init__(self, leases: Iterable[Lease] = (), *, changed: Callable[[], None] = lambda: None) -> None:
         self.leases: dict[str, Lease] = {}
         #: Lease ids by device id.
         self.lease_of: dict[str, str] = {}
         #: Incremented whenever a lease is added, replaced or removed.
         self.version = 0
-        #: Called after each such change.
-        self.changed: Callable[[], None] = lambda: None
+        self._changed = changed
         #: The leases (ids) whose rows cannot be read, and the GPUs (UUIDs) that these rows name.
         self._unreadable: dict[str, tuple[str, ...]] = {}
         self._memory_mib: Counter[str] = Counter()
@@ -86,7 +88,7 @@ class Ledger:
 
     def _note_change(self) -> None:
         self.version += 1
-        self.changed()
+        self._changed()
 
     def remove(self, lease_id: str) -> Lease:
         """Remove the lease of this id, and return it."""

@@ -23,18 +23,14 @@ from yunion_mps.tasks import within
 _DRIVER_TIMEOUT_S = 2.0
 
 
-async def _no_poll() -> None:
-    """Do nothing, because there is no monitor yet."""
-
-
 class InstanceCheck:
     """Checks the MIG instances of leases, and tells `Queries` which ones others use."""
 
-    def __init__(self, supervisor: Supervisor, queries: Queries) -> None:
+    def __init__(self, supervisor: Supervisor, queries: Queries, poll: Callable[[], Awaitable[None]]) -> None:
+        """`poll` polls the GPUs at once."""
         self._supervisor = supervisor
         self._queries = queries
-        #: Polls the GPUs at once.
-        self.poll: Callable[[], Awaitable[None]] = _no_poll
+        self._poll = poll
 
     def note(self, processes: Processes, granting: Lease | None = None) -> None:
         """Note which whole instances processes without a lease use; `granting` does not count yet."""
@@ -65,7 +61,7 @@ class InstanceCheck:
         self.note(processes, lease if is_new else None)
         for device in lease.devices:
             if device.gpu_uuid not in processes:
-                await self.poll()
+                await self._poll()
                 return INSTANCE_GONE
         for uuid in _whole(lease.devices):
             if uuid in self._queries.used_by_others:

@@ -90,19 +90,20 @@ class LeaseService:
         queries: Queries,
         cdi: CdiPublisher,
         users: ServerUsers,
+        instances: InstanceCheck,
     ) -> None:
         """Raises HostError if the state file cannot be used."""
         self._supervisor = supervisor
         self._queries = queries
         self._publisher = cdi
         self._users = users
+        self.instances = instances
         self.containers = Containers(paths)
         self._store = supervisor.store()
         self._storage = LeaseStorage(self._store)
         self._positions = QueuePositions(supervisor.store())
         self.holders = HolderWatch(self.end)
-        self.ledger = Ledger()
-        self.ledger.changed = queries.changes.notify
+        self.ledger = Ledger(changed=queries.changes.notify)
         # Cached, because the devices are listed again after each change: a container keeps its first name.
         name_holder = lru_cache(4096)(partial(short_holder_label, containers=self.containers))
         queries.set_leases(self.ledger, name_holder)
@@ -111,7 +112,6 @@ class LeaseService:
         self.queue = Queue(self._allocator)
         #: The grants to queued requests, by position.
         self._grants: dict[int, asyncio.Future[Grant]] = {}
-        self.instances = InstanceCheck(supervisor, queries)
         self._asking: asyncio.Task[None] | None = None
         #: Tries again what the state file has not stored.
         self._retry: asyncio.TimerHandle | None = None

@@ -65,7 +65,6 @@ class Monitor:
         self._answering = frozenset[Optional[str]]()
         self._compare_s = time.monotonic() + COMPARE_S
         self._instances = services.leases.instances
-        self._instances.poll = self.poll
         self._leases = services.leases
         self._users = services.users
         self._queries = services.queries

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
@@ -58,6 +58,10 @@ _LAST_CLIENTS_UNKNOWN = (
 )
 
 
+async def _poll_nothing() -> None:
+    """Do nothing, as without a monitor."""
+
+
 class LoopControl(NamedTuple):
     """What services ask of the daemon's event loop."""
 
@@ -69,6 +73,8 @@ class LoopControl(NamedTuple):
     tick: Callable[[], None]
     #: Ends the loop for a re-exec.
     reexec: Callable[[], None]
+    #: Has the monitor poll the GPUs at once; returns when it has.
+    poll: Callable[[], Awaitable[None]] = _poll_nothing
 
 
 class _Foreseen(NamedTuple):

@@ -9,6 +9,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.service.budgets import BudgetEnforcer
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.events import EventService
+from yunion_mps.service.instances import InstanceCheck
 from yunion_mps.service.lease_terminator import LeaseTerminator
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.observer import Observer
@@ -51,7 +52,14 @@ class Services(NamedTuple):
         """Return all services; raises HostError if the state file cannot be used."""
         conversation = asyncio.Lock()
         users = ServerUsers(supervisor, queries, conversation, control.tick)
-        leases = LeaseService(paths, supervisor, queries, publisher, users)
+        leases = LeaseService(
+            paths,
+            supervisor,
+            queries,
+            cdi=publisher,
+            users=users,
+            instances=InstanceCheck(supervisor, queries, control.poll),
+        )
         devices = ProcessDevices(supervisor, leases.ledger)
         observer = Observer(paths, supervisor, devices, queries.usage, leases.ledger)
         clients = ClientService(observer, conversation)

@@ -24,6 +24,7 @@ from yunion_mps.leases.storage import LeaseStorage
 from yunion_mps.models import ALL, Event, Holder, Owner
 from yunion_mps.paths import Paths
 from yunion_mps.service import leases
+from yunion_mps.service.instances import InstanceCheck
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
@@ -63,7 +64,10 @@ class LeaseHost:
         queries = Queries(lambda: self.snapshot, 0.0, 1)
         publisher = CdiPublisher(self.paths, self.supervisor)
         users = ServerUsers(self.supervisor, queries, asyncio.Lock(), lambda: None)
-        return LeaseService(self.paths, self.supervisor, queries, publisher, users)
+        instances = InstanceCheck(self.supervisor, queries, poll=lambda: asyncio.sleep(0))
+        return LeaseService(
+            self.paths, self.supervisor, queries, cdi=publisher, users=users, instances=instances
+        )
 
     @property
     def events(self) -> list[tuple[str, str]]:
