@@ -103,8 +103,13 @@ def find_excesses(
 
 def _find_excess(lease: LeaseRecord, clients: Iterable[MpsClient], *, gpu: str, uid: int) -> Excess | None:
     """Return by what the user's processes exceed the lease's budget on the GPU; None if they do not."""
-    shares = [share for share in lease["budgets"] if share["gpu"] == gpu]
-    budget_mib = total_mib(share["memory_mib"] for share in shares)
+    devices: list[str] = []
+    budgets_mib: list[int | None] = []
+    for share in lease["budgets"]:
+        if share["gpu"] == gpu:
+            devices.append(share["addr"])
+            budgets_mib.append(share["memory_mib"])
+    budget_mib = total_mib(budgets_mib)
     if budget_mib is None:
         return None
     used_mib = 0
@@ -118,7 +123,7 @@ def _find_excess(lease: LeaseRecord, clients: Iterable[MpsClient], *, gpu: str, 
         return None
     return Excess(
         budget=JobBudget(lease=lease["id"], gpu=gpu, uid=uid, memory_mib=budget_mib),
-        devices=tuple(share["addr"] for share in shares),
+        devices=tuple(devices),
         used_mib=used_mib,
         processes=tuple(processes),
     )
@@ -272,13 +277,18 @@ class BudgetEnforcer:
 
         terminate_all = self._terminator.terminate_all
         terminations = await terminate_all(choose, 0, cause, signals=TERM, code=OVER_BUDGET_TERMINATED)
-        if any(not termination["ended"] and not termination["reason_code"] for termination in terminations):
+        is_ignored = False  # SIGTERM, by a process that its server has disconnected
+        for termination in terminations:
+            if not termination["ended"] and not termination["reason_code"]:
+                is_ignored = True
+        if is_ignored:
             terminations = await terminate_all(
                 choose_again, 0, cause, signals=_KILL, code=OVER_BUDGET_TERMINATED
             )
-            if not all(termination["ended"] for termination in terminations):
-                self._survivors.update(map(_identity, victims))
-        self.terminations[budget.gpu] += sum(termination["ended"] for termination in terminations)
+        ended = [termination for termination in terminations if termination["ended"]]
+        if is_ignored and len(ended) < len(terminations):
+            self._survivors.update(map(_identity, victims))
+        self.terminations[budget.gpu] += len(ended)
 
     def _confirm(self, budget: JobBudget, listed: ClientList) -> list[MpsClient]:
         """Return the newest process if processes that are certainly MPS clients still exceed the budget.

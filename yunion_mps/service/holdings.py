@@ -356,10 +356,13 @@ def _holding_of(use: _DeviceUse) -> Holding:
 
 
 def _merge(first: Holding, second: Holding) -> Holding:
-    budgets = (first.budget_mib, second.budget_mib)
+    """Return both as one holding, which shares their budgets; unknown if one of these is."""
+    budget_mib: int | None = None
+    if first.budget_mib is not None and second.budget_mib is not None:
+        budget_mib = first.budget_mib + second.budget_mib
     return first._replace(
         devices=first.devices + second.devices,
-        budget_mib=None if None in budgets else sum(budget or 0 for budget in budgets),
+        budget_mib=budget_mib,
         available=first.available and second.available,
         pending=first.pending or second.pending,
     )
@@ -386,10 +389,12 @@ def _add_process(
         keys = keys or [*keys_by_pid.get(client["pid"], ())]
     keys = [key for key in dict.fromkeys(keys) if not used_mib or key[1] in used_mib]
     on_gpus = {gpu for _, gpu in keys}
-    without_device = [(kind, gpu) for gpu in used_mib if gpu not in on_gpus]
-    if not keys and not without_device:
-        without_device = [(kind, "")]
-    for key in keys + without_device:
+    for gpu in used_mib:
+        if gpu not in on_gpus:
+            keys.append((kind, gpu))
+    if not keys:
+        keys.append((kind, ""))
+    for key in keys:
         gpu = key[1]
         process = ProcessUse(
             pid=client["pid"],
@@ -433,7 +438,10 @@ def refuse_if_unknown(pid: int, listed: ClientList) -> None:
 
     A process that is killed while it is an MPS client can take other jobs with it.
     """
-    if listed["errors"] and all(client["pid"] != pid for client in _all_clients(listed)):
+    for client in _all_clients(listed):
+        if client["pid"] == pid:
+            return
+    if listed["errors"]:
         what = f"it is not known whether PID {pid} is an MPS client: {'; '.join(listed['errors'])}"
         hint = "try again once the MPS server answers; or, at the risk of that server's other jobs: "
         raise HostError(what, f"{hint}yunion-mps terminate {pid} --force", PROCESSES_UNKNOWN)

@@ -49,8 +49,9 @@ COMPARE_S = 300.0
 
 
 class Monitor:
+    """Polls the GPUs while the daemon runs, hands on what has changed, and requests a tick each time."""
+
     def __init__(self, paths: Paths, services: Services, control: LoopControl) -> None:
-        """Requests a tick after each poll."""
         self._scanner = Scanner(paths, services.supervisor.snapshot().inventory.gpus)
         self._supervisor = services.supervisor
         self._reloader = services.reloader
@@ -81,6 +82,7 @@ class Monitor:
         self._requested_library = ""
 
     async def run(self) -> None:
+        """Poll until this is cancelled."""
         await self._measure()
         try:
             while True:
@@ -126,7 +128,8 @@ class Monitor:
         await self._users.poll()
 
     async def _poll(self) -> None:
-        supervisor, loop = self._supervisor, asyncio.get_running_loop()
+        supervisor = self._supervisor
+        loop = asyncio.get_running_loop()
         nvml = supervisor.nvml or await self._open_driver()
         if nvml:
             began_s = loop.time()
@@ -167,7 +170,8 @@ class Monitor:
 
     async def _measure(self) -> None:
         """Record the load of the GPUs before the first poll, so that idle ones show 0 % at once."""
-        nvml, began_s = self._supervisor.nvml, asyncio.get_running_loop().time()
+        nvml = self._supervisor.nvml
+        began_s = asyncio.get_running_loop().time()
         if nvml is None:
             return
         async with self._reloader.lock:
@@ -176,10 +180,12 @@ class Monitor:
                 self._usage.record(processes, load, began_s)
 
     def _read_gpus(self, nvml: Nvml) -> tuple[Inventory, Processes, Load]:
-        """Everything that a poll reads from the driver; thread-safe."""
-        inventory, processes = self._scanner.scan(nvml), nvml.processes()
+        """Return everything that a poll reads from the driver; thread-safe."""
+        inventory = self._scanner.scan(nvml)
+        processes = nvml.processes()
         busy = [uuid for uuid, pids in processes.items() if pids]
-        return inventory, processes, nvml.load(busy, time.time() - POLL_S).with_idle(processes)
+        load = nvml.load(busy, time.time() - POLL_S).with_idle(processes)
+        return inventory, processes, load
 
     async def _open_driver(self) -> Nvml | None:
         """Open NVML if the daemon waits for the driver, as after a boot; None if it does not work yet."""

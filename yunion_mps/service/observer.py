@@ -99,8 +99,11 @@ class HostUsage(NamedTuple):
 
 def host_usage(seen: ProcessFacts, budgets: Mapping[str, Budget]) -> HostUsage:
     """Return the use according to an observation; `budgets` has those of all devices, by address."""
-    memory, through_mps = seen.driver.memory, seen.driver.through_mps
-    not_counted = seen.others.union(*(domain.servers for domain in seen.domains))
+    memory = seen.driver.memory
+    through_mps = seen.driver.through_mps
+    not_counted = set(seen.others)
+    for domain in seen.domains:
+        not_counted.update(domain.servers)
     clients: dict[str, set[int]] = {}
     clients_memory: dict[str, dict[int, int | None]] = {}
     gpus: dict[str, GpuUsage] = {}

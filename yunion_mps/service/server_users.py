@@ -84,7 +84,8 @@ class ServerUsers:
 
     async def poll(self) -> None:
         """Poll which processes use the GPUs."""
-        nvml, began_s = self._supervisor.nvml, asyncio.get_running_loop().time()
+        nvml = self._supervisor.nvml
+        began_s = asyncio.get_running_loop().time()
         if nvml:
             with contextlib.suppress(DriverError, ShortageError):
                 self._supervisor.jobs.update(await on_thread(nvml.processes), began_s)

@@ -109,14 +109,10 @@ class Terminator:
         """
 
         def choose(listed: answers.ClientList) -> list[AnyClient]:
-            clients = clients_of_lease(lease, listed)
-            holder = lease["pid"]
-            is_missing = all(client["pid"] != holder for client in clients)
             # The holder may be a client that is not listed, because not all clients are known.
-            if even_if_unknown and holder is not None and is_missing:
-                listed = self._with_possible(listed, [holder])
-                clients += [client for client in listed["clients"] if client["pid"] == holder]
-            return clients
+            if even_if_unknown and lease["pid"] is not None:
+                listed = self._with_possible(listed, [lease["pid"]])
+            return clients_of_lease(lease, listed)
 
         return await self.terminate_all(
             choose,
@@ -169,8 +165,11 @@ class Terminator:
         known = {client["pid"] for client in (*listed["clients"], *listed["waiting"])}
         servers = [server for server in listed["servers"] if server["domain"]]
         only = servers[0] if len(servers) == 1 else None
-        added = [possible_client(pid, only) for pid in pids if pid not in known]
-        return {**listed, "clients": [*listed["clients"], *added]}
+        clients = list(listed["clients"])
+        for pid in pids:
+            if pid not in known:
+                clients.append(possible_client(pid, only))
+        return {**listed, "clients": clients}
 
     def _refuse_unknown(self, listed: answers.ClientList, gpus: Collection[str]) -> None:
         """Raise HostError if clients on one of the GPUs (addresses) may be unknown."""

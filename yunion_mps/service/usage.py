@@ -317,8 +317,9 @@ class UsageSampler:
             used[address] = usage.mib, usage.sm
         used_mib: Counter[str | None] = Counter()
         for gpu in gpus:
-            mib = sum(mib or 0 for mib in of_jobs.get(gpu.uuid or "", {}).values())
-            used_mib.update({gpu.uuid: mib, gpu.parent: mib})
+            for mib in of_jobs.get(gpu.uuid or "", {}).values():
+                used_mib[gpu.uuid] += mib or 0
+                used_mib[gpu.parent] += mib or 0
         for gpu in gpus:
             used[gpu.address] = used_mib[gpu.uuid], load.gpus.get(gpu.uuid or "", GpuLoad()).utilization
         self._history.latest = LatestPoll(load, by_device)
