@@ -114,7 +114,7 @@ class _LeasedContainer(NamedTuple):
 
 
 class Attribution:
-    """Attributes processes to leases, as of one moment; made anew for each list of processes."""
+    """Attributes processes to leases, as of one moment; each list of processes makes one."""
 
     def __init__(self, leases: Iterable[Lease], look: Callable[[int], Origin]) -> None:
         """`look` returns what is known about a process (PID); it is called once for each."""
