@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from yunion_mps.supervisor.event_log import EventLog
+from yunion_mps.supervisor.event_log import EventLog, EventRecord
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
@@ -59,17 +59,19 @@ class LongPolls:
 
 
 class EventFilter(NamedTuple):
-    """Selects events after an id (the oldest first), or the newest since a time (s since 1970).
+    """Selects events: the oldest after an id, or the newest since a time."""
 
-    `before` selects those with a lower id among the newest. With `severe_first`, warnings and errors fill the
-    list of the newest first, in the order of `event_rank`.
-    """
-
+    #: The id after which events are selected; None for the newest.
     after: int | None = None
+    #: The time since which the newest are selected, in s since 1970.
     since_s: float = 0.0
+    #: How many events are selected at most.
     limit: int = 100
+    #: The kind of the events; empty for all.
     kind: str = ""
+    #: Of the newest, only those with a lower id than this.
     before: int | None = None
+    #: Whether warnings and errors fill the list of the newest first, in the order of `event_rank`.
     severe_first: bool = False
 
 
@@ -83,37 +85,25 @@ class EventService(LongPolls):
 
     def find(self, event_filter: EventFilter) -> answers.EventList:
         """Return the events, oldest first, and the newest one's id; raises HostError."""
-        after, since_s, limit, kind, before, severe_first = event_filter
+        since_s = event_filter.since_s
+        limit = event_filter.limit
+        kind = event_filter.kind
+        before = event_filter.before
         omitted = 0
         recent_s = self._event_log.recent_since_s(since_s)
-        if after is not None:
-            records = self._event_log.after(after, limit, kind)
+        if event_filter.after is not None:
+            records = self._event_log.after(event_filter.after, limit, kind)
         else:
+            severe_first = event_filter.severe_first
             records = self._event_log.newest(since_s, limit, kind, before, severe_first=severe_first)
             if severe_first and len(records) == limit:
                 in_this_time = self._event_log.count_from(records[0].id, since_s, kind, before)
                 omitted = max(0, in_this_time - len(records))
         last = self._event_log.last_id()
-        if after is not None and len(records) == limit:
+        if event_filter.after is not None and len(records) == limit:
             last = records[-1].position  # more may follow
         return {
-            "events": [
-                {
-                    "id": record.id,
-                    "time": rfc3339(record.time_s),
-                    "severity": record.event.severity,
-                    "kind": record.event.kind,
-                    "subject": record.event.subject,
-                    "what": record.event.what,
-                    "cause": record.event.cause,
-                    "consequence": record.event.consequence,
-                    "code": record.event.code,
-                    "count": record.occurrences,
-                    "last_time": rfc3339(record.time_s if record.last_s is None else record.last_s),
-                    "rank": record.rank(recent_s),
-                }
-                for record in records
-            ],
+            "events": [_event_json(record, recent_s) for record in records],
             "last": last,
             "omitted": omitted,
         }
@@ -126,3 +116,21 @@ class EventService(LongPolls):
             return bool(answer["events"]) or is_beyond
 
         return await self.wait_for(lambda: self.find(event_filter), is_complete, wait_s)
+
+
+def _event_json(record: EventRecord, recent_s: float) -> answers.Event:
+    event = record.event
+    return {
+        "id": record.id,
+        "time": rfc3339(record.time_s),
+        "severity": event.severity,
+        "kind": event.kind,
+        "subject": event.subject,
+        "what": event.what,
+        "cause": event.cause,
+        "consequence": event.consequence,
+        "code": event.code,
+        "count": record.occurrences,
+        "last_time": rfc3339(record.time_s if record.last_s is None else record.last_s),
+        "rank": record.rank(recent_s),
+    }
