@@ -227,8 +227,11 @@ def _uses_mps(pid: int, domain: DomainProcesses, driver: GpuProcesses, gpus: Col
     False only for a process that runs, uses one of the GPUs, and is a client according to neither the control
     daemon nor the driver.
     """
-    if pid in domain.clients or any(pid in driver.through_mps.get(uuid, ()) for uuid in gpus):
+    if pid in domain.clients:
         return True
+    for uuid in gpus:
+        if pid in driver.through_mps.get(uuid, ()):
+            return True
     if not domain.plan.name:
         return None
     is_known = bool(gpus) and all(uuid in driver.through_mps for uuid in gpus)

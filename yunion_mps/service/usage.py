@@ -313,8 +313,10 @@ class UsageSampler:
             by_device = usage_by_device(of_jobs, devices, known.budgets, load.processes)
         gpus = self._supervisor.snapshot().inventory.gpus
         used: dict[str, tuple[int, int | None]] = {}
+        device_mib: dict[str, int] = {}
         for address, usage in by_device.items():
             used[address] = usage.mib, usage.sm
+            device_mib[address] = usage.mib
         used_mib: Counter[str | None] = Counter()
         for gpu in gpus:
             for mib in of_jobs.get(gpu.uuid or "", {}).values():
@@ -324,7 +326,7 @@ class UsageSampler:
             used[gpu.address] = used_mib[gpu.uuid], load.gpus.get(gpu.uuid or "", GpuLoad()).utilization
         self._history.latest = LatestPoll(load, by_device)
         self._history.record(now_s, used)
-        self._peaks.note({address: usage.mib for address, usage in by_device.items()})
+        self._peaks.note(device_mib)
 
 
 def _only(jobs: Container[int], processes: Processes) -> Processes:
