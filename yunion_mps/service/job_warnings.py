@@ -36,11 +36,11 @@ class JobWarnings:
 
     async def look(self) -> None:
         """Find the problems of jobs now; without a job, that costs nothing."""
-        found: list[Condition] | None = []
+        problems: list[Condition] | None = []
         if self._supervisor.jobs.started or self._supervisor.fleet.has_servers:
-            found = await self._status.job_problems()
-        if found is not None:
-            self.note(found, time.monotonic())
+            problems = await self._status.job_problems()
+        if problems is not None:
+            self.note(problems, time.monotonic())
 
     def note(self, problems: Iterable[Condition], now_s: float) -> None:
         """Report which of `problems`, all that there are at the time `now_s`, are new, and which ended."""

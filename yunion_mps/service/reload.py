@@ -23,6 +23,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.models import Event, Plan
 from yunion_mps.mps.forced_end import EndRefusal
 from yunion_mps.paths import Paths
+from yunion_mps.reasons import Reason
 from yunion_mps.service.clients import ClientService
 from yunion_mps.service.pending import pending_rows
 from yunion_mps.service.reload_losses import (
@@ -173,8 +174,10 @@ class Reloader:
             )
             laid_out = self._supervisor.layouts.in_effect()
             changes = as_made(changes, planned, self._supervisor.domains, laid_out)
-            layouts = [one for one in self._supervisor.snapshot().conditions if one.kind == ABOUT_MIG_LAYOUT]
-            waits = [(layout.subject, layout.reason) for layout in layouts]
+            waits: list[tuple[str, Reason]] = []
+            for condition in self._supervisor.snapshot().conditions:
+                if condition.kind == ABOUT_MIG_LAYOUT:
+                    waits.append((condition.subject, condition.reason))
             changes = with_layout_effects(changes, effects_of(waits))
             changes = _with(changes, done)
         log.info(
