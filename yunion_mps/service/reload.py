@@ -155,7 +155,7 @@ class Reloader:
             self._supervisor.layouts.confirm(foreseen.removed if foreseen else {})
             if foreseen:
                 self._record_losses(requester, foreseen.losses)
-            done = await self.reconcile()
+            gpu_changes = await self.reconcile()
             self._supervisor.apply(asyncio.get_running_loop().time())
             self._control.tick()
             await self._settle()
@@ -163,7 +163,7 @@ class Reloader:
             if drain:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time())
                 self._control.tick()
-            done += await self.bring_about()  # also of GPUs whose control daemons have ended meanwhile
+            gpu_changes += await self.bring_about()  # also of GPUs whose control daemons have ended meanwhile
             planned = self._supervisor.desired.target_domains()
             changes = without_refused(
                 changes,
@@ -179,7 +179,7 @@ class Reloader:
                 if condition.kind == ABOUT_MIG_LAYOUT:
                     waits.append((condition.subject, condition.reason))
             changes = with_layout_effects(changes, effects_of(waits))
-            changes = _with(changes, done)
+            changes = _with(changes, gpu_changes)
         log.info(
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"
         )
@@ -197,10 +197,12 @@ class Reloader:
         """
         changes: list[Change] = []
         for _ in range(_MOST_ROUNDS):
-            made = await self.reconcile() + await self._apply_layouts()
-            changes += made
-            if not made:
+            settings = await self.reconcile()
+            layouts = await self._apply_layouts()
+            if not settings and not layouts:
                 break
+            changes += settings
+            changes += layouts
         return changes
 
     async def reconcile(self) -> list[Change]:
@@ -208,7 +210,8 @@ class Reloader:
 
         Returns those that were set or restored.
         """
-        supervisor, settings = self._supervisor, self._supervisor.settings
+        supervisor = self._supervisor
+        settings = supervisor.settings
         try:
             due = supervisor.settings_due()
             if due is None:
@@ -236,14 +239,13 @@ class Reloader:
             return []
         self._supervisor.note_layouts(result, asyncio.get_running_loop().time())
         addresses = {gpu.uuid: gpu.address for gpu in self._supervisor.snapshot().inventory.gpus}
-        done = [
-            Change("MIG layout", addresses.get(uuid, uuid), "", what, AT_ONCE)
-            for uuid, what in result.changes.items()
-        ]
+        changes: list[Change] = []
+        for uuid, what in result.changes.items():
+            changes.append(Change("MIG layout", addresses.get(uuid, uuid), "", what, AT_ONCE))
         await self.reconcile()
         self._control.tick()
         await self._settle()
-        return done
+        return changes
 
     async def reexec(self, *, requires_driver: bool = False) -> answers.Reexec:
         """Run the program again in this process; raises HostError if the new one refuses to start.
@@ -320,15 +322,17 @@ class Reloader:
             await asyncio.sleep(0.005)
 
     async def _corrections(self, preflight: Preflight) -> list[Change]:
-        """The settings of GPUs that another program has changed, and that a reload sets again."""
-        supervisor, gpus = self._supervisor, preflight.inventory.gpus
-        looks = supervisor.settings.looks_in_effect()
+        """Return the settings of GPUs that another program has changed, and that a reload sets again."""
+        settings = self._supervisor.settings
+        gpus = preflight.inventory.gpus
+        looks = settings.looks_in_effect()
         observed = await on_thread(lambda: observe(looks, preflight.nvml))
         addresses = {gpu.uuid: gpu.address for gpu in gpus}
-        return [
-            Change(kind.label, addresses.get(uuid, uuid), step.actual, step.target, AT_ONCE)
-            for kind, uuid, step in supervisor.settings.corrections(gpus, observed)
-        ]
+        changes: list[Change] = []
+        for kind, uuid, step in settings.corrections(gpus, observed):
+            address = addresses.get(uuid, uuid)
+            changes.append(Change(kind.label, address, step.actual, step.target, AT_ONCE))
+        return changes
 
     async def _foresee(self, preflight: Preflight) -> _Foreseen:
         """Return what a reload would change and, with `now`, what would be lost."""
@@ -394,8 +398,9 @@ class Reloader:
         return losses_of_clients(clients, changes, snapshot.domains, addresses)
 
     async def _forecast(self, plan: Plan, preflight: Preflight) -> Forecast:
-        """What the MIG layouts of a plan would remove, and when they take effect."""
-        supervisor, nvml = self._supervisor, preflight.nvml
+        """Return what the MIG layouts of a plan would remove, and when they take effect."""
+        supervisor = self._supervisor
+        nvml = preflight.nvml
         blockers = supervisor.desired.blockers()
         if nvml is None or not plan.layouts:
             return Forecast()
