@@ -24,14 +24,14 @@ from yunion_mps.service.holdings import (
 
 if TYPE_CHECKING:
     from yunion_mps.answers import (
-        ClientList,
-        Device,
-        Gpu,
-        LeaseRecord,
-        MpsClient,
-        QueuedRequest,
-        Status,
-        StatusProblem,
+        ClientListJson,
+        DeviceJson,
+        GpuJson,
+        LeaseRecordJson,
+        MpsClientJson,
+        QueuedRequestJson,
+        StatusJson,
+        StatusProblemJson,
     )
 
 
@@ -44,12 +44,12 @@ REEXEC = "yunion-mps daemon-reexec"
 class HostAnswers(NamedTuple):
     """The daemon's answers of about the same time."""
 
-    status: Status
-    gpus: Sequence[Gpu]
-    devices: Sequence[Device]
-    leases: Sequence[LeaseRecord]
-    waiting: Sequence[QueuedRequest]
-    clients: ClientList
+    status: StatusJson
+    gpus: Sequence[GpuJson]
+    devices: Sequence[DeviceJson]
+    leases: Sequence[LeaseRecordJson]
+    waiting: Sequence[QueuedRequestJson]
+    clients: ClientListJson
 
 
 class HostOverview(NamedTuple):
@@ -57,7 +57,7 @@ class HostOverview(NamedTuple):
 
     answers: HostAnswers
     holdings: list[Holding]
-    problems: list[StatusProblem]
+    problems: list[StatusProblemJson]
     #: What processes use, in MiB, by GPU address. What they use of a MIG instance counts for its GPU, too, so
     #: only GPUs without `parent` can be added up.
     memory_by_gpu: dict[str, int]
@@ -73,7 +73,7 @@ class HostOverview(NamedTuple):
         )
 
 
-def _memory(gpus: Sequence[Gpu], clients: Sequence[MpsClient]) -> dict[str, int]:
+def _memory(gpus: Sequence[GpuJson], clients: Sequence[MpsClientJson]) -> dict[str, int]:
     used = memory_by_gpu(clients)
     addresses = {gpu["uuid"]: gpu["addr"] for gpu in gpus}
     for gpu in gpus:
@@ -83,18 +83,18 @@ def _memory(gpus: Sequence[Gpu], clients: Sequence[MpsClient]) -> dict[str, int]
     return used
 
 
-def way_of(gpu: Gpu) -> str | None:
+def way_of(gpu: GpuJson) -> str | None:
     """Return how the GPU is shared, such as `time-slicing (short)`; None if it is not used."""
     return f"{gpu['sharing']} ({gpu['time_slice']})" if gpu["time_slice"] else gpu["sharing"]
 
 
-def notable_way(gpu: Gpu) -> str:
+def notable_way(gpu: GpuJson) -> str:
     """Return `way_of` unless it is the usual one: MPS, or for a MIG instance, to be a whole instance."""
     usual = NOT_SHARED if gpu["parent"] else MPS
     return "" if gpu["sharing"] == usual else way_of(gpu) or ""
 
 
-def short_name(gpu: Gpu) -> str:
+def short_name(gpu: GpuJson) -> str:
     """Return its name; for a MIG instance the profile, because its row follows its GPU's."""
     return f"MIG {gpu['mig_profile']}" if gpu["mig_profile"] else (gpu["name"] or "").removeprefix("NVIDIA ")
 
@@ -132,7 +132,7 @@ def _problems(host: HostOverview) -> list[dict[str, str]]:
     return problems
 
 
-def _queued(request: QueuedRequest) -> dict[str, object]:
+def _queued(request: QueuedRequestJson) -> dict[str, object]:
     command = in_container(request["name"] or request["container"], request["command"] or "")
     return {
         "user": request["user"],
@@ -143,7 +143,7 @@ def _queued(request: QueuedRequest) -> dict[str, object]:
     }
 
 
-def _gpu(host: HostOverview, gpu: Gpu, free_for: str | None) -> dict[str, object]:
+def _gpu(host: HostOverview, gpu: GpuJson, free_for: str | None) -> dict[str, object]:
     """Return a GPU; `free_for` is the only user who can lease its free devices, None for everybody."""
     used_mib = None if is_memory_unknown(gpu) else host.memory_by_gpu.get(gpu["addr"], 0)
     return {
@@ -210,19 +210,19 @@ class ShownProblem(NamedTuple):
         return self.level.capitalize()
 
 
-def version_mismatch(status: Status) -> str:
+def version_mismatch(status: StatusJson) -> str:
     """Return how the running version differs from the installed one, as after a refused upgrade; or ""."""
     if status["version"] == __version__:
         return ""
     return f"the daemon runs version {status['version']}, but {__version__} is installed"
 
 
-def problems_of(status: Status) -> list[StatusProblem]:
+def problems_of(status: StatusJson) -> list[StatusProblemJson]:
     """Return the problems in the status, and that it is of another version, which only its reader knows."""
     mismatch = version_mismatch(status)
     if not mismatch:
         return status["problems"]
-    own: StatusProblem = {
+    own: StatusProblemJson = {
         "level": WARNING,
         "code": VERSION_DIFFERS,
         "text": mismatch,
@@ -237,7 +237,7 @@ def problems_of(status: Status) -> list[StatusProblem]:
     return sorted([own, *status["problems"]], key=lambda problem: PROBLEM_LEVELS.index(problem["level"]))
 
 
-def fold_problems(problems: Sequence[StatusProblem], limit: int = 3) -> list[ShownProblem]:
+def fold_problems(problems: Sequence[StatusProblemJson], limit: int = 3) -> list[ShownProblem]:
     """Keep at most `limit` similar problems of each level, and add one that counts the rest.
 
     Problems with the same code are similar, because their hints may name different processes or GPUs.

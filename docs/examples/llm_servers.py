@@ -15,14 +15,14 @@ import time
 from contextlib import ExitStack
 
 from yunion_mps import Client
-from yunion_mps.client import Lease, YunionError
+from yunion_mps.client import HeldLease, YunionError
 
 
 def main(number: int, command: list[str]) -> int:
     """Run the servers; returns the exit status of the first that ends."""
     client = Client(on_message=print)
     with ExitStack() as stack:
-        leases: list[Lease] = []
+        leases: list[HeldLease] = []
         servers: list[subprocess.Popen[bytes]] = []
         for port in range(8000, 8000 + number):
             gpu = leases[0].gpus[0] if leases else None  # all on the GPU of the first

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps import AsyncClient, Client
-from yunion_mps.client import AsyncLease, Device, Gpu, QueuedRequest, Status
+from yunion_mps.client import AsyncHeldLease, DeviceInfo, GpuInfo, QueuedRequestInfo, Status
 
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
 from integration.lease_host import ADDRESSES, given
@@ -41,12 +41,12 @@ async def until(look: Callable[[], Awaitable[object]], what: str) -> None:
         await asyncio.sleep(0.005)
 
 
-async def take_all(client: AsyncClient) -> list[AsyncLease]:
+async def take_all(client: AsyncClient) -> list[AsyncHeldLease]:
     return [await client.lease(devices=[address]) for address in ADDRESSES]
 
 
 def test_both_clients_answer_the_same(ready_daemon: Daemon) -> None:
-    async def answers() -> tuple[list[Device], list[Gpu], Status, list[QueuedRequest]]:
+    async def answers() -> tuple[list[DeviceInfo], list[GpuInfo], Status, list[QueuedRequestInfo]]:
         client = AsyncClient()
         async with client.lease(count=1, name="job-17", ttl_s=60) as lease:
             device = await client.device(lease.devices[0])

@@ -14,7 +14,7 @@ def uuid_of(gpu: int) -> str:
     return f"GPU-00000000-0000-0000-0000-{gpu:012x}"
 
 
-def share(gpu: int, slot: int, **changed: object) -> answers.Device:
+def share(gpu: int, slot: int, **changed: object) -> answers.DeviceJson:
     """A share of 4 GiB."""
     made: dict[str, Any] = {
         "addr": f"{gpu:02x}:00.0-{slot}",
@@ -34,10 +34,10 @@ def share(gpu: int, slot: int, **changed: object) -> answers.Device:
         "mig_profile": None,
         **changed,
     }
-    return cast("answers.Device", made)
+    return cast("answers.DeviceJson", made)
 
 
-def instance(gpu: int, number: int, profile: str, **changed: object) -> answers.Device:
+def instance(gpu: int, number: int, profile: str, **changed: object) -> answers.DeviceJson:
     """A MIG instance of a GPU, which is one device unless a slot and a way of sharing are given."""
     made = {
         "addr": f"{gpu:02x}:00.0-g{number}",
@@ -52,7 +52,7 @@ def mig_uuid_of(gpu: int, number: int) -> str:
     return f"MIG-00000000-0000-0000-{number:04x}-{gpu:012x}"
 
 
-def pool(gpu: int, **changed: object) -> answers.Pool:
+def pool(gpu: int, **changed: object) -> answers.PoolJson:
     """A GPU of 16 GiB in units of 128 MiB."""
     made: dict[str, Any] = {
         "gpu_uuid": uuid_of(gpu),
@@ -71,18 +71,18 @@ def pool(gpu: int, **changed: object) -> answers.Pool:
         "reserved_for": None,
         **changed,
     }
-    return cast("answers.Pool", made)
+    return cast("answers.PoolJson", made)
 
 
 def lease(
     gpu: int, memory_mib: int, name: str = "theirs", thread_percentage: float = 0.0
-) -> answers.LeaseRecord:
+) -> answers.LeaseRecordJson:
     """A lease of so much memory and of the SM threads of a GPU."""
     budget = {"gpu": f"{gpu:02x}:00.0", "memory_mib": memory_mib, "thread_percentage": thread_percentage}
-    return cast("answers.LeaseRecord", {"id": name, "budgets": [budget]})
+    return cast("answers.LeaseRecordJson", {"id": name, "budgets": [budget]})
 
 
-def gpu_of(gpu: int, instance: int = 0, profile: str = "") -> answers.Gpu:
+def gpu_of(gpu: int, instance: int = 0, profile: str = "") -> answers.GpuJson:
     """A GPU, or a MIG instance of it."""
     suffix = f"-g{instance}" if profile else ""
     made = {
@@ -94,13 +94,13 @@ def gpu_of(gpu: int, instance: int = 0, profile: str = "") -> answers.Gpu:
         "reserved_for": None,
         "mig_profile": profile or None,
     }
-    return cast("answers.Gpu", made)
+    return cast("answers.GpuJson", made)
 
 
 def facts(
-    devices: list[answers.Device] | None = None,
-    pools: list[answers.Pool] | None = None,
-    other_leases: list[answers.LeaseRecord] | None = None,
+    devices: list[answers.DeviceJson] | None = None,
+    pools: list[answers.PoolJson] | None = None,
+    other_leases: list[answers.LeaseRecordJson] | None = None,
     memory_limit_mib: int | None = 4096,
     thread_percentage: float = 25.0,
 ) -> HostFacts:
@@ -115,7 +115,7 @@ def facts(
     for row in (*(devices or []), *(pools or [])):
         gpus[row["gpu_uuid"]]["reserved_for"] = row["reserved_for"]
     limits = {"memory_limits_mib": [memory_limit_mib] * len(uuids), "thread_percentage": thread_percentage}
-    domain = cast("answers.Domain", {"name": "host", "gpus": list(uuids), **limits})
+    domain = cast("answers.DomainJson", {"name": "host", "gpus": list(uuids), **limits})
     domains, roots = dict.fromkeys(uuids, domain), dict.fromkeys(uuids, "pci0000:00")
     others = {one["id"]: one for one in other_leases or ()}
     return HostFacts(devices or [], pools or [], gpus, domains, roots, "535.104.05", others)

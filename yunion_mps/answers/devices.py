@@ -23,7 +23,7 @@ from yunion_mps.answers.fields import (
 )
 
 
-class PcieLink(TypedDict):
+class PcieLinkJson(TypedDict):
     """The capability of a GPU's PCI Express link."""
 
     lane_width: Count
@@ -32,7 +32,7 @@ class PcieLink(TypedDict):
     version: Annotated[str, Field("The version of PCI Express.", pattern="^[1-7]\\.0$")]
 
 
-class Device(TypedDict):
+class DeviceJson(TypedDict):
     """One device: a share of a GPU, with Cloudpods' field names and ours.
 
     It is pending, and not free, if leases from before a reload hold it or the memory that it needs; a device
@@ -53,7 +53,7 @@ class Device(TypedDict):
     host_id: Uuid
     numa_node: NumaNode | None
     device_path: Annotated[str, Field("The GPU's UUID.")]
-    pcie_info: PcieLink | None
+    pcie_info: PcieLinkJson | None
     index: Annotated[int, Field("Always -1 for MPS devices.", const=-1)]
     device_minor: Annotated[int, Field("Always -1 for MPS devices.", const=-1)]
     mps_memory_limit: Annotated[Mib | None, Field("Cloudpods' name of `memory_mib`.")]
@@ -101,7 +101,7 @@ class Device(TypedDict):
     holder: Annotated[str | None, Field("Who has its lease: `alice (PID 4260)`, `bob (job-17)`.")]
 
 
-class DeviceDetails(Device):
+class DeviceDetailsJson(DeviceJson):
     """One device, and how to use it."""
 
     slot: Annotated[Count, Field("The number of the share on its GPU, from 0.")]
@@ -112,16 +112,16 @@ class DeviceDetails(Device):
     ]
 
 
-class DeviceList(TypedDict):
+class DeviceListJson(TypedDict):
     """One page of the devices."""
 
-    isolated_devices: Annotated[list[Device], Field("The devices of this page, in PCI order.")]
+    isolated_devices: Annotated[list[DeviceJson], Field("The devices of this page, in PCI order.")]
     total: Annotated[Count, Field("The number of devices that match the filters, on all pages.")]
     limit: Count
     offset: Count
 
 
-class Gpu(TypedDict):
+class GpuJson(TypedDict):
     """One physical GPU, or a MIG instance, which follows its GPU."""
 
     uuid: str | None
@@ -149,7 +149,7 @@ class Gpu(TypedDict):
     mig_enabled: bool | None
     vendor_device_id: VendorDeviceId | None
     numa_node: NumaNode | None
-    pcie_info: PcieLink | None
+    pcie_info: PcieLinkJson | None
     render_node: str | None
     index: Annotated[Count | None, Field("NVML's index.")]
     device_minor: Annotated[Count | None, Field("The N of /dev/nvidiaN.")]
@@ -196,14 +196,14 @@ class Gpu(TypedDict):
     reserved_for: Annotated[str | None, Field("What it is reserved for, as configured.")]
 
 
-class GpuList(TypedDict):
+class GpuListJson(TypedDict):
     """All GPUs of the host in PCI order, as of the last poll; unavailable ones with the reason."""
 
-    gpus: list[Gpu]
+    gpus: list[GpuJson]
     total: Count
 
 
-class Pool(TypedDict):
+class PoolJson(TypedDict):
     """A GPU whose memory is leased in units, as devices that are created for leases."""
 
     gpu_uuid: str
@@ -248,14 +248,14 @@ class Pool(TypedDict):
     ]
 
 
-class PoolList(TypedDict):
+class PoolListJson(TypedDict):
     """All pools in PCI order."""
 
-    pools: list[Pool]
+    pools: list[PoolJson]
     total: Count
 
 
-class ProcessFields(TypedDict):
+class ProcessFieldsJson(TypedDict):
     """A process; all fields except its PID are null if it has just ended."""
 
     pid: Pid
@@ -265,7 +265,7 @@ class ProcessFields(TypedDict):
     started: Time | None
 
 
-class MpsServer(ProcessFields):
+class MpsServerJson(ProcessFieldsJson):
     """One MPS server."""
 
     domain: Annotated[str, Field("The domain that it belongs to.")]
@@ -274,14 +274,14 @@ class MpsServer(ProcessFields):
     ]
 
 
-class ContainerFields(TypedDict):
+class ContainerFieldsJson(TypedDict):
     """The container that a process runs in; null if there is none."""
 
     container: Annotated[str | None, Field("The container's name, or the beginning of its id.")]
     container_id: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None
 
 
-class VariableFields(TypedDict):
+class VariableFieldsJson(TypedDict):
     """What a process uses."""
 
     device: Annotated[str | None, Field("Its device: YUNION_MPS_DEVICE of its environment; null if not set.")]
@@ -291,7 +291,7 @@ class VariableFields(TypedDict):
     ]
 
 
-class MpsClient(ProcessFields, ContainerFields, VariableFields):
+class MpsClientJson(ProcessFieldsJson, ContainerFieldsJson, VariableFieldsJson):
     """One process that uses GPUs."""
 
     mps: Annotated[
@@ -306,7 +306,7 @@ class MpsClient(ProcessFields, ContainerFields, VariableFields):
     sm_utilization_by_gpu: Annotated[UtilizationList, Field("Its SM utilization on each of its GPUs.")]
 
 
-class WaitingClient(ProcessFields, VariableFields):
+class WaitingClientJson(ProcessFieldsJson, VariableFieldsJson):
     """One process that waits for an MPS server because another user's server is running."""
 
     since: Annotated[Time, Field("When it asked for a server.")]
@@ -315,17 +315,17 @@ class WaitingClient(ProcessFields, VariableFields):
     domain: Annotated[str, Field("The domain in which it is waiting.")]
 
 
-class ClientList(TypedDict):
+class ClientListJson(TypedDict):
     """The clients and servers of MPS."""
 
-    servers: list[MpsServer]
-    clients: Annotated[list[MpsClient], Field("Clients, and other processes on their GPUs.")]
-    waiting: Annotated[list[WaitingClient], Field("In order of arrival.")]
+    servers: list[MpsServerJson]
+    clients: Annotated[list[MpsClientJson], Field("Clients, and other processes on their GPUs.")]
+    waiting: Annotated[list[WaitingClientJson], Field("In order of arrival.")]
     errors: Annotated[list[str], Field("What could not be determined, and why.")]
     total: Annotated[Count, Field("The number of clients.")]
 
 
-class Termination(TypedDict):
+class TerminationJson(TypedDict):
     """How a client was terminated."""
 
     pid: Pid
@@ -336,14 +336,14 @@ class Termination(TypedDict):
     reason_code: ReasonCode
 
 
-class TerminationList(TypedDict):
+class TerminationListJson(TypedDict):
     """How the clients of a lease or device were terminated."""
 
-    terminations: list[Termination]
+    terminations: list[TerminationJson]
     total: Annotated[Count, Field("The number of clients.")]
 
 
-class HolderFields(ContainerFields):
+class HolderFieldsJson(ContainerFieldsJson):
     """The holder of a lease, or the requester of a queued request."""
 
     pid: Annotated[Pid | None, Field("Its process; null if it is bound to a name.")]
@@ -357,7 +357,7 @@ class HolderFields(ContainerFields):
     since: Time
 
 
-class DeviceBudget(TypedDict):
+class DeviceBudgetJson(TypedDict):
     """The budget of one leased device, and its use."""
 
     addr: Annotated[str, Field("The device's address.")]
@@ -370,13 +370,13 @@ class DeviceBudget(TypedDict):
     ]
 
 
-class LeaseRecord(HolderFields):
+class LeaseRecordJson(HolderFieldsJson):
     """Devices that belong to one holder until the lease ends."""
 
     id: Annotated[str, Field("A random UUID.")]
     devices: Annotated[list[str], Field("The devices' addresses.")]
     gpus: Annotated[list[str], Field("Their GPUs' addresses.")]
-    budgets: Annotated[list[DeviceBudget], Field("The budget and use of each device.")]
+    budgets: Annotated[list[DeviceBudgetJson], Field("The budget and use of each device.")]
     thread_percentage: Annotated[
         Percentage, Field("Share of each GPU's SM threads that a process may use; shares of a GPU add up.")
     ]
@@ -395,7 +395,7 @@ class LeaseRecord(HolderFields):
     environment: Annotated[dict[str, str], Field("The environment of a process that uses the devices.")]
 
 
-class LeaseDetails(LeaseRecord):
+class LeaseDetailsJson(LeaseRecordJson):
     """A lease, and how its devices are used now."""
 
     state: Annotated[
@@ -406,7 +406,7 @@ class LeaseDetails(LeaseRecord):
     reason_code: ReasonCode
 
 
-class QueuedRequest(HolderFields):
+class QueuedRequestJson(HolderFieldsJson):
     """A request that waits for devices."""
 
     requested: Annotated[str, Field("The requested devices.")]
@@ -414,10 +414,10 @@ class QueuedRequest(HolderFields):
     reason_code: ReasonCode
 
 
-class LeaseList(TypedDict):
+class LeaseListJson(TypedDict):
     """All leases, and the queued requests."""
 
-    leases: list[LeaseDetails]
-    waiting: Annotated[list[QueuedRequest], Field("In order of arrival.")]
+    leases: list[LeaseDetailsJson]
+    waiting: Annotated[list[QueuedRequestJson], Field("In order of arrival.")]
     errors: Annotated[list[str], Field("What could not be determined about their use, and why.")]
     total: Annotated[Count, Field("The number of leases.")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, TypedDict
 
 from yunion_mps import enums
-from yunion_mps.answers.devices import MpsClient
+from yunion_mps.answers.devices import MpsClientJson
 from yunion_mps.answers.fields import (
     Count,
     Field,
@@ -21,7 +21,7 @@ from yunion_mps.answers.fields import (
 )
 
 
-class ServedUser(TypedDict):
+class ServedUserJson(TypedDict):
     """The user whom a control daemon serves, because MPS serves one user at a time."""
 
     user: Annotated[str, Field("Their name.")]
@@ -30,7 +30,7 @@ class ServedUser(TypedDict):
     since: Annotated[Time, Field("When that began.")]
 
 
-class Domain(TypedDict):
+class DomainJson(TypedDict):
     """One of NVIDIA's control daemons, its GPUs and the limits in effect."""
 
     name: Annotated[str, Field("`host`, or the GPU's address with one control daemon per GPU.")]
@@ -53,18 +53,19 @@ class Domain(TypedDict):
     ]
     multiuser: Annotated[bool, Field("Whether it serves all users at once.")]
     serves: Annotated[
-        ServedUser | None, Field("The user that it serves now; null if it serves no user yet, or all users.")
+        ServedUserJson | None,
+        Field("The user that it serves now; null if it serves no user yet, or all users."),
     ]
 
 
-class Driver(TypedDict):
+class DriverJson(TypedDict):
     """The NVIDIA driver; its fields are null if it could not be read."""
 
     version: str | None
     cuda_version: Annotated[str | None, Field("The version of the CUDA driver API.")]
 
 
-class DeviceCounts(TypedDict):
+class DeviceCountsJson(TypedDict):
     """How many devices there are."""
 
     total: Count
@@ -76,14 +77,14 @@ class DeviceCounts(TypedDict):
     free: Annotated[Count, Field("Can be leased now, and no process uses them.")]
 
 
-class GpuCounts(TypedDict):
+class GpuCountsJson(TypedDict):
     """How many GPUs there are."""
 
     total: Count
     unavailable: Count
 
 
-class StatusProblem(TypedDict):
+class StatusProblemJson(TypedDict):
     """Something that an operator should know, and the GPU, devices and process that it is about, if any."""
 
     level: Annotated[str, Field("Only a `problem` makes the state `degraded`.", enum=enums.PROBLEM_LEVELS)]
@@ -101,14 +102,14 @@ class StatusProblem(TypedDict):
     waits_for: Annotated[str, Field("The leases, MPS servers and processes that it waits for, if any.")]
 
 
-class LeaseCounts(TypedDict):
+class LeaseCountsJson(TypedDict):
     """How many leases there are, and how many queued requests."""
 
     total: Count
     waiting: Count
 
 
-class ServiceFields(TypedDict):
+class ServiceFieldsJson(TypedDict):
     """The daemon, its control daemons, GPUs and devices, as of the last change."""
 
     notice: Annotated[str, Field("Why the host offers no devices; empty if it does.")]
@@ -117,13 +118,13 @@ class ServiceFields(TypedDict):
     pid: Pid
     started: Time
     host_id: Uuid
-    driver: Driver
-    devices: DeviceCounts
-    gpus: GpuCounts
-    domains: list[Domain]
+    driver: DriverJson
+    devices: DeviceCountsJson
+    gpus: GpuCountsJson
+    domains: list[DomainJson]
 
 
-class Status(ServiceFields):
+class StatusJson(ServiceFieldsJson):
     """The state of the host: its GPUs, control daemons and devices, and what its jobs do."""
 
     state: Annotated[
@@ -132,14 +133,14 @@ class Status(ServiceFields):
             "`degraded`: there is a problem; `failed`: no control daemon is ready.", enum=enums.HOST_STATES
         ),
     ]
-    problems: Annotated[list[StatusProblem], Field("Worst first.")]
-    leases: LeaseCounts
+    problems: Annotated[list[StatusProblemJson], Field("Worst first.")]
+    leases: LeaseCountsJson
     clients: Annotated[Count, Field("The number of processes that use GPUs through MPS.")]
     outside_mps: Annotated[Count, Field("The number of processes that use GPUs outside MPS.")]
     errors: Annotated[list[str], Field("What could not be determined, and why.")]
 
 
-class Event(TypedDict):
+class EventJson(TypedDict):
     """Something that changed, why, and the consequence for devices and jobs."""
 
     id: Annotated[int, Field("Increasing, and never reused; there can be gaps.", minimum=1)]
@@ -167,17 +168,17 @@ class Event(TypedDict):
     ]
 
 
-class EventList(TypedDict):
+class EventListJson(TypedDict):
     """Events, the oldest first, and where to continue."""
 
-    events: list[Event]
+    events: list[EventJson]
     last: Annotated[Count, Field("The value of `after` to continue from; 0 before the first event.")]
     omitted: Annotated[
         Count, Field("How many events after the first one listed are not listed, because of `severe_first`.")
     ]
 
 
-class MinuteUse(TypedDict):
+class MinuteUseJson(TypedDict):
     """The usage of a GPU or a device; a lease's memory counts for its devices in order."""
 
     addr: Annotated[str, Field("The address of the GPU or device.")]
@@ -185,19 +186,19 @@ class MinuteUse(TypedDict):
     utilization: UtilizationByMinute
 
 
-class Usage(TypedDict):
+class UsageJson(TypedDict):
     """The usage by minute; the last value is the current minute. What is not listed was not used."""
 
     begin: Annotated[Time, Field("When the first minute began.")]
     step_s: Annotated[int, Field("Seconds between values.", const=60)]
     polled: PolledByMinute
-    gpus: list[MinuteUse]
+    gpus: list[MinuteUseJson]
     devices: Annotated[
-        list[MinuteUse], Field("Attributed by each process's YUNION_MPS_DEVICE, or else by its lease.")
+        list[MinuteUseJson], Field("Attributed by each process's YUNION_MPS_DEVICE, or else by its lease.")
     ]
 
 
-class Change(TypedDict):
+class ChangeJson(TypedDict):
     """One difference between the state in effect and the desired state."""
 
     kind: Annotated[str, Field(enum=enums.CHANGE_KINDS)]
@@ -208,7 +209,7 @@ class Change(TypedDict):
     at_once: Annotated[bool, Field("False if it is delayed for at least some devices.")]
 
 
-class Pending(TypedDict):
+class PendingJson(TypedDict):
     """What a domain is waiting for."""
 
     domain: str
@@ -216,7 +217,7 @@ class Pending(TypedDict):
     leases: Annotated[list[str], Field("Ids of the leases that it waits for, if any.")]
 
 
-class Loss(TypedDict):
+class LossJson(TypedDict):
     """A leased device, or another program's MIG instance, that a new MIG layout removes."""
 
     subject: Annotated[str, Field("The address of the device, or of the instance.")]
@@ -226,26 +227,26 @@ class Loss(TypedDict):
     ]
 
 
-class ChangeList(TypedDict):
+class ChangeListJson(TypedDict):
     """What a reload changes, and when it takes effect."""
 
-    changes: list[Change]
-    pending: Annotated[list[Pending], Field("What has not taken effect yet.")]
-    losses: Annotated[list[Loss], Field("What a reload with the mode `now` would also remove.")]
-    clients: Annotated[list[MpsClient], Field("Clients that a reload with the mode `now` would end.")]
+    changes: list[ChangeJson]
+    pending: Annotated[list[PendingJson], Field("What has not taken effect yet.")]
+    losses: Annotated[list[LossJson], Field("What a reload with the mode `now` would also remove.")]
+    clients: Annotated[list[MpsClientJson], Field("Clients that a reload with the mode `now` would end.")]
     errors: Annotated[list[str], Field("Why `clients` may be incomplete.")]
     confirmation: Annotated[
         str, Field("Accepts these losses in a reload with the mode `now`; empty if there are none.")
     ]
 
 
-class Reexec(TypedDict):
+class ReexecJson(TypedDict):
     """The daemon is about to run the installed version in the same process."""
 
     pid: Pid
 
 
-class ProblemFields(TypedDict):
+class ProblemFieldsJson(TypedDict):
     """The members of every problem."""
 
     type: Annotated[str, Field(const="about:blank")]
@@ -255,7 +256,7 @@ class ProblemFields(TypedDict):
     code: Annotated[str, Field("A reason code.")]
 
 
-class ProblemDetails(ProblemFields, total=False):
+class ProblemDetailsJson(ProblemFieldsJson, total=False):
     """What is wrong (RFC 9457)."""
 
     hint: Annotated[str, Field("What to do.")]

@@ -21,7 +21,7 @@ from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, INVALID_REQUEST,
 from yunion_mps.text import gpus_that_are
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, EventList, LeaseRecord
+    from yunion_mps.answers import DeviceJson, EventListJson, LeaseRecordJson
 
 T = TypeVar("T")
 
@@ -52,14 +52,14 @@ def shares_pid_namespace(timeout_s: float) -> bool:
     return _daemon().is_visible(timeout_s)
 
 
-def listed_devices() -> list[Device]:
+def listed_devices() -> list[DeviceJson]:
     """Return all devices of the host; raises YunionError."""
     return call_daemon(GET_DEVICES, limit=0)["isolated_devices"]
 
 
 def newest_events(
     limit: int, *, since: str | None = None, kind: str | None = None, severe_first: bool = False
-) -> EventList:
+) -> EventListJson:
     """Return the newest events, also from an earlier daemon during an upgrade; raises YunionError.
 
     limit: how many there are at most
@@ -76,14 +76,14 @@ def newest_events(
     return call_daemon(GET_EVENTS, limit=limit, since=since, kind=kind)
 
 
-def obtain_lease(request: RequestMembers, wait_s: int) -> LeaseRecord:
+def obtain_lease(request: RequestMembers, wait_s: int) -> LeaseRecordJson:
     """Take a lease; raises YunionError, for example NothingFreeError if there is none within `wait_s`."""
     with add_option_hints(request, wait_s):
         coroutine = transport.request_lease(blocking_transport(), request, wait_s, print_notice)
         return transport.run_blocking(coroutine)
 
 
-def obtain_preview(request: RequestMembers) -> LeaseRecord:
+def obtain_preview(request: RequestMembers) -> LeaseRecordJson:
     """Return the lease that the request would get now; raises YunionError."""
     return transport.run_blocking(transport.request_preview(blocking_transport(), request))
 
@@ -121,7 +121,7 @@ def _is_free(request: RequestMembers) -> bool:
     return False
 
 
-def print_warnings(lease: LeaseRecord) -> None:
+def print_warnings(lease: LeaseRecordJson) -> None:
     """Print a notice if some of the GPUs do not enforce budgets, or if one process cannot use all devices."""
     warn_unenforced(lease["unenforced_gpus"], lease["sharing"])
     instances = [gpu for gpu in lease["gpus"] if is_on_instance(gpu)]

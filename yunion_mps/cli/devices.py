@@ -31,7 +31,7 @@ from yunion_mps.overview import way_of
 from yunion_mps.service.holdings import ID_LENGTH
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, DeviceDetails, DeviceList, Gpu, PcieLink
+    from yunion_mps.answers import DeviceDetailsJson, DeviceJson, DeviceListJson, GpuJson, PcieLinkJson
 
 #: Fields of a device in CSV.
 _DEVICE_FIELDS = (
@@ -149,14 +149,14 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
     )  # fmt: skip
 
 
-def is_free(record: Device) -> bool:
+def is_free(record: DeviceJson) -> bool:
     """Return whether the user of this command can lease the device now."""
     user = user_name(os.geteuid())
     is_for_user = record["free_for"] in (None, user) and user not in record["not_free_for"]
     return record["state"] == FREE and is_for_user
 
 
-def describe_state(record: Device) -> str:
+def describe_state(record: DeviceJson) -> str:
     """Return the state of the device; if it is free for one user only, `free for alice`."""
     if record["free_for"]:
         return f"free for {record['free_for']}"
@@ -167,13 +167,13 @@ def describe_state(record: Device) -> str:
     return record["state"]
 
 
-def _devices_text(devices: list[Device], none: str, *, wide: bool) -> str:
+def _devices_text(devices: list[DeviceJson], none: str, *, wide: bool) -> str:
     """Format a table, followed by what is wrong with devices, once for each GPU."""
     gpu_notes = dict.fromkeys((gpu_of(record["addr"]), _note(record)) for record in devices)
     return table(_DEVICES, devices, none=none, wide=wide) + notes(gpu_notes)
 
 
-def _note(device: Device) -> str:
+def _note(device: DeviceJson) -> str:
     """Return why the device is unavailable or pending, or that it is leased only on request."""
     if device["reason"] or device["budget_enforced"]:
         return device["reason"]
@@ -181,17 +181,17 @@ def _note(device: Device) -> str:
     return f"{cause} are not enforced: lease its devices with --allow-unlimited"
 
 
-def _has_budgets(gpu: Gpu) -> bool:
+def _has_budgets(gpu: GpuJson) -> bool:
     """Return whether the GPU can have budgets: one without the instances of its MIG layout has none yet."""
     return bool(gpu["compute_capability"]) and (gpu["sharing"] != MIG or bool(gpu["devices"]))
 
 
-def _name(gpu: Gpu) -> str | None:
+def _name(gpu: GpuJson) -> str | None:
     """Return its name; for a MIG instance only the profile, because its row follows its GPU's."""
     return f"MIG {gpu['mig_profile']}" if gpu["mig_profile"] else gpu["name"]
 
 
-def _power(gpu: Gpu) -> str | None:
+def _power(gpu: GpuJson) -> str | None:
     """Format `188 / 700`: power draw and limit."""
     if gpu["power_w"] is None:
         return None
@@ -203,7 +203,7 @@ def _numa(node: int | None) -> int | None:
     return None if node == -1 else node
 
 
-def _link(link: PcieLink | None) -> str | None:
+def _link(link: PcieLinkJson | None) -> str | None:
     """Format for example `5.0 x16`."""
     return link and f"{link['version']} x{link['lane_width']}"
 
@@ -259,7 +259,7 @@ def _cloudpods_row(device: Mapping[str, object]) -> list[object]:
     return [device[field] for field in COLUMNS.values()]
 
 
-def footer(answer: DeviceList) -> str:
+def footer(answer: DeviceListJson) -> str:
     """Return the line that Cloudpods prints below a list."""
     total = answer["total"]
     limit = answer["limit"]
@@ -289,7 +289,7 @@ def show_device(device: str, output: str) -> None:
     show_pairs(answer, output, lambda: _device_text(answer))
 
 
-def _device_text(answer: DeviceDetails) -> str:
+def _device_text(answer: DeviceDetailsJson) -> str:
     """Format a device, and its environment on lines that can be copied."""
     why = WHY_UNENFORCED.get(answer["sharing"])
     unenforced = "" if answer["budget_enforced"] else f" (not enforced: the GPU is {why})"
@@ -316,7 +316,7 @@ def _device_text(answer: DeviceDetails) -> str:
     return format_fields(lines) + environment_text(answer["client_environment"])
 
 
-def _memory_of_all(device: Device) -> str:
+def _memory_of_all(device: DeviceJson) -> str:
     """Format `5760 of 23040 MiB`."""
     if device["memory_mib"] is None:
         return "unknown memory"
@@ -358,13 +358,13 @@ def list_gpus(output: str) -> None:
     show(answer, output, _GPU_FIELDS, gpus, lambda: _gpus_text(gpus, wide=output == "wide"))
 
 
-def _gpus_text(gpus: list[Gpu], *, wide: bool) -> str:
+def _gpus_text(gpus: list[GpuJson], *, wide: bool) -> str:
     """Format a table, followed by the reasons, which are too long for a column."""
     text = table(_GPUS, gpus, none="No GPUs.", wide=wide)
     return text + notes((gpu["addr"], gpu["reason"]) for gpu in gpus) + pools(gpus)
 
 
-def pools(gpus: Iterable[Gpu]) -> str:
+def pools(gpus: Iterable[GpuJson]) -> str:
     """Format the free memory of GPUs that are leased in units."""
     text = ""
     for gpu in gpus:
@@ -373,7 +373,7 @@ def pools(gpus: Iterable[Gpu]) -> str:
     return text
 
 
-def _pool(gpu: Gpu) -> str:
+def _pool(gpu: GpuJson) -> str:
     """Return how much memory is free, and who can lease it."""
     of_all = f"{gpu['memory_free_mib']} of {gpu['memory_mib']} MiB"
     if gpu["reserved_for"]:

@@ -27,7 +27,7 @@ from yunion_mps.models import CDI_KIND, Gpu
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseRecord
+    from yunion_mps.answers import LeaseRecordJson
 
 #: The first podman that supports CDI (release notes of 4.1.0).
 _PODMAN_WITH_CDI = [4, 1]
@@ -96,7 +96,7 @@ def _supports_cdi(engine: str, program: str) -> bool:
     return directories.startswith('["')
 
 
-def _options_without_cdi(lease: LeaseRecord) -> list[str]:
+def _options_without_cdi(lease: LeaseRecordJson) -> list[str]:
     """Return options with the same effect as CDI, except for the driver's libraries."""
     paths = Paths.from_environment()
     pipe_directory = lease["environment"].get("CUDA_MPS_PIPE_DIRECTORY")

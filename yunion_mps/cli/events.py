@@ -23,7 +23,7 @@ from yunion_mps.text import count
 from yunion_mps.units import duration_s, rfc3339, seconds
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Event, EventList
+    from yunion_mps.answers import EventJson, EventListJson
 
 FIELDS = ("time", "severity", "kind", "subject", "what", "cause", "consequence", "code", "count", "last_time")
 
@@ -124,7 +124,7 @@ def show_events(follow: bool, since: int | None, kind: str | None, limit: int | 
     show(answer, output, FIELDS, rows, lambda: _whole_text(answer, limit or default))
 
 
-def _whole_text(answer: EventList, limit: int) -> str:
+def _whole_text(answer: EventListJson, limit: int) -> str:
     events = answer["events"]
     omitted = answer.get("omitted", 0)  # an earlier daemon, which an upgrade has not replaced yet, omits none
     if not events:
@@ -138,7 +138,7 @@ def _whole_text(answer: EventList, limit: int) -> str:
     return text + _text(events)
 
 
-def _text(events: list[Event]) -> str:
+def _text(events: list[EventJson]) -> str:
     """Format events for people: what happened, then cause and consequence. No word is broken."""
     lines: list[str] = []
     for event in events:
@@ -154,7 +154,7 @@ def _text(events: list[Event]) -> str:
     return "".join(wrapped(line, _INDENT, _NARROWEST) for line in lines)
 
 
-def _row(event: Event) -> list[object]:
+def _row(event: EventJson) -> list[object]:
     values: Mapping[str, object] = event
     row: list[object] = []
     for name in FIELDS:
@@ -162,7 +162,7 @@ def _row(event: Event) -> list[object]:
     return row
 
 
-def _follow(answer: EventList, kind: str | None, output: str) -> None:
+def _follow(answer: EventListJson, kind: str | None, output: str) -> None:
     """Print existing and new events until interrupted."""
     _print(answer["events"], output, begin=True)
     _refuse_without_reader()
@@ -171,7 +171,7 @@ def _follow(answer: EventList, kind: str | None, output: str) -> None:
         _refuse_without_reader()
 
 
-def _print(events: list[Event], output: str, *, begin: bool = False) -> None:
+def _print(events: list[EventJson], output: str, *, begin: bool = False) -> None:
     """Print the events and flush the output; each event is complete by itself."""
     if output == "json":
         for event in events:

@@ -19,7 +19,7 @@ from yunion_mps.http.transport import refuse_unreachable
 from yunion_mps.reasons import MIG_FOREIGN_INSTANCE, MIG_INSTANCE_GONE, hint_of
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseDetails
+    from yunion_mps.answers import LeaseDetailsJson
 
 _DEVICE = "YUNION_MPS_DEVICE"
 _LEASE = "YUNION_MPS_LEASE"
@@ -75,7 +75,7 @@ def _required(own: Mapping[str, str]) -> Iterator[str]:
         yield from (_PIPE_DIRECTORY, *_LIMITS)
 
 
-def _current_environment(lease: LeaseDetails) -> Mapping[str, str]:
+def _current_environment(lease: LeaseDetailsJson) -> Mapping[str, str]:
     """Return the environment of all of the lease's devices, or of the one that ours names, as in a step.
 
     Raises HostError if a MIG instance is missing, or if ours names devices that have no common budget.
@@ -120,7 +120,7 @@ def _refuse_destroyed(environment: Mapping[str, str]) -> None:
             raise HostError(what, hint, MIG_INSTANCE_GONE)
 
 
-def _refuse_missing(lease: LeaseDetails, code: str, reason: str) -> None:
+def _refuse_missing(lease: LeaseDetailsJson, code: str, reason: str) -> None:
     if code in _MISSING:
         hint = hint_of(code, gpu=physical_gpu(lease["devices"][0]), lease=lease["id"])
         raise HostError(f"--inherit: {reason}", hint, code)

@@ -52,7 +52,7 @@ from yunion_mps.text import gpus_that_are
 from yunion_mps.units import seconds, total_mib
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseList, LeaseRecord
+    from yunion_mps.answers import LeaseListJson, LeaseRecordJson
 
 #: Fields of a lease in CSV.
 _FIELDS = (
@@ -235,7 +235,7 @@ def _one_lease(lease: str) -> str:
     return lease
 
 
-def _leases_text(answer: LeaseList, *, wide: bool) -> str:
+def _leases_text(answer: LeaseListJson, *, wide: bool) -> str:
     """Format a table of leases, why some are unavailable or pending, queued requests, and errors."""
     text = table(_COLUMNS, answer["leases"], none="No leases.", wide=wide)
     reasons = dict.fromkeys(record["reason"] for record in answer["leases"] if record["reason"])
@@ -243,7 +243,7 @@ def _leases_text(answer: LeaseList, *, wide: bool) -> str:
     return text + waiting_text(answer["waiting"]) + incomplete_note(answer["errors"])
 
 
-def _lease_text(lease: LeaseRecord, state: str = "") -> str:
+def _lease_text(lease: LeaseRecordJson, state: str = "") -> str:
     unenforced = ""
     if lease["unenforced_gpus"]:
         which = gpus_that_are(WHY_UNENFORCED[lease["sharing"]], lease["unenforced_gpus"])
@@ -274,13 +274,13 @@ def _lease_text(lease: LeaseRecord, state: str = "") -> str:
     return format_fields(lines) + environment_text(lease["environment"])
 
 
-def _in_words(lease: LeaseRecord, result: str) -> str:
+def _in_words(lease: LeaseRecordJson, result: str) -> str:
     """Begin a sentence about a lease: `Lease 7c1f0e7a (job-17) renewed`."""
     name = f" ({lease['name']})" if lease["name"] else ""
     return f"Lease {lease['id'][:ID_LENGTH]}{name} {result}"
 
 
-def _with_totals(lease: LeaseRecord) -> dict[str, object]:
+def _with_totals(lease: LeaseRecordJson) -> dict[str, object]:
     """Return the fields of a lease, and those of its devices together."""
     return {
         **lease,
@@ -290,17 +290,17 @@ def _with_totals(lease: LeaseRecord) -> dict[str, object]:
     }
 
 
-def _memory_mib(lease: LeaseRecord) -> int | None:
+def _memory_mib(lease: LeaseRecordJson) -> int | None:
     return total_mib(budget["memory_mib"] for budget in lease["budgets"])
 
 
-def _process_memory_mib(lease: LeaseRecord) -> int | None:
+def _process_memory_mib(lease: LeaseRecordJson) -> int | None:
     """Return what a process may allocate: less than the sum of the devices if MPS combines only some."""
     limits = re.findall(r"=(\d+)M", lease["environment"].get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", ""))
     return sum(map(int, limits)) if limits else _memory_mib(lease)
 
 
-def _peak_mib(lease: LeaseRecord) -> int | None:
+def _peak_mib(lease: LeaseRecordJson) -> int | None:
     """Return the sum of the peaks that are known; None if none is."""
     sum_mib: int | None = None
     for budget in lease["budgets"]:
@@ -310,7 +310,7 @@ def _peak_mib(lease: LeaseRecord) -> int | None:
     return sum_mib
 
 
-def _utilization(lease: LeaseRecord) -> int | None:
+def _utilization(lease: LeaseRecordJson) -> int | None:
     """Return the highest among its devices, in percent; None if it is unknown."""
     highest: int | None = None
     for budget in lease["budgets"]:

@@ -17,7 +17,7 @@ from yunion_mps.http.operations import GET_POOLS
 from yunion_mps.ray import DEVICES, MEMORY
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, Pool
+    from yunion_mps.answers import DeviceJson, PoolJson
 
 _OPTION = "--resources"
 #: Makes Ray terminate workers that have been idle for a second, and start none in advance: such workers would
@@ -95,7 +95,7 @@ def _resources() -> dict[str, int]:
     return offered
 
 
-def resources_of(devices: Sequence[Device], pools: Sequence[Pool]) -> dict[str, int]:
+def resources_of(devices: Sequence[DeviceJson], pools: Sequence[PoolJson]) -> dict[str, int]:
     """Return the number of devices and the memory of the pools, except what Ray's workers cannot lease.
 
     A pool's devices are only created for leases, so they are not counted.
@@ -111,7 +111,7 @@ def resources_of(devices: Sequence[Device], pools: Sequence[Pool]) -> dict[str, 
     return offered
 
 
-def _is_offered(record: Device | Pool) -> bool:
+def _is_offered(record: DeviceJson | PoolJson) -> bool:
     return record["state"] != UNAVAILABLE and not record["reserved_for"] and record["budget_enforced"]
 
 

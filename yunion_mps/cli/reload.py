@@ -46,7 +46,14 @@ from yunion_mps.units import duration_text
 from yunion_mps.users import AT_ONCE
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Change, ChangeList, MpsClient, Pending, Status, StatusProblem
+    from yunion_mps.answers import (
+        ChangeJson,
+        ChangeListJson,
+        MpsClientJson,
+        PendingJson,
+        StatusJson,
+        StatusProblemJson,
+    )
 
 
 #: What MIG layouts would remove.
@@ -107,7 +114,7 @@ def plan(output: str) -> None:
     )  # fmt: skip
 
 
-def _describe_drain(answer: ChangeList) -> str:
+def _describe_drain(answer: ChangeListJson) -> str:
     """Name all GPUs that would get no new jobs during a `reload --drain`: those of the control daemon, too.
 
     Clients of a control daemon with several GPUs share its servers, whichever GPU they use.
@@ -128,7 +135,7 @@ def _describe_drain(answer: ChangeList) -> str:
     return text
 
 
-def _text(title: str, answer: ChangeList) -> str:
+def _text(title: str, answer: ChangeListJson) -> str:
     """Format a table of the changes, when the later ones take effect, and what domains wait for now."""
     text = table(_COLUMNS, answer["changes"]) if answer["changes"] else ""
     for change in answer["changes"]:
@@ -207,7 +214,7 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     _refuse_if_not_serving(status)
 
 
-def _with(answer: ChangeList | None, later: ChangeList) -> ChangeList:
+def _with(answer: ChangeListJson | None, later: ChangeListJson) -> ChangeListJson:
     """Return a reload's answer with the further changes of a later reload, and what is pending after that."""
     if answer is None:
         return later
@@ -216,20 +223,22 @@ def _with(answer: ChangeList | None, later: ChangeList) -> ChangeList:
     return {**later, "changes": [*answer["changes"], *others]}
 
 
-def _in_effect(answer: ChangeList, status: Status) -> ChangeList:
+def _in_effect(answer: ChangeListJson, status: StatusJson) -> ChangeListJson:
     """Return a reload's answer as it is once all of its changes are in effect.
 
     GPUs that are missing, or whose modes the operator has to change, stay pending, but are no reason to fail.
     """
-    changes: list[Change] = [{**change, "effect": AT_ONCE, "at_once": True} for change in answer["changes"]]
-    pending: list[Pending] = []
+    changes: list[ChangeJson] = [
+        {**change, "effect": AT_ONCE, "at_once": True} for change in answer["changes"]
+    ]
+    pending: list[PendingJson] = []
     for problem in _pending(status, MODE_NEEDS | GPU_NEEDS):
         text = f"{problem['text']}; {problem['hint']}"
         pending.append({"domain": "", "pending": text, "leases": []})
     return {**answer, "changes": changes, "pending": pending}
 
 
-def _describe_reload(answer: ChangeList, status: Status, *, waits: bool) -> str:
+def _describe_reload(answer: ChangeListJson, status: StatusJson, *, waits: bool) -> str:
     title = "Reloaded with these changes:" if answer["changes"] else "Reloaded; nothing has changed."
     text = _text(title, answer)
     if any(domain["waits_for"] for domain in status["domains"]) and not waits:
@@ -245,12 +254,12 @@ def _describe_reload(answer: ChangeList, status: Status, *, waits: bool) -> str:
     return text + ("See who holds the leases: yunion-mps who\n" if has_leases else "")
 
 
-def _reload_now(yes: bool) -> tuple[ChangeList, Status]:
+def _reload_now(yes: bool) -> tuple[ChangeListJson, StatusJson]:
     """List what `--now` ends or removes, ask for confirmation, and do it; return the answer and the status.
 
     If more would be lost than was listed, it is listed and has to be confirmed again.
     """
-    accepted: ChangeList | None = None
+    accepted: ChangeListJson | None = None
     for _ in range(_MAX_LISTINGS):
         plan = call_daemon(GET_PLAN)
         _confirm(plan, yes, _RELOADED if accepted else _NOTHING_DONE)
@@ -270,7 +279,7 @@ def _reload_now(yes: bool) -> tuple[ChangeList, Status]:
     raise YunionError(what, "admit no new jobs, and wait for the running ones: yunion-mps reload --drain")
 
 
-def _confirm(plan: ChangeList, yes: bool, consequence: str) -> None:
+def _confirm(plan: ChangeListJson, yes: bool, consequence: str) -> None:
     """Print what `--now` ends or removes; raises YunionError, with the `consequence`, unless confirmed."""
     verb = "will" if yes else "would"
     if plan["clients"]:
@@ -285,7 +294,7 @@ def _confirm(plan: ChangeList, yes: bool, consequence: str) -> None:
         confirm("Continue?", yes, consequence)
 
 
-def _end(jobs: Iterable[MpsClient]) -> None:
+def _end(jobs: Iterable[MpsClientJson]) -> None:
     """End the jobs like `terminate`: without its MPS server, a job gets an error but may not exit."""
     for job in jobs:
         try:
@@ -301,7 +310,7 @@ def _end(jobs: Iterable[MpsClient]) -> None:
             )
 
 
-def _wait(timeout_s: int | None) -> Status:
+def _wait(timeout_s: int | None) -> StatusJson:
     """Return the status once nothing is pending and the devices of changed GPUs can be leased.
 
     Raises YunionError if that takes too long.
@@ -332,28 +341,28 @@ def _wait(timeout_s: int | None) -> Status:
         time.sleep(_POLL_S)
 
 
-def _pending(status: Status, codes: Collection[str]) -> list[StatusProblem]:
-    pending: list[StatusProblem] = []
+def _pending(status: StatusJson, codes: Collection[str]) -> list[StatusProblemJson]:
+    pending: list[StatusProblemJson] = []
     for problem in status["problems"]:
         if problem["code"] in codes and problem["level"] != NOTICE:
             pending.append(problem)
     return pending
 
 
-def _settling(status: Status) -> list[StatusProblem]:
+def _settling(status: StatusJson) -> list[StatusProblemJson]:
     """Return the problems of GPUs whose change has begun; their devices cannot be leased until it is done."""
-    settling: list[StatusProblem] = []
+    settling: list[StatusProblemJson] = []
     for problem in status["problems"]:
         if problem["code"] in SETTLING and problem["level"] == PROBLEM:
             settling.append(problem)
     return settling
 
 
-def _texts(problems: Iterable[StatusProblem]) -> str:
+def _texts(problems: Iterable[StatusProblemJson]) -> str:
     return "; ".join(problem["text"] for problem in problems)
 
 
-def _refuse_if_still_pending(status: Status) -> None:
+def _refuse_if_still_pending(status: StatusJson) -> None:
     """Raise YunionError if the operator has to act before all is in effect."""
     lasting = _pending(status, _NEEDS)
     if lasting:
@@ -361,7 +370,7 @@ def _refuse_if_still_pending(status: Status) -> None:
         raise YunionError(what, lasting[0]["hint"], lasting[0]["code"])
 
 
-def _refuse_if_not_serving(status: Status) -> None:
+def _refuse_if_not_serving(status: StatusJson) -> None:
     """Raise YunionError if the configuration was applied, but a control daemon does not serve."""
     errors: list[str] = []
     codes: set[str] = set()

@@ -31,7 +31,7 @@ from yunion_mps.text import command_line
 from yunion_mps.units import total_mib
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseRecord
+    from yunion_mps.answers import LeaseRecordJson
 
 #: The default of `--safe-stop`, shorter than the grace periods of systemd, Kubernetes and Slurm.
 _GRACE_S = 10
@@ -236,7 +236,7 @@ def _inherit_environment() -> dict[str, str]:
     return inherited
 
 
-def _budget(lease: LeaseRecord) -> str:
+def _budget(lease: LeaseRecordJson) -> str:
     """Format `5760 MiB of memory, 25 % of the SM threads`; the memory of each GPU if there are several."""
     amounts: list[str] = []
     for gpu in lease["gpus"]:

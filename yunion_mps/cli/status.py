@@ -30,7 +30,7 @@ from yunion_mps.service.holdings import Holding, is_memory_unknown
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Domain, Gpu, Status
+    from yunion_mps.answers import DomainJson, GpuJson, StatusJson
 
 _SERVES = Column("SERVES", lambda domain: domain["serves"] and domain["serves"]["user"], drop=6)
 _DOMAIN_COLUMNS = (
@@ -103,7 +103,7 @@ def status(exit_code: bool, output: str) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _status_text(status: Status, host: HostOverview) -> str:
+def _status_text(status: StatusJson, host: HostOverview) -> str:
     gpus = host.answers.gpus
     text = wrapped(f"State:    {status['state']}")
     for problem, hint in with_hints(fold_problems(host.problems)):
@@ -128,7 +128,7 @@ def _status_text(status: Status, host: HostOverview) -> str:
     return text + domains + end
 
 
-def _devices(status: Status, host: HostOverview) -> str:
+def _devices(status: StatusJson, host: HostOverview) -> str:
     devices = status["devices"]
     gpus = host.answers.gpus
     text = f"{devices['available']} of {devices['total']} available"
@@ -147,7 +147,7 @@ def _devices(status: Status, host: HostOverview) -> str:
     return text + _restrictions(host.holdings)
 
 
-def _leases(status: Status) -> str:
+def _leases(status: StatusJson) -> str:
     leases = status["leases"]
     text = str(leases["total"])
     if leases["waiting"]:
@@ -159,14 +159,14 @@ def _leases(status: Status) -> str:
     return text
 
 
-def _gpus(status: Status, gpus: Sequence[Gpu]) -> str:
+def _gpus(status: StatusJson, gpus: Sequence[GpuJson]) -> str:
     text = f"{status['gpus']['total']}{_ways(gpus)}"
     if status["gpus"]["unavailable"]:
         text += f", {status['gpus']['unavailable']} unavailable"
     return text
 
 
-def _driver(status: Status) -> str:
+def _driver(status: StatusJson) -> str:
     driver = status["driver"]
     text = driver["version"] or "not queried"
     if driver["cuda_version"]:
@@ -231,7 +231,7 @@ def _device_counts(held: Iterable[Holding]) -> dict[str, _DeviceCounts]:
     return counts
 
 
-def _gpu_row(gpu: Gpu, way: str | None, devices: _DeviceCounts, host: HostOverview) -> dict[str, Any]:
+def _gpu_row(gpu: GpuJson, way: str | None, devices: _DeviceCounts, host: HostOverview) -> dict[str, Any]:
     """Return the row of a GPU; unknown memory is 0."""
     used_mib = 0
     memory_mib = 0
@@ -273,14 +273,14 @@ def _memory_used(used_mib: int, total_mib: int) -> str | None:
     return f"{used_mib} MiB" if used_mib else None
 
 
-def _ways(gpus: Sequence[Gpu]) -> str:
+def _ways(gpus: Sequence[GpuJson]) -> str:
     """Return how many GPUs are shared in each way; empty if all are shared through MPS."""
     ways = Counter(gpu["sharing"] for gpu in gpus if gpu["sharing"] and not gpu["parent"])
     words = ", ".join(f"{number} {way}" for way, number in sorted(ways.items()))
     return f" ({words})" if ways.keys() - {MPS} else ""
 
 
-def _way(gpu: Gpu, gpus: Sequence[Gpu]) -> str | None:
+def _way(gpu: GpuJson, gpus: Sequence[GpuJson]) -> str | None:
     """Return how the GPU is shared, and with which instances: `mig with mps (2 x 3g.40gb)`."""
     parts = [part for part in gpus if part["parent"] and part["parent"] == gpu["uuid"]]
     if not parts:
@@ -294,7 +294,7 @@ def _way(gpu: Gpu, gpus: Sequence[Gpu]) -> str | None:
     return " ".join([*words, f"({instances})"])
 
 
-def _default_limit(domain: Domain) -> str | None:
+def _default_limit(domain: DomainJson) -> str | None:
     """Format the default limits of clients, the range over all GPUs: `5760-20389 MiB, 25 %`."""
     limits = [limit for limit in domain["memory_limits_mib"] if limit is not None]
     if not limits:
@@ -305,7 +305,7 @@ def _default_limit(domain: Domain) -> str | None:
     return f"{memory} MiB, {domain['thread_percentage']} %"
 
 
-def _domain_table(domains: Sequence[Domain], limit: int) -> str:
+def _domain_table(domains: Sequence[DomainJson], limit: int) -> str:
     """Format the control daemons; if there are more than `limit`, only those that are not ready."""
     shown = [domain for domain in domains if len(domains) <= limit or domain["state"] != "ready"][:_MAX_ROWS]
     columns = list(_DOMAIN_COLUMNS)

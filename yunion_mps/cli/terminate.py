@@ -32,7 +32,7 @@ from yunion_mps.service.holdings import (
 from yunion_mps.text import count
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ClientList, Termination, TerminationList
+    from yunion_mps.answers import ClientListJson, TerminationJson, TerminationListJson
     from yunion_mps.service.holdings import AnyClient
 
 #: Fields of a termination in CSV.
@@ -74,8 +74,8 @@ def terminate_jobs(target: str, force: bool, yes: bool, output: str) -> None:
         answer = _terminate_process(int(target), force=force, yes=yes)
     else:
         answer = _terminate_all(target, force=force, yes=yes)
-    ended: list[Termination] = []
-    running: list[Termination] = []
+    ended: list[TerminationJson] = []
+    running: list[TerminationJson] = []
     for termination in answer["terminations"]:
         if termination["ended"]:
             ended.append(termination)
@@ -86,7 +86,7 @@ def terminate_jobs(target: str, force: bool, yes: bool, output: str) -> None:
         raise _error(target, running, force=force)
 
 
-def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationList:
+def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationListJson:
     answer = call_daemon(GET_CLIENTS)
     client = _client_of(answer, pid)
     if client is None and answer["errors"]:
@@ -108,7 +108,7 @@ def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationList:
     return _terminations(call_daemon(TERMINATE_CLIENT, pid=pid, signals=_signals(force)))
 
 
-def _client_of(answer: ClientList, pid: int) -> AnyClient | None:
+def _client_of(answer: ClientListJson, pid: int) -> AnyClient | None:
     listed: list[AnyClient] = [*answer["clients"], *answer["waiting"]]
     for client in listed:
         if client["pid"] == pid:
@@ -116,11 +116,11 @@ def _client_of(answer: ClientList, pid: int) -> AnyClient | None:
     return None
 
 
-def _terminations(termination: Termination) -> TerminationList:
+def _terminations(termination: TerminationJson) -> TerminationListJson:
     return {"terminations": [termination], "total": 1}
 
 
-def _terminate_all(target: str, *, force: bool, yes: bool) -> TerminationList:
+def _terminate_all(target: str, *, force: bool, yes: bool) -> TerminationListJson:
     kind, name, choose = _find(target)
     described = f"{kind} {name}"
     answer = call_daemon(GET_CLIENTS)
@@ -154,7 +154,7 @@ class _Target(NamedTuple):
     #: The lease's id, or the device's address.
     name: str
     #: Chooses its processes.
-    choose: Callable[[ClientList], list[AnyClient]]
+    choose: Callable[[ClientListJson], list[AnyClient]]
 
 
 def _find(target: str) -> _Target:
@@ -173,16 +173,16 @@ def _find(target: str) -> _Target:
     return _Target("device", address, partial(clients_of_device, address))
 
 
-def _describe(process: AnyClient | Termination) -> str:
+def _describe(process: AnyClient | TerminationJson) -> str:
     who = cell(process["user"] or "an unknown user")
     return f"PID {process['pid']} ({cell(process['command'] or 'unknown')}) of {who}"
 
 
-def _line(termination: Termination) -> str:
+def _line(termination: TerminationJson) -> str:
     return wrapped(f"{_describe(termination)}: {termination['how']}")
 
 
-def _error(target: str, running: Sequence[Termination], *, force: bool) -> YunionError:
+def _error(target: str, running: Sequence[TerminationJson], *, force: bool) -> YunionError:
     """Return the error for the processes that are still running."""
     message = "\n".join(f"{_describe(process)}: {process['how']}" for process in running)
     if all(process["reason_code"] == NOT_ALLOWED for process in running):

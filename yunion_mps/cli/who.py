@@ -45,14 +45,14 @@ from yunion_mps.service.holdings import (
 
 if TYPE_CHECKING:
     from yunion_mps.answers import (
-        ClientList,
-        Device,
-        MpsClient,
-        MpsServer,
-        ProcessFields,
-        QueuedRequest,
-        StatusProblem,
-        WaitingClient,
+        ClientListJson,
+        DeviceJson,
+        MpsClientJson,
+        MpsServerJson,
+        ProcessFieldsJson,
+        QueuedRequestJson,
+        StatusProblemJson,
+        WaitingClientJson,
     )
 
 #: The codes of problems of jobs and their devices.
@@ -92,8 +92,8 @@ class UseList(TypedDict):
     """What `who` prints as JSON."""
 
     uses: list[Use]
-    waiting: list[QueuedRequest]
-    problems: list[StatusProblem]
+    waiting: list[QueuedRequestJson]
+    problems: list[StatusProblemJson]
     errors: list[str]
     total: int
 
@@ -173,7 +173,7 @@ def who(clients_only: bool, output: str) -> None:
         "errors": clients["errors"],
         "total": len(uses),
     }
-    unavailable: list[Device] = []
+    unavailable: list[DeviceJson] = []
     for device in devices:
         if device["addr"] in used and device["state"] == UNAVAILABLE:
             unavailable.append(device)
@@ -215,7 +215,7 @@ def _who_text(answer: UseList, *, wide: bool) -> str:
     return text + incomplete_note(answer["errors"])
 
 
-def waiting_text(waiting: Sequence[QueuedRequest]) -> str:
+def waiting_text(waiting: Sequence[QueuedRequestJson]) -> str:
     """Format a line for each queued request, and a hint if another user's jobs delay one."""
     text = ""
     for request in waiting:
@@ -246,12 +246,12 @@ def _show_clients(output: str) -> None:
     )  # fmt: skip
 
 
-def clients_table(clients: Sequence[MpsClient], *, wide: bool = False, none: str = "") -> str:
+def clients_table(clients: Sequence[MpsClientJson], *, wide: bool = False, none: str = "") -> str:
     """Format the clients for people, or `none`; commands in containers follow the container's name."""
     return table(_CLIENT_COLUMNS, clients, none=none, wide=wide)
 
 
-def _clients_text(answer: ClientList, *, wide: bool) -> str:
+def _clients_text(answer: ClientListJson, *, wide: bool) -> str:
     """Format failed servers, clients, their servers, waiting clients, and errors."""
     servers = answer["servers"]
     none = "No jobs use the GPUs." if servers else "No processes use the GPUs."  # servers are processes, too
@@ -276,15 +276,15 @@ def _clients_text(answer: ClientList, *, wide: bool) -> str:
     return text + incomplete_note(answer["errors"])
 
 
-def _describe_waiting(client: WaitingClient) -> str:
+def _describe_waiting(client: WaitingClientJson) -> str:
     process = f"PID {client['pid']} of {process_user(client)} ({client['command']})"
     server = f"the MPS server of {client['server_user']} (PID {client['server']}, domain {client['domain']})"
     return f"{process} has been waiting {age_of(client['since'])} for {server} to exit"
 
 
-def _describe_server(server: MpsServer) -> str:
+def _describe_server(server: MpsServerJson) -> str:
     return f"MPS server (PID {server['pid']}) of {process_user(server)}, domain {server['domain']}"
 
 
-def process_user(process: ProcessFields) -> str:
+def process_user(process: ProcessFieldsJson) -> str:
     return str(process["user"] or "an unknown user")

@@ -10,18 +10,18 @@ AsyncClient has the same methods for asyncio. Every failure is a YunionError wit
 from __future__ import annotations
 
 from yunion_mps.client.clients import AsyncClient, Client
-from yunion_mps.client.lease import AsyncLease, Lease
+from yunion_mps.client.lease import AsyncHeldLease, HeldLease
 from yunion_mps.client.values import (
-    Device,
     DeviceDetails,
-    Domain,
-    Event,
-    Gpu,
+    DeviceInfo,
+    DomainInfo,
+    EventInfo,
+    GpuInfo,
     LeaseDetails,
     LeaseRecord,
-    PcieLink,
-    Pool,
-    QueuedRequest,
+    PcieLinkInfo,
+    PoolInfo,
+    QueuedRequestInfo,
     Status,
 )
 from yunion_mps.errors import (
@@ -38,25 +38,25 @@ from yunion_mps.errors import (
 
 __all__ = [
     "AsyncClient",
-    "AsyncLease",
+    "AsyncHeldLease",
     "BusyError",
     "Client",
-    "Device",
     "DeviceDetails",
-    "Domain",
-    "Event",
-    "Gpu",
+    "DeviceInfo",
+    "DomainInfo",
+    "EventInfo",
+    "GpuInfo",
+    "HeldLease",
     "HostError",
     "InfeasibleError",
-    "Lease",
     "LeaseDetails",
     "LeaseRecord",
     "NotAllowedError",
     "NotFoundError",
     "NothingFreeError",
-    "PcieLink",
-    "Pool",
-    "QueuedRequest",
+    "PcieLinkInfo",
+    "PoolInfo",
+    "QueuedRequestInfo",
     "Status",
     "UnreachableError",
     "VersionError",

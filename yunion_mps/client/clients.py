@@ -6,15 +6,15 @@ from collections.abc import AsyncGenerator, Generator, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from yunion_mps.client.lease import AsyncLease, Lease, LeaseArguments, LeaseMethod, acquire
+from yunion_mps.client.lease import AsyncHeldLease, HeldLease, LeaseArguments, LeaseMethod, acquire
 from yunion_mps.client.values import (
-    Device,
     DeviceDetails,
-    Event,
-    Gpu,
+    DeviceInfo,
+    EventInfo,
+    GpuInfo,
     LeaseDetails,
-    Pool,
-    QueuedRequest,
+    PoolInfo,
+    QueuedRequestInfo,
     Status,
 )
 from yunion_mps.errors import YunionError
@@ -52,26 +52,26 @@ class ClientQueries:
         self._transport = transport
         self._on_message = on_message
 
-    async def devices(self, *, unused: bool = False) -> list[Device]:
+    async def devices(self, *, unused: bool = False) -> list[DeviceInfo]:
         answer = await self._call(GET_DEVICES, limit=0, unused=unused)
-        devices = [Device.of(device) for device in answer["isolated_devices"]]
+        devices = [DeviceInfo.of(device) for device in answer["isolated_devices"]]
         return [device for device in devices if device.free] if unused else devices
 
-    async def watch_devices(self) -> AsyncGenerator[list[Device], None]:
+    async def watch_devices(self) -> AsyncGenerator[list[DeviceInfo], None]:
         async for answer in watch(self._transport, GET_DEVICES, self._on_message, limit=0):
-            yield [Device.of(device) for device in answer["isolated_devices"]]
+            yield [DeviceInfo.of(device) for device in answer["isolated_devices"]]
 
     async def device(self, name: str) -> DeviceDetails:
         answer = await self._call(GET_DEVICE, id=name)
         return DeviceDetails.of(answer)
 
-    async def gpus(self) -> list[Gpu]:
+    async def gpus(self) -> list[GpuInfo]:
         answer = await self._call(GET_GPUS)
-        return [Gpu.of(gpu) for gpu in answer["gpus"]]
+        return [GpuInfo.of(gpu) for gpu in answer["gpus"]]
 
-    async def pools(self) -> list[Pool]:
+    async def pools(self) -> list[PoolInfo]:
         answer = await self._call(GET_POOLS)
-        return [Pool.of(pool) for pool in answer["pools"]]
+        return [PoolInfo.of(pool) for pool in answer["pools"]]
 
     async def status(self) -> Status:
         return Status.of(await self._call(GET_STATUS))
@@ -80,21 +80,21 @@ class ClientQueries:
         answer = await self._call(GET_LEASES)
         return [LeaseDetails.of(lease) for lease in answer["leases"]]
 
-    async def queue(self) -> list[QueuedRequest]:
+    async def queue(self) -> list[QueuedRequestInfo]:
         answer = await self._call(GET_LEASES)
-        return [QueuedRequest.of(queued) for queued in answer["waiting"]]
+        return [QueuedRequestInfo.of(queued) for queued in answer["waiting"]]
 
     async def events(
         self, *, since: datetime | timedelta | None = None, kind: str | None = None, follow: bool = False
-    ) -> AsyncGenerator[Event, None]:
+    ) -> AsyncGenerator[EventInfo, None]:
         first = format_since(since)
         answer = await self._call(GET_EVENTS, limit=MAX_EVENTS, since=first, kind=kind)
         for event in answer["events"]:
-            yield Event.of(event)
+            yield EventInfo.of(event)
         if follow:
             async for new in follow_events(self._transport, answer["last"], kind, self._on_message):
                 for event in new:
-                    yield Event.of(event)
+                    yield EventInfo.of(event)
 
 
 def format_since(since: datetime | timedelta | None) -> str | None:
@@ -116,7 +116,7 @@ def ignore_message(text: str) -> None:
     """Do nothing: the default of `on_message`."""
 
 
-class Client(LeaseMethod[Lease]):
+class Client(LeaseMethod[HeldLease]):
     """A client of this host's daemon. It is thread-safe, and keeps no connection open.
 
     Every method raises YunionError if the daemon cannot answer.
@@ -129,11 +129,11 @@ class Client(LeaseMethod[Lease]):
         self._on_message = on_message
         self._queries = ClientQueries(self._transport, on_message)
 
-    def devices(self, *, unused: bool = False) -> list[Device]:
+    def devices(self, *, unused: bool = False) -> list[DeviceInfo]:
         """Return all devices in PCI order, or those that can be used now and are free."""
         return run_blocking(self._queries.devices(unused=unused))
 
-    def watch_devices(self) -> Iterator[list[Device]]:
+    def watch_devices(self) -> Iterator[list[DeviceInfo]]:
         """Yield all devices now and whenever one of them changes, across restarts of the daemon.
 
         Raises UnreachableError if the daemon stays unreachable.
@@ -144,11 +144,11 @@ class Client(LeaseMethod[Lease]):
         """Return one device by id, address or a unique prefix of either; raises NotFoundError."""
         return run_blocking(self._queries.device(name))
 
-    def gpus(self) -> list[Gpu]:
+    def gpus(self) -> list[GpuInfo]:
         """Return all GPUs of the host in PCI order; an unusable one has a reason."""
         return run_blocking(self._queries.gpus())
 
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[PoolInfo]:
         """Return the GPUs whose memory is leased in units, in PCI order; an unusable one has a reason."""
         return run_blocking(self._queries.pools())
 
@@ -160,13 +160,13 @@ class Client(LeaseMethod[Lease]):
         """Return all leases of the host."""
         return run_blocking(self._queries.leases())
 
-    def queue(self) -> list[QueuedRequest]:
+    def queue(self) -> list[QueuedRequestInfo]:
         """Return the queued requests, in the order in which they are served."""
         return run_blocking(self._queries.queue())
 
     def events(
         self, *, since: datetime | timedelta | None = None, kind: str | None = None, follow: bool = False
-    ) -> Iterator[Event]:
+    ) -> Iterator[EventInfo]:
         """Yield the events since a time or within the last timedelta, oldest first: at most the newest 1000.
 
         `kind` selects those of one kind, such as `lease`. With `follow` it continues with new events,
@@ -174,8 +174,8 @@ class Client(LeaseMethod[Lease]):
         """
         return iterate_blocking(self._queries.events(since=since, kind=kind, follow=follow))
 
-    def _take(self, request: LeaseArguments) -> Lease:
-        return run_blocking(acquire(Lease, self._transport, self._daemon, request, self._on_message))
+    def _take(self, request: LeaseArguments) -> HeldLease:
+        return run_blocking(acquire(HeldLease, self._transport, self._daemon, request, self._on_message))
 
 
 class AsyncClient(ClientQueries, LeaseMethod["LeaseContextManager"]):
@@ -196,13 +196,13 @@ class LeaseContextManager:
         self._transport = transport
         self._request = request
         self._on_message = on_message
-        self._lease: AsyncLease | None = None
+        self._lease: AsyncHeldLease | None = None
 
-    def __await__(self) -> Generator[Any, None, AsyncLease]:
+    def __await__(self) -> Generator[Any, None, AsyncHeldLease]:
         daemon = DaemonClient(Paths.from_environment())
-        return acquire(AsyncLease, self._transport, daemon, self._request, self._on_message).__await__()
+        return acquire(AsyncHeldLease, self._transport, daemon, self._request, self._on_message).__await__()
 
-    async def __aenter__(self) -> AsyncLease:
+    async def __aenter__(self) -> AsyncHeldLease:
         self._lease = await self
         return self._lease
 

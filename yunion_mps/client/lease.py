@@ -288,7 +288,7 @@ class BaseLease:
                 wait_s = min(_RETRY_S, wait_s)
 
 
-class Lease(BaseLease):
+class HeldLease(BaseLease):
     """Devices that this process holds until `release`, or until the end of its `with` block."""
 
     def release(self) -> None:
@@ -303,14 +303,14 @@ class Lease(BaseLease):
         """Raise NotFoundError if the lease has ended, HostError if a device is unusable."""
         run_blocking(self._check())
 
-    def __enter__(self) -> Lease:  # noqa: PYI034 - typing.Self is not in 3.9
+    def __enter__(self) -> HeldLease:  # noqa: PYI034 - typing.Self is not in 3.9
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         run_blocking(self._release_on_exit(error))
 
 
-class AsyncLease(BaseLease):
+class AsyncHeldLease(BaseLease):
     """The same attributes and methods as Lease; the methods are coroutines."""
 
     async def release(self) -> None:
@@ -321,7 +321,7 @@ class AsyncLease(BaseLease):
         """Raise what `Lease.check` does."""
         await self._check()
 
-    async def __aenter__(self) -> AsyncLease:  # noqa: PYI034 - as above
+    async def __aenter__(self) -> AsyncHeldLease:  # noqa: PYI034 - as above
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

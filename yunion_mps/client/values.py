@@ -72,7 +72,7 @@ def _convert(convert: Callable[[Any], Any], answer: Mapping[str, Any], member: s
 
 
 @dataclass(frozen=True)
-class PcieLink(AnswerValue["answers.PcieLink"]):
+class PcieLinkInfo(AnswerValue["answers.PcieLinkJson"]):
     """The best PCI Express link that a GPU supports."""
 
     lane_width: int
@@ -82,7 +82,7 @@ class PcieLink(AnswerValue["answers.PcieLink"]):
 
 
 @dataclass(frozen=True)
-class Device(AnswerValue["answers.Device"]):
+class DeviceInfo(AnswerValue["answers.DeviceJson"]):
     """One MPS device: a share of a GPU. `memory_mib` is its budget, `lease` its lease's id.
 
     Its memory is None if that of a time-sliced GPU is unknown.
@@ -95,7 +95,7 @@ class Device(AnswerValue["answers.Device"]):
     vendor_device_id: Optional[str]
     host_id: str
     numa_node: Optional[int]
-    pcie_info: Optional[PcieLink]
+    pcie_info: Optional[PcieLinkInfo]
     memory_mib: Optional[int]
     gpu_memory_mib: Optional[int]
     thread_percentage: float
@@ -119,7 +119,7 @@ class Device(AnswerValue["answers.Device"]):
 
 
 @dataclass(frozen=True)
-class DeviceDetails(Device):
+class DeviceDetails(DeviceInfo):
     """One device, and the environment of a process that uses it."""
 
     slot: int
@@ -128,7 +128,7 @@ class DeviceDetails(Device):
 
 
 @dataclass(frozen=True)
-class Gpu(AnswerValue["answers.Gpu"]):
+class GpuInfo(AnswerValue["answers.GpuJson"]):
     """One physical GPU, or a MIG instance of the GPU `parent` (a UUID).
 
     `memory_free_mib` is None unless its memory is handed out in units.
@@ -153,7 +153,7 @@ class Gpu(AnswerValue["answers.Gpu"]):
     mig_enabled: Optional[bool]
     vendor_device_id: Optional[str]
     numa_node: Optional[int]
-    pcie_info: Optional[PcieLink]
+    pcie_info: Optional[PcieLinkInfo]
     render_node: Optional[str]
     index: Optional[int]
     device_minor: Optional[int]
@@ -171,7 +171,7 @@ class Gpu(AnswerValue["answers.Gpu"]):
 
 
 @dataclass(frozen=True)
-class Pool(AnswerValue["answers.Pool"]):
+class PoolInfo(AnswerValue["answers.PoolJson"]):
     """A GPU whose memory is leased in units; another lease can get at most `memory_free_mib` now."""
 
     gpu_uuid: str
@@ -196,7 +196,7 @@ class Pool(AnswerValue["answers.Pool"]):
 
 
 @dataclass(frozen=True)
-class ServedUser(AnswerValue["answers.ServedUser"]):
+class ServedUserInfo(AnswerValue["answers.ServedUserJson"]):
     """The user whom a control daemon serves: because of what, and since when."""
 
     user: str
@@ -206,7 +206,7 @@ class ServedUser(AnswerValue["answers.ServedUser"]):
 
 
 @dataclass(frozen=True)
-class Domain(AnswerValue["answers.Domain"]):
+class DomainInfo(AnswerValue["answers.DomainJson"]):
     """One of NVIDIA's control daemons, its GPUs and the limits in effect."""
 
     name: str
@@ -223,11 +223,11 @@ class Domain(AnswerValue["answers.Domain"]):
     memory_limits_mib: tuple[Optional[int], ...]
     thread_percentage: float
     multiuser: bool
-    serves: Optional[ServedUser]
+    serves: Optional[ServedUserInfo]
 
 
 @dataclass(frozen=True)
-class Driver(AnswerValue["answers.Driver"]):
+class DriverInfo(AnswerValue["answers.DriverJson"]):
     """The NVIDIA driver; None if it was not read."""
 
     version: Optional[str]
@@ -235,7 +235,7 @@ class Driver(AnswerValue["answers.Driver"]):
 
 
 @dataclass(frozen=True)
-class DeviceCounts(AnswerValue["answers.DeviceCounts"]):
+class DeviceCounts(AnswerValue["answers.DeviceCountsJson"]):
     """How many devices there are; a used one is leased, or a process uses it without a lease."""
 
     total: int
@@ -248,7 +248,7 @@ class DeviceCounts(AnswerValue["answers.DeviceCounts"]):
 
 
 @dataclass(frozen=True)
-class GpuCounts(AnswerValue["answers.GpuCounts"]):
+class GpuCounts(AnswerValue["answers.GpuCountsJson"]):
     """How many GPUs there are."""
 
     total: int
@@ -256,7 +256,7 @@ class GpuCounts(AnswerValue["answers.GpuCounts"]):
 
 
 @dataclass(frozen=True)
-class StatusProblem(AnswerValue["answers.StatusProblem"]):
+class StatusProblem(AnswerValue["answers.StatusProblemJson"]):
     """Something that an operator should know; only one of level `problem` degrades the state."""
 
     level: str
@@ -272,7 +272,7 @@ class StatusProblem(AnswerValue["answers.StatusProblem"]):
 
 
 @dataclass(frozen=True)
-class LeaseCounts(AnswerValue["answers.LeaseCounts"]):
+class LeaseCounts(AnswerValue["answers.LeaseCountsJson"]):
     """How many leases there are, and how many queued requests."""
 
     total: int
@@ -280,7 +280,7 @@ class LeaseCounts(AnswerValue["answers.LeaseCounts"]):
 
 
 @dataclass(frozen=True)
-class Status(AnswerValue["answers.Status"]):
+class Status(AnswerValue["answers.StatusJson"]):
     """The state of the host: its GPUs, control daemons and devices, and what its jobs do."""
 
     state: str
@@ -291,10 +291,10 @@ class Status(AnswerValue["answers.Status"]):
     pid: int
     started: datetime
     host_id: str
-    driver: Driver
+    driver: DriverInfo
     devices: DeviceCounts
     gpus: GpuCounts
-    domains: tuple[Domain, ...]
+    domains: tuple[DomainInfo, ...]
     leases: LeaseCounts
     clients: int
     outside_mps: int
@@ -302,7 +302,7 @@ class Status(AnswerValue["answers.Status"]):
 
 
 @dataclass(frozen=True)
-class Event(AnswerValue["answers.Event"]):
+class EventInfo(AnswerValue["answers.EventJson"]):
     """Something that changed, why, and what that means for devices and jobs.
 
     Many events of one cause are one, with their `count` and the time of the last of them. Those who follow
@@ -323,7 +323,7 @@ class Event(AnswerValue["answers.Event"]):
 
 
 @dataclass(frozen=True)
-class HolderFields(AnswerValue["answers.HolderFields"]):
+class HolderFields(AnswerValue["answers.HolderFieldsJson"]):
     """The holder of a lease, or of a queued request; `for_user` is the user whose processes use the devices.
 
     It is None unless root has named that user.
@@ -341,7 +341,7 @@ class HolderFields(AnswerValue["answers.HolderFields"]):
 
 
 @dataclass(frozen=True)
-class DeviceBudget(AnswerValue["answers.DeviceBudget"]):
+class DeviceBudget(AnswerValue["answers.DeviceBudgetJson"]):
     """The budget of one leased device, and its use so far: its peak memory, and its SM utilization in %."""
 
     addr: str
@@ -380,7 +380,7 @@ class LeaseDetails(LeaseRecord):
 
 
 @dataclass(frozen=True)
-class QueuedRequest(HolderFields):
+class QueuedRequestInfo(HolderFields):
     """A request that waits for devices, and why; the reason of one far behind in the queue is empty."""
 
     requested: str

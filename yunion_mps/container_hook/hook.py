@@ -25,7 +25,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.text import gpus_that_are, printable
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseRecord
+    from yunion_mps.answers import LeaseRecordJson
 
 
 #: The timeout of each request, and how long to retry while the daemon restarts, in s. Their sum is less than
@@ -81,7 +81,7 @@ def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_
     return 0
 
 
-def _bind(name: str, pid: int, daemon: DaemonClient, retry_s: float) -> LeaseRecord:
+def _bind(name: str, pid: int, daemon: DaemonClient, retry_s: float) -> LeaseRecordJson:
     """Bind the device, or the lease, to the container; return the lease.
 
     The request is retried if the daemon restarts, because its answer may have been lost.

@@ -43,7 +43,7 @@ from yunion_mps.text import printable
 
 if TYPE_CHECKING:
     from yunion_mps import answers
-    from yunion_mps.answers import Device, DeviceDetails, Domain, Status, StatusProblem
+    from yunion_mps.answers import DeviceDetailsJson, DeviceJson, DomainJson, StatusJson, StatusProblemJson
 
 T = TypeVar("T")
 
@@ -128,11 +128,13 @@ class Host:
             lambda: make_plan(self.config()[0], self.inventory(), machine_id(paths))
         )
         #: The daemon's /v1/status; raises UnreachableError, NotAllowedError.
-        self.status: Lazy[Status] = Lazy(lambda: client.call(GET_STATUS))
+        self.status: Lazy[StatusJson] = Lazy(lambda: client.call(GET_STATUS))
         #: The daemon's devices as in /v1/devices; raises like `status`.
-        self.devices: Lazy[list[Device]] = Lazy(lambda: client.call(GET_DEVICES, limit=0)["isolated_devices"])
+        self.devices: Lazy[list[DeviceJson]] = Lazy(
+            lambda: client.call(GET_DEVICES, limit=0)["isolated_devices"]
+        )
         #: The daemon's GPUs as in /v1/gpus; raises like `status`.
-        self.gpus: Lazy[list[answers.Gpu]] = Lazy(lambda: client.call(GET_GPUS)["gpus"])
+        self.gpus: Lazy[list[answers.GpuJson]] = Lazy(lambda: client.call(GET_GPUS)["gpus"])
         #: Memory in MiB of the processes on GPUs, by GPU UUID and PID; raises DriverError.
         self.users: Lazy[dict[str, dict[int, int | None]]] = Lazy(lambda: self.nvml().processes())
         #: The running domains, or else the planned ones; their directories are below the root.
@@ -149,41 +151,41 @@ class Host:
         """Whether the root is not /; then processes that use directories outside it do not count."""
         return self.paths.root != "/"
 
-    def device(self, name: str) -> DeviceDetails:
+    def device(self, name: str) -> DeviceDetailsJson:
         """Return the daemon's details of a device, with its environment.
 
         Raises YunionError if the daemon does not run, denies access, or knows no such device.
         """
         return self._client.call(GET_DEVICE, id=name)
 
-    def known_status(self) -> Status | None:
+    def known_status(self) -> StatusJson | None:
         """Return the daemon's /v1/status; None if it does not run or access is denied."""
         try:
             return self.status()
         except YunionError:
             return None
 
-    def conditions(self, *kinds: str) -> list[StatusProblem]:
+    def conditions(self, *kinds: str) -> list[StatusProblemJson]:
         """Return what the daemon says is wrong or pending with these kinds of things.
 
         Empty if it does not run, or is of an older version that does not say what a problem is about.
         """
         return [condition for condition in self._all_conditions() if condition.get("kind") in kinds]
 
-    def conditions_of_processes(self, code: str) -> list[StatusProblem]:
+    def conditions_of_processes(self, code: str) -> list[StatusProblemJson]:
         """Return what the daemon says of processes, with this code."""
         return [one for one in self.conditions(ABOUT_PROCESS) if one["code"] == code]
 
-    def other_conditions(self) -> list[StatusProblem]:
+    def other_conditions(self) -> list[StatusProblemJson]:
         """Return what the daemon says is wrong or pending and no other check reports."""
         others = [one for one in self._all_conditions() if one.get("kind") not in _CHECKED_KINDS]
         return [one for one in others if one["code"] not in _CHECKED_CODES]
 
-    def _all_conditions(self) -> list[StatusProblem]:
+    def _all_conditions(self) -> list[StatusProblemJson]:
         status = self.known_status()
         return status["problems"] if status else []
 
-    def known_gpus(self) -> dict[str, answers.Gpu]:
+    def known_gpus(self) -> dict[str, answers.GpuJson]:
         """Return the daemon's GPUs by PCI address; empty if it does not run or denies access."""
         if not self.known_status():
             return {}
@@ -192,12 +194,12 @@ class Host:
         except YunionError:
             return {}
 
-    def served_gpus(self) -> dict[str, answers.Gpu]:
+    def served_gpus(self) -> dict[str, answers.GpuJson]:
         """Return those of the daemon's GPUs that it divides, by PCI address.
 
         If the configuration has changed or has errors, these are not the planned ones.
         """
-        served: dict[str, answers.Gpu] = {}
+        served: dict[str, answers.GpuJson] = {}
         for address, gpu in self.known_gpus().items():
             has_devices = gpu["devices"] and gpu["sharing"] not in (None, MIG)
             is_pool = gpu["memory_free_mib"] is not None
@@ -337,7 +339,7 @@ def _open_nvml(timeout_s: float) -> Nvml:
     return nvml
 
 
-def _plan_of(domain: Domain) -> DomainPlan:
+def _plan_of(domain: DomainJson) -> DomainPlan:
     gpus = map(PlannedGpu, domain["gpus"], domain["memory_limits_mib"])
     return DomainPlan(
         name=domain["name"],
@@ -365,7 +367,7 @@ def ok(what: str) -> Finding:
     return Finding(OK, what)
 
 
-def finding_of(condition: StatusProblem) -> Finding:
+def finding_of(condition: StatusProblemJson) -> Finding:
     """Return what the daemon says is wrong or pending, as a finding."""
     is_problem = condition["level"] in (NOTICE, PROBLEM)
     return Finding(

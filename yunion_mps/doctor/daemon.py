@@ -44,7 +44,7 @@ from yunion_mps.reasons import (
 from yunion_mps.text import count, list_of
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import DeviceDetails
+    from yunion_mps.answers import DeviceDetailsJson
 
 _EVENTS = "see what happened: yunion-mps events; journalctl -u yunion-mps-daemon"
 
@@ -188,7 +188,7 @@ def selftest(host: Host) -> Findings:
             yield _test(host, details)
 
 
-def _test(host: Host, device: DeviceDetails) -> Finding:
+def _test(host: Host, device: DeviceDetailsJson) -> Finding:
     addr = device["addr"]
     other = _other_user(host, device["domain"])
     if other:
@@ -212,7 +212,7 @@ def _test(host: Host, device: DeviceDetails) -> Finding:
     return _compare(device, answer)
 
 
-def _compare(device: DeviceDetails, answer: DeviceProbe) -> Finding:
+def _compare(device: DeviceDetailsJson, answer: DeviceProbe) -> Finding:
     budget_mib = device["memory_mib"]
     percentage = device["thread_percentage"]
     memory_mib = answer["memory_mib"]

@@ -20,7 +20,7 @@ from yunion_mps.paths import Paths
 from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device
+    from yunion_mps.answers import DeviceJson
 
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class OverviewCache:
         self._query: asyncio.Task[None] | None = None
         self._devices_key: tuple[object, ...] = ()
         self._listed_s = 0.0
-        self._devices: list[Device] = []
+        self._devices: list[DeviceJson] = []
 
     def current(self, event: int, arrived_s: float = math.inf) -> Overview | None:
         """Return the cached overview, if it is current for a client that arrived then, by default now.

@@ -79,7 +79,7 @@ class Handlers:
         vendor_device_id: str | None,
         numa_node: int | None,
         unused: bool,
-    ) -> answers.DeviceList:
+    ) -> answers.DeviceListJson:
         filters = Filters(
             dev_type=dev_type,
             model=model,
@@ -91,17 +91,17 @@ class Handlers:
         )
         return self._services.queries.devices(filters, limit, offset)
 
-    def get_device(self, _: Request, *, id: str) -> answers.DeviceDetails:  # noqa: A002 - it is the parameter's name
+    def get_device(self, _: Request, *, id: str) -> answers.DeviceDetailsJson:  # noqa: A002 - it is the parameter's name
         return self._services.queries.device(id)
 
-    async def get_gpus(self, _: Request) -> answers.GpuList:
+    async def get_gpus(self, _: Request) -> answers.GpuListJson:
         """Return the GPUs; not cached, because each poll changes them."""
         return self._services.queries.gpus()
 
-    def get_pools(self, _: Request) -> answers.PoolList:
+    def get_pools(self, _: Request) -> answers.PoolListJson:
         return self._services.queries.pools()
 
-    async def get_status(self, _: Request) -> answers.Status:
+    async def get_status(self, _: Request) -> answers.StatusJson:
         return await self._services.status.status()
 
     async def get_health(self, _: Request) -> Response:
@@ -130,7 +130,7 @@ class Handlers:
         kind: str | None,
         severe_first: bool,
         wait_s: int,
-    ) -> answers.EventList:
+    ) -> answers.EventListJson:
         """Return the matching events; if there are none, the first that are recorded within `wait_s`."""
         if wait_s:
             request.await_event()
@@ -144,29 +144,33 @@ class Handlers:
         )
         return await self._services.events.wait(event_filter, wait_s)
 
-    async def get_usage(self, _: Request, *, gpu: str | None, devices: bool) -> answers.Usage:
+    async def get_usage(self, _: Request, *, gpu: str | None, devices: bool) -> answers.UsageJson:
         """Return the usage; not cached, because it depends on the time."""
         now_s = asyncio.get_running_loop().time()
         return self._services.queries.usage.last_hour(now_s, time.time(), gpu, devices=devices)
 
-    async def get_plan(self, _: Request) -> answers.ChangeList:
+    async def get_plan(self, _: Request) -> answers.ChangeListJson:
         return await self._services.reloader.plan()
 
-    async def reload(self, _: Request, *, mode: str | None, confirmation: str | None) -> answers.ChangeList:
+    async def reload(
+        self, _: Request, *, mode: str | None, confirmation: str | None
+    ) -> answers.ChangeListJson:
         return await self._services.reloader.reload(
             drain=mode == "drain", now=mode == "now", confirmation=confirmation or ""
         )
 
-    async def reexec(self, _: Request) -> answers.Reexec:
+    async def reexec(self, _: Request) -> answers.ReexecJson:
         return await self._services.reloader.reexec()
 
-    async def get_clients(self, _: Request, *, seen: bool) -> answers.ClientList:
+    async def get_clients(self, _: Request, *, seen: bool) -> answers.ClientListJson:
         return await self._services.clients.clients(seen=seen)
 
-    async def terminate_client(self, request: Request, *, pid: int, signals: str) -> answers.Termination:
+    async def terminate_client(self, request: Request, *, pid: int, signals: str) -> answers.TerminationJson:
         return await self._services.terminator.terminate_client(pid, request.uid, signals=SIGNALS[signals])
 
-    async def terminate_lease(self, request: Request, *, lease: str, signals: str) -> answers.TerminationList:
+    async def terminate_lease(
+        self, request: Request, *, lease: str, signals: str
+    ) -> answers.TerminationListJson:
         terminations = await self._services.lease_terminator.terminate(
             lease, _caller(request).owner, SIGNALS[signals]
         )
@@ -178,7 +182,7 @@ class Handlers:
         *,
         id: str,  # noqa: A002 - it is the parameter's name
         signals: str,
-    ) -> answers.TerminationList:
+    ) -> answers.TerminationListJson:
         address = self._services.queries.device(id)["addr"]
         sent = SIGNALS[signals]
         is_careful = bool(sent) and signal.SIGKILL not in sent
@@ -190,10 +194,10 @@ class Handlers:
         )
         return _list(terminations)
 
-    async def get_leases(self, _: Request) -> answers.LeaseList:
+    async def get_leases(self, _: Request) -> answers.LeaseListJson:
         return await self._services.status.leases()
 
-    async def get_lease(self, request: Request, *, lease: str) -> answers.LeaseDetails:
+    async def get_lease(self, request: Request, *, lease: str) -> answers.LeaseDetailsJson:
         return await self._services.status.lease(lease, _caller(request).owner)
 
     async def take_lease(
@@ -215,7 +219,7 @@ class Handlers:
         dry_run: bool,
         holder: RequestedHolder,
         idempotency_key: str | None,
-    ) -> answers.LeaseRecord | CreatedResource:
+    ) -> answers.LeaseRecordJson | CreatedResource:
         """Lease devices, or show what would be leased.
 
         Parameters that exclude or require one another are checked here; each by itself is checked already.
@@ -251,21 +255,21 @@ class Handlers:
         lease, is_new = await self._services.leases.take(queued, request.keep_open, wait_s)
         return CreatedResource(lease, f"/v1/leases/{lease['id']}") if is_new else lease
 
-    async def end_lease(self, request: Request, *, lease: str, terminate: bool) -> answers.LeaseRecord:
+    async def end_lease(self, request: Request, *, lease: str, terminate: bool) -> answers.LeaseRecordJson:
         if terminate:
             return await self._services.lease_terminator.release(lease, _caller(request).owner)
         return self._services.leases.release(lease, _caller(request).owner)
 
-    async def renew_lease(self, request: Request, *, lease: str) -> answers.LeaseRecord:
+    async def renew_lease(self, request: Request, *, lease: str) -> answers.LeaseRecordJson:
         return self._services.leases.renew(lease, _caller(request).owner)
 
-    async def bind_lease(self, request: Request, *, lease: str, pid: int | None) -> answers.LeaseRecord:
+    async def bind_lease(self, request: Request, *, lease: str, pid: int | None) -> answers.LeaseRecordJson:
         caller = _caller(request)
         holder = process_holder(caller, "container", request.pid if pid is None else pid)
         return await self._services.leases.bind(lease, caller.owner, holder)
 
 
-def _list(terminations: list[answers.Termination]) -> answers.TerminationList:
+def _list(terminations: list[answers.TerminationJson]) -> answers.TerminationListJson:
     return {"terminations": terminations, "total": len(terminations)}
 
 

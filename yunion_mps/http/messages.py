@@ -34,7 +34,7 @@ OTHER_STATUS = 409
 _CODES = {404: NOT_FOUND, 403: NOT_ALLOWED, 500: FAILED, 503: BUSY}
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ProblemDetails
+    from yunion_mps.answers import ProblemDetailsJson
 
 
 class Request(NamedTuple):
@@ -83,7 +83,7 @@ def problem_response(
     from http import HTTPStatus  # 3 ms, which a client need not pay
 
     title = HTTPStatus(status).phrase
-    body: ProblemDetails = {
+    body: ProblemDetailsJson = {
         "type": "about:blank",
         "title": title,
         "status": status,

@@ -82,7 +82,7 @@ _SIGNALS = Parameter(
 _NAME_HINT = f"write letters, digits and ._:/@-, a letter or digit first, at most {NAME_LENGTH}"
 _GIVE_ONE = "omit it, or name one"
 
-GET_DEVICES: Operation[answers.DeviceList] = Operation(
+GET_DEVICES: Operation[answers.DeviceListJson] = Operation(
     name="get_devices",
     method="GET",
     path="/v1/devices",
@@ -113,7 +113,7 @@ GET_DEVICES: Operation[answers.DeviceList] = Operation(
     cached=True,
     watchable=True,
 )
-GET_DEVICE: Operation[answers.DeviceDetails] = Operation(
+GET_DEVICE: Operation[answers.DeviceDetailsJson] = Operation(
     name="get_device",
     method="GET",
     path="/v1/devices/{id}",
@@ -123,7 +123,7 @@ GET_DEVICE: Operation[answers.DeviceDetails] = Operation(
     refusals=(404,),
     cached=True,
 )
-TERMINATE_DEVICE: Operation[answers.TerminationList] = Operation(
+TERMINATE_DEVICE: Operation[answers.TerminationListJson] = Operation(
     name="terminate_device",
     method="POST",
     path="/v1/devices/{id}/terminate",
@@ -138,14 +138,14 @@ TERMINATE_DEVICE: Operation[answers.TerminationList] = Operation(
     uninterruptible=True,
     timeout_s=SLOW_S,
 )
-GET_GPUS: Operation[answers.GpuList] = Operation(
+GET_GPUS: Operation[answers.GpuListJson] = Operation(
     name="get_gpus",
     method="GET",
     path="/v1/gpus",
     summary="List the GPUs of the host",
     answer="GpuList",
 )
-GET_POOLS: Operation[answers.PoolList] = Operation(
+GET_POOLS: Operation[answers.PoolListJson] = Operation(
     name="get_pools",
     method="GET",
     path="/v1/pools",
@@ -154,14 +154,14 @@ GET_POOLS: Operation[answers.PoolList] = Operation(
     cached=True,
     watchable=True,
 )
-GET_STATUS: Operation[answers.Status] = Operation(
+GET_STATUS: Operation[answers.StatusJson] = Operation(
     name="get_status",
     method="GET",
     path="/v1/status",
     summary="Get the state of the daemon, the devices and the control daemons",
     answer="Status",
 )
-GET_EVENTS: Operation[answers.EventList] = Operation(
+GET_EVENTS: Operation[answers.EventListJson] = Operation(
     name="get_events",
     method="GET",
     path="/v1/events",
@@ -196,7 +196,7 @@ GET_EVENTS: Operation[answers.EventList] = Operation(
     ),
     refusals=(409,),
 )
-GET_USAGE: Operation[answers.Usage] = Operation(
+GET_USAGE: Operation[answers.UsageJson] = Operation(
     name="get_usage",
     method="GET",
     path="/v1/usage",
@@ -207,7 +207,7 @@ GET_USAGE: Operation[answers.Usage] = Operation(
         _flag("devices", "Whether to include devices, or only GPUs.", default=True),
     ),
 )
-GET_PLAN: Operation[answers.ChangeList] = Operation(
+GET_PLAN: Operation[answers.ChangeListJson] = Operation(
     name="get_plan",
     method="GET",
     path="/v1/plan",
@@ -216,7 +216,7 @@ GET_PLAN: Operation[answers.ChangeList] = Operation(
     refusals=(409, 422),
     timeout_s=SLOW_S,
 )
-GET_CLIENTS: Operation[answers.ClientList] = Operation(
+GET_CLIENTS: Operation[answers.ClientListJson] = Operation(
     name="get_clients",
     method="GET",
     path="/v1/clients",
@@ -231,7 +231,7 @@ GET_CLIENTS: Operation[answers.ClientList] = Operation(
     refusals=(409,),
     timeout_s=SLOW_S,
 )
-RELOAD: Operation[answers.ChangeList] = Operation(
+RELOAD: Operation[answers.ChangeListJson] = Operation(
     name="reload",
     method="POST",
     path="/v1/reload",
@@ -256,7 +256,7 @@ RELOAD: Operation[answers.ChangeList] = Operation(
     uninterruptible=True,
     timeout_s=SLOW_S,
 )
-REEXEC: Operation[answers.Reexec] = Operation(
+REEXEC: Operation[answers.ReexecJson] = Operation(
     name="reexec",
     method="POST",
     path="/v1/reexec",
@@ -267,7 +267,7 @@ REEXEC: Operation[answers.Reexec] = Operation(
     uninterruptible=True,
     timeout_s=SLOW_S,
 )
-TERMINATE_CLIENT: Operation[answers.Termination] = Operation(
+TERMINATE_CLIENT: Operation[answers.TerminationJson] = Operation(
     name="terminate_client",
     method="POST",
     path="/v1/clients/{pid}/terminate",
@@ -282,14 +282,14 @@ TERMINATE_CLIENT: Operation[answers.Termination] = Operation(
     uninterruptible=True,
     timeout_s=SLOW_S,
 )
-GET_LEASES: Operation[answers.LeaseList] = Operation(
+GET_LEASES: Operation[answers.LeaseListJson] = Operation(
     name="get_leases",
     method="GET",
     path="/v1/leases",
     summary="List the leases and the queued requests",
     answer="LeaseList",
 )
-GET_LEASE: Operation[answers.LeaseDetails] = Operation(
+GET_LEASE: Operation[answers.LeaseDetailsJson] = Operation(
     name="get_lease",
     method="GET",
     path="/v1/leases/{lease}",
@@ -335,7 +335,7 @@ HOLDER = (
         maximum=MAX_UID,
     ),
 )
-TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
+TAKE_LEASE: Operation[answers.LeaseRecordJson] = Operation(
     name="take_lease",
     method="POST",
     path="/v1/leases",
@@ -420,7 +420,7 @@ TAKE_LEASE: Operation[answers.LeaseRecord] = Operation(
     refusals=(404, 409, 410, 423),
     creates=True,
 )
-END_LEASE: Operation[answers.LeaseRecord] = Operation(
+END_LEASE: Operation[answers.LeaseRecordJson] = Operation(
     name="end_lease",
     method="DELETE",
     path="/v1/leases/{lease}",
@@ -435,7 +435,7 @@ END_LEASE: Operation[answers.LeaseRecord] = Operation(
     uninterruptible=True,
     timeout_s=SLOW_S,
 )
-RENEW_LEASE: Operation[answers.LeaseRecord] = Operation(
+RENEW_LEASE: Operation[answers.LeaseRecordJson] = Operation(
     name="renew_lease",
     method="POST",
     path="/v1/leases/{lease}/renew",
@@ -445,7 +445,7 @@ RENEW_LEASE: Operation[answers.LeaseRecord] = Operation(
     access=OWNER,
     refusals=(404, 409),
 )
-TERMINATE_LEASE: Operation[answers.TerminationList] = Operation(
+TERMINATE_LEASE: Operation[answers.TerminationListJson] = Operation(
     name="terminate_lease",
     method="POST",
     path="/v1/leases/{lease}/terminate",
@@ -460,7 +460,7 @@ TERMINATE_LEASE: Operation[answers.TerminationList] = Operation(
     uninterruptible=True,
     timeout_s=SLOW_S,
 )
-BIND_LEASE: Operation[answers.LeaseRecord] = Operation(
+BIND_LEASE: Operation[answers.LeaseRecordJson] = Operation(
     name="bind_lease",
     method="POST",
     path="/v1/leases/{lease}/bind",

@@ -28,7 +28,7 @@ from yunion_mps.http.parameters import Value
 from yunion_mps.reasons import CONTROL_DAEMON_SILENT
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Event, LeaseRecord
+    from yunion_mps.answers import EventJson, LeaseRecordJson
     from yunion_mps.http.client import DaemonClient
 
 T = TypeVar("T")
@@ -176,7 +176,7 @@ class Retrier:
 
 async def request_lease(
     transport: Transport, request: RequestMembers, wait_s: int, on_message: OnMessage
-) -> LeaseRecord:
+) -> LeaseRecordJson:
     """Take a lease within `wait_s`; raises NothingFreeError if none is free by then, or another YunionError.
 
     A request that waits is retried if the daemon restarts or is busy: its idempotency key identifies its
@@ -226,7 +226,7 @@ async def _release_unconfirmed(transport: Transport, request: RequestMembers) ->
         await transport.call(END_LEASE, _UNDO_S, lease=lease["id"])
 
 
-async def request_preview(transport: Transport, request: RequestMembers) -> LeaseRecord:
+async def request_preview(transport: Transport, request: RequestMembers) -> LeaseRecordJson:
     """Return the lease that the request would get now, without taking it; raises as `request_lease` does."""
     return await transport.call(TAKE_LEASE, **request, dry_run=True)
 
@@ -283,7 +283,7 @@ def refuse_unreachable(environment: Mapping[str, str]) -> None:
 
 async def follow_events(
     transport: Transport, last: int, kind: str | None, on_message: OnMessage
-) -> AsyncGenerator[list[Event], None]:
+) -> AsyncGenerator[list[EventJson], None]:
     """Yield the events with ids above `last` forever; yield an empty list at each timeout.
 
     An empty list lets the caller check whether its own reader still exists. Raises UnreachableError if the

@@ -20,7 +20,7 @@ from yunion_mps.kubernetes.metrics import DAEMON, Counts
 from yunion_mps.tasks import first_of
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Pool
+    from yunion_mps.answers import PoolJson
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class DaemonWatch:
         """Follow the daemon, without end."""
         await first_of(self._follow(), self._probe())
 
-    async def pools(self) -> Sequence[Pool]:
+    async def pools(self) -> Sequence[PoolJson]:
         """Return all pools; raises YunionError."""
         return (await self._get(GET_POOLS))["pools"]
 

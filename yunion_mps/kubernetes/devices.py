@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar
 from yunion_mps.enums import FREE, KUBERNETES, LEASED, RESERVED
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Gpu, Pool
+    from yunion_mps.answers import GpuJson, PoolJson
 
 
 class KnownDevice(TypedDict):
@@ -32,8 +32,8 @@ DeviceT = TypeVar("DeviceT", bound=KnownDevice)
 
 
 def select_offered(
-    devices: Iterable[DeviceT], pools: Iterable[Pool], gpus: Iterable[Gpu]
-) -> tuple[list[DeviceT], list[Pool]]:
+    devices: Iterable[DeviceT], pools: Iterable[PoolJson], gpus: Iterable[GpuJson]
+) -> tuple[list[DeviceT], list[PoolJson]]:
     """Return what is offered: of GPUs reserved for Kubernetes or, if there are none, of those not reserved.
 
     The devices of leases come last: those of a replaced GPU have the same addresses as the new GPU's.

@@ -27,7 +27,7 @@ from yunion_mps.kubernetes.metrics import API_SERVER, Counts
 from yunion_mps.tasks import cancel, first_of
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import MpsClient
+    from yunion_mps.answers import MpsClientJson
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class TerminatingPod(NamedTuple):
         """When its clients have to be terminated (monotonic), in s."""
         return self.ends_s - min(_MARGIN_S, self.grace_s / 2)
 
-    def has(self, client: MpsClient) -> bool:
+    def has(self, client: MpsClientJson) -> bool:
         """Return whether it is a client of an MPS server, in one of the containers."""
         return client["server"] is not None and client["container_id"] in self.containers
 
@@ -232,7 +232,7 @@ class PodDeletionWatch:
                 await asyncio.gather(*terminations)
                 return
 
-    async def _terminate_client(self, pod: TerminatingPod, client: MpsClient) -> None:
+    async def _terminate_client(self, pod: TerminatingPod, client: MpsClientJson) -> None:
         try:
             ended = await self._daemon.call(TERMINATE_CLIENT, pid=client["pid"])
             what = f"terminated PID {client['pid']} before the kubelet kills it: {ended['how']}"

@@ -133,7 +133,7 @@ def lease_json(
     containers: Containers | None,
     sm_of: Callable[[str], int | None] = lambda _: None,
     peak_of: Callable[[str], int | None] = lambda _: None,
-) -> answers.LeaseRecord:
+) -> answers.LeaseRecordJson:
     """Return the record of a lease.
 
     expires_s: in s since 1970; None if the lease ends with a process or a connection.
@@ -141,9 +141,9 @@ def lease_json(
     sm_of: returns the SM utilization of a device (by address), in percent.
     peak_of: returns the highest memory use of a device (by address), in MiB.
     """
-    budgets: list[answers.DeviceBudget] = []
+    budgets: list[answers.DeviceBudgetJson] = []
     for device in lease.devices:
-        budget: answers.DeviceBudget = {
+        budget: answers.DeviceBudgetJson = {
             "addr": device.addr,
             "gpu": device.gpu_address,
             "memory_mib": device.memory_limit_mib,
@@ -169,7 +169,7 @@ def lease_json(
     }
 
 
-def queued_json(queued: QueuedRequest, why: Reason, containers: Containers) -> answers.QueuedRequest:
+def queued_json(queued: QueuedRequest, why: Reason, containers: Containers) -> answers.QueuedRequestJson:
     """Return the record of a queued request, and why it waits; its place in the list is its position."""
     return {
         **_holder_json(queued.holder, queued.since_s, containers),
@@ -179,7 +179,7 @@ def queued_json(queued: QueuedRequest, why: Reason, containers: Containers) -> a
     }
 
 
-def _holder_json(holder: Holder, since_s: float, containers: Containers | None) -> answers.HolderFields:
+def _holder_json(holder: Holder, since_s: float, containers: Containers | None) -> answers.HolderFieldsJson:
     pid = holder.pid
     command = None
     container = None

@@ -35,7 +35,7 @@ from yunion_mps.service.usage import DeviceUsage
 from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, Gpu
+    from yunion_mps.answers import DeviceJson, GpuJson
 
 
 MIB = 1 << 20
@@ -70,7 +70,7 @@ def _host(name: str, help_: str, value: Callable[[Facts], Any], kind: str = GAUG
     return Metric(kind, name, help_, (), lambda facts: [((), value(facts))])
 
 
-def _gpu(name: str, help_: str, value: Callable[[Facts, Gpu], Any], kind: str = GAUGE) -> Metric:
+def _gpu(name: str, help_: str, value: Callable[[Facts, GpuJson], Any], kind: str = GAUGE) -> Metric:
     def samples(facts: Facts) -> Iterator[Sample]:
         for gpu in facts.gpus:
             yield _of_gpu(gpu), value(facts, gpu)
@@ -78,11 +78,11 @@ def _gpu(name: str, help_: str, value: Callable[[Facts, Gpu], Any], kind: str = 
     return Metric(kind, name, help_, _GPU, samples)
 
 
-def _of_gpu(gpu: Gpu) -> tuple[str, str]:
+def _of_gpu(gpu: GpuJson) -> tuple[str, str]:
     return gpu["addr"], gpu["uuid"] or ""
 
 
-def _gpu_devices(name: str, help_: str, counts: Callable[[Device], bool]) -> Metric:
+def _gpu_devices(name: str, help_: str, counts: Callable[[DeviceJson], bool]) -> Metric:
     """Count the GPU's devices for which `counts` is true; leaves out GPUs that are not used."""
 
     def samples(facts: Facts) -> Iterator[Sample]:
@@ -94,7 +94,7 @@ def _gpu_devices(name: str, help_: str, counts: Callable[[Device], bool]) -> Met
     return Metric(GAUGE, name, help_, _GPU, samples)
 
 
-def _device(name: str, help_: str, value: Callable[[Facts, Device], Any], kind: str = GAUGE) -> Metric:
+def _device(name: str, help_: str, value: Callable[[Facts, DeviceJson], Any], kind: str = GAUGE) -> Metric:
     def samples(facts: Facts) -> Iterator[Sample]:
         for device in facts.devices:
             gpu = gpu_of(device["addr"])
@@ -172,21 +172,21 @@ def _domain_states(facts: Facts) -> Iterator[Sample]:
         yield domain.plan.name, domain.state
 
 
-def _is_enforced(gpu: Gpu) -> int | None:
+def _is_enforced(gpu: GpuJson) -> int | None:
     if gpu["state"] == NOT_USED or gpu["sharing"] == MIG or gpu["compute_capability"] is None:
         return None
     return int(gpu["budget_enforced"])
 
 
-def _load(facts: Facts, gpu: Gpu) -> GpuLoad:
+def _load(facts: Facts, gpu: GpuJson) -> GpuLoad:
     return facts.latest.load.gpus.get(gpu["uuid"] or "", GpuLoad())
 
 
-def _gpu_use(facts: Facts, gpu: Gpu) -> GpuUsage | None:
+def _gpu_use(facts: Facts, gpu: GpuJson) -> GpuUsage | None:
     return facts.use.gpus.get(gpu["uuid"] or "") if facts.use else None
 
 
-def _device_use(facts: Facts, device: Device) -> DeviceUsage | None:
+def _device_use(facts: Facts, device: DeviceJson) -> DeviceUsage | None:
     if facts.use is None or device["gpu_uuid"] not in facts.use.gpus:
         return None
     return facts.use.devices.get(device["addr"], DeviceUsage(0, 0))
@@ -196,7 +196,7 @@ def _domain_use(facts: Facts, domain: DomainStatus) -> DomainUsage | None:
     return facts.use.domains.get(domain.plan.name) if facts.use else None
 
 
-def _budget(facts: Facts, device: Device) -> tuple[int | None, float]:
+def _budget(facts: Facts, device: DeviceJson) -> tuple[int | None, float]:
     unleased = device["memory_mib"], device["thread_percentage"]
     return facts.leased_budgets.get(device["addr"], unleased)
 

@@ -29,7 +29,7 @@ from yunion_mps.supervisor import Supervisor
 from yunion_mps.units import total_mib
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ClientList, LeaseRecord, MpsClient
+    from yunion_mps.answers import ClientListJson, LeaseRecordJson, MpsClientJson
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Excess(NamedTuple):
     devices: tuple[str, ...]
     used_mib: int
     #: Those that use memory of the GPU.
-    processes: tuple[MpsClient, ...]
+    processes: tuple[MpsClientJson, ...]
 
     @property
     def text(self) -> str:
@@ -74,13 +74,13 @@ class Excess(NamedTuple):
         )
 
     @property
-    def newest(self) -> MpsClient:
+    def newest(self) -> MpsClientJson:
         """The process that was started last."""
         return max(self.processes, key=lambda client: (client["started"] or "", client["pid"]))
 
 
 def find_excesses(
-    leases: Iterable[LeaseRecord], clients: Iterable[MpsClient], gpus: AbstractSet[str]
+    leases: Iterable[LeaseRecordJson], clients: Iterable[MpsClientJson], gpus: AbstractSet[str]
 ) -> dict[JobBudget, Excess]:
     """Return the budgets on these GPUs (addresses) that are exceeded; pure.
 
@@ -101,7 +101,9 @@ def find_excesses(
     return excesses
 
 
-def _find_excess(lease: LeaseRecord, clients: Iterable[MpsClient], *, gpu: str, uid: int) -> Excess | None:
+def _find_excess(
+    lease: LeaseRecordJson, clients: Iterable[MpsClientJson], *, gpu: str, uid: int
+) -> Excess | None:
     """Return by what the user's processes exceed the lease's budget on the GPU; None if they do not."""
     devices: list[str] = []
     budgets_mib: list[int | None] = []
@@ -113,7 +115,7 @@ def _find_excess(lease: LeaseRecord, clients: Iterable[MpsClient], *, gpu: str, 
     if budget_mib is None:
         return None
     used_mib = 0
-    processes: list[MpsClient] = []
+    processes: list[MpsClientJson] = []
     for client in clients:
         client_mib = _mib(client, gpu)
         if client["uid"] == uid and client_mib:
@@ -129,7 +131,7 @@ def _find_excess(lease: LeaseRecord, clients: Iterable[MpsClient], *, gpu: str, 
     )
 
 
-def _mib(client: MpsClient, gpu: str) -> int:
+def _mib(client: MpsClientJson, gpu: str) -> int:
     return dict(zip(client["gpus"], client["memory_by_gpu_mib"])).get(gpu) or 0
 
 
@@ -260,10 +262,10 @@ class BudgetEnforcer:
 
     async def _terminate(self, excess: Excess, config: Config) -> None:
         budget = excess.budget
-        victims: list[MpsClient] = []
+        victims: list[MpsClientJson] = []
         cause = f"{excess.text} and have exceeded the budget for at least {config.over_budget_grace_s} s"
 
-        def choose(listed: ClientList) -> list[MpsClient]:
+        def choose(listed: ClientListJson) -> list[MpsClientJson]:
             if self._supervisor.config == config:  # no reload has begun meanwhile
                 victims.extend(self._confirm(budget, listed))
             for client in victims:
@@ -272,7 +274,7 @@ class BudgetEnforcer:
                 write_to_stderr(client["pid"], budget.uid, f"yunion-mps: {what} [{OVER_BUDGET_TERMINATED}]\n")
             return victims
 
-        def choose_again(listed: ClientList) -> list[MpsClient]:
+        def choose_again(listed: ClientListJson) -> list[MpsClientJson]:
             return [client for client in listed["clients"] if _identity(client) in map(_identity, victims)]
 
         terminate_all = self._terminator.terminate_all
@@ -290,7 +292,7 @@ class BudgetEnforcer:
             self._survivors.update(map(_identity, victims))
         self.terminations[budget.gpu] += len(ended)
 
-    def _confirm(self, budget: JobBudget, listed: ClientList) -> list[MpsClient]:
+    def _confirm(self, budget: JobBudget, listed: ClientListJson) -> list[MpsClientJson]:
         """Return the newest process if processes that are certainly MPS clients still exceed the budget.
 
         Empty while a killed process of the job still runs, because its memory may be the excess.
@@ -306,10 +308,10 @@ class BudgetEnforcer:
         return []
 
 
-def _running(listed: ClientList) -> list[MpsClient]:
+def _running(listed: ClientListJson) -> list[MpsClientJson]:
     """Return the clients, except those that are exiting: the kernel is freeing their memory."""
     return [client for client in listed["clients"] if not is_exiting(client["pid"])]
 
 
-def _identity(client: MpsClient) -> tuple[int, str | None]:
+def _identity(client: MpsClientJson) -> tuple[int, str | None]:
     return client["pid"], client["started"]

@@ -36,7 +36,7 @@ class ClientService:
         self._observer = observer
         self.conversation = conversation
 
-    async def clients(self, *, seen: bool = False) -> answers.ClientList:
+    async def clients(self, *, seen: bool = False) -> answers.ClientListJson:
         """Return the servers and clients of all domains, and processes that wait for another user's server.
 
         `errors` says which are unknown, and why. With `seen` only NVML and the kernel are queried, and no

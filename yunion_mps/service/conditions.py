@@ -47,9 +47,9 @@ class Activity(NamedTuple):
 
     #: The holdings that are in use.
     held: Sequence[Holding]
-    clients: answers.ClientList
-    leases: Sequence[answers.LeaseRecord] = ()
-    waiting: Sequence[answers.QueuedRequest] = ()
+    clients: answers.ClientListJson
+    leases: Sequence[answers.LeaseRecordJson] = ()
+    waiting: Sequence[answers.QueuedRequestJson] = ()
     #: The GPUs (addresses) where `over_budget: terminate` applies.
     terminating_gpus: Collection[str] = ()
 
@@ -58,7 +58,7 @@ class Activity(NamedTuple):
 
 
 def conditions_with_leases(
-    snapshot: Snapshot, devices: Iterable[answers.Device], serving: Collection[str]
+    snapshot: Snapshot, devices: Iterable[answers.DeviceJson], serving: Collection[str]
 ) -> tuple[Condition, ...]:
     """Return the snapshot's conditions as they are with the leases, and the devices that wait for leases.
 
@@ -95,9 +95,9 @@ def _unless_reported(condition: Condition, reported: Collection[str]) -> Conditi
     return condition._replace(follows_from=f"{ABOUT_DIVISION} {condition.subject}")
 
 
-def _pending_devices(devices: Iterable[answers.Device]) -> Iterator[Condition]:
+def _pending_devices(devices: Iterable[answers.DeviceJson]) -> Iterator[Condition]:
     """Yield the devices that wait for leases of a previous division, or belong to one, by GPU."""
-    pending: dict[tuple[str, str], list[answers.Device]] = {}
+    pending: dict[tuple[str, str], list[answers.DeviceJson]] = {}
     for device in devices:
         if device["state"] == PENDING:
             pending.setdefault((gpu_of(device["addr"]), device["reason"]), []).append(device)
@@ -125,9 +125,9 @@ def condition_of_wait(gpu: str, reason: str, number: int) -> Condition:
 def conditions_with_activity(
     conditions: Iterable[Condition],
     activity: Activity,
-    service: answers.ServiceFields,
-    gpus: Sequence[answers.Gpu],
-    devices: Iterable[answers.Device],
+    service: answers.ServiceFieldsJson,
+    gpus: Sequence[answers.GpuJson],
+    devices: Iterable[answers.DeviceJson],
 ) -> list[Condition]:
     """Return the conditions, and those of what leases and processes do now."""
     domains = {domain["name"]: domain for domain in service["domains"]}
@@ -147,7 +147,7 @@ def conditions_with_activity(
     ]
 
 
-def _idle_hint(domain: answers.Domain, clients: answers.ClientList) -> str:
+def _idle_hint(domain: answers.DomainJson, clients: answers.ClientListJson) -> str:
     """Return what ends the servers that a change waits for if none has a client; empty if a job delays it.
 
     The daemon ends such a server by itself, unless NVML does not list it: before Volta, and in a container
@@ -184,13 +184,13 @@ def _of_process(pid: int | None, what: str, code: str, status: str, gpu: str = "
     return Condition(ABOUT_PROCESS, subject, status, Reason(what, code), gpu=gpu, pid=pid)
 
 
-def _failed_server(server: answers.MpsServer) -> Condition:
+def _failed_server(server: answers.MpsServerJson) -> Condition:
     pid = server["pid"]
     what = f"MPS server (PID {pid}), domain {server['domain']}: its jobs have failed"
     return Condition(ABOUT_SERVER, str(pid), BROKEN, Reason(what, reasons.SERVER_FAILED), pid=pid)
 
 
-def _waiting_client(waiting: answers.WaitingClient) -> Condition:
+def _waiting_client(waiting: answers.WaitingClientJson) -> Condition:
     process = ProcessUse(waiting["pid"], waiting["user"], waiting["command"], waiting["started"], None)
     client = _describe_process(process)
     whose = f"{waiting['server_user']} (PID {waiting['server']}, domain {waiting['domain']})"
@@ -211,7 +211,7 @@ def _over_budget(holding: Holding, terminating_gpus: Collection[str]) -> Conditi
     return condition._replace(devices=holding.devices)
 
 
-def _waiting_users(waiting: Iterable[answers.QueuedRequest]) -> Iterator[Condition]:
+def _waiting_users(waiting: Iterable[answers.QueuedRequestJson]) -> Iterator[Condition]:
     """Yield the requests that wait for control daemons to serve their user."""
     for request in waiting:
         if request["reason_code"] == reasons.OTHER_USER:
@@ -221,7 +221,7 @@ def _waiting_users(waiting: Iterable[answers.QueuedRequest]) -> Iterator[Conditi
             yield Condition(ABOUT_REQUEST, request["user"], IMPAIRED, reason, pid=request["pid"])
 
 
-def _unleased_use(held: Iterable[Holding], gpus: Iterable[answers.Gpu]) -> Iterator[Condition]:
+def _unleased_use(held: Iterable[Holding], gpus: Iterable[answers.GpuJson]) -> Iterator[Condition]:
     """Yield the processes without a device on GPUs and MIG instances that are shared without MPS.
 
     On GPUs that are shared through MPS, such processes have the control daemon's default limits.
@@ -236,10 +236,10 @@ def _unleased_use(held: Iterable[Holding], gpus: Iterable[answers.Gpu]) -> Itera
 
 
 def _lease_conditions(
-    leases: Iterable[answers.LeaseRecord],
-    devices: Iterable[answers.Device],
-    domains: Iterable[answers.Domain],
-    gpus: Iterable[answers.Gpu],
+    leases: Iterable[answers.LeaseRecordJson],
+    devices: Iterable[answers.DeviceJson],
+    domains: Iterable[answers.DomainJson],
+    gpus: Iterable[answers.GpuJson],
 ) -> Iterator[Condition]:
     """Yield the leases whose device or control daemon is gone, as after a reload.
 
@@ -271,7 +271,7 @@ def _lease_conditions(
         )
 
 
-def _devices_that_are_gone(devices: Iterable[answers.Device]) -> Mapping[str, Reason]:
+def _devices_that_are_gone(devices: Iterable[answers.DeviceJson]) -> Mapping[str, Reason]:
     gone = {}
     for device in devices:
         if device["reason_code"] in _DEVICE_IS_GONE:

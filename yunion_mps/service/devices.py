@@ -99,7 +99,7 @@ def devices_json(
     name_holder: Callable[[Holder], str] = str,
     used_by_others: Mapping[str, Reason] = {},
     free_for: Mapping[str, str] = {},
-) -> list[answers.Device]:
+) -> list[answers.DeviceJson]:
     """All devices, including devices created for a lease, with Cloudpods' field names and ours.
 
     A device that was leased before a reload is shown as it was leased. `used_by_others` says
@@ -125,7 +125,7 @@ def devices_json(
     not_free_for = {}
     for domain in snapshot.domains:
         not_free_for[domain.plan.name] = [user_name(uid) for uid in domain.failing_users]
-    rows: list[answers.Device] = []
+    rows: list[answers.DeviceJson] = []
     for device in (*snapshot.plan.devices, *made):
         gpu, held = gpus.get(device.gpu_uuid), leased.get(device.id, device)
         is_same_gpu = held.gpu_uuid == device.gpu_uuid
@@ -177,7 +177,7 @@ def _plain(percentage: float) -> float | int:
     return int(percentage) if percentage == int(percentage) else percentage
 
 
-def _link_json(link: PcieLink | None) -> answers.PcieLink | None:
+def _link_json(link: PcieLink | None) -> answers.PcieLinkJson | None:
     """The link as Cloudpods has it, its keys in alphabetical order."""
     return link and {
         "lane_width": link.lane_width,
@@ -198,7 +198,7 @@ def gpu_json(
     why_faulty: Reason,
     why_unusable: Reason,
     serving: Collection[str],
-) -> answers.Gpu:
+) -> answers.GpuJson:
     """A GPU with the number of its devices, and how it is shared; None if it is not used at all.
 
     `why_faulty` is why it does not serve as configured, `why_unusable` why its devices cannot be used, and
@@ -266,7 +266,7 @@ def pool_json(
     free_tenths: int,
     reserved_for: str | None,
     free_for: str | None,
-) -> answers.Pool:
+) -> answers.PoolJson:
     is_counted = bool(pool.thread_percentage)
     return {
         "gpu_uuid": pool.gpu_uuid,
@@ -291,7 +291,7 @@ def pool_json(
     }
 
 
-def domain_json(domain: DomainStatus, users: Sequence[ServedUser] = ()) -> answers.Domain:
+def domain_json(domain: DomainStatus, users: Sequence[ServedUser] = ()) -> answers.DomainJson:
     """A domain, and the user whom it serves, if any."""
     plan = domain.plan
     return {
@@ -313,7 +313,7 @@ def domain_json(domain: DomainStatus, users: Sequence[ServedUser] = ()) -> answe
     }
 
 
-def _served_user_json(user: ServedUser) -> answers.ServedUser:
+def _served_user_json(user: ServedUser) -> answers.ServedUserJson:
     return {
         "user": user_name(user.uid),
         "uid": user.uid,

@@ -83,7 +83,7 @@ class EventService(LongPolls):
         self._event_log = event_log
         event_log.listen(self.notify)
 
-    def find(self, event_filter: EventFilter) -> answers.EventList:
+    def find(self, event_filter: EventFilter) -> answers.EventListJson:
         """Return the events, oldest first, and the newest one's id; raises HostError."""
         since_s = event_filter.since_s
         limit = event_filter.limit
@@ -108,17 +108,17 @@ class EventService(LongPolls):
             "omitted": omitted,
         }
 
-    async def wait(self, event_filter: EventFilter, wait_s: float) -> answers.EventList:
+    async def wait(self, event_filter: EventFilter, wait_s: float) -> answers.EventListJson:
         """Return the events; if there are none, the first that come within `wait_s`."""
 
-        def is_complete(answer: answers.EventList) -> bool:
+        def is_complete(answer: answers.EventListJson) -> bool:
             is_beyond = answer["last"] < (event_filter.after or 0)  # a new event log may never reach this id
             return bool(answer["events"]) or is_beyond
 
         return await self.wait_for(lambda: self.find(event_filter), is_complete, wait_s)
 
 
-def _event_json(record: EventRecord, recent_s: float) -> answers.Event:
+def _event_json(record: EventRecord, recent_s: float) -> answers.EventJson:
     event = record.event
     return {
         "id": record.id,

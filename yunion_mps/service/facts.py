@@ -58,9 +58,9 @@ class Facts(NamedTuple):
 
     now: ClockReadings
     revision: str
-    status: answers.Status
-    gpus: Sequence[answers.Gpu]
-    devices: Sequence[answers.Device]
+    status: answers.StatusJson
+    gpus: Sequence[answers.GpuJson]
+    devices: Sequence[answers.DeviceJson]
     domains: Sequence[DomainStatus]
     probe_s: Mapping[str, float]
     queue: LeaseFacts

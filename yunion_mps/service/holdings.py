@@ -21,9 +21,16 @@ from yunion_mps.errors import HostError
 from yunion_mps.reasons import PROCESSES_UNKNOWN
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ClientList, Device, Gpu, LeaseRecord, MpsClient, WaitingClient
+    from yunion_mps.answers import (
+        ClientListJson,
+        DeviceJson,
+        GpuJson,
+        LeaseRecordJson,
+        MpsClientJson,
+        WaitingClientJson,
+    )
 
-    AnyClient = Union[MpsClient, WaitingClient]
+    AnyClient = Union[MpsClientJson, WaitingClientJson]
 
 #: Key of a holding: a lease and a GPU, a device without a lease and its GPU, or a kind of use without a
 #: device and the GPU.
@@ -34,7 +41,7 @@ OUTSIDE_MPS, NO_DEVICE = "outside MPS", "no device"
 ID_LENGTH = 8
 
 
-NO_CLIENTS: ClientList = {"servers": [], "clients": [], "waiting": [], "errors": [], "total": 0}
+NO_CLIENTS: ClientListJson = {"servers": [], "clients": [], "waiting": [], "errors": [], "total": 0}
 
 
 class ProcessUse(NamedTuple):
@@ -73,7 +80,7 @@ class Holding(NamedTuple):
     budget_mib: int | None
     #: The percentage of the SM threads that each process gets; None if it is not limited or not known.
     threads: float | None = None
-    lease: LeaseRecord | None = None
+    lease: LeaseRecordJson | None = None
     #: Whether the devices can be used.
     available: bool = True
     #: Whether the daemon would lease it, although processes without a lease may use it.
@@ -221,12 +228,12 @@ def in_container(container: str | None, command: str) -> str:
     return f"{container}: {command}" if container and command else container or command
 
 
-def user_of(lease: LeaseRecord) -> str:
+def user_of(lease: LeaseRecordJson) -> str:
     """Return the user whose processes use the devices, as far as that is known, or else the lease's owner."""
     return lease["for_user"] or lease["user"]
 
 
-def holder_label(lease: LeaseRecord) -> str:
+def holder_label(lease: LeaseRecordJson) -> str:
     """Return the user and the process, container or name: `alice (PID 4260)`, `bob (job-17)`."""
     process = f"PID {lease['pid']}" if lease["pid"] else ""
     return f"{user_of(lease)} ({lease['container'] or lease['name'] or process})"
@@ -259,7 +266,7 @@ def _abbreviate(gpu: str, addresses: Sequence[str]) -> str:
 
 
 def holdings(
-    devices: Sequence[Device], leases: Iterable[LeaseRecord], clients: Iterable[MpsClient]
+    devices: Sequence[DeviceJson], leases: Iterable[LeaseRecordJson], clients: Iterable[MpsClientJson]
 ) -> list[Holding]:
     """Return all devices in the given order, grouped into holdings; then the use without a device."""
     joined: dict[_Key, Holding] = {}
@@ -286,8 +293,8 @@ class _DeviceUse(NamedTuple):
 
     address: str
     #: As listed; None if it is not.
-    device: Device | None
-    lease: LeaseRecord | None = None
+    device: DeviceJson | None
+    lease: LeaseRecordJson | None = None
     #: That of the lease; None if it is not leased, or the budget is unknown.
     budget_mib: int | None = None
 
@@ -295,11 +302,11 @@ class _DeviceUse(NamedTuple):
 class _Leased(NamedTuple):
     """A device's lease and its budget there."""
 
-    lease: LeaseRecord
+    lease: LeaseRecordJson
     budget_mib: int | None
 
 
-def _device_uses(devices: Sequence[Device], leases: Iterable[LeaseRecord]) -> Iterator[_DeviceUse]:
+def _device_uses(devices: Sequence[DeviceJson], leases: Iterable[LeaseRecordJson]) -> Iterator[_DeviceUse]:
     """Yield the listed devices with their leases, then the leased devices that are not listed.
 
     Two devices can have the same address: one of a card that was replaced, if it is still leased, and one of
@@ -369,7 +376,7 @@ def _merge(first: Holding, second: Holding) -> Holding:
 
 
 def _add_process(
-    client: MpsClient,
+    client: MpsClientJson,
     joined: dict[_Key, Holding],
     keys_by_device: Mapping[str, _Key],
     keys_by_pid: Mapping[int, Sequence[_Key]],
@@ -416,12 +423,12 @@ def device_names(client: AnyClient) -> list[str]:
     return [name.strip() for name in (client["device"] or "").split(",") if name.strip()]
 
 
-def clients_of_device(address: str, listed: ClientList) -> list[AnyClient]:
+def clients_of_device(address: str, listed: ClientListJson) -> list[AnyClient]:
     """Return the processes that were started with this device, including those that wait for a server."""
     return [client for client in _all_clients(listed) if address in device_names(client)]
 
 
-def clients_of_lease(lease: LeaseRecord, listed: ClientList) -> list[AnyClient]:
+def clients_of_lease(lease: LeaseRecordJson, listed: ClientListJson) -> list[AnyClient]:
     """Return the lease's processes: its holder, and those that belong to it (`service/attribution.py`).
 
     A process that only names a device may belong to another job.
@@ -433,7 +440,7 @@ def clients_of_lease(lease: LeaseRecord, listed: ClientList) -> list[AnyClient]:
     return clients
 
 
-def refuse_if_unknown(pid: int, listed: ClientList) -> None:
+def refuse_if_unknown(pid: int, listed: ClientListJson) -> None:
     """Raise HostError if the process is not listed, but some processes are unknown: it may be one of them.
 
     A process that is killed while it is an MPS client can take other jobs with it.
@@ -447,7 +454,7 @@ def refuse_if_unknown(pid: int, listed: ClientList) -> None:
         raise HostError(what, f"{hint}yunion-mps terminate {pid} --force", PROCESSES_UNKNOWN)
 
 
-def _all_clients(listed: ClientList) -> list[AnyClient]:
+def _all_clients(listed: ClientListJson) -> list[AnyClient]:
     return [*listed["clients"], *listed["waiting"]]
 
 
@@ -463,7 +470,7 @@ def lease_states(held: Iterable[Holding]) -> dict[str, str]:
     return {lease: min(states, key=LEASE_STATES.index) for lease, states in by_lease.items()}
 
 
-def reasons_by_gpu(devices: Iterable[Device]) -> Iterable[tuple[str, str]]:
+def reasons_by_gpu(devices: Iterable[DeviceJson]) -> Iterable[tuple[str, str]]:
     """Return each GPU with an unavailable or pending device, and the reason."""
     reasons: dict[tuple[str, str], None] = {}  # each once, in this order
     for device in devices:
@@ -472,7 +479,7 @@ def reasons_by_gpu(devices: Iterable[Device]) -> Iterable[tuple[str, str]]:
     return reasons
 
 
-def memory_by_gpu(clients: Iterable[MpsClient]) -> dict[str, int]:
+def memory_by_gpu(clients: Iterable[MpsClientJson]) -> dict[str, int]:
     """Return the MiB that processes use on each GPU, by address."""
     used: dict[str, int] = {}
     for client in clients:
@@ -481,7 +488,7 @@ def memory_by_gpu(clients: Iterable[MpsClient]) -> dict[str, int]:
     return used
 
 
-def is_memory_unknown(gpu: Gpu) -> bool:
+def is_memory_unknown(gpu: GpuJson) -> bool:
     """Whether the driver does not report what processes use of the GPU, as for a lost one."""
     return gpu["state"] == UNAVAILABLE and gpu["memory_used_mib"] is None
 

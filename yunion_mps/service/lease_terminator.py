@@ -36,7 +36,9 @@ class LeaseTerminator:
         self._leases = leases
         self._terminator = terminator
 
-    async def terminate(self, name: str, caller: Owner, signals: SignalSequence) -> list[answers.Termination]:
+    async def terminate(
+        self, name: str, caller: Owner, signals: SignalSequence
+    ) -> list[answers.TerminationJson]:
         """Terminate the processes of a lease without releasing it; raises NotFoundError, NotAllowedError."""
         return await self._terminator.terminate_lease(
             self._own(name, caller),
@@ -46,7 +48,7 @@ class LeaseTerminator:
             container=self._container(name, caller),
         )
 
-    async def release(self, name: str, caller: Owner) -> answers.LeaseRecord:
+    async def release(self, name: str, caller: Owner) -> answers.LeaseRecordJson:
         """Kill the lease's processes safely, then release it; return it.
 
         Raises what `LeaseService.release` raises, and HostError with the code PROCESSES_UNKNOWN, with nothing
@@ -59,7 +61,7 @@ class LeaseTerminator:
             return self._leases.release(lease["id"], caller)
         return lease
 
-    def _own(self, name: str, caller: Owner) -> answers.LeaseRecord:
+    def _own(self, name: str, caller: Owner) -> answers.LeaseRecordJson:
         lease = find_own_lease(name, self._leases.ledger.leases, caller)
         return self._leases.lease(lease.id, caller)
 
@@ -68,7 +70,7 @@ class LeaseTerminator:
         return attested_container(lease.holder, self._leases.containers)
 
     async def _kill(
-        self, lease: answers.LeaseRecord, uid: int, cause: str, container: ControlGroup | None
+        self, lease: answers.LeaseRecordJson, uid: int, cause: str, container: ControlGroup | None
     ) -> None:
         late = HostError(f"they were not terminated within {_DEADLINE_S:g} s")
         try:

@@ -237,25 +237,25 @@ class LeaseService:
     def memory_unit_mib(self) -> int:
         return self._supervisor.config.gpu_memory_unit_mib
 
-    def lease(self, name: str, caller: Owner) -> answers.LeaseRecord:
+    def lease(self, name: str, caller: Owner) -> answers.LeaseRecordJson:
         """Return the lease of this id or name; raises NotFoundError."""
         return self._json(find_lease(name, self.ledger.leases, caller))
 
-    def leases(self, *, brief: bool = False) -> list[answers.LeaseRecord]:
+    def leases(self, *, brief: bool = False) -> list[answers.LeaseRecordJson]:
         """Return all leases; a `brief` one lacks what only the kernel knows about its holder."""
         return [self._json(lease, brief=brief) for lease in self.ledger.leases.values()]
 
-    def waiting(self) -> list[answers.QueuedRequest]:
+    def waiting(self) -> list[answers.QueuedRequestJson]:
         """Return the queued requests in their order, each with the reason why it waits."""
         why = self.queue.reasons(self._queries.candidates())
-        rows: list[answers.QueuedRequest] = []
+        rows: list[answers.QueuedRequestJson] = []
         for request in self.queue.requests:
             rows.append(queued_json(request, why[request.position], self.containers))
         return rows
 
     async def take(
         self, queued: QueuedRequest, on_disconnect: OnDisconnect, wait_s: float
-    ) -> tuple[answers.LeaseRecord, bool]:
+    ) -> tuple[answers.LeaseRecordJson, bool]:
         """Return the lease and whether it is new; raises YunionError if none is granted within `wait_s`.
 
         A request repeated with its `idempotency_key`, because its answer was lost or the daemon restarted,
@@ -282,7 +282,7 @@ class LeaseService:
             on_disconnect(partial(self._end_connected, lease.id))
         return self._json(lease), is_new
 
-    async def preview(self, queued: QueuedRequest) -> answers.LeaseRecord:
+    async def preview(self, queued: QueuedRequest) -> answers.LeaseRecordJson:
         """Return the lease that would be granted now; raises YunionError if none would be."""
         await self._ask_users(queued.holder.user_uid)
         queued = queued._replace(sent=queued.as_text)
@@ -295,7 +295,7 @@ class LeaseService:
         lease = Lease("", devices, queued.holder, time.time(), environment)
         return lease_json(lease, None, self.containers)
 
-    def release(self, name: str, caller: Owner) -> answers.LeaseRecord:
+    def release(self, name: str, caller: Owner) -> answers.LeaseRecordJson:
         """End a lease for the caller; raises NotFoundError and NotAllowedError."""
         lease = find_own_lease(name, {**self._unknown_leases(), **self.ledger.leases}, caller)
         released = lease_json(lease, None, self.containers)
@@ -306,7 +306,7 @@ class LeaseService:
         self.end(lease.id, "" if name == owner_name(lease.holder.owner) else f"{name} released it")
         return released
 
-    def renew(self, name: str, caller: Owner) -> answers.LeaseRecord:
+    def renew(self, name: str, caller: Owner) -> answers.LeaseRecordJson:
         """Restart the time to live of a lease taken by name; raises what `release` raises.
 
         The time to live is reduced to `max_lease_ttl_s` if that was lowered since.
@@ -317,7 +317,7 @@ class LeaseService:
             raise HostError(what, "to renew a lease, take it by name: yunion-mps lease take NAME --ttl 1h")
         return self._json(self._renew(lease))
 
-    async def bind(self, name: str, caller: Owner, holder: Holder) -> answers.LeaseRecord:
+    async def bind(self, name: str, caller: Owner, holder: Holder) -> answers.LeaseRecordJson:
         """Make a container, whose first process is `holder`, the lease's holder in place of the old one.
 
         Its owner does not change; one taken by name stays one, because containers may share it. If root binds
@@ -578,7 +578,7 @@ class LeaseService:
         if lease and lease.holder.binding == "connection":
             self.end(lease_id, "its connection was closed")
 
-    def _json(self, lease: Lease, *, brief: bool = False) -> answers.LeaseRecord:
+    def _json(self, lease: Lease, *, brief: bool = False) -> answers.LeaseRecordJson:
         return lease_json(
             lease,
             self.holders.expires_s(lease.id),

@@ -138,7 +138,7 @@ def host_usage(seen: ProcessFacts, budgets: Mapping[str, Budget]) -> HostUsage:
 class Observation(NamedTuple):
     """The processes on the GPUs, and their use."""
 
-    clients: answers.ClientList
+    clients: answers.ClientListJson
     #: None until the driver has answered.
     use: HostUsage | None = None
 
@@ -199,14 +199,14 @@ class Observer:
             if began_s >= arrived_s:
                 return self._latest
 
-    async def query_all(self) -> answers.ClientList:
+    async def query_all(self) -> answers.ClientListJson:
         """Return the processes as the control daemons list them, too, however long that takes.
 
         Only control daemons know of failed servers, so later observations show these as failed, too.
         """
         subjects = self._subjects()
 
-        def work() -> answers.ClientList:
+        def work() -> answers.ClientListJson:
             domains = [query_control_daemon(domain) for domain in subjects.domains if domain.pid]
             return self._list(subjects, domains, query_driver(subjects.nvml, subjects.sm))
 
@@ -239,7 +239,7 @@ class Observer:
 
     def _list(
         self, subjects: _Subjects, domains: Iterable[DomainProcesses], driver: GpuProcesses
-    ) -> answers.ClientList:
+    ) -> answers.ClientListJson:
         """List the processes of these domains and of the GPUs without MPS; thread-safe."""
         of_domains = [*domains, without_mps(subjects.direct)]
         return list_processes(of_domains, driver, subjects.gpus, self._containers, subjects.leases)

@@ -30,7 +30,7 @@ def pending_rows(
     lease_waits: Mapping[str, LeaseWait],
     kept: Collection[str],
     leases_on: Callable[[str], Sequence[str]],
-) -> list[answers.Pending]:
+) -> list[answers.PendingJson]:
     """Return what is pending, and the GPUs and entries of the `plan` that an operator has to repair.
 
     plan: the plan after the reload, which the snapshot may not have yet
@@ -52,7 +52,7 @@ def pending_rows(
     return [*rows, *layouts, *_to_repair(snapshot, plan)]
 
 
-def _domains(snapshot: Snapshot) -> Iterator[answers.Pending]:
+def _domains(snapshot: Snapshot) -> Iterator[answers.PendingJson]:
     """Yield the domains whose plan is not in effect, and those that are about to serve."""
     changes = {}
     for condition in snapshot.conditions:
@@ -66,7 +66,7 @@ def _domains(snapshot: Snapshot) -> Iterator[answers.Pending]:
             yield _row(f"it is {domain.state}: {domain.reason}", name)
 
 
-def _divisions(snapshot: Snapshot, lease_waits: Mapping[str, LeaseWait]) -> Iterator[answers.Pending]:
+def _divisions(snapshot: Snapshot, lease_waits: Mapping[str, LeaseWait]) -> Iterator[answers.PendingJson]:
     """Yield the GPUs with devices that wait for leases of a previous division."""
     names = domain_names(snapshot.plan)
     addresses = {gpu.uuid: gpu.address for gpu in snapshot.inventory.gpus}
@@ -75,7 +75,7 @@ def _divisions(snapshot: Snapshot, lease_waits: Mapping[str, LeaseWait]) -> Iter
         yield _row(condition.text, names[uuid], wait.leases)
 
 
-def _to_repair(snapshot: Snapshot, plan: Plan) -> Iterator[answers.Pending]:
+def _to_repair(snapshot: Snapshot, plan: Plan) -> Iterator[answers.PendingJson]:
     """Yield the GPUs and entries that serve nothing until the operator has repaired something."""
     for condition in conditions_of_gpus(plan, snapshot.inventory.gpus):
         if condition.reason.code in MODE_NEEDS | GPU_NEEDS:
@@ -84,5 +84,5 @@ def _to_repair(snapshot: Snapshot, plan: Plan) -> Iterator[answers.Pending]:
         yield _row(f"path {condition.subject}: {condition.reason}; {condition.hint}")
 
 
-def _row(pending: str, domain: str = "", leases: Sequence[str] = ()) -> answers.Pending:
+def _row(pending: str, domain: str = "", leases: Sequence[str] = ()) -> answers.PendingJson:
     return {"domain": domain, "pending": pending, "leases": [*leases]}

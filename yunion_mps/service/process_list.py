@@ -112,7 +112,7 @@ def list_processes(
     gpus: Iterable[Gpu],
     containers: Containers,
     leases: Iterable[Lease],
-) -> answers.ClientList:
+) -> answers.ClientListJson:
     """Return the servers, clients and waiting processes of the domains, and what is not known.
 
     `gpus` have the addresses of those that the driver reports on; a process belongs to one of `leases`, or to
@@ -120,8 +120,8 @@ def list_processes(
     """
     attribution = Attribution.by_kernel(leases, containers)
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
-    servers: list[answers.MpsServer] = []
-    clients: list[answers.MpsClient] = []
+    servers: list[answers.MpsServerJson] = []
+    clients: list[answers.MpsClientJson] = []
     errors: list[str] = []
     for domain in domains:
         for pid in domain.servers:
@@ -134,7 +134,7 @@ def list_processes(
     if driver.failure:
         errors.append(driver.failure)
     listed = {client["pid"] for client in clients}
-    waiting: list[answers.WaitingClient] = []
+    waiting: list[answers.WaitingClientJson] = []
     for domain in domains:
         if domain.plan.name:
             waiting += [row for row in _waiting_json(domain, attribution) if row["pid"] not in listed]
@@ -147,9 +147,9 @@ def list_processes(
     }
 
 
-def _waiting_json(domain: DomainProcesses, attribution: Attribution) -> list[answers.WaitingClient]:
+def _waiting_json(domain: DomainProcesses, attribution: Attribution) -> list[answers.WaitingClientJson]:
     """List the processes that wait for another user's server, with details from the kernel."""
-    waiting: list[answers.WaitingClient] = []
+    waiting: list[answers.WaitingClientJson] = []
     for client in waiting_clients(domain.plan, domain.servers):
         details = _process_json(client.pid)
         started = details["started"]
@@ -176,7 +176,7 @@ def _clients_json(
     addresses: Mapping[str | None, str],
     containers: Containers,
     attribution: Attribution,
-) -> list[answers.MpsClient]:
+) -> list[answers.MpsClientJson]:
     """Return the processes that the control daemon lists, and those that NVML sees on its GPUs.
 
     The clients of a server that is about to end, or has no control daemon, are not listed although they run.
@@ -189,7 +189,7 @@ def _clients_json(
     # A client that no control daemon lists has the only server that it can have.
     silent = [pid for pid in domain.servers if pid not in domain.states] or domain.servers
     only = silent[0] if len(silent) == 1 else None
-    rows: list[answers.MpsClient] = []
+    rows: list[answers.MpsClientJson] = []
     for pid in sorted({*domain.clients, *on_gpus}):
         memory = on_gpus.get(pid, {})
         through_mps = _uses_mps(pid, domain, driver, memory)
@@ -238,7 +238,7 @@ def _uses_mps(pid: int, domain: DomainProcesses, driver: GpuProcesses, gpus: Col
     return False if is_known and uid_of(pid) is not None and not is_server(pid) else None
 
 
-def _process_json(pid: int) -> answers.ProcessFields:
+def _process_json(pid: int) -> answers.ProcessFieldsJson:
     """Return the process's details from the kernel; all but the PID are None if it has ended."""
     uid = uid_of(pid)
     begun_s = started_s(pid)
@@ -251,7 +251,7 @@ def _process_json(pid: int) -> answers.ProcessFields:
     }
 
 
-def possible_client(pid: int, server: answers.MpsServer | None) -> answers.MpsClient:
+def possible_client(pid: int, server: answers.MpsServerJson | None) -> answers.MpsClientJson:
     """Return a process that may be a client of this server, with what the kernel knows about it.
 
     If `server` is None, it may be a client of any.

@@ -57,7 +57,7 @@ class Filters(NamedTuple):
     numa_node: int | None = None
     unused: bool = False
 
-    def matches(self, device: answers.Device) -> bool:
+    def matches(self, device: answers.DeviceJson) -> bool:
         """Whether the device matches; an address may be the device's own, its MIG instance's or its GPU's."""
         if self.addr is not None and not is_part(device["addr"], shown_address(self.addr)):
             return False
@@ -76,7 +76,7 @@ class Queries:
         self._started_s = started_s
         self._pid = pid
         self._cached_version = -1
-        self._devices: list[answers.Device] = []
+        self._devices: list[answers.DeviceJson] = []
         self._conditions: tuple[Condition, ...] = ()
         #: The number of devices of each GPU (UUID), with those of its MIG instances.
         self._device_counts = Counter[str]()
@@ -127,7 +127,7 @@ class Queries:
         """Changes when an answer may change."""
         return self._snapshot().version + self.ledger.version + self._use_version
 
-    def all_devices(self) -> list[answers.Device]:
+    def all_devices(self) -> list[answers.DeviceJson]:
         if self._cached_version != self.version:
             self._devices = devices_json(
                 self._snapshot(),
@@ -164,13 +164,13 @@ class Queries:
                 counts[gpu.parent] += counts[gpu.uuid or ""]
         return counts
 
-    def devices(self, filters: Filters, limit: int, offset: int) -> answers.DeviceList:
+    def devices(self, filters: Filters, limit: int, offset: int) -> answers.DeviceListJson:
         """One page of the devices that match the filters; a `limit` of 0 means all."""
         matching = [device for device in self.all_devices() if filters.matches(device)]
         page = matching[offset : offset + limit] if limit else matching[offset:]
         return {"isolated_devices": page, "total": len(matching), "limit": limit, "offset": offset}
 
-    def device(self, name: str) -> answers.DeviceDetails:
+    def device(self, name: str) -> answers.DeviceDetailsJson:
         """One device by id, address or a unique prefix of either; raises NotFoundError otherwise."""
         name = shown_address(name)
         devices = self.all_devices()
@@ -189,7 +189,7 @@ class Queries:
             )
         return self._details(matches[0])
 
-    def gpus(self) -> answers.GpuList:
+    def gpus(self) -> answers.GpuListJson:
         """Every GPU and MIG instance as of the last poll; one that cannot be leased has a reason."""
         snapshot = self._snapshot()
         leased = [device for device in self.all_devices() if device["lease"]]  # counts the devices, too
@@ -227,11 +227,11 @@ class Queries:
         """The UUIDs of the GPUs with a device that can be used, and of those with one on an instance."""
         return self._gpus_with_usable(self.all_devices())
 
-    def _gpus_with_usable(self, devices: Iterable[answers.Device]) -> set[str]:
+    def _gpus_with_usable(self, devices: Iterable[answers.DeviceJson]) -> set[str]:
         serving = {device["gpu_uuid"] for device in devices if device["state"] != UNAVAILABLE}
         return serving | {gpu.parent for gpu in self._snapshot().inventory.gpus if gpu.uuid in serving}
 
-    def pools(self) -> answers.PoolList:
+    def pools(self) -> answers.PoolListJson:
         """The GPUs whose memory is leased in units."""
         snapshot = self._snapshot()
         gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
@@ -298,7 +298,7 @@ class Queries:
         self.all_devices()  # which brings both up to date
         return self._conditions
 
-    def service(self, used: Collection[str] = ()) -> answers.ServiceFields:
+    def service(self, used: Collection[str] = ()) -> answers.ServiceFieldsJson:
         """The daemon, its GPUs and devices; `used` are the addresses of the devices in use."""
         snapshot = self._snapshot()
         devices = self.all_devices()
@@ -399,7 +399,7 @@ class Queries:
             if gpu.reason or (gpu.address in faults and gpu.uuid not in serving)
         )
 
-    def _details(self, summary: answers.Device) -> answers.DeviceDetails:
+    def _details(self, summary: answers.DeviceJson) -> answers.DeviceDetailsJson:
         snapshot = self._snapshot()
         leased = [device for lease in self.ledger.leases.values() for device in lease.devices]
         both = (*snapshot.plan.devices, *leased)

@@ -111,7 +111,7 @@ class Reloader:
         #: Held while the plan or a compute mode changes.
         self.lock = asyncio.Lock()
 
-    async def plan(self) -> answers.ChangeList:
+    async def plan(self) -> answers.ChangeListJson:
         """Return what a reload would change now; raises YunionError if it would be refused."""
         async with self.lock:
             preflight = await self._run_preflight()
@@ -130,7 +130,7 @@ class Reloader:
         drain: bool = False,
         now: bool = False,
         confirmation: str = "",
-    ) -> answers.ChangeList:
+    ) -> answers.ChangeListJson:
         """Read the files again and bring them into effect; return what was changed.
 
         `requester` is named in the log and in events. With `drain` the servers that keep old limits get no
@@ -247,7 +247,7 @@ class Reloader:
         await self._settle()
         return changes
 
-    async def reexec(self, *, requires_driver: bool = False) -> answers.Reexec:
+    async def reexec(self, *, requires_driver: bool = False) -> answers.ReexecJson:
         """Run the program again in this process; raises HostError if the new one refuses to start.
 
         The new one must be able to use the driver if this one can, or with `requires_driver`. Otherwise it
@@ -410,12 +410,12 @@ class Reloader:
             )
         )
 
-    def _rows_of(self, removed: Mapping[str, Losses], preflight: Preflight) -> list[answers.Loss]:
+    def _rows_of(self, removed: Mapping[str, Losses], preflight: Preflight) -> list[answers.LossJson]:
         """Return the leased devices and the instances of other programs that layouts remove."""
         lost: set[str] = set()
         for losses in removed.values():
             lost |= losses.uuids
-        rows: list[answers.Loss] = []
+        rows: list[answers.LossJson] = []
         for lease in self._ledger.leases.values():
             for device in lease.devices:
                 if device.gpu_uuid in lost:
@@ -431,7 +431,7 @@ class Reloader:
 
     def _answer(
         self, changes: Sequence[Change], plan: Plan, losses: ReloadLosses = NO_LOSSES
-    ) -> answers.ChangeList:
+    ) -> answers.ChangeListJson:
         pending = pending_rows(
             snapshot=self._supervisor.snapshot(),
             plan=plan,
@@ -472,7 +472,7 @@ def _with(changes: Sequence[Change], others: Iterable[Change]) -> list[Change]:
     return [*changes, *(other for other in others if (other.kind, other.subject) not in listed)]
 
 
-def _change_json(change: Change) -> answers.Change:
+def _change_json(change: Change) -> answers.ChangeJson:
     return {
         "kind": change.kind,
         "subject": change.subject,

@@ -12,7 +12,7 @@ from yunion_mps.service.holdings import ID_LENGTH
 from yunion_mps.supervisor import Change
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import ClientList, Loss, MpsClient
+    from yunion_mps.answers import ClientListJson, LossJson, MpsClientJson
 
 #: The name of the loss if the control daemons do not list all clients.
 _UNKNOWN_CLIENTS = "unknown clients"
@@ -27,9 +27,9 @@ class ReloadLosses(NamedTuple):
     """What is lost by `reload --now`."""
 
     #: Those whose MPS servers are ended.
-    clients: Sequence[MpsClient] = ()
+    clients: Sequence[MpsClientJson] = ()
     #: Leased devices, and MIG instances of other programs.
-    devices: Sequence[Loss] = ()
+    devices: Sequence[LossJson] = ()
     #: Why not all clients are known.
     errors: Sequence[str] = ()
 
@@ -111,7 +111,7 @@ def unconfirmed_error(losses: Sequence[str], result: str) -> NotConfirmedError:
 
 
 def losses_of_clients(
-    clients: ClientList,
+    clients: ClientListJson,
     changes: Iterable[Change],
     domains: Sequence[DomainStatus],
     addresses: Mapping[str, str],

@@ -28,12 +28,12 @@ class StatusService:
         self._leases = leases
         self._clients = clients
 
-    async def status(self) -> answers.Status:
+    async def status(self) -> answers.StatusJson:
         """The status, with the processes that use the GPUs now; with the last known ones if a call hangs."""
         clients = await self._clients.clients(seen=True)
         return self.of(clients)
 
-    def of(self, clients: answers.ClientList) -> answers.Status:
+    def of(self, clients: answers.ClientListJson) -> answers.StatusJson:
         gpus, devices = self._queries.gpus()["gpus"], self._queries.all_devices()
         activity = self._activity(clients)
         used = {address for holding in activity.held for address in holding.devices}
@@ -56,7 +56,7 @@ class StatusService:
             "errors": clients["errors"],
         }
 
-    def _activity(self, clients: answers.ClientList) -> Activity:
+    def _activity(self, clients: answers.ClientListJson) -> Activity:
         leases = self._leases.leases(brief=True)
         return Activity(
             held=_used(self._queries.all_devices(), leases, clients),
@@ -75,14 +75,14 @@ class StatusService:
         conditions = conditions_of_use(self._activity(clients))
         return [condition for condition in conditions if condition.reason.code in codes]
 
-    async def leases(self) -> answers.LeaseList:
+    async def leases(self) -> answers.LeaseListJson:
         """All leases with their states, and the queued requests."""
         clients = await self._clients.clients(seen=True)
         leases = self._with_states(self._leases.leases(), clients)
         waiting = self._leases.waiting()
         return {"leases": leases, "waiting": waiting, "errors": clients["errors"], "total": len(leases)}
 
-    async def lease(self, name: str, caller: Owner) -> answers.LeaseDetails:
+    async def lease(self, name: str, caller: Owner) -> answers.LeaseDetailsJson:
         """The lease of this id or name, with its state; raises NotFoundError.
 
         A job may be about to start with it, so the driver is asked whether its MIG instances still exist.
@@ -94,8 +94,8 @@ class StatusService:
         return lease
 
     def _with_states(
-        self, leases: list[answers.LeaseRecord], clients: answers.ClientList
-    ) -> list[answers.LeaseDetails]:
+        self, leases: list[answers.LeaseRecordJson], clients: answers.ClientListJson
+    ) -> list[answers.LeaseDetailsJson]:
         """The leases with their states and, if their devices are unavailable or pending, the reason.
 
         If not all clients are known, a lease that seems idle may be in use: its state is None.
@@ -104,7 +104,7 @@ class StatusService:
         states = lease_states(_used(devices, leases, clients))
         seeming = {IDLE: None} if clients["errors"] else {}
         by_address = {device["addr"]: device for device in devices}
-        details: list[answers.LeaseDetails] = []
+        details: list[answers.LeaseDetailsJson] = []
         for lease in leases:
             state = states[lease["id"]]
             own = [by_address[name] for name in lease["devices"] if name in by_address]
@@ -117,9 +117,9 @@ class StatusService:
 
 
 def _used(
-    devices: Iterable[answers.Device],
-    leases: Iterable[answers.LeaseRecord],
-    clients: answers.ClientList,
+    devices: Iterable[answers.DeviceJson],
+    leases: Iterable[answers.LeaseRecordJson],
+    clients: answers.ClientListJson,
 ) -> list[Holding]:
     """The holdings that are in use; idle devices are skipped first, because there may be thousands."""
     names = {name for lease in leases for name in lease["devices"]}
@@ -129,7 +129,7 @@ def _used(
     return [holding for holding in holdings(listed, leases, clients["clients"]) if holding.in_use]
 
 
-def problem_json(condition: Condition) -> answers.StatusProblem:
+def problem_json(condition: Condition) -> answers.StatusProblemJson:
     """Return a condition as the API answers it."""
     return {
         "level": condition.level,

@@ -79,7 +79,7 @@ class Terminator:
 
     async def terminate_client(
         self, pid: int, uid: int, cause: str = "", *, signals: SignalSequence = TERM
-    ) -> answers.Termination:
+    ) -> answers.TerminationJson:
         """Terminate a client for the user `uid` because of `cause`, by default the user's request.
 
         Its server disconnects it, then it gets `signals`, with 5 s to end after each. A process outside MPS
@@ -95,20 +95,20 @@ class Terminator:
 
     async def terminate_lease(
         self,
-        lease: answers.LeaseRecord,
+        lease: answers.LeaseRecordJson,
         uid: int,
         cause: str = "",
         *,
         signals: SignalSequence = TERM,
         even_if_unknown: bool = False,
         container: ControlGroup | None = None,
-    ) -> list[answers.Termination]:
+    ) -> list[answers.TerminationJson]:
         """Terminate all clients of a lease, as `terminate_all` does.
 
         Raises HostError with the code PROCESSES_UNKNOWN if clients may be unknown, unless `even_if_unknown`.
         """
 
-        def choose(listed: answers.ClientList) -> list[AnyClient]:
+        def choose(listed: answers.ClientListJson) -> list[AnyClient]:
             # The holder may be a client that is not listed, because not all clients are known.
             if even_if_unknown and lease["pid"] is not None:
                 listed = self._with_possible(listed, [lease["pid"]])
@@ -125,7 +125,7 @@ class Terminator:
 
     async def terminate_all(
         self,
-        choose: Callable[[answers.ClientList], Iterable[AnyClient]],
+        choose: Callable[[answers.ClientListJson], Iterable[AnyClient]],
         uid: int,
         cause: str = "",
         *,
@@ -133,7 +133,7 @@ class Terminator:
         container: ControlGroup | None = None,
         all_known_on: Collection[str] = (),
         code: str = reasons.CLIENT_TERMINATED,
-    ) -> list[answers.Termination]:
+    ) -> list[answers.TerminationJson]:
         """Terminate the chosen clients at the same time, each as `terminate_client` does.
 
         A client's error is in its termination. The user may terminate all clients in `container`, whichever
@@ -148,7 +148,7 @@ class Terminator:
         ends = [self._try(client, order) for client in choose(listed)]
         return list(await asyncio.gather(*ends))
 
-    async def _list(self) -> answers.ClientList:
+    async def _list(self) -> answers.ClientListJson:
         """List the clients; retry for a moment if some are unknown: another front-end may be connected."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + _LIST_S
@@ -158,7 +158,7 @@ class Terminator:
                 return listed
             await asyncio.sleep(_RETRY_S)
 
-    def _with_possible(self, listed: answers.ClientList, pids: Iterable[int]) -> answers.ClientList:
+    def _with_possible(self, listed: answers.ClientListJson, pids: Iterable[int]) -> answers.ClientListJson:
         """Add those processes that may be clients, because not all clients are known."""
         if not listed["errors"]:
             return listed
@@ -171,7 +171,7 @@ class Terminator:
                 clients.append(possible_client(pid, only))
         return {**listed, "clients": clients}
 
-    def _refuse_unknown(self, listed: answers.ClientList, gpus: Collection[str]) -> None:
+    def _refuse_unknown(self, listed: answers.ClientListJson, gpus: Collection[str]) -> None:
         """Raise HostError if clients on one of the GPUs (addresses) may be unknown."""
         if not gpus or not listed["errors"]:
             return
@@ -192,7 +192,7 @@ class Terminator:
             what = "the daemon is stopping and waiting for running jobs to end"
             raise BusyError(what, "wait: it ends their MPS servers after cuda_mps_stop_timeout_s")
 
-    async def _try(self, client: AnyClient, order: _Order) -> answers.Termination:
+    async def _try(self, client: AnyClient, order: _Order) -> answers.TerminationJson:
         try:
             return await self._end(client, order)
         except NotFoundError:
@@ -201,7 +201,7 @@ class Terminator:
             log.warning("PID %d was not terminated: %s", client["pid"], error.message)
             return _termination(client, error.message, ended=False, code=error.code)
 
-    async def _end(self, client: AnyClient, order: _Order) -> answers.Termination:
+    async def _end(self, client: AnyClient, order: _Order) -> answers.TerminationJson:
         pid = client["pid"]
         process = Process.adopt(pid)
         if process is None:
@@ -281,7 +281,7 @@ class Terminator:
                 await asyncio.sleep(_RETRY_S)
 
 
-def find_client(listed: answers.ClientList, pid: int) -> AnyClient:
+def find_client(listed: answers.ClientListJson, pid: int) -> AnyClient:
     """Return the client with this PID.
 
     Raises NotFoundError if there is none, and HostError if not all clients are known.
@@ -294,7 +294,7 @@ def find_client(listed: answers.ClientList, pid: int) -> AnyClient:
     raise NotFoundError(f"PID {pid} is not an MPS client", _LIST_JOBS)
 
 
-def _termination(client: AnyClient, how: str, *, ended: bool, code: str = "") -> answers.Termination:
+def _termination(client: AnyClient, how: str, *, ended: bool, code: str = "") -> answers.TerminationJson:
     return {
         "pid": client["pid"],
         "user": client["user"],

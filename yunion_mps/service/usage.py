@@ -83,7 +83,7 @@ class UsageHistory:
             busy = 0 if percent is None else percent + 1
             series.busy[slot] = max(series.busy[slot], busy)
 
-    def last_hour(self, now_s: float, wall_s: float, gpu: str | None, *, devices: bool) -> answers.Usage:
+    def last_hour(self, now_s: float, wall_s: float, gpu: str | None, *, devices: bool) -> answers.UsageJson:
         """Return the last hour of all GPUs, or of the one with the address `gpu`.
 
         `now_s` is the time (monotonic), and `wall_s` the same in s since 1970. With `devices`, the answer has
@@ -91,8 +91,8 @@ class UsageHistory:
         """
         self._advance(int(now_s) // STEP_S)
         first = self._minute - MINUTES + 1
-        gpu_rows: list[answers.MinuteUse] = []
-        device_rows: list[answers.MinuteUse] = []
+        gpu_rows: list[answers.MinuteUseJson] = []
+        device_rows: list[answers.MinuteUseJson] = []
         for address, series in self._series.items():
             device_of = gpu_of(address)
             if gpu not in (None, address, device_of):
@@ -114,7 +114,7 @@ class UsageHistory:
         """Return the slots of the last hour's minutes, the oldest first."""
         return [minute % MINUTES for minute in range(self._minute - MINUTES + 1, self._minute + 1)]
 
-    def _row(self, address: str, series: _Series) -> answers.MinuteUse:
+    def _row(self, address: str, series: _Series) -> answers.MinuteUseJson:
         used_mib: list[int | None] = []
         utilization: list[int | None] = []
         for slot in self._slots():

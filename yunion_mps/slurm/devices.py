@@ -32,7 +32,7 @@ from yunion_mps.reasons import (
 )
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, Gpu, StatusProblem
+    from yunion_mps.answers import DeviceJson, GpuJson, StatusProblemJson
 
 #: A major number for local use (Documentation/admin-guide/devices.txt of the kernel): no driver has it, and
 #: Slurm only looks at the type of the nodes.
@@ -54,7 +54,7 @@ class RecordedDevice(NamedTuple):
     type: str
 
     @classmethod
-    def of(cls, device: Device) -> RecordedDevice:
+    def of(cls, device: DeviceJson) -> RecordedDevice:
         profile = (device["mig_profile"] or "").replace("+", ".")
         return cls(device["addr"], device["memory_mib"], _TYPES.get(device["sharing"], profile))
 
@@ -71,7 +71,7 @@ class RecordedDevice(NamedTuple):
     def is_share(self) -> bool:
         return self.type in _TYPES.values()
 
-    def current_address(self, devices: Sequence[Device]) -> str:
+    def current_address(self, devices: Sequence[DeviceJson]) -> str:
         """Return its address; raises NotFoundError unless the device is as it was."""
         change = "no longer exists"
         for device in devices:
@@ -123,7 +123,7 @@ class Record(NamedTuple):
             needed = _gres(self.numbers)
             raise _changed(f"slurm.conf: the node has {_gres(numbers)}, but needs {needed} in this order")
 
-    def addresses(self, indices: Sequence[int], devices: Sequence[Device]) -> dict[int, list[str]]:
+    def addresses(self, indices: Sequence[int], devices: Sequence[DeviceJson]) -> dict[int, list[str]]:
         """Return the addresses of the devices of each index.
 
         Raises NotFoundError unless they are as recorded.
@@ -149,13 +149,13 @@ def _runs(
     return [list(run) for _, run in groupby(devices, key)]
 
 
-def gpus_for_slurm(gpus: Sequence[Gpu]) -> list[Gpu]:
+def gpus_for_slurm(gpus: Sequence[GpuJson]) -> list[GpuJson]:
     """Return the GPUs that are reserved for Slurm or, if none is, those that are not reserved."""
     reserved = [gpu for gpu in gpus if gpu["reserved_for"] == SLURM]
     return reserved or [gpu for gpu in gpus if gpu["reserved_for"] is None]
 
 
-def pending_change(addresses: Iterable[str], problems: Iterable[StatusProblem]) -> Reason | None:
+def pending_change(addresses: Iterable[str], problems: Iterable[StatusProblemJson]) -> Reason | None:
     """Return why these GPUs, or those of these devices, will get other devices; None if none will."""
     gpus: set[str] = set()
     for addr in addresses:
@@ -167,7 +167,7 @@ def pending_change(addresses: Iterable[str], problems: Iterable[StatusProblem]) 
 
 
 def why_no_jobs(
-    addresses: Collection[str], devices: Iterable[Device], problems: Iterable[StatusProblem]
+    addresses: Collection[str], devices: Iterable[DeviceJson], problems: Iterable[StatusProblemJson]
 ) -> Reason | None:
     """Return why the node can run no jobs with the devices of gres.conf now; None if it can.
 
@@ -182,7 +182,7 @@ def why_no_jobs(
     return pending_change(addresses, [problem for problem in problems if not problem["devices"]])
 
 
-def _is_refused(device: Device) -> bool:
+def _is_refused(device: DeviceJson) -> bool:
     """Return whether no job can have the device.
 
     Its GPU is unavailable, or changes its type after its leases.
@@ -190,7 +190,7 @@ def _is_refused(device: Device) -> bool:
     return device["state"] == UNAVAILABLE or (device["state"] == PENDING and not device["lease"])
 
 
-def record_of(devices: Sequence[Device], *, shards: bool) -> Record:
+def record_of(devices: Sequence[DeviceJson], *, shards: bool) -> Record:
     """Return the record of the devices, type by type.
 
     A job cannot choose the type of its shards: Slurm 24.11 does not start a node with types of shards.

@@ -33,7 +33,7 @@ from yunion_mps.slurm.node import SlurmError, SlurmNode, counts_of
 from yunion_mps.text import printable
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, LeaseDetails
+    from yunion_mps.answers import DeviceJson, LeaseDetailsJson
 
 #: Slurm ends a health check after 60 s.
 _LONGEST_CHECK_S = 60.0
@@ -195,7 +195,7 @@ class Hooks:
 
     def _disconnect(
         self,
-        live: Iterable[LeaseDetails],
+        live: Iterable[LeaseDetailsJson],
         jobs: Callable[[], Mapping[str, float | None]],
         leases: JobLeases,
         node: SlurmNode,
@@ -206,7 +206,7 @@ class Hooks:
 
         Source: slurm.conf(5), KillWait: Slurm calls no hook between its SIGTERM and its SIGKILL.
         """
-        ending: list[tuple[LeaseDetails, float]] = []
+        ending: list[tuple[LeaseDetailsJson, float]] = []
         for lease in live:
             since_s = jobs()[job_of(lease)]
             if since_s:
@@ -275,7 +275,7 @@ def _all_addresses(by_index: Mapping[int, Iterable[str]]) -> list[str]:
 
 
 def _addresses(
-    record: Record, indices: Sequence[int], devices: Sequence[Device], leases: JobLeases
+    record: Record, indices: Sequence[int], devices: Sequence[DeviceJson], leases: JobLeases
 ) -> dict[int, list[str]]:
     """Return the addresses of the devices of each index.
 

@@ -21,7 +21,7 @@ from yunion_mps.reasons import MIG_INSTANCE_GONE
 from yunion_mps.slurm.job import job_of
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, LeaseRecord
+    from yunion_mps.answers import DeviceJson, LeaseRecordJson
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class JobInstances(TypedDict):
     missing: Mapping[str, str]
 
 
-def write_instances(paths: Paths, leases: Iterable[LeaseRecord], devices: Iterable[Device]) -> None:
+def write_instances(paths: Paths, leases: Iterable[LeaseRecordJson], devices: Iterable[DeviceJson]) -> None:
     """Write a file for each of Slurm's jobs that has MIG instances, if it changes."""
     reasons: dict[str, str] = {}
     for device in devices:

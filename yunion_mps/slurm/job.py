@@ -12,9 +12,9 @@ from yunion_mps.reasons import INVALID_REQUEST
 from yunion_mps.text import parse_number
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseRecord
+    from yunion_mps.answers import LeaseRecordJson
 
-L = TypeVar("L", bound="LeaseRecord")
+L = TypeVar("L", bound="LeaseRecordJson")
 #: The largest job id is below 2^32 (slurm.h).
 JOB_ID = "[1-9][0-9]{0,9}"
 _LEASE_NAME = re.compile(f"{SLURM}:({JOB_ID})")
@@ -182,7 +182,7 @@ def _shown(text: str) -> str:
     return repr(text) if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]!r}…"
 
 
-def job_of(lease: LeaseRecord) -> str:
+def job_of(lease: LeaseRecordJson) -> str:
     """Return the id of the Slurm job that has the lease; empty if something else has it, such as root."""
     match = _LEASE_NAME.fullmatch(lease["name"] or "")
     if not match or lease["binding"] != "name" or lease["expires"] is not None:

@@ -40,7 +40,7 @@ from yunion_mps.reasons import (
 from yunion_mps.slurm.job import Job, job_of, stale_leases
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, LeaseDetails, LeaseRecord, StatusProblem
+    from yunion_mps.answers import DeviceJson, LeaseDetailsJson, LeaseRecordJson, StatusProblemJson
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Assignment(NamedTuple):
     #: How many of them, on one GPU; 0 for all.
     number: int = 0
 
-    def matches(self, lease: LeaseRecord) -> bool:
+    def matches(self, lease: LeaseRecordJson) -> bool:
         """Return whether the lease has the devices."""
         number = self.number or len(self.addresses)
         return len(lease["devices"]) == number and set(lease["devices"]) <= set(self.addresses)
@@ -81,20 +81,20 @@ class JobLeases:
         self._retrier = Retrier(BlockingTransport(DaemonClient(paths)), _RESTART_S, on_message)
         self._on_message = on_message
 
-    def devices(self) -> list[Device]:
+    def devices(self) -> list[DeviceJson]:
         return self._call(GET_DEVICES, limit=0)["isolated_devices"]
 
     def environment(self, addr: str) -> dict[str, str]:
         """Return the environment of a process that uses just this device."""
         return dict(self._call(GET_DEVICE, id=addr)["client_environment"])
 
-    def all(self) -> Sequence[LeaseDetails]:
+    def all(self) -> Sequence[LeaseDetailsJson]:
         return self._call(GET_LEASES)["leases"]
 
-    def problems(self) -> Sequence[StatusProblem]:
+    def problems(self) -> Sequence[StatusProblemJson]:
         return self._call(GET_STATUS)["problems"]
 
-    def take(self, job: Job, assignment: Assignment, live: Callable[[], Iterable[str]]) -> LeaseRecord:
+    def take(self, job: Job, assignment: Assignment, live: Callable[[], Iterable[str]]) -> LeaseRecordJson:
         """Lease what Slurm has assigned to the job, or return the lease that it has.
 
         `live` returns the ids of Slurm's jobs on this node. Raises NothingFreeError with the code
@@ -110,7 +110,7 @@ class JobLeases:
                 if time.monotonic() > end_s:
                     raise _held(used) if used else error from None
 
-    def _take(self, job: Job, assignment: Assignment) -> LeaseRecord:
+    def _take(self, job: Job, assignment: Assignment) -> LeaseRecordJson:
         for lease in self.all():
             if lease["name"] == job.lease_name and not assignment.matches(lease):
                 self.end(lease)  # the job was requeued, and its Epilog did not run
@@ -161,7 +161,7 @@ class JobLeases:
             live=[lease for lease in leases if lease not in stale],
         )
 
-    def disconnect(self, lease: LeaseRecord) -> None:
+    def disconnect(self, lease: LeaseRecordJson) -> None:
         """Have their MPS server disconnect the job's processes, which continue without MPS."""
         try:
             answer = self._call(TERMINATE_LEASE, lease=lease["id"], signals=NO_SIGNAL)
@@ -170,7 +170,7 @@ class JobLeases:
         for ended in answer["terminations"]:
             self._on_message(f"{lease['name']}: PID {ended['pid']}: {ended['how']}")
 
-    def _end_unused(self, leases: Iterable[LeaseDetails]) -> list[LeaseDetails]:
+    def _end_unused(self, leases: Iterable[LeaseDetailsJson]) -> list[LeaseDetailsJson]:
         """End the leases whose devices no process uses; return the others.
 
         A leftover process would take memory of the next job, so its lease is kept until it ends.
@@ -184,7 +184,7 @@ class JobLeases:
                 self.end(lease)
         return used
 
-    def end(self, lease: LeaseRecord) -> None:
+    def end(self, lease: LeaseRecordJson) -> None:
         """Terminate the job's leftover processes safely, then end the lease."""
         try:
             self._end(lease)
@@ -192,7 +192,7 @@ class JobLeases:
             return
         self._on_message(f"{lease['name']}: {', '.join(lease['devices'])} released")
 
-    def _end(self, lease: LeaseRecord) -> None:
+    def _end(self, lease: LeaseRecordJson) -> None:
         try:
             self._call(END_LEASE, lease=lease["id"], terminate=True)
         except YunionError as error:
@@ -210,18 +210,18 @@ class ReconcileResult(NamedTuple):
     """The leases of Slurm's jobs, after those of jobs that are not live were ended."""
 
     #: Those that were ended.
-    ended: Sequence[LeaseDetails]
+    ended: Sequence[LeaseDetailsJson]
     #: Those that are kept because a process still uses their devices.
-    used: Sequence[LeaseDetails]
+    used: Sequence[LeaseDetailsJson]
     #: Those of live jobs.
-    live: Sequence[LeaseDetails]
+    live: Sequence[LeaseDetailsJson]
 
 
 def _held(reason: Reason) -> NothingFreeError:
     return NothingFreeError(reason, hint_of(reason.code), reason.code)
 
 
-def still_used(leases: Iterable[LeaseRecord]) -> Reason | None:
+def still_used(leases: Iterable[LeaseRecordJson]) -> Reason | None:
     """Name a device of an ended job that a process still uses; None if there are no leases."""
     lease = next(iter(leases), None)
     if lease is None:
@@ -230,7 +230,7 @@ def still_used(leases: Iterable[LeaseRecord]) -> Reason | None:
     return Reason(text, SLURM_DEVICE_HELD)
 
 
-def held_outside(leases: Iterable[LeaseRecord], addresses: Iterable[str]) -> Reason | None:
+def held_outside(leases: Iterable[LeaseRecordJson], addresses: Iterable[str]) -> Reason | None:
     """Name a device that is leased outside Slurm, and its holder; None if there is no such device."""
     requested = set(addresses)
     for lease in leases:

@@ -19,7 +19,9 @@ FILE = Path(__file__).parents[3] / "yunion_mps" / "http" / "schemas.json"
 #: Values of the documentation's reference case, by type and field.
 _EXAMPLES = Path(__file__).with_name("examples.json")
 #: Types with this ending hold fields that others share, and are no answers themselves.
-_SHARED = "Fields"
+_SHARED = "FieldsJson"
+#: The ending of the types' names that the API's schemas do not have.
+_ENDING = "Json"
 #: Types whose examples begin with those of others.
 _DETAILS_OF = {"DeviceDetails": "Device", "LeaseDetails": "LeaseRecord"}
 
@@ -35,9 +37,13 @@ def schemas() -> dict[str, Schema]:
 
     answers = _answers()
     types = [one for name, one in vars(answers).items() if _is_answer(name, one)]
-    for one in types:
-        one.__pydantic_config__ = ConfigDict(extra="forbid")
-    adapters: list[Any] = [(one.__name__, "validation", TypeAdapter(one)) for one in types]
+    for answer_type in types:
+        answer_type.__pydantic_config__ = ConfigDict(extra="forbid")
+        # Also for references to it, which pydantic makes of the qualified name.
+        answer_type.__qualname__ = answer_type.__name__ = answer_type.__name__.removesuffix(_ENDING)
+    adapters: list[Any] = []
+    for answer_type in types:
+        adapters.append((answer_type.__name__, "validation", TypeAdapter(answer_type)))
     _, made = TypeAdapter.json_schemas(adapters, ref_template="#/components/schemas/{model}")
     found = {name: _plain(made["$defs"][name]) for name in sorted(made["$defs"])}
     examples = json.loads(_EXAMPLES.read_text())

@@ -14,7 +14,15 @@ import pytest
 from yunion_mps import answers
 from yunion_mps.answers import fields as types_of_fields
 from yunion_mps.client import values
-from yunion_mps.client.values import Device, DeviceDetails, Event, Gpu, LeaseRecord, Status, members
+from yunion_mps.client.values import (
+    DeviceDetails,
+    DeviceInfo,
+    EventInfo,
+    GpuInfo,
+    LeaseRecord,
+    Status,
+    members,
+)
 from yunion_mps.errors import VersionError
 
 from unit.http.by_hand import EXAMPLES
@@ -25,7 +33,11 @@ OF_CLOUDPODS = {
     "mps_memory_limit", "mps_memory_total", "mps_thread_percentage",
 }  # fmt: skip
 #: The members that values do not have; the rank is for short lists, and earlier daemons do not send it.
-LEFT_OUT: Mapping[Any, set[str]] = {Device: OF_CLOUDPODS, DeviceDetails: OF_CLOUDPODS, Event: {"rank"}}
+LEFT_OUT: Mapping[Any, set[str]] = {
+    DeviceInfo: OF_CLOUDPODS,
+    DeviceDetails: OF_CLOUDPODS,
+    EventInfo: {"rank"},
+}
 TIME: Any = types_of_fields.Time
 KINDS = [one for one in vars(values).values() if isinstance(one, type) and one.__module__ == values.__name__]
 VALUES = [one for one in KINDS if hasattr(one, "__dataclass_fields__")]
@@ -67,14 +79,14 @@ def test_each_example_is_a_value_that_can_be_pickled_and_hashed(name: str) -> No
 
 
 def test_values_have_units_datetimes_and_tuples() -> None:
-    device = Device.of(EXAMPLES["Device"])
+    device = DeviceInfo.of(EXAMPLES["Device"])
     assert (device.addr, device.memory_mib, device.gpu_memory_mib) == ("00:06.0-1", 5760, 23040)
     assert device.pcie_info is not None
     assert device.pcie_info.lane_width == 16
     with pytest.raises(FrozenInstanceError):
         device.memory_mib = 1  # type: ignore[misc]
     answer: Any = {**EXAMPLES["Event"], "time": "2026-11-20T13:45:00.123Z"}
-    event = Event.of(answer)
+    event = EventInfo.of(answer)
     assert event.time == datetime(2026, 11, 20, 13, 45, 0, 123000, timezone.utc)
     lease = LeaseRecord.of(EXAMPLES["LeaseRecord"])
     assert isinstance(lease.devices, tuple)
@@ -83,7 +95,7 @@ def test_values_have_units_datetimes_and_tuples() -> None:
 
 def test_members_of_a_newer_daemon_are_ignored() -> None:
     newer: Any = {**EXAMPLES["Gpu"], "a_new_one": 1}
-    assert Gpu.of(newer) == Gpu.of(EXAMPLES["Gpu"])
+    assert GpuInfo.of(newer) == GpuInfo.of(EXAMPLES["Gpu"])
 
 
 @pytest.mark.parametrize(

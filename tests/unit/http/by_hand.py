@@ -10,7 +10,7 @@ from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
 
-from yunion_mps.answers import ClientList
+from yunion_mps.answers import ClientListJson
 from yunion_mps.enums import OPENMETRICS
 from yunion_mps.errors import NotConfirmedError, YunionError
 from yunion_mps.http.handlers import Handlers
@@ -312,7 +312,7 @@ def router(service: Queries) -> Router:
     return Router(Handlers(found, metrics))
 
 
-def status_of(service: Queries, *leases: Json, clients: ClientList = NO_CLIENTS) -> Any:
+def status_of(service: Queries, *leases: Json, clients: ClientListJson = NO_CLIENTS) -> Any:
     """The status of a host with these leases and clients."""
     return services_of_status(service, leases).of(clients)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from yunion_mps import __version__
-from yunion_mps.answers import StatusProblem
+from yunion_mps.answers import StatusProblemJson
 from yunion_mps.conditions import Condition
 from yunion_mps.enums import ABOUT_EVENT_LOG, IMPAIRED
 from yunion_mps.overview import fold_problems, problems_of, version_mismatch, with_hints
@@ -46,7 +46,7 @@ def test_a_gpu_in_mig_mode_is_shown_with_the_command_for_it() -> None:
     assert f"nvidia-smi -i {snapshots.IN_MIG_MODE.uuid} -mig 0" in first["hint"]
 
 
-def problem(level: str, code: str, text: str, hint: str) -> StatusProblem:
+def problem(level: str, code: str, text: str, hint: str) -> StatusProblemJson:
     return {
         "level": level,
         "code": code,

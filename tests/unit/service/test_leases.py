@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from yunion_mps.answers import LeaseRecord
+from yunion_mps.answers import LeaseRecordJson
 from yunion_mps.errors import HostError, InfeasibleError, LockedError, NotAllowedError, NothingFreeError
 from yunion_mps.host import store
 from yunion_mps.host.proc import started_ticks
@@ -92,18 +92,18 @@ class LeaseHost:
         wait_s: float = 0.0,
         key: str = "",
         ttl_s: float = 600.0,
-    ) -> LeaseRecord:
+    ) -> LeaseRecordJson:
         queued = QueuedRequest(request, Holder("name", uid, name=name, ttl_s=ttl_s), key)
         lease, _ = await self.leases.take(queued, lambda _: None, wait_s)
         return lease
 
-    async def queue(self, name: str, uid: int = ROOT, **more: Any) -> asyncio.Task[LeaseRecord]:
+    async def queue(self, name: str, uid: int = ROOT, **more: Any) -> asyncio.Task[LeaseRecordJson]:
         task = asyncio.ensure_future(self.take(name, uid, **{"wait_s": 60.0, **more}))
         await asyncio.sleep(0)
         assert not task.done()
         return task
 
-    async def fill(self, number: int = 8) -> list[LeaseRecord]:
+    async def fill(self, number: int = 8) -> list[LeaseRecordJson]:
         return [await self.take(f"held-{place}") for place in range(number)]
 
     def release(self, name: str, uid: int = ROOT) -> None:

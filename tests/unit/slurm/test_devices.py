@@ -19,7 +19,7 @@ from yunion_mps.slurm.devices import (
 from yunion_mps.slurm.node import counts_of
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Gpu
+    from yunion_mps.answers import GpuJson
 
 from unit.slurm.rows import MIXED, RECORD, device, instance, sliced, write_record
 
@@ -119,7 +119,7 @@ def test_all_shards_have_to_be_shared_in_the_same_way() -> None:
 
 
 def test_only_reserved_gpus_are_offered_if_there_are_any() -> None:
-    gpus = [cast("Gpu", {"reserved_for": use}) for use in (None, "kubernetes", "slurm")]
+    gpus = [cast("GpuJson", {"reserved_for": use}) for use in (None, "kubernetes", "slurm")]
     free, pods, ours = gpus
     assert gpus_for_slurm(gpus) == [ours]
     assert gpus_for_slurm([free, pods]) == [free]

@@ -25,7 +25,7 @@ from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_ST
 from yunion_mps.overview import HostAnswers
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Device, Gpu
+    from yunion_mps.answers import DeviceJson, GpuJson
 
     _News = Union[Poll, BaseException]
 
@@ -107,8 +107,8 @@ def poll(before: Poll | None = None) -> Poll:
     leases = call_daemon(GET_LEASES)
     devices_s = time.monotonic()
     seen = (events["last"], status["devices"], status["gpus"], status["started"])
-    gpus: Sequence[Gpu]
-    devices: Sequence[Device]
+    gpus: Sequence[GpuJson]
+    devices: Sequence[DeviceJson]
     if before and seen == before.seen and devices_s - before.devices_s < _STALE_S:
         devices_s = before.devices_s
         gpus = before.answers.gpus

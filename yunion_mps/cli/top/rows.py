@@ -20,7 +20,7 @@ from yunion_mps.service.holdings import Holding, distribute, is_memory_unknown
 from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Event, Gpu
+    from yunion_mps.answers import EventJson, GpuJson
 
 #: Marks after an address: over budget or outside MPS, and used without a device.
 TROUBLED = "!"
@@ -35,7 +35,7 @@ class Poll(NamedTuple):
     #: In s since 1970.
     taken_s: float
     answers: HostAnswers
-    events: list[Event]
+    events: list[EventJson]
     #: Once this changes, GPUs and devices are queried again.
     seen: tuple[object, ...]
     #: When GPUs and devices were queried, on the monotonic clock.
@@ -80,7 +80,7 @@ class Scene(NamedTuple):
     """All that a frame may show, whatever its size."""
 
     host: HostOverview
-    events: list[Event]
+    events: list[EventJson]
     problems: list[ShownProblem]
     gpus: list[Row]
     devices: list[Row]
@@ -155,7 +155,7 @@ def _gpu_rows(host: HostOverview) -> list[Row]:
     return rows
 
 
-def _pool_row(gpu: Gpu) -> Row:
+def _pool_row(gpu: GpuJson) -> Row:
     """Return a row for the free memory of a pool, which becomes a device once it is leased."""
     left_mib = gpu["memory_free_mib"]
     user = "none"
@@ -218,6 +218,6 @@ def _mark(holding: Holding) -> str:
     return "" if holding.devices else WITHOUT_DEVICE
 
 
-def _model(gpu: Gpu) -> str:
+def _model(gpu: GpuJson) -> str:
     """Return its name, and how it is shared if that is not the usual way."""
     return ", ".join(filter(None, (short_name(gpu), notable_way(gpu))))

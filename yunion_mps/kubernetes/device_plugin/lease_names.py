@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseRecord
+    from yunion_mps.answers import LeaseRecordJson
 
 #: The beginning of the names of all of these leases.
 PREFIX = "k8s-"
@@ -35,6 +35,6 @@ def resource_digest(resource: str) -> str:
     return sha256(resource.encode()).hexdigest()[:_RESOURCE_HASH_LENGTH]
 
 
-def is_container_lease(lease: LeaseRecord, prefix: str = PREFIX) -> bool:
+def is_container_lease(lease: LeaseRecordJson, prefix: str = PREFIX) -> bool:
     """Return whether it is the lease of a container of the kubelet's, of the resource with this prefix."""
     return lease["binding"] == "container" and (lease["name"] or "").startswith(prefix)

@@ -25,7 +25,7 @@ from yunion_mps.kubernetes.kubelet.pod_resources_api import list_containers
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Gpu, LeaseDetails, LeaseRecord
+    from yunion_mps.answers import GpuJson, LeaseDetailsJson, LeaseRecordJson
 
 log = logging.getLogger(__name__)
 
@@ -53,18 +53,18 @@ class ContainerLeases:
         #: The kubelet's device ids of the leases taken since the plugin started, by lease name.
         self._ids: dict[str, frozenset[str]] = {}
 
-    async def all(self) -> Sequence[LeaseDetails]:
+    async def all(self) -> Sequence[LeaseDetailsJson]:
         """Return all leases, including those of other programs; raises YunionError."""
         leases = (await self._daemon.call(GET_LEASES))["leases"]
         ours = [lease for lease in leases if is_container_lease(lease)]
         self._awaits_containers = any(lease["pid"] is None for lease in ours)
         return leases
 
-    async def ours(self) -> Sequence[LeaseDetails]:
+    async def ours(self) -> Sequence[LeaseDetailsJson]:
         """Return the leases of the kubelet's containers, started or not; raises YunionError."""
         return [lease for lease in await self.all() if is_container_lease(lease)]
 
-    async def preview(self, resource: ExtendedResource, ids: Sequence[str]) -> LeaseRecord:
+    async def preview(self, resource: ExtendedResource, ids: Sequence[str]) -> LeaseRecordJson:
         """Return the container's lease as it would be taken now; raises YunionError."""
         arguments = _arguments(resource, ids)
         return await self._daemon.call(TAKE_LEASE, None, **arguments, dry_run=True)
@@ -83,7 +83,7 @@ class ContainerLeases:
                 nodes += self._nodes_of(listed[uuid])
         return list(dict.fromkeys(nodes))
 
-    def _nodes_of(self, gpu: Gpu) -> list[str]:
+    def _nodes_of(self, gpu: GpuJson) -> list[str]:
         """Return the nodes of a GPU or a MIG instance; raises HostError if its capabilities are missing."""
         minor = gpu["device_minor"]
         address = gpu["pci_address"]
@@ -96,7 +96,7 @@ class ContainerLeases:
             return []
         return [f"/dev/nvidia{minor}"] + [f"/dev/{name}" for name in capabilities]
 
-    async def take(self, resource: ExtendedResource, ids: Sequence[str]) -> LeaseRecord:
+    async def take(self, resource: ExtendedResource, ids: Sequence[str]) -> LeaseRecordJson:
         """Take the container's lease, or return the one that it has; raises YunionError."""
         arguments = _arguments(resource, ids)
         try:
@@ -108,7 +108,7 @@ class ContainerLeases:
         self._ids[resource.lease_name(ids)] = frozenset(ids)
         return lease
 
-    def permit(self, lease: LeaseRecord) -> None:
+    def permit(self, lease: LeaseRecordJson) -> None:
         """Keep the lease for a while, because the container is about to start."""
         self._missing_s.pop(lease["name"], None)
 
@@ -137,7 +137,7 @@ class ContainerLeases:
         names = {lease["name"] for lease in leases}
         self._ids = {name: ids for name, ids in self._ids.items() if name in names}
 
-    def _is_needed(self, lease: LeaseDetails, listed: Mapping[str, frozenset[str]]) -> bool:
+    def _is_needed(self, lease: LeaseDetailsJson, listed: Mapping[str, frozenset[str]]) -> bool:
         """Return whether a process uses it, or the kubelet lists a container that has its devices.
 
         The kubelet does not list init containers, which share devices with the other containers of their pod.
@@ -158,11 +158,11 @@ class ContainerLeases:
                 listed[lease_name(resource, ids)] = frozenset(ids)
         return listed
 
-    def _held(self, lease: LeaseRecord) -> frozenset[str]:
+    def _held(self, lease: LeaseRecordJson) -> frozenset[str]:
         """Return the kubelet's ids of a lease; those of memory are known only if this process took it."""
         return self._ids.get(lease["name"] or "", frozenset(lease["devices"]))
 
-    async def _release_awaited(self, is_stale: Callable[[LeaseRecord], bool]) -> None:
+    async def _release_awaited(self, is_stale: Callable[[LeaseRecordJson], bool]) -> None:
         for lease in await self.ours():
             if lease["pid"] is None and is_stale(lease):
                 log.info("%s: released, because its pod is gone", ", ".join(lease["devices"]))

@@ -24,7 +24,7 @@ from yunion_mps.kubernetes.options import PluginOptions
 from yunion_mps.tasks import cancel, first_of
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseRecord, Pool
+    from yunion_mps.answers import LeaseRecordJson, PoolJson
 
 #: How long the daemon may be unreachable, as in a re-exec, before all devices are unhealthy, in s.
 _OUTAGE_S = 0.5
@@ -54,7 +54,7 @@ class NodeResources:
         return [self.added] + [resource.changed for resource in self.all]
 
     def update(
-        self, devices: Sequence[KnownDevice], pools: Sequence[Pool], leases: Sequence[LeaseRecord]
+        self, devices: Sequence[KnownDevice], pools: Sequence[PoolJson], leases: Sequence[LeaseRecordJson]
     ) -> None:
         """Offer these devices and the memory of these pools; `leases` are all leases, read after them."""
         by_resource: dict[str, list[KnownDevice]] = {name: [] for name in self._by_name}

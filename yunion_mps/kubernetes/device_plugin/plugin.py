@@ -55,7 +55,7 @@ from yunion_mps.tasks import within
 from yunion_mps.text import count, printable
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseRecord
+    from yunion_mps.answers import LeaseRecordJson
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class DevicePlugin:
             devices=tuple(DeviceSpec(path, path, "rw") for path in nodes),
         )
 
-    async def _preview(self, ids: Sequence[str]) -> LeaseRecord | None:
+    async def _preview(self, ids: Sequence[str]) -> LeaseRecordJson | None:
         """Return the lease to come, None if it cannot be taken now; raises RpcError if it never can."""
         try:
             return await self._leases.preview(self.resource, ids)
@@ -203,7 +203,7 @@ class DevicePlugin:
         unknown = RpcError(StatusCode.UNAVAILABLE, "the daemon has not said yet which devices there are")
         await within(_DAEMON_START_S, self.resource.known.wait(), unknown)
         try:
-            lease: LeaseRecord = await self._leases.take(self.resource, ids)
+            lease: LeaseRecordJson = await self._leases.take(self.resource, ids)
         except YunionError as error:
             log.warning("%s: a container cannot start: %s", _named(ids), error.message)
             raise _refusal(error) from None

@@ -34,7 +34,7 @@ from yunion_mps.planning.environment import DEVICE_VARIABLE
 from yunion_mps.text import count, printable
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseRecord, Pool
+    from yunion_mps.answers import LeaseRecordJson, PoolJson
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class ExtendedResource:
         """Return the name of the lease of a container with these ids."""
         return lease_name(self.name, ids)
 
-    def _ours(self, leases: Iterable[LeaseRecord]) -> Iterator[LeaseRecord]:
+    def _ours(self, leases: Iterable[LeaseRecordJson]) -> Iterator[LeaseRecordJson]:
         """Return the leases that the kubelet counts as this resource's.
 
         After a resource was renamed, containers may still have devices under its former name; the kubelet
@@ -217,7 +217,7 @@ class DeviceResource(ExtendedResource):
         #: The GPU, memory in MiB and percentage of SM threads of each device that has a budget.
         self._budgets: dict[str, Share] = {}
 
-    def update(self, devices: Sequence[KnownDevice], leases: Sequence[LeaseRecord]) -> None:
+    def update(self, devices: Sequence[KnownDevice], leases: Sequence[LeaseRecordJson]) -> None:
         """Offer these devices; `leases` are all leases, read after the devices."""
         ours = {lease["id"] for lease in self._ours(leases)}
         others = {lease["id"] for lease in leases} - ours
@@ -262,9 +262,9 @@ class MemoryResource(ExtendedResource):
     def __init__(self, options: PluginOptions) -> None:
         super().__init__(options.memory_resource, "units of memory")
         self._unit_mib = options.memory_unit_mib
-        self._pools: dict[str, Pool] = {}
+        self._pools: dict[str, PoolJson] = {}
 
-    def update(self, pools: Sequence[Pool], leases: Sequence[LeaseRecord]) -> None:
+    def update(self, pools: Sequence[PoolJson], leases: Sequence[LeaseRecordJson]) -> None:
         """Offer the memory of these pools; `leases` are all leases.
 
         What others have leased, or is reserved in addition to each lease, is not healthy, so the scheduler
@@ -320,14 +320,14 @@ class MemoryResource(ExtendedResource):
         return sources.pop()
 
 
-def _usable_units(pool: Pool, unit_mib: int, leased_mib: int) -> int:
+def _usable_units(pool: PoolJson, unit_mib: int, leased_mib: int) -> int:
     """Return how many units of the pool containers have or can get; `leased_mib` is what they have."""
     has_threads = (pool["thread_percentage_free"] or 0) >= (pool["thread_percentage"] or 0)
     free_mib = pool["memory_free_mib"] if has_threads else 0
     return (leased_mib + free_mib) // unit_mib
 
 
-def _unoffered_cause(pool: Pool, unit_mib: int) -> str:
+def _unoffered_cause(pool: PoolJson, unit_mib: int) -> str:
     """Return why no container may get memory of the pool; empty if one may."""
     if unit_mib % pool["memory_unit_mib"]:
         return f"memoryUnit is not a multiple of the memory_unit of GPU {pool['addr']}"

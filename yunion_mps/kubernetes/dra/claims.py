@@ -31,7 +31,7 @@ from yunion_mps.kubernetes.kubelet.pod_resources_api import list_containers
 from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import LeaseDetails, LeaseRecord
+    from yunion_mps.answers import LeaseDetailsJson, LeaseRecordJson
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class ClaimName(NamedTuple):
         return f"{_PREFIX}{self.namespace}/{self.name}@{self.uid}"
 
     @classmethod
-    def of(cls, lease: LeaseRecord) -> ClaimName | None:
+    def of(cls, lease: LeaseRecordJson) -> ClaimName | None:
         """Return the claim of a lease, None if it has another holder, which may be root on the host."""
         match = _LEASE_NAME.fullmatch(lease["name"] or "")
         if not match or lease["binding"] != "name" or lease["expires"] is not None:
@@ -66,7 +66,7 @@ class ClaimName(NamedTuple):
         return cls(namespace=match["namespace"], name=match["name"], uid=match["uid"])
 
 
-def is_claim_lease(lease: LeaseRecord) -> bool:
+def is_claim_lease(lease: LeaseRecordJson) -> bool:
     return ClaimName.of(lease) is not None
 
 
@@ -121,7 +121,7 @@ class ClaimLeases:
             raise HostError(what, "to see all devices of a node, run on it: yunion-mps who")
         return ours
 
-    async def take(self, claim: ClaimName, request: ClaimRequest) -> LeaseRecord:
+    async def take(self, claim: ClaimName, request: ClaimRequest) -> LeaseRecordJson:
         """Take the claim's lease, or return the one that it has; raises YunionError."""
         async with self._lock(claim.uid):
             for lease in await self._leases_of(claim.uid):
@@ -218,21 +218,21 @@ class ClaimLeases:
     async def _call(self, operation: Operation[T], **arguments: Value) -> T:
         return await call_patiently(self._daemon, operation, self._restart_s, **arguments)
 
-    async def _leases(self) -> list[LeaseDetails]:
+    async def _leases(self) -> list[LeaseDetailsJson]:
         return (await self._call(GET_LEASES))["leases"]
 
-    async def _leases_of_claims(self) -> list[tuple[LeaseDetails, ClaimName]]:
-        leases: list[tuple[LeaseDetails, ClaimName]] = []
+    async def _leases_of_claims(self) -> list[tuple[LeaseDetailsJson, ClaimName]]:
+        leases: list[tuple[LeaseDetailsJson, ClaimName]] = []
         for lease in await self._leases():
             claim = ClaimName.of(lease)
             if claim:
                 leases.append((lease, claim))
         return leases
 
-    async def _leases_of(self, uid: str) -> list[LeaseDetails]:
+    async def _leases_of(self, uid: str) -> list[LeaseDetailsJson]:
         return [lease for lease, claim in await self._leases_of_claims() if claim.uid == uid]
 
-    async def _end(self, lease: LeaseRecord) -> None:
+    async def _end(self, lease: LeaseRecordJson) -> None:
         try:
             await self._call(END_LEASE, lease=lease["id"])
         except NotFoundError:  # another process released it
@@ -253,7 +253,7 @@ def _members(request: ClaimRequest) -> dict[str, Value]:
     return members
 
 
-def _satisfies(lease: LeaseRecord, request: ClaimRequest) -> bool:
+def _satisfies(lease: LeaseRecordJson, request: ClaimRequest) -> bool:
     """Return whether it is a lease of what is requested."""
     if request.devices:
         return set(lease["devices"]) == set(request.devices)

@@ -136,16 +136,16 @@ class HostFacts(NamedTuple):
     """What the daemon says about the host."""
 
     devices: Sequence[HostDevice]
-    pools: Sequence[answers.Pool]
+    pools: Sequence[answers.PoolJson]
     #: The GPUs and MIG instances, by UUID.
-    gpus: Mapping[str, answers.Gpu]
+    gpus: Mapping[str, answers.GpuJson]
     #: The domain of each GPU, by UUID.
-    domains: Mapping[str, answers.Domain]
+    domains: Mapping[str, answers.DomainJson]
     #: The root of each GPU's PCI hierarchy, by UUID; empty if it is unknown.
     pcie_roots: Mapping[str, str]
     driver_version: str
     #: The leases that are not of claims, by id.
-    other_leases: Mapping[str, answers.LeaseRecord]
+    other_leases: Mapping[str, answers.LeaseRecordJson]
 
 
 class ClaimRequest(NamedTuple):
@@ -267,7 +267,7 @@ def _share(device: HostDevice, facts: HostFacts, common: GpuAttributes) -> Offer
     )
 
 
-def _combinable(device: HostDevice, domain: answers.Domain | None) -> int:
+def _combinable(device: HostDevice, domain: answers.DomainJson | None) -> int:
     """Return how many such devices of its GPU can be one budget, by the limits of its control daemon."""
     if domain is None:
         return 1
@@ -295,7 +295,7 @@ def _copied(text: str) -> str:
     return text.encode().decode()
 
 
-def _pool(pool: answers.Pool, facts: HostFacts, common: GpuAttributes) -> OfferedDevice:
+def _pool(pool: answers.PoolJson, facts: HostFacts, common: GpuAttributes) -> OfferedDevice:
     """Return a GPU whose memory can be allocated many times, and its SM threads if not in proportion.
 
     The capacities are what claims can have together, so they lack what other programs have leased. What is
@@ -369,7 +369,7 @@ def _consumable(
     return {"value": quantity_of(value), "requestPolicy": policy}
 
 
-def _taken(pool: answers.Pool, other_leases: Iterable[answers.LeaseRecord]) -> tuple[int, float]:
+def _taken(pool: answers.PoolJson, other_leases: Iterable[answers.LeaseRecordJson]) -> tuple[int, float]:
     """Return the MiB and percentage of the pool that no claim can have, because other holders have them."""
     memory_mib = 0
     percentage = 0.0

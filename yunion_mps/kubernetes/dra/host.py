@@ -23,7 +23,7 @@ from yunion_mps.reasons import DAEMON_UNREACHABLE
 from yunion_mps.tasks import first_of
 
 if TYPE_CHECKING:
-    from yunion_mps.answers import Domain, Gpu
+    from yunion_mps.answers import DomainJson, GpuJson
 
 log = logging.getLogger(__name__)
 
@@ -95,14 +95,14 @@ class DraHost:
 
     async def _facts(self) -> HostFacts:
         call = self._daemon.call
-        gpus: dict[str, Gpu] = {}
+        gpus: dict[str, GpuJson] = {}
         pcie_roots: dict[str, str] = {}
         for gpu in (await call(GET_GPUS))["gpus"]:
             if gpu["uuid"]:
                 gpus[gpu["uuid"]] = gpu
                 pcie_roots[gpu["uuid"]] = pcie_root(self._paths, gpu["pci_address"])
         status = await call(GET_STATUS)
-        domains: dict[str, Domain] = {}
+        domains: dict[str, DomainJson] = {}
         for domain in status["domains"]:
             domains.update(dict.fromkeys(domain["gpus"], domain))
         pools = await self._watch.pools()
