@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,25 +29,71 @@ def test_no_test_has_a_name_of_more_than_70_characters() -> None:
     assert {name for name in names if len(name) > 70} == set()
 
 
-#: The ledger's entry, and what a program in Python has of it: both are the users' word.
-SHARED_NAMES = {"Lease": ["client/lease", "models"]}
-
-
-def test_two_types_share_a_name_only_if_one_is_the_others_wire_form() -> None:
-    """answers/ has the wire forms; the Python client has the values made of them."""
-    places: dict[str, list[str]] = {}
+def package_modules() -> Iterator[tuple[str, ast.Module]]:
+    """The path and the syntax tree of each module of the package."""
     for path in sorted(CHECKOUT.glob("yunion_mps/**/*.py")):
-        module = str(path.relative_to(CHECKOUT / "yunion_mps").with_suffix(""))
-        for pattern in (r"^ *class (\w+)", r"^([A-Z]\w*[a-z]\w*) = (?!TypeVar)"):
-            for name in re.findall(pattern, path.read_text(), re.MULTILINE):
-                places.setdefault(name, []).append(module)
-    answers = {one for found in places.values() for one in found if one.startswith("answers/")}
-    wire = {*answers, "client/values", "answers/fields"}
-    assert {name for name, modules in places.items() if "client/values" in modules} - {"AnswerValue"} <= {
-        name for name, modules in places.items() if answers.intersection(modules)
+        yield str(path.relative_to(CHECKOUT)), ast.parse(path.read_text())
+
+
+def test_a_public_name_has_one_meaning_in_the_package() -> None:
+    places: dict[str, list[str]] = {}
+    for path, module in package_modules():
+        for node in module.body:
+            if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            if not node.name.startswith("_") and node.name != "main":
+                places.setdefault(node.name, []).append(path)
+    assert len(places) > 1000
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+#: How much of what is slow to read the package may have, all in all and per 1,000 lines.
+_MOST_IN_ALL = {"more than five positional arguments": 15, "a starred argument among others": 15}
+_MOST_PER_1000_LINES = {"comprehensions": 25.0, "nested comprehensions": 0.5}
+
+
+def slow_to_read(module: ast.Module) -> Iterator[str]:
+    """What is slow to read in the module, once for each place."""
+    inner: set[ast.AST] = set()
+    for node in ast.walk(module):
+        if isinstance(node, _COMPREHENSIONS):
+            parts = [part for part in ast.walk(node) if isinstance(part, _COMPREHENSIONS) and part != node]
+            yield "comprehensions"
+            if node not in inner and (parts or len(node.generators) > 1):
+                yield "nested comprehensions"
+            inner.update(parts)
+        elif isinstance(node, ast.Call):
+            starred = [argument for argument in node.args if isinstance(argument, ast.Starred)]
+            if len(node.args) - len(starred) > 5:
+                yield "more than five positional arguments"
+            elif starred and len(node.args) > 1:
+                yield "a starred argument among others"
+
+
+def test_the_package_has_few_places_that_are_slow_to_read() -> None:
+    counts: Counter[str] = Counter()
+    lines = 0
+    for path, module in package_modules():
+        lines += len((CHECKOUT / path).read_text().splitlines())
+        counts.update(slow_to_read(module))
+    for what, most in _MOST_IN_ALL.items():
+        assert counts[what] <= most, what
+    for what, most_per_1000 in _MOST_PER_1000_LINES.items():
+        assert counts[what] * 1000 <= most_per_1000 * lines, what
+
+
+def test_what_is_slow_to_read_is_counted() -> None:
+    calls = "f(1, 2, 3, 4, 5, 6); f(1, *x); f(*x)"
+    comprehensions = "[a for a in b if c]; [a for b in c for a in b]; [[] for a in [b for b in c]]"
+    code = f"{calls}; {comprehensions}"
+    counts = Counter(slow_to_read(ast.parse(code)))
+    assert counts == {
+        "comprehensions": 4,
+        "nested comprehensions": 2,
+        "more than five positional arguments": 1,
+        "a starred argument among others": 1,
     }
-    shared = {name: [module for module in modules if module not in wire] for name, modules in places.items()}
-    assert {name: modules for name, modules in shared.items() if len(modules) > 1} == SHARED_NAMES
 
 
 #: The packages and modules whose docstrings say what is raised.

@@ -80,7 +80,10 @@ def blocks(running: DomainPlan, plan: DomainPlan) -> bool:
 
 
 def gpus_of(processes: Iterable[MpsProcess]) -> set[str]:
-    return {uuid for process in processes for uuid in process.gpu_uuids}
+    uuids: set[str] = set()
+    for process in processes:
+        uuids.update(process.gpu_uuids)
+    return uuids
 
 
 class Blockers:
@@ -161,7 +164,9 @@ class Blockers:
         if not (needs.spares_mps and (serves_it or uuid in self._left)):
             found += self._leases_in(parts, needs.leases)
             if needs.processes:
-                pids = {pid for part in parts for pid in self._processes.get(part, ())}
+                pids: set[int] = set()
+                for part in parts:
+                    pids.update(self._processes.get(part, ()))
                 found.append(Users(processes=tuple(sorted(pids))))
         return KeptBy(
             all_of(found),
@@ -204,6 +209,8 @@ class Blockers:
 
     def by_gpu(self) -> dict[str, Users]:
         """Return the leases and servers of all GPUs and MIG instances that have any, by UUID."""
-        served = [uuid for one in self._served for uuid in one.plan.gpu_uuids]
-        users = {uuid: self.of_gpu(uuid) for uuid in {*self._leases, *served}}
+        uuids = set(self._leases)
+        for served in self._served:
+            uuids.update(served.plan.gpu_uuids)
+        users = {uuid: self.of_gpu(uuid) for uuid in uuids}
         return {uuid: its_users for uuid, its_users in users.items() if its_users}

@@ -71,8 +71,15 @@ class ComputeMode(Kind):
             return Event("info", "compute_mode", gpu.address, what, outcome.cause)
         if error.code != reasons.COMPUTE_MODE_UNSUPPORTED:
             return None
-        what = f"stays {gpu.compute_mode}"
-        return Event("warning", "compute_mode", gpu.address, what, error.message, _IN_ITS_MODE, error.code)
+        return Event(
+            severity="warning",
+            kind="compute_mode",
+            subject=gpu.address,
+            what=f"stays {gpu.compute_mode}",
+            cause=error.message,
+            consequence=_IN_ITS_MODE,
+            code=error.code,
+        )
 
     def warning(self, outcome: StepOutcome) -> Reason:
         del outcome

@@ -107,8 +107,15 @@ class Kind(Protocol):
         if step.restores:
             return None
         if outcome.error:
-            what, means = f"the {self.label} {step.target} cannot be set", _KEEPS
-            return Event("warning", "gpu", address, what, outcome.error.message, means, self.refused_code)
+            return Event(
+                severity="warning",
+                kind="gpu",
+                subject=address,
+                what=f"the {self.label} {step.target} cannot be set",
+                cause=outcome.error.message,
+                consequence=_KEEPS,
+                code=self.refused_code,
+            )
         what = f"{self.label} {step.target}"
         if outcome.was_compared:
             cause, code = "another program had changed it", self.changed_code

@@ -54,7 +54,10 @@ class ConfirmedLosses:
     @property
     def uuids(self) -> set[str]:
         """The GPUs and MIG devices (UUIDs) whose leases no layout waits for."""
-        return {uuid for losses in self.by_layout.values() for uuid in losses.uuids}
+        uuids: set[str] = set()
+        for losses in self.by_layout.values():
+            uuids |= losses.uuids
+        return uuids
 
 
 class LayoutTask(NamedTuple):
@@ -365,7 +368,13 @@ class LayoutWork:
             if error.code in _NOTHING_CREATED:
                 self._write(self._record._replace(intent=None))
             raise
-        made = MigInstance(number, profile.name, place.start, profile.size, "", 0)
+        made = MigInstance(
+            id=number,
+            profile=profile.name,
+            start=place.start,
+            size=profile.size,
+            compute_instances=0,
+        )
         self._note_created(made)
         self._made.append(made)
         if place.is_whole:

@@ -82,37 +82,35 @@ async def collect_facts(services: Services, requests: RequestCounts) -> Facts:
     now = ClockReadings(time.time(), asyncio.get_running_loop().time())
     leases = services.leases.ledger.leases.values()
     waits_s = [now.wall_s - queued.since_s for queued in services.leases.queue.requests]
+    probe_s: dict[str, float] = {}
+    for domain in supervisor.domains:
+        if domain.probe_s is not None:
+            probe_s[domain.in_effect.name] = domain.probe_s
+    budgets: dict[str, tuple[int | None, float]] = {}
+    pods: dict[str, Mapping[str, str]] = {}
+    for lease in leases:
+        labels = kubernetes_labels(lease.holder, services.leases.containers)
+        for device in lease.devices:
+            budgets[device.addr] = (device.memory_limit_mib, device.thread_percentage)
+            if labels:
+                pods[device.addr] = labels
+    bindings = Counter(lease.holder.binding for lease in leases)
     return Facts(
-        now,
-        _REVISION,
-        services.status.of(clients),
-        queries.gpus()["gpus"],
-        queries.all_devices(),
-        supervisor.snapshot().domains,
-        {
-            domain.in_effect.name: domain.probe_s
-            for domain in supervisor.domains
-            if domain.probe_s is not None
-        },
-        LeaseFacts(
-            Counter(lease.holder.binding for lease in leases), len(waits_s), max(waits_s, default=0.0)
-        ),
-        dict(supervisor.event_log.counts),
-        requests,
-        use,
-        queries.unusable_gpus(),
-        {
-            device.addr: (device.memory_limit_mib, device.thread_percentage)
-            for lease in leases
-            for device in lease.devices
-        },
-        queries.usage.latest,
-        services.leases.peaks.by_device(),
-        {
-            device.addr: labels
-            for lease in leases
-            if (labels := kubernetes_labels(lease.holder, services.leases.containers))
-            for device in lease.devices
-        },
-        services.budgets.terminations,
+        now=now,
+        revision=_REVISION,
+        status=services.status.of(clients),
+        gpus=queries.gpus()["gpus"],
+        devices=queries.all_devices(),
+        domains=supervisor.snapshot().domains,
+        probe_s=probe_s,
+        queue=LeaseFacts(bindings, len(waits_s), max(waits_s, default=0.0)),
+        events=dict(supervisor.event_log.counts),
+        requests=requests,
+        use=use,
+        unusable=queries.unusable_gpus(),
+        leased_budgets=budgets,
+        latest=queries.usage.latest,
+        peaks_mib=services.leases.peaks.by_device(),
+        pods=pods,
+        over_budget_terminations=services.budgets.terminations,
     )

@@ -517,8 +517,17 @@ class Supervisor:
         for uuid, error in self._damaged.items():
             name = gpu_label(uuid, self._gpus.inventory.gpus)
             log.error("%s: %s; %s", name, error.message, error.hint)
-            what, means = "its MIG record is damaged", "its MIG layout is neither changed nor restored"
-            self.event_log.record(Event("error", "mig", name, what, error.message, means, error.code))
+            self.event_log.record(
+                Event(
+                    severity="error",
+                    kind="mig",
+                    subject=name,
+                    what="its MIG record is damaged",
+                    cause=error.message,
+                    consequence="its MIG layout is neither changed nor restored",
+                    code=error.code,
+                )
+            )
 
     def use_ledger(self, ledger: Ledger) -> None:
         """Use the leases of the lease service, which are kept up to date, instead of the recorded ones."""

@@ -72,9 +72,14 @@ class Change(NamedTuple):
         return self.effect == AT_ONCE
 
     def event(self) -> Event:
-        what = f"{self.before or 'nothing'} -> {self.after or 'nothing'}"
-        cause, means = "the configuration was reloaded", f"it takes effect {self.effect}"
-        return Event("info", "configuration", f"{self.kind} {self.subject}", what, cause, means)
+        return Event(
+            severity="info",
+            kind="configuration",
+            subject=f"{self.kind} {self.subject}",
+            what=f"{self.before or 'nothing'} -> {self.after or 'nothing'}",
+            cause="the configuration was reloaded",
+            consequence=f"it takes effect {self.effect}",
+        )
 
 
 class DesiredState:

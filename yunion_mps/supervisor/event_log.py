@@ -357,9 +357,17 @@ class EventLog:
         except HostError as error:
             self._note_write_error(error.message)
         for rebuilt in new:
-            means = REBUILT if rebuilt.has_copies else RECORDS_LOST
-            code = reasons.STATE_FILE_DAMAGED
-            self.record(Event("error", "daemon", "state file", rebuilt.what, rebuilt.cause, means, code))
+            self.record(
+                Event(
+                    severity="error",
+                    kind="daemon",
+                    subject="state file",
+                    what=rebuilt.what,
+                    cause=rebuilt.cause,
+                    consequence=REBUILT if rebuilt.has_copies else RECORDS_LOST,
+                    code=reasons.STATE_FILE_DAMAGED,
+                )
+            )
 
     def _note_write_error(self, message: str) -> None:
         if message == self.write_error:

@@ -391,10 +391,15 @@ class Jobs:
         """Log each late job and yield an event for it."""
         for job in self._late:
             log.warning("%s did not end in time: ended its MPS server", job)
-            consequence = "its MPS server was ended, so its CUDA calls fail"
-            what = f"{job} did not end in time"
-            code = reasons.CLIENT_KILLED
-            yield Event("warning", "client", "stop", what, "the daemon was stopped", consequence, code)
+            yield Event(
+                severity="warning",
+                kind="client",
+                subject="stop",
+                what=f"{job} did not end in time",
+                cause="the daemon was stopped",
+                consequence="its MPS server was ended, so its CUDA calls fail",
+                code=reasons.CLIENT_KILLED,
+            )
 
     def _running(self) -> list[str]:
         """Describe the jobs that still run: `train.py (PID 12, alice)`."""

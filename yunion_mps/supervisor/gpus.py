@@ -318,11 +318,26 @@ def _availability_events(gpu: Gpu, before: Gpu | None) -> list[Event]:
     """Log that the GPU has become available or unavailable; return the event, if any."""
     if gpu.reason and (before is None or gpu.reason != before.reason):
         log.error("GPU %s cannot be used: %s", gpu.address, gpu.reason)
-        consequence = "its devices are unavailable"
-        return [Event("error", "gpu", gpu.address, "unavailable", gpu.reason, consequence, gpu.reason.code)]
+        unavailable = Event(
+            severity="error",
+            kind="gpu",
+            subject=gpu.address,
+            what="unavailable",
+            cause=gpu.reason,
+            consequence="its devices are unavailable",
+            code=gpu.reason.code,
+        )
+        return [unavailable]
     if not gpu.reason and (before is None or before.reason):
         again = " again" if before else ""
         log.info("GPU %s is available%s", gpu.address, again)
-        cause = f"previously unavailable: {before.reason}" if before else "previously missing"
-        return [Event("info", "gpu", gpu.address, "available", cause, f"it can be used{again}")]
+        available = Event(
+            severity="info",
+            kind="gpu",
+            subject=gpu.address,
+            what="available",
+            cause=f"previously unavailable: {before.reason}" if before else "previously missing",
+            consequence=f"it can be used{again}",
+        )
+        return [available]
     return []

@@ -219,8 +219,17 @@ class MigLayouts:
             is_wrong = why.code not in (*LAYOUT_WAITS, reasons.BUSY)
             severity = "warning" if is_wrong else "info"
             log.log(logging.getLevelName(severity.upper()), "GPU %s: %s", gpu.address, why)
-            consequence = "instances of the layout that already exist keep serving"
-            self._emit(Event(severity, "mig", gpu.address, "pending", why, consequence, why.code))
+            self._emit(
+                Event(
+                    severity=severity,
+                    kind="mig",
+                    subject=gpu.address,
+                    what="pending",
+                    cause=why,
+                    consequence="instances of the layout that already exist keep serving",
+                    code=why.code,
+                )
+            )
 
     def _note_external_change(self, settled: _State | None, state: _State, gpu: Gpu) -> None:
         """Record that another program has changed what we had brought into effect."""
@@ -232,9 +241,17 @@ class MigLayouts:
         what = f"{settled} -> {state}"
         if str(settled) == str(state):
             what = "; ".join(_instance_changes(settled.instances, state.instances))
-        consequence = "the layout is brought into effect again, unless something uses the GPU"
-        cause, code = "another program changed it", reasons.MIG_CHANGED
-        self._emit(Event("warning", "mig", gpu.address, what, cause, consequence, code))
+        self._emit(
+            Event(
+                severity="warning",
+                kind="mig",
+                subject=gpu.address,
+                what=what,
+                cause="another program changed it",
+                consequence="the layout is brought into effect again, unless something uses the GPU",
+                code=reasons.MIG_CHANGED,
+            )
+        )
 
 
 def _instance_changes(before: Iterable[MigInstance], now: Iterable[MigInstance]) -> Iterator[str]:
