@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,6 +157,17 @@ def test_the_architecture_names_all_packages_and_only_those() -> None:
         packages = re.findall(r"`([\w/]+?)/`", row.partition(" | ")[0])
         for name in re.findall(r"`([\w/]+?)/?`", row.partition(" | ")[2]) if packages else ():
             assert any(_is_there(f"{package}/{name}") for package in packages) or _is_there(name), name
+
+
+@pytest.mark.processes
+def test_the_list_of_modules_is_current(tmp_path: Path) -> None:
+    """Otherwise, run scripts/modules."""
+    copy = tmp_path / "modules.md"
+    command = [sys.executable, "-m", "module_list", str(copy)]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(CHECKOUT / "scripts/lib")}, check=True)
+    assert (CHECKOUT / "docs/modules.md").read_text() == copy.read_text()
+    for path in PACKAGE.rglob("*.py"):
+        assert f"| `{path.stem}` |" in copy.read_text() or path.stem == "__init__", path
 
 
 def _sources(module: str) -> list[str]:
