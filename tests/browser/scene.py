@@ -106,8 +106,10 @@ class Jobs(Closes):
         process.communicate()
 
     def _has_begun(self, process: subprocess.Popen[str]) -> bool:
+        """Whether it has its lease, and has become the command: until then, the lease may be revoked."""
         assert process.poll() is None, process.communicate()
-        return process.pid in self._held()
+        command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        return process.pid in self._held() and b"yunion-mps" not in command
 
     def _held(self) -> dict[int, list[str]]:
         return {one["pid"]: one["gpus"] for one in self._daemon.get("/v1/leases")[1]["leases"]}

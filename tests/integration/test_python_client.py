@@ -89,7 +89,7 @@ def test_the_examples_pass_a_strict_type_check_with_the_installed_package(tmp_pa
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", "cache", *files]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)
     lines = done.stdout.splitlines()
-    assert lines[0] == 'wrong.py:3: error: "Lease" has no attribute "nothing"  [attr-defined]'
+    assert lines[0] == 'wrong.py:3: error: "HeldLease" has no attribute "nothing"  [attr-defined]'
     assert lines[1].startswith("Found 1 error in 1 file"), done.stdout
 
 
@@ -210,7 +210,9 @@ def test_a_lease_lives_through_a_reexec_of_the_daemon(ready_daemon: Daemon, clie
 
 def test_a_lease_stays_in_its_process_and_its_record_travels(shared_client: Client) -> None:
     with shared_client.lease() as lease:
-        with pytest.raises(TypeError, match="a Lease cannot be passed to another process: pass its record"):
+        with pytest.raises(
+            TypeError, match="a HeldLease cannot be passed to another process: pass its record"
+        ):
             pickle.dumps(lease)
         assert pickle.loads(pickle.dumps(lease.record)) == lease.record
 

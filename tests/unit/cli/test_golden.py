@@ -224,7 +224,7 @@ def schema_of(kind: Any) -> Any:
     if of:
         return {"anyOf": [schema_of(one) for one in of]}
     if kind.__module__.startswith("yunion_mps.answers"):
-        return {"$ref": f"#/components/schemas/{kind.__name__}"}
+        return {"$ref": f"#/components/schemas/{kind.__name__.removesuffix('Json')}"}
     assert kind.__required_keys__, "a TypedDict"
     return {
         "type": "object",

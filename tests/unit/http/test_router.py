@@ -96,12 +96,12 @@ def test_each_operation_has_a_handler_that_takes_its_parameters(operation: Opera
 def test_the_type_of_an_answer_and_its_schema_have_one_name(operation: Operation[Any]) -> None:
     declared = operations.__annotations__[operation.name.upper()]
     untyped = "str" if operation.media_types else "Any"
-    assert declared == f"Operation[{f'answers.{operation.answer}' if operation.answer else untyped}]"
+    assert declared == f"Operation[{f'answers.{operation.answer}Json' if operation.answer else untyped}]"
     if operation.answer:
         handler = getattr(Handlers, operation.name)
-        returned = f"answers.{operation.answer}" + (" | CreatedResource" if operation.creates else "")
+        returned = f"answers.{operation.answer}Json" + (" | CreatedResource" if operation.creates else "")
         assert handler.__annotations__["return"] == returned
-        assert hasattr(answers, operation.answer)
+        assert hasattr(answers, f"{operation.answer}Json")
 
 
 def test_the_handler_knows_all_members_of_a_holder() -> None:
