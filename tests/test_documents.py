@@ -218,6 +218,17 @@ def test_a_diagram_s_functions_are_of_its_modules(diagram: str) -> None:
     assert seen
 
 
+def test_the_tables_of_decisions_and_writers_name_what_is_there() -> None:
+    """`mps/limits.py` `check_limits`, `Probe.poll`: names follow the module that defines them."""
+    tables = ARCHITECTURE.partition("## Where decisions are made")[2]
+    for module in re.findall(r"`([\w/]+\.py)`", tables):
+        assert (PACKAGE / module).is_file(), module
+    named = re.findall(r"`([\w/]+)\.py` `([A-Za-z_.]+)`", tables)
+    for module, name in named:
+        assert name in _definitions(module), f"{module} has no {name}"
+    assert len(named) > 15
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
 def test_links_between_documents_lead_to_files(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):

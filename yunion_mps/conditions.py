@@ -1,7 +1,8 @@
 """Conditions: what is wrong or pending on the host, each with its reason and what it waits for.
 
-The snapshot has one list of them, made in `supervisor/conditions.py`; what follows from leases and processes
-is added in `service/conditions.py`. Everything that says what is wrong or pending reads this list.
+The snapshot has one list of them, made in `supervisor/conditions.py` of what it finds and of what other parts
+have reported (`Supervisor.set_condition`); what follows from leases and processes is added in
+`service/conditions.py`. Everything that says what is wrong or pending reads this list.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from yunion_mps.enums import (
     ABOUT_COMPUTE_MODE,
+    ABOUT_SETTING,
     ABOUT_TIME_SLICE,
     BROKEN,
     IMPAIRED,
@@ -25,7 +27,7 @@ from yunion_mps.reasons import Reason, hint_of
 from yunion_mps.users import NO_USERS, Users
 
 #: Settings of a GPU that serves with another value if the driver refuses the configured one.
-_DISPENSABLE = frozenset({ABOUT_COMPUTE_MODE, ABOUT_TIME_SLICE})
+_DISPENSABLE = frozenset({ABOUT_COMPUTE_MODE, ABOUT_TIME_SLICE, ABOUT_SETTING})
 _LEVELS = {NOTICE: NOTICE, BROKEN: PROBLEM, REFUSED: PROBLEM, IMPAIRED: WARNING, PENDING: PENDING}
 
 

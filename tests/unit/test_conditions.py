@@ -37,6 +37,7 @@ from yunion_mps.enums import (
     ABOUT_SERVER,
     ABOUT_SERVERS_OF_USER,
     ABOUT_SERVICE,
+    ABOUT_SETTING,
     ABOUT_TIME_SLICE,
     ABOUT_WAY_OF_SHARING,
     BROKEN,
@@ -255,6 +256,8 @@ def rows() -> Iterator[Row]:
     yield Row("a mode that is fixed", ABOUT_COMPUTE_MODE, reasons.COMPUTE_MODE_UNSUPPORTED, WARNING, fixed)
     refused = reported(ABOUT_TIME_SLICE, REFUSED, reasons.TIME_SLICE_REFUSED, "06:00.0")
     yield Row("a time slice", ABOUT_TIME_SLICE, reasons.TIME_SLICE_REFUSED, WARNING, refused)
+    refused = reported(ABOUT_SETTING, REFUSED, reasons.COMPUTE_MODE_REFUSED, "06:00.0")
+    yield Row("another setting", ABOUT_SETTING, reasons.COMPUTE_MODE_REFUSED, WARNING, refused)
     old = partial(gpu_with, compute_capability=(6, 1))
     yield Row("an old GPU", ABOUT_BUDGET, reasons.BUDGET_NOT_ENFORCED, WARNING, old)
     yield Row("an entry", ABOUT_ENTRY, reasons.GPU_MISSING, PROBLEM, with_missing_entry)

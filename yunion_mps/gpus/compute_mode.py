@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from yunion_mps import reasons
+from yunion_mps.enums import ABOUT_COMPUTE_MODE
 from yunion_mps.gpus.blockers import WITHOUT_MPS, Needs
 from yunion_mps.gpus.kind import Kind, Step, StepOutcome
 from yunion_mps.inventory.nvml import Nvml
@@ -17,6 +18,7 @@ _IN_ITS_MODE = "its devices serve; a process that bypasses the control daemon co
 class ComputeMode(Kind):
     name = "compute_mode"
     label = "compute mode"
+    about = ABOUT_COMPUTE_MODE
     refused_code = reasons.COMPUTE_MODE_REFUSED
     changed_code = reasons.COMPUTE_MODE_CHANGED
 

@@ -1,13 +1,15 @@
 """A kind of setting of GPUs, such as the compute mode: what it should be, is, and what a change needs.
 
 Another kind is a module with a subclass of `Kind`, and a line in `kinds`. The reconciler does the rest: it
-sets the values at a start and after a reload, records the original ones before, and restores them.
+sets the values at a start and after a reload, records the original ones before, and restores them. What the
+configuration says of it, and how it gets into the plan, is that of any key of an entry (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from yunion_mps.enums import ABOUT_SETTING
 from yunion_mps.errors import YunionError
 from yunion_mps.gpus.blockers import Needs
 from yunion_mps.inventory.nvml import Nvml
@@ -47,6 +49,9 @@ class Kind(Protocol):
     #: The name of its records, and how messages call it, in the singular.
     name: str
     label: str
+    #: What the condition is about if the driver refuses a value, one of `CONDITION_KINDS`. The GPU serves
+    #: with the value that it has then.
+    about: str = ABOUT_SETTING
     #: The reason codes of a value that the driver refuses, and of one that another program has changed.
     refused_code: str
     changed_code: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from yunion_mps import reasons
-from yunion_mps.enums import TIME_SLICES
+from yunion_mps.enums import ABOUT_TIME_SLICE, TIME_SLICES
 from yunion_mps.gpus.blockers import WITHOUT_MPS, Needs
 from yunion_mps.gpus.kind import Kind, Step
 from yunion_mps.inventory.compute_policy import set_time_slice, time_slice_of
@@ -16,6 +16,7 @@ class TimeSlice(Kind):
 
     name = "time_slice"
     label = "time slice"
+    about = ABOUT_TIME_SLICE
     refused_code = reasons.TIME_SLICE_REFUSED
     changed_code = reasons.TIME_SLICE_CHANGED
 

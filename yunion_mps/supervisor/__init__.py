@@ -273,10 +273,10 @@ class Supervisor:
         yield from self.pipe_access.conditions
         yield from self._conditions.values()
         gpus = self._gpus.inventory.gpus
-        labels = {kind.name: kind.label for kind in self.settings.reconciler.kinds}
+        about = {kind.name: kind.about for kind in self.settings.reconciler.kinds}
         for (name, uuid), reason in self.settings.reconciler.refusals.items():
             address = next((gpu.address for gpu in gpus if gpu.uuid == uuid), uuid)
-            yield Condition(labels[name], address, REFUSED, reason)
+            yield Condition(about[name], address, REFUSED, reason)
         if not self._gpus.is_saved:
             what = f"which GPUs the entries mean cannot be recorded in {self._paths.served_gpus}; "
             what += "if render nodes have other numbers after a reboot, other GPUs would be divided"

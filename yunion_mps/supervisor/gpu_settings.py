@@ -175,7 +175,7 @@ class GpuSettings:
                 how = "once they have ended: yunion-mps-daemon --restore"
                 log.warning("%s, because jobs without MPS use it; %s", what, how)
         report_absent(restoration.results.not_restored(), gpus)
-        cause = "the original mode was restored"
+        cause = "the original value was restored"
         self._note(restoration.looks, restoration.pending.keys(), restoration.results, cause)
 
     def _note(

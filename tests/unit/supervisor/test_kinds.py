@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from yunion_mps.enums import ABOUT_SETTING, READY, WARNING
+from yunion_mps.errors import DriverError
 from yunion_mps.gpus import kinds
 from yunion_mps.gpus.blockers import WITHOUT_MPS, Needs
 from yunion_mps.gpus.kind import Kind, Step
@@ -28,6 +30,7 @@ class PowerLimit(Kind):
 
     def __init__(self) -> None:
         self.watts: dict[str, str] = {}
+        self.refuses = False
 
     def desired(self, plan: Plan, gpu: Gpu) -> str | None:
         return "200" if gpu.uuid in plan.gpu_uuids else None
@@ -39,6 +42,8 @@ class PowerLimit(Kind):
         return self.watts.get(uuid, "300")
 
     def carry_out(self, nvml: Nvml, uuid: str, step: Step) -> None:
+        if self.refuses:
+            raise DriverError("the driver refuses it", "", COMPUTE_MODE_REFUSED)
         self.watts[uuid] = step.target
 
     def command(self, uuid: str, value: str) -> str:
@@ -119,6 +124,16 @@ def test_what_keeps_it_is_named_and_restore_says_how(
     host.gpus[1].remove_process(os.getpid())
     assert offline.restore(made.paths) == 0
     assert watts(limit, host) == ["300", "300"]
+
+
+def test_a_refused_value_is_a_warning_and_the_gpus_serve(limit: PowerLimit, begin: Begin) -> None:
+    limit.refuses = True
+    host, made = begin(TWO, 4, 4)
+    assert watts(limit, host) == ["300", "300"]
+    refused = [condition for condition in made.snapshot.conditions if condition.kind == ABOUT_SETTING]
+    assert [condition.subject for condition in refused] == ["00:06.0", "00:07.0"]
+    assert {condition.level for condition in refused} == {WARNING}
+    assert {status.state for status in made.snapshot.domains} == {READY}
 
 
 def test_another_programs_change_is_corrected_at_the_next_comparison(limit: PowerLimit, begin: Begin) -> None:
