@@ -13,8 +13,9 @@ _PACKAGE = CHECKOUT / "yunion_mps"
 _HEAD = """\
 # All modules
 
-Each module of the package `yunion_mps`, by the first sentence of its docstring; `scripts/modules` generates
-this page. [architecture.md](architecture.md) explains how they work together, and where decisions are made.
+After reading this page, you know which module of the package `yunion_mps` does what, by the first sentence of
+its docstring. [architecture.md](architecture.md) explains how they work together, and where decisions are made.
+`scripts/modules` generates this page.
 """
 
 
