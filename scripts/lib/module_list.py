@@ -14,8 +14,8 @@ _HEAD = """\
 # All modules
 
 After reading this page, you know which module of the package `yunion_mps` does what, by the first sentence of
-its docstring. [architecture.md](architecture.md) explains how they work together, and where decisions are made.
-`scripts/modules` generates this page.
+its docstring; `scripts/modules` generates it. [architecture.md](architecture.md) explains how they work
+together, and where decisions are made.
 """
 
 

@@ -94,7 +94,7 @@ class Results(NamedTuple):
 
     done: Mapping[Look, Step] = {}
     errors: Mapping[Look, YunionError] = {}
-    #: Why a value could not be recorded, so that neither it nor what follows was changed.
+    #: Why a value could not be recorded or, in a shortage, set, so that neither it nor what follows was.
     not_recorded: HostError | None = None
     #: Whether nothing was done, because a stop has begun.
     has_ended: bool = False
@@ -460,17 +460,26 @@ def observe(looks: Collection[Look], nvml: Nvml | None) -> Observed:
         return Observed(values, errors)
     try:
         with _opened(nvml) as driver:
-            if any(look.restores for look in left):
-                with contextlib.suppress(DriverError, ShortageError):  # then only the leases are known
-                    processes = driver.processes()
             for look in left:
                 try:
                     values[look.key] = look.kind.observe(driver, look.uuid)
                 except YunionError as error:
                     errors[look.key] = error
+            if any(_waits_for_processes(look, values.get(look.key)) for look in left):
+                # Last, because values may take long to read, and a process may begin meanwhile.
+                with contextlib.suppress(DriverError, ShortageError):  # then only the leases are known
+                    processes = driver.processes()
     except DriverError as error:
         return Observed(values, errors, error=error)
     return Observed(values, errors, processes)
+
+
+def _waits_for_processes(look: Look, actual: str | None) -> bool:
+    """Whether the processes on the GPU matter to the restoration from the actual value."""
+    if not look.restores or actual is None:
+        return False
+    step = look.kind.step(actual, look.target, restores=True)
+    return step is not None and look.kind.needs(step).processes
 
 
 @contextlib.contextmanager
@@ -509,7 +518,10 @@ class _StepsAtWork:
         return Results(self._done, self._errors, not_recorded)
 
     def carry_out(self, kind: Kind, nvml: Nvml) -> None:
-        """Make the steps of one kind; raises HostError if the values from before cannot be recorded."""
+        """Make the steps of one kind.
+
+        Raises HostError if the values from before cannot be recorded, or in a shortage none can be set.
+        """
         self._remember(kind)
         for look, step in self._decision.steps.items():
             if look.kind is kind:
@@ -534,6 +546,8 @@ class _StepsAtWork:
         try:
             look.kind.carry_out(nvml, look.uuid, step)
         except YunionError as error:
+            if isinstance(error, HostError) and not look.restores:
+                raise  # a shortage: the next GPU would not get its value either, and jobs must not start now
             self._note_error(look, error)
             return
         self._done[look] = step

@@ -118,15 +118,18 @@ def lease_text(lease: Lease, boot_id: str, ahead_s: float) -> str:
     return json.dumps(members, separators=(",", ":"))
 
 
-def read_lease_row(lease_id: str, text: str, boot_id: str, ahead_s: float) -> LeaseRow:
-    """Return the lease of a row, as far as it can be read; the parameters are those of `lease_text`."""
+def read_lease_row(lease_id: str, text: str, boot_id: str | None, ahead_s: float) -> LeaseRow:
+    """Return the lease of a row, as far as it can be read; the parameters are those of `lease_text`.
+
+    boot_id: None if processes of every boot count
+    """
     try:
         value = json.loads(text)
     except (ValueError, TypeError, RecursionError):
         return LeaseRow(None, _describe(["JSON"]))
     members, problems = _valid_members(value, _LEASE_TYPES)
     holder, holder_problems = _valid_members(members.get("holder", {}), _HOLDER_TYPES)
-    is_of_this_boot = members.get("boot", boot_id) == boot_id
+    is_of_this_boot = boot_id is None or members.get("boot", boot_id) == boot_id
     has_process = holder.get("binding") in _PROCESS_BINDINGS
     if has_process and not is_of_this_boot:
         return LeaseRow(None)

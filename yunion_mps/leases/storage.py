@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 
@@ -73,7 +72,7 @@ class LeaseStorage:
         self.named.pop(lease_id, None)
         self._delete_ended()
 
-    def read(self) -> list[Lease]:
+    def read(self, *, of_every_boot: bool = False) -> list[Lease]:
         """Read all leases whose devices are known, and note in `unreadable` what cannot be read.
 
         If only the devices of a row can be read, because a newer version wrote it or it is damaged, its lease
@@ -81,8 +80,11 @@ class LeaseStorage:
 
         PIDs are reused after a reboot, so a lease held by a process is valid only within its boot, like
         monotonic times: a lease from an earlier boot expires by the wall clock.
+
+        of_every_boot: also those that processes of other boots hold. In a container, a daemon can have
+            another boot id than a shell (measured with systemd-nspawn).
         """
-        boot_id = self._store.boot_id
+        boot_id = None if of_every_boot else self._store.boot_id
         ahead_s = self._ahead_s()
         leases: list[Lease] = []
         self.unreadable.clear()
@@ -108,12 +110,14 @@ def recorded_ledger(store: Store) -> Ledger:
     They keep GPUs as they are before the event loop watches the leases and reports problems, and after it.
     """
     ledger, storage = Ledger(), LeaseStorage(store)
-    for lease in storage.read():
+    for lease in storage.read(of_every_boot=True):
         holder = lease.holder
         is_kept = holder.binding == "name" or holder.pid is None
         if is_kept or started_ticks(holder.pid or 0) == holder.started:
-            with contextlib.suppress(AssertionError):
+            try:
                 ledger.add(lease)
+            except AssertionError:  # it shares a device with another one, but not all
+                storage.named[lease.id] = [device.gpu_uuid for device in lease.devices]
         else:
             storage.named.pop(lease.id, None)
     ledger.set_unreadable(storage.named)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from yunion_mps import reasons
-from yunion_mps.errors import UnsafePathError
+from yunion_mps.errors import ShortageError, UnsafePathError
 from yunion_mps.models import DomainPlan, Plan
 from yunion_mps.mps.control_daemon import directories_in_use
 from yunion_mps.mps.directories import find_obstacle
@@ -123,7 +123,7 @@ class DomainDirectories:
         for directory in (configured, *others):
             path = self._paths.under(directory)
             obstacle = find_obstacle(path, make=self._creates)
-            if obstacle is None or is_kept(path):
+            if obstacle is None or _is_kept_or_unknown(is_kept, path):
                 return _Choice(key, configured, directory, first_obstacle)
             first_obstacle = first_obstacle or obstacle
         return _Choice(key, configured, configured, None)
@@ -141,3 +141,11 @@ class DomainDirectories:
                 used, configured = used.removesuffix(below), configured.removesuffix(below)
             uses.append(f"{used} instead of {configured}")
         return uses
+
+
+def _is_kept_or_unknown(is_kept: Callable[[str], bool], path: str) -> bool:
+    """Whether a control daemon has the directory; in a shortage, it may have it, so it is not left."""
+    try:
+        return is_kept(path)
+    except ShortageError:
+        return True

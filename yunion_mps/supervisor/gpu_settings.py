@@ -115,10 +115,11 @@ class GpuSettings:
     def _unblocked(self, looks: list[Look], store: Store | None) -> Due | None:
         """Return those that nothing keeps as they are; a domain may have to end its servers for others."""
         left: set[str] = set()
-        if any(look.restores for look in looks):
+        free = self.reconciler.unblocked(looks, self._desired.blockers(), self._processes)
+        if any(look.restores for look in free):  # otherwise no process of an earlier daemon matters
             leased = self._desired.ledger.ways_kept().keys()
             left = gpus_of(left_running(store, self._fleet.known_directories(), leased))
-        free = self.reconciler.unblocked(looks, self._desired.blockers(left=left), self._processes)
+            free = self.reconciler.unblocked(looks, self._desired.blockers(left=left), self._processes)
         waiting = self.reconciler.waiting_for_servers()
         for domain in self._fleet.domains:
             domain.hold_modes(holds=not waiting.isdisjoint(self._whole_gpus(domain)))

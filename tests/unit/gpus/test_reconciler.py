@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 from yunion_mps.enums import TIME_SLICING
-from yunion_mps.errors import DriverError, YunionError
+from yunion_mps.errors import DriverError, ShortageError, YunionError
 from yunion_mps.gpus.blockers import WITHOUT_MPS, Blockers, Needs
 from yunion_mps.gpus.kind import Kind, Step
 from yunion_mps.gpus.originals import Originals
@@ -40,6 +40,7 @@ class Fan(Kind):
     def __init__(self) -> None:
         self.speeds = {"GPU-1": "low", "GPU-2": "low"}
         self.refusing: set[str] = set()
+        self.shortage: ShortageError | None = None
         #: The GPUs whose speed cannot be read.
         self.hidden: set[str] = set()
         self.reads = 0
@@ -59,6 +60,8 @@ class Fan(Kind):
     def carry_out(self, nvml: Nvml, uuid: str, step: Step) -> None:
         if uuid in self.refusing:
             raise REFUSED
+        if self.shortage:
+            raise self.shortage
         self.speeds[uuid] = step.target
 
     def command(self, uuid: str, value: str) -> str:
@@ -278,3 +281,26 @@ def test_without_the_driver_nothing_is_decided(fans: Fans) -> None:
     looks = [Look(fans.kind, "GPU-1", "high")]
     decision = fans.reconciler.decide(looks, Observed(error=REFUSED), Blockers.of(Ledger()))
     assert decision.is_empty
+
+
+def test_processes_are_asked_for_last_and_only_if_they_matter(fans: Fans) -> None:
+    calls: list[str] = []
+
+    def processes() -> dict[str, list[int]]:
+        calls.append(f"processes after {fans.kind.reads} speeds")
+        return {}
+
+    nvml = cast(Nvml, SimpleNamespace(processes=processes))
+    look = Look(fans.kind, "GPU-1", "high", restores=True)
+    other = look._replace(uuid="GPU-2")
+    observe([look, other], nvml)
+    assert calls == ["processes after 2 speeds"]
+    observe([look._replace(target="low"), other._replace(restores=False)], nvml)
+    assert len(calls) == 1, "nothing is restored to another value"
+
+
+def test_a_shortage_while_a_value_is_set_is_an_error(fans: Fans) -> None:
+    fans.kind.shortage = ShortageError("no thread can be started")
+    results = fans.apply(a="high")
+    assert results.not_recorded is fans.kind.shortage
+    assert fans.due(a="high") == {"GPU-1": "high"}, "it is tried again"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.gpus.originals import Originals
+from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.store import MIG, Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.memory_peaks import MemoryPeaks
@@ -225,6 +226,26 @@ def test_a_lease_by_name_is_recorded_although_its_container_has_ended(
     for stored in (A, B):
         storage.write(stored._replace(holder=stored.holder._replace(pid=os.getpid(), started=0)))
     assert [*recorded_ledger(store).leases] == ["b"]
+
+
+def test_a_running_process_of_another_boot_id_keeps_its_lease(store: Store, storage: LeaseStorage) -> None:
+    """A daemon in a container can have another boot id than the shell in which --restore is run."""
+    started = started_ticks(os.getpid())
+    storage.write(A._replace(holder=A.holder._replace(pid=os.getpid(), started=started)))
+    ((text,),) = store.read("SELECT value FROM lease WHERE id = 'a'")
+    moved = json.dumps({**json.loads(text), "boot": "another"})
+    store.write("UPDATE lease SET value = ? WHERE id = 'a'", [(moved,)])
+    assert "a" in recorded_ledger(store).leases
+    assert "a" not in [known.id for known in storage.read()]
+
+
+def test_a_lease_that_shares_a_device_with_another_keeps_its_others(
+    store: Store, storage: LeaseStorage
+) -> None:
+    storage.write(lease("d", device(1, 0), device(2, 0))._replace(holder=B.holder._replace(name="other")))
+    ledger = recorded_ledger(store)
+    assert "d" not in ledger.leases
+    assert {hold.gpu_uuid for hold in ledger.holds()} >= {"GPU-1", "GPU-2"}
 
 
 @pytest.mark.usefixtures("storage")
