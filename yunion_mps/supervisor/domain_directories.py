@@ -49,8 +49,19 @@ class DomainDirectories:
     like: it may have jobs. For a new one, the first safe directory is used: the configured one, or else ours.
     """
 
-    def __init__(self, config: Config, paths: Paths, *, creates: bool) -> None:
-        """With `creates`, directories are created as they are chosen, before another user can."""
+    def __init__(
+        self,
+        config: Config,
+        paths: Paths,
+        *,
+        creates: bool,
+        find_in_use: Callable[[str], tuple[str, ...]] = directories_in_use,
+    ) -> None:
+        """With `creates`, directories are created as they are chosen, before another user can.
+
+        find_in_use: returns the directories of the control daemon that serves a pipe directory
+        """
+        self._find_in_use = find_in_use
         self._written = {PIPE: config.cuda_mps_pipe_directory, LOG: config.cuda_mps_log_directory}
         self._paths = paths
         self._creates = creates
@@ -107,9 +118,9 @@ class DomainDirectories:
         return domain._replace(pipe_directory=pipe.used, log_directory=log.used)
 
     def _choose(self, pipe_directory: str, log_directory: str) -> _Choices:
-        pipe = self._first(PIPE, pipe_directory, lambda path: path in directories_in_use(path))
+        pipe = self._first(PIPE, pipe_directory, lambda path: path in self._find_in_use(path))
         place = self._paths.under(pipe.used)
-        log = self._first(LOG, log_directory, lambda path: path in directories_in_use(place))
+        log = self._first(LOG, log_directory, lambda path: path in self._find_in_use(place))
         return _Choices(pipe, log)
 
     def _first(self, key: str, configured: str, is_kept: Callable[[str], bool]) -> _Choice:

@@ -12,6 +12,7 @@ from yunion_mps.errors import ShortageError
 from yunion_mps.models import DomainPlan
 from yunion_mps.paths import Paths
 from yunion_mps.reasons import DIRECTORY_TAKEN
+from yunion_mps.supervisor.domain_directories import DomainDirectories
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 
 from simhost import SimHost
@@ -57,17 +58,16 @@ def open_to_all(made: Supervised) -> None:
 # -- the decision
 
 
-def test_in_a_shortage_no_directory_is_left_that_may_be_in_use(
-    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(_: str) -> tuple[str, ...]:
+def test_in_a_shortage_no_directory_is_left_that_may_be_in_use(make_host: MakeHost) -> None:
+    def fail(_: str) -> tuple[str, ...]:
         raise ShortageError("no socket can be made")
 
     host = make_host(TWO)
-    (domain,) = domains_of(host)
+    found = preflight_of(host)
+    (domain,) = found.plan.domains
     put_strangers_file(Path(f"{host.root}{domain.pipe_directory}"))
-    monkeypatch.setattr("yunion_mps.supervisor.domain_directories.directories_in_use", fails)
-    assert [domain.pipe_directory for domain in domains_of(host)] == [domain.pipe_directory]
+    directories = DomainDirectories(found.config, Paths(str(host.root)), creates=False, find_in_use=fail)
+    assert directories.place(found.plan).domains == (domain,)
 
 
 def test_each_domain_has_a_decision_of_its_own(make_host: MakeHost) -> None:
