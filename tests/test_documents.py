@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.config import KEYS
-from yunion_mps.enums import EVENT_KINDS, SEVERITIES
+from yunion_mps.core.enums import EVENT_KINDS, SEVERITIES
 from yunion_mps.http.operations import OPERATIONS
 from yunion_mps.mps.domain import Domain
 from yunion_mps.supervisor import changes

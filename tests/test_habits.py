@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.config import KEYS, load
-from yunion_mps.errors import ConfigError
-from yunion_mps.paths import Paths
+from yunion_mps.core.errors import ConfigError
+from yunion_mps.core.paths import Paths
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from yunion_mps.enums import MEMORY_VARIABLE
-from yunion_mps.errors import HostError
-from yunion_mps.text import parse_number
+from yunion_mps.core.enums import MEMORY_VARIABLE
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.text import parse_number
 
 _MIB = 1 << 20
 

@@ -9,10 +9,10 @@ from inspect import cleandoc
 import click
 from yunion_mps.cli.root import cli
 from yunion_mps.config import KEYS
+from yunion_mps.core.paths import ROOT_VARIABLE, Paths
 from yunion_mps.daemon.options import daemon_command
 from yunion_mps.kubernetes import service as kubelet_plugin
 from yunion_mps.kubernetes.options import KEYS as OPTION_KEYS
-from yunion_mps.paths import ROOT_VARIABLE, Paths
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 
 from manual.keys import (

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 
 from yunion_mps.cli.root import completion
 from yunion_mps.config import DEVICE_FILE_KEYS, KEYS
-from yunion_mps.enums import ENTRY_TYPES
+from yunion_mps.core.enums import ENTRY_TYPES
 
 from manual.keys import device_file_example, host_conf_example
 from manual.pages import (

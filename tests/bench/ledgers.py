@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from yunion_mps.errors import NothingFreeError
+from yunion_mps.core.errors import NothingFreeError
+from yunion_mps.core.models import Device, Lease
 from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.queue import Queue
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, QueuedRequest
-from yunion_mps.models import Device, Lease
 
 from bench.values import BenchError, Line, Rounds, Settings
 from unit.leases.shares import HOLDER, device, lease

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from yunion_mps.units import seconds
+from yunion_mps.core.units import seconds
 
 from bench.values import BenchError
 from integration import daemon_host

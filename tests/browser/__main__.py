@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from yunion_mps.units import rfc3339
+from yunion_mps.core.units import rfc3339
 
 from browser.chromium import Chromium, Page
 from browser.png import with_palette

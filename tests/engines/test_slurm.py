@@ -6,7 +6,7 @@ import stat
 import subprocess
 
 import pytest
-from yunion_mps.enums import DEVICE_VARIABLES
+from yunion_mps.core.enums import DEVICE_VARIABLES
 
 from engines.slurm import Slurm, environment, wait_unused
 from integration.daemon_host import Daemon

@@ -11,7 +11,7 @@ import signal
 import statistics
 import time
 
-from yunion_mps.units import seconds
+from yunion_mps.core.units import seconds
 
 from faults.hands import Levers
 from faults.rows import OURSELVES, fault

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Mapping
 
-from yunion_mps import reasons
+from yunion_mps.core import reasons
 
 from faults.hands import await_events
 from faults.rows import SHARING, fault

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from yunion_mps.reasons import SHORTAGE, hint_of
+from yunion_mps.core.reasons import SHORTAGE, hint_of
 
 from integration.conftest import MakeAtWork, MakeDaemon
 from integration.daemon_host import Daemon, control_daemons, eventually, no_more_processes

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 from yunion_mps.client import Client
-from yunion_mps.errors import YunionError
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.store import Store
 from yunion_mps.leases.storage import LeaseStorage
-from yunion_mps.paths import Paths
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, Connection, given, restart, take

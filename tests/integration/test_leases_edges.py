@@ -232,7 +232,7 @@ def test_a_pid_of_another_pid_namespace_holds_no_lease(ready_daemon: Daemon) -> 
     script = (
         "from yunion_mps.http.client import DaemonClient as Client\n"
         "from yunion_mps.http.operations import TAKE_LEASE\n"
-        "from yunion_mps.paths import Paths\n"
+        "from yunion_mps.core.paths import Paths\n"
         "Client(Paths.from_environment()).call(TAKE_LEASE, holder={'pid': 1})"
     )
     inside = ["unshare", "--pid", "--fork", "--mount-proc"]

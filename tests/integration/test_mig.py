@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from yunion_mps import reasons
+from yunion_mps.core import reasons
 
 from integration.conftest import MakeDivided
 from integration.daemon_host import Daemon, eventually

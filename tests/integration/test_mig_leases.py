@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from yunion_mps import reasons
+from yunion_mps.core import reasons
 
 from integration.cdi_files import spec_of
 from integration.conftest import MakeDivided

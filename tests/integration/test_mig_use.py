@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from yunion_mps import reasons
+from yunion_mps.core import reasons
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of, queued, run, take

@@ -9,7 +9,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from yunion_mps.paths import Paths
+from yunion_mps.core.paths import Paths
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, given, take

@@ -27,7 +27,7 @@ from yunion_mps.client import (
     NothingFreeError,
     UnreachableError,
 )
-from yunion_mps.errors import HostError, YunionError
+from yunion_mps.core.errors import HostError, YunionError
 
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.models import Event
-from yunion_mps.units import rfc3339
+from yunion_mps.core.models import Event
+from yunion_mps.core.units import rfc3339
 
 from integration.daemon_host import eventually
 from integration.tmux import Tmux

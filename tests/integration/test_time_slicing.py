@@ -8,7 +8,7 @@ import re
 import signal
 
 import pytest
-from yunion_mps import reasons
+from yunion_mps.core import reasons
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import end, leases_of, start, take

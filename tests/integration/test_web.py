@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import yunion_mps
+from yunion_mps.core.paths import Paths
 from yunion_mps.gateway.client import OverviewCache
 from yunion_mps.gateway.server import WebPage
 from yunion_mps.host.sockets import UNKNOWN_UID
 from yunion_mps.http.messages import Request, Response
-from yunion_mps.paths import Paths
 
 from browser.scene import Jobs, Served
 from integration.daemon_host import PATIENCE_S, Daemon

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from yunion_mps.core.paths import Paths
 from yunion_mps.kubernetes import service
 from yunion_mps.kubernetes.node import PROGRAM
 from yunion_mps.kubernetes.options import PluginOptions, read_options
-from yunion_mps.paths import Paths
 
 from integration.conftest import daemon, host, make_daemon, make_host, ready_daemon
 from integration.daemon_host import Daemon, eventually

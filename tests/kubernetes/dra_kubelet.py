@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.tasks import cancel
 from yunion_mps.kubernetes.api.credentials import Kubeconfig
 from yunion_mps.kubernetes.dra.devices import DRIVER
 from yunion_mps.kubernetes.dra.driver import DraService, DriverTimes
@@ -24,8 +26,6 @@ from yunion_mps.kubernetes.kubelet import pod_resources_api
 from yunion_mps.kubernetes.kubelet.protobuf import Empty, Message
 from yunion_mps.kubernetes.kubelet.rpc import AnswerT, Rpc
 from yunion_mps.kubernetes.metrics import Counts
-from yunion_mps.paths import Paths
-from yunion_mps.tasks import cancel
 
 from integration.daemon_host import eventually
 from kubernetes.cluster import Cluster

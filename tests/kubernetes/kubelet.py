@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
+from yunion_mps.core.paths import Paths
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.kubernetes.device_plugin.leases import ContainerLeases
 from yunion_mps.kubernetes.device_plugin.resources import ExtendedResource
@@ -28,7 +29,6 @@ from yunion_mps.kubernetes.kubelet import pod_resources_api
 from yunion_mps.kubernetes.kubelet.device_plugin_api import HEALTHY
 from yunion_mps.kubernetes.kubelet.protobuf import Message
 from yunion_mps.kubernetes.kubelet.rpc import AnswerT, Rpc
-from yunion_mps.paths import Paths
 
 from integration.daemon_host import eventually, state_of
 from kubernetes.peers import PATIENCE_S, channel, their_server

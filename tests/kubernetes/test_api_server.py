@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from yunion_mps.core.paths import Paths
 from yunion_mps.kubernetes.api.credentials import ApiServerError, Kubeconfig, ServiceAccount, find_credentials
 from yunion_mps.kubernetes.api.objects import ApiObject, Resource
 from yunion_mps.kubernetes.api.server import NODES, ApiServer, Backoff, MissingObjectError
 from yunion_mps.kubernetes.dra.slices import SLICES
 from yunion_mps.kubernetes.received import MAX_HELD_BYTES, MAX_MESSAGE_BYTES, OF_PROCESS
-from yunion_mps.paths import Paths
 
 from kubernetes.cluster import Cluster, RefusalError
 from kubernetes.peers import Loop

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
-from yunion_mps.errors import NotFoundError, UnreachableError
+from yunion_mps.core.errors import NotFoundError, UnreachableError
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import DAEMON_UNREACHABLE
+from yunion_mps.core.tasks import first_of
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import GET_CLIENTS
@@ -35,9 +38,6 @@ from yunion_mps.kubernetes.metrics import Counts
 from yunion_mps.kubernetes.node_lock import NodeLock, run_alone
 from yunion_mps.kubernetes.options import read_options
 from yunion_mps.kubernetes.pod_deletions import PodDeletionWatch
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import DAEMON_UNREACHABLE
-from yunion_mps.tasks import first_of
 
 from integration.daemon_host import eventually
 from kubernetes.clocks import SkippingLoop, StoppedLoop

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from yunion_mps.errors import InfeasibleError
+from yunion_mps.core.errors import InfeasibleError
 from yunion_mps.kubernetes.api.quantities import memory_quantity, percentage_quantity, quantity
 from yunion_mps.kubernetes.dra.devices import (
     ClaimRequest,

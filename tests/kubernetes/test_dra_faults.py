@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.tasks import first_of
 from yunion_mps.kubernetes.api.credentials import ApiServerError, Kubeconfig
 from yunion_mps.kubernetes.api.server import ApiServer
 from yunion_mps.kubernetes.dra.claims import ClaimLeases, is_claim_lease
 from yunion_mps.kubernetes.dra.devices import DRIVER
 from yunion_mps.kubernetes.dra.host import DraHost, HostTimes
 from yunion_mps.kubernetes.metrics import Counts
-from yunion_mps.paths import Paths
-from yunion_mps.tasks import first_of
 
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
 from integration.gateway_host import free_port

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.tasks import first_of
 from yunion_mps.kubernetes.api.credentials import Kubeconfig
 from yunion_mps.kubernetes.dra.driver import DraService, DriverTimes
 from yunion_mps.kubernetes.dra.host import HostTimes
 from yunion_mps.kubernetes.metrics import Counts
 from yunion_mps.kubernetes.selection import CONFIG_LABEL
-from yunion_mps.paths import Paths
-from yunion_mps.tasks import first_of
 
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
 from integration.lease_host import leases_of

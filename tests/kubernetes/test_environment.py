@@ -7,14 +7,14 @@ import subprocess
 
 import grpc
 import pytest
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.tasks import first_of
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.kubernetes.device_plugin.lease_names import lease_name
 from yunion_mps.kubernetes.kubelet import device_plugin_api as api
 from yunion_mps.kubernetes.kubelet.grpc import RpcError
 from yunion_mps.kubernetes.node import NodeService
 from yunion_mps.kubernetes.options import read_options
-from yunion_mps.paths import Paths
-from yunion_mps.tasks import first_of
 
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
 from integration.lease_host import ADDRESSES, leases_of, take

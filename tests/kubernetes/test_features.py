@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from yunion_mps.core.paths import Paths
 from yunion_mps.kubernetes.device_plugin.node_resources import NodeResources
 from yunion_mps.kubernetes.devices import KnownDevice
 from yunion_mps.kubernetes.features import GpuKind, labels_of
 from yunion_mps.kubernetes.options import read_options
-from yunion_mps.paths import Paths
 
 from integration.daemon_host import Daemon, eventually
 from kubernetes.kubelet import KubeletPlugin

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 from yunion_mps import __version__
+from yunion_mps.core.paths import Paths
 from yunion_mps.kubernetes.options import read_options
-from yunion_mps.paths import Paths
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "etc/kubernetes"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from yunion_mps.addresses import physical_gpu
+from yunion_mps.core.addresses import physical_gpu
 from yunion_mps.kubernetes.kubelet import device_plugin_api as api
 
 from integration.daemon_host import Daemon, eventually

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
 from yunion_mps.kubernetes.node_lock import NodeLock, run_alone
 
 from integration.daemon_host import Daemon, eventually

@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-from yunion_mps.addresses import gpu_of
-from yunion_mps.enums import SHARING
-from yunion_mps.errors import ConfigError
+from yunion_mps.core.addresses import gpu_of
+from yunion_mps.core.enums import SHARING
+from yunion_mps.core.errors import ConfigError
+from yunion_mps.core.paths import Paths
 from yunion_mps.kubernetes.device_plugin.lease_names import lease_name
 from yunion_mps.kubernetes.device_plugin.resources import preferred
 from yunion_mps.kubernetes.options import KEYS, NamedConfiguration, PluginOptions, read_options
-from yunion_mps.paths import Paths
 
 from kubernetes.conftest import Read, RunProgram
 from kubernetes.kubelet import MEMORY, RESOURCE

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.errors import ConfigError
+from yunion_mps.core.errors import ConfigError
 from yunion_mps.kubernetes.selection import CONFIG_LABEL, choose, parse_labels
 
 from integration.daemon_host import Daemon, eventually

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.config import DEVICE_FILE_KEYS, KEYS
-from yunion_mps.enums import ENTRY_TYPES
+from yunion_mps.core.enums import ENTRY_TYPES
 from yunion_mps.supervisor.domain_directories import OWN_DIRECTORIES
 
 from .conftest import ROOT, Host

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from yunion_mps.config import KEYS
-from yunion_mps.gpu_path import parse_gpu_path
-from yunion_mps.models import Driver, Gpu, Inventory, Plan
+from yunion_mps.core.gpu_path import parse_gpu_path
+from yunion_mps.core.models import Driver, Gpu, Inventory, Plan
+from yunion_mps.core.settings import Config, DeviceEntry, Source
 from yunion_mps.planning.entries import resolve_entries
 from yunion_mps.planning.plan import make_plan
-from yunion_mps.settings import Config, DeviceEntry, Source
 
 HOST = "/etc/yunion/host.conf"
 DEVICES = "/etc/yunion/host_container_device.yml"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from yunion_mps.paths import Paths
+from yunion_mps.core.paths import Paths
 
 from unit.mig_host import mig_host
 from unit.supervised import begin, make_host, put_to_work, stand_ins, supervise

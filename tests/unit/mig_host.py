@@ -7,7 +7,11 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import pytest
-from yunion_mps.enums import MPS
+from yunion_mps.core.enums import MPS
+from yunion_mps.core.mig import DISABLED, MigLayout
+from yunion_mps.core.models import Gpu
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import Reason
 from yunion_mps.gpus.blockers import Blockers
 from yunion_mps.gpus.mig_forecast import make_forecast
 from yunion_mps.gpus.mig_steps import (
@@ -23,11 +27,7 @@ from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
 from yunion_mps.leases.ledger import Hold
-from yunion_mps.mig import DISABLED, MigLayout
-from yunion_mps.models import Gpu
-from yunion_mps.paths import Paths
 from yunion_mps.planning.mig import describe, layout_profiles
-from yunion_mps.reasons import Reason
 
 from simhost import Description, SimHost
 

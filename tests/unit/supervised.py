@@ -10,19 +10,19 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
-from yunion_mps.conditions import Condition
-from yunion_mps.enums import FREE, WARNING
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import FREE, WARNING
+from yunion_mps.core.models import Event, Snapshot
+from yunion_mps.core.paths import ROOT_VARIABLE, Paths
 from yunion_mps.gpus.mig_steps import Losses
 from yunion_mps.host.processes import Watchable, drive
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Event, Snapshot
-from yunion_mps.paths import ROOT_VARIABLE, Paths
-from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import FindLeaseWaits
 from yunion_mps.supervisor.preflight import run_preflight
+from yunion_mps.views.devices import devices_json
 
 from simhost import Description, SimHost
 from simhost.mps import Client, StandIns

@@ -10,9 +10,12 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.addresses import full_address, normalise_address, physical_gpu, shown_address, sort_key
 from yunion_mps.answers.fields import DeviceAddress, GpuAddress
 from yunion_mps.containers.spec import devices_spec
+from yunion_mps.core.addresses import full_address, normalise_address, physical_gpu, shown_address, sort_key
+from yunion_mps.core.models import Gpu, Snapshot
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import GPU_FAULT, hint_of
 from yunion_mps.inventory.events import processes_of_xids
 from yunion_mps.inventory.scan import in_order
 from yunion_mps.kubernetes.device_plugin.resources import DeviceResource
@@ -20,10 +23,7 @@ from yunion_mps.kubernetes.dra.devices import HostFacts, offered_devices
 from yunion_mps.kubernetes.dra.host import pcie_root
 from yunion_mps.kubernetes.options import PluginOptions, read_options
 from yunion_mps.leases.request import LeaseRequest
-from yunion_mps.models import Gpu, Snapshot
-from yunion_mps.paths import Paths
 from yunion_mps.planning.environment import client_environment
-from yunion_mps.reasons import GPU_FAULT, hint_of
 from yunion_mps.service.queries import Filters, Queries
 from yunion_mps.slurm.devices import gres_lines, record_of
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from yunion_mps import reasons
-from yunion_mps.conditions import Condition
-from yunion_mps.enums import (
+from yunion_mps.client.overview import HostAnswers, HostOverview, page
+from yunion_mps.core import reasons
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import (
     ABOUT_BUDGET,
     ABOUT_CDI_FILES,
     ABOUT_COMPUTE_MODE,
@@ -53,11 +54,10 @@ from yunion_mps.enums import (
     TIME_SLICING,
     WARNING,
 )
+from yunion_mps.core.models import Holder, Lease, MissingGpu, Snapshot
+from yunion_mps.core.reasons import GPU_NEEDS, LAYOUT_NEEDS, LAYOUT_WAITS, LIMITS_PENDING, Reason
 from yunion_mps.kubernetes.devices import unhealthy_cause
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Holder, Lease, MissingGpu, Snapshot
-from yunion_mps.overview import HostAnswers, HostOverview, page
-from yunion_mps.reasons import GPU_NEEDS, LAYOUT_NEEDS, LAYOUT_WAITS, LIMITS_PENDING, Reason
 from yunion_mps.service.queries import Queries
 from yunion_mps.slurm.devices import why_no_jobs
 

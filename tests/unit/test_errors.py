@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps import errors
-from yunion_mps.errors import ConfigError, Problem, YunionError
+from yunion_mps.core import errors
+from yunion_mps.core.errors import ConfigError, Problem, YunionError
 
 
 def test_a_problem_is_one_line_without_control_characters() -> None:

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
 from yunion_mps.frameworks import cap_memory
 
 GIB = 1 << 30

@@ -6,7 +6,7 @@ import uuid
 
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.identity import NAMESPACE, random_uuid, uuid5
+from yunion_mps.core.identity import NAMESPACE, random_uuid, uuid5
 
 
 @given(st.uuids(), st.text())

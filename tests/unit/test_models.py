@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.models import Gpu
+from yunion_mps.core.models import Gpu
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from yunion_mps.core.models import DomainPlan, PlannedGpu
 from yunion_mps.host.proc import command_of, process_name, user_name
-from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps.log_file import log_hint
 
 from integration.daemon_host import eventually

@@ -12,13 +12,13 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
 from yunion_mps.cli.output import Column, notes, print_notice, show, table, wrapped
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import HOST_ERROR
 from yunion_mps.doctor.checks import Check, Host, problem
 from yunion_mps.doctor.report import run_checks
 from yunion_mps.host.log import JournalFormatter, LineFormatter
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.metrics.exporter import text_of
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import HOST_ERROR
 
 from unit.hostile_names import HOSTILE, steers
 from unit.metrics.scene import facts

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.paths import MAX_SOCKET_PATH, ROOT_VARIABLE, Paths
+from yunion_mps.core.paths import MAX_SOCKET_PATH, ROOT_VARIABLE, Paths
 
 PLACES = {
     "host_conf": "/etc/yunion/host.conf",

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps import reasons
-from yunion_mps.errors import YunionError
-from yunion_mps.reasons import (
+from yunion_mps.core import reasons
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.reasons import (
     CODES,
     COMPUTE_MODE_FIXED,
     COMPUTE_MODE_UNSUPPORTED,

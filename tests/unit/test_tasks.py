@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from yunion_mps.tasks import cancel, first_of, within
+from yunion_mps.core.tasks import cancel, first_of, within
 
 
 def test_a_task_that_loses_a_cancellation_is_cancelled_again() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.units import duration_s, duration_text, rfc3339, seconds
+from yunion_mps.core.units import duration_s, duration_text, rfc3339, seconds
 
 NOON_S = 1795175100.123
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, TypedDict
 
-from yunion_mps import enums
 from yunion_mps.answers.fields import (
     Count,
     DeviceAddress,
@@ -21,6 +20,7 @@ from yunion_mps.answers.fields import (
     Uuid,
     VendorDeviceId,
 )
+from yunion_mps.core import enums
 
 
 class PcieLinkJson(TypedDict):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Optional
 
-from yunion_mps.addresses import SHOWN_ADDRESS
+from yunion_mps.core.addresses import SHOWN_ADDRESS
 
 
 class Field:

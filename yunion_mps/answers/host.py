@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, TypedDict
 
-from yunion_mps import enums
 from yunion_mps.answers.devices import MpsClientJson
 from yunion_mps.answers.fields import (
     Count,
@@ -19,6 +18,7 @@ from yunion_mps.answers.fields import (
     UtilizationByMinute,
     Uuid,
 )
+from yunion_mps.core import enums
 
 
 class ServedUserJson(TypedDict):

@@ -6,19 +6,19 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from yunion_mps.addresses import is_on_instance
 from yunion_mps.cli.output import print_notice
-from yunion_mps.enums import WHY_UNENFORCED
-from yunion_mps.errors import YunionError
+from yunion_mps.core.addresses import is_on_instance
+from yunion_mps.core.enums import WHY_UNENFORCED
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, INVALID_REQUEST, NOT_FREE
+from yunion_mps.core.text import gpus_that_are
 from yunion_mps.http import transport
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import GET_DEVICES, GET_EVENTS
 from yunion_mps.http.parameters import Value
 from yunion_mps.http.transport import BlockingTransport, RequestMembers
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import BUDGET_NOT_ENFORCED, INFEASIBLE, INVALID_REQUEST, NOT_FREE
-from yunion_mps.text import gpus_that_are
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DeviceJson, EventListJson, LeaseRecordJson

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, TypedDict
 
 import click
 
-from yunion_mps.addresses import is_part
 from yunion_mps.cli.output import (
     Column,
     cell,
@@ -19,17 +18,18 @@ from yunion_mps.cli.output import (
     wrapped,
 )
 from yunion_mps.cli.root import SuggestingGroup
-from yunion_mps.enums import ENTRY_TYPES, MIG, MPS, TIME_SLICING
-from yunion_mps.errors import ConfigError
-from yunion_mps.mig import DISABLED
-from yunion_mps.overview import way_of
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import NO_REASON, RECORD_HIDDEN, hint_of
-from yunion_mps.text import count
+from yunion_mps.client.overview import way_of
+from yunion_mps.core.addresses import is_part
+from yunion_mps.core.enums import ENTRY_TYPES, MIG, MPS, TIME_SLICING
+from yunion_mps.core.errors import ConfigError
+from yunion_mps.core.mig import DISABLED
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import NO_REASON, RECORD_HIDDEN, hint_of
+from yunion_mps.core.text import count
 
 if TYPE_CHECKING:
-    from yunion_mps.models import DomainPlan, Gpu, MissingGpu, Plan
-    from yunion_mps.settings import Config, DeviceEntry, SliceEntry, Source
+    from yunion_mps.core.models import DomainPlan, Gpu, MissingGpu, Plan
+    from yunion_mps.core.settings import Config, DeviceEntry, SliceEntry, Source
     from yunion_mps.supervisor.preflight import Preflight
 
 # The configuration's parser and the planning are imported where they are needed: they take 45 ms, and --help

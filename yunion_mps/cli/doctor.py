@@ -10,8 +10,8 @@ import click
 
 from yunion_mps.cli.options import PID, Duration, complete_pid
 from yunion_mps.cli.output import hint_text, output_option, show, wrapped
-from yunion_mps.paths import Paths
-from yunion_mps.text import count
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.text import count
 
 if TYPE_CHECKING:
     from yunion_mps.doctor.checks import Finding

@@ -18,13 +18,13 @@ from yunion_mps.cli.calls import call_daemon, obtain_lease, print_warnings
 from yunion_mps.containers import lease_variables
 from yunion_mps.containers.command import mount_words, set_variables
 from yunion_mps.containers.nodes import driver_nodes, gpu_nodes, missing_nodes
-from yunion_mps.enums import DEVICE_VARIABLES, NOT_SHARED
-from yunion_mps.errors import HostError, ShortageError, YunionError
+from yunion_mps.core.enums import DEVICE_VARIABLES, NOT_SHARED
+from yunion_mps.core.errors import HostError, ShortageError, YunionError
+from yunion_mps.core.models import CDI_KIND, Gpu
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.processes import Process, find_program, output_of
 from yunion_mps.http.operations import BIND_LEASE, GET_GPUS
 from yunion_mps.http.transport import RequestMembers, refuse_unreachable
-from yunion_mps.models import CDI_KIND, Gpu
-from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecordJson

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Mapping
 
 import click
 
-from yunion_mps.addresses import gpu_of
 from yunion_mps.cli.calls import call_daemon, warn_unenforced
 from yunion_mps.cli.devices import describe_state, is_free
 from yunion_mps.cli.options import STYLES, device_argument, one_device, style_option
 from yunion_mps.cli.output import print_notice
-from yunion_mps.enums import DEVICE_VARIABLES, FREE, JAX_VARIABLE, MEMORY_VARIABLE
-from yunion_mps.errors import HostError, YunionError
+from yunion_mps.core.addresses import gpu_of
+from yunion_mps.core.enums import DEVICE_VARIABLES, FREE, JAX_VARIABLE, MEMORY_VARIABLE
+from yunion_mps.core.errors import HostError, YunionError
+from yunion_mps.core.text import printable
 from yunion_mps.http.operations import GET_DEVICE
-from yunion_mps.text import printable
 
 #: Output that makes its reader fail: a shell's false, and a line that docker and podman reject.
 _REFUSED = {"shell": "false", "docker": "=no-device-available"}

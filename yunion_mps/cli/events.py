@@ -15,12 +15,12 @@ import click
 from yunion_mps.cli.calls import blocking_transport, newest_events
 from yunion_mps.cli.options import Number
 from yunion_mps.cli.output import as_json, csv_rows, date_and_time, output_option, print_notice, show, wrapped
-from yunion_mps.enums import EVENT_KINDS
+from yunion_mps.core.enums import EVENT_KINDS
+from yunion_mps.core.text import count
+from yunion_mps.core.units import duration_s, rfc3339, seconds
 from yunion_mps.http.operations import MAX_EVENTS
 from yunion_mps.http.parameters import LATEST_S
 from yunion_mps.http.transport import follow_events, iterate_blocking
-from yunion_mps.text import count
-from yunion_mps.units import duration_s, rfc3339, seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import EventJson, EventListJson

@@ -9,11 +9,11 @@ from typing import Any
 import click
 
 from yunion_mps.cli.calls import call_daemon
-from yunion_mps.errors import YunionError
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.text import printable
 from yunion_mps.host.log import set_up_log
 from yunion_mps.http.operations import GET_METRICS, GET_STATUS
-from yunion_mps.paths import Paths
-from yunion_mps.text import printable
 
 # What serves is imported where it is needed: asyncio alone takes 60 ms, and --help and completion import this
 # module to list its commands.

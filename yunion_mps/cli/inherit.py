@@ -10,13 +10,13 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from yunion_mps.addresses import gpu_of, is_on_instance, physical_gpu
 from yunion_mps.cli.calls import call_daemon
-from yunion_mps.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE
-from yunion_mps.errors import HostError, NotFoundError, YunionError
+from yunion_mps.core.addresses import gpu_of, is_on_instance, physical_gpu
+from yunion_mps.core.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE
+from yunion_mps.core.errors import HostError, NotFoundError, YunionError
+from yunion_mps.core.reasons import MIG_FOREIGN_INSTANCE, MIG_INSTANCE_GONE, hint_of
 from yunion_mps.http.operations import GET_DEVICE, GET_LEASE
 from yunion_mps.http.transport import refuse_unreachable
-from yunion_mps.reasons import MIG_FOREIGN_INSTANCE, MIG_INSTANCE_GONE, hint_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseDetailsJson

@@ -36,7 +36,9 @@ from yunion_mps.cli.output import (
 from yunion_mps.cli.reconcile import reconcile_leases
 from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.cli.who import waiting_text
-from yunion_mps.enums import WHY_UNENFORCED
+from yunion_mps.core.enums import WHY_UNENFORCED
+from yunion_mps.core.text import gpus_that_are
+from yunion_mps.core.units import seconds, total_mib
 from yunion_mps.http.operations import (
     END_LEASE,
     GET_LEASE,
@@ -47,9 +49,7 @@ from yunion_mps.http.operations import (
     RENEW_LEASE,
 )
 from yunion_mps.http.transport import HolderMembers, RequestMembers
-from yunion_mps.service.holdings import ID_LENGTH, abbreviate_addresses, holder_label, in_container
-from yunion_mps.text import gpus_that_are
-from yunion_mps.units import seconds, total_mib
+from yunion_mps.observe.holdings import ID_LENGTH, abbreviate_addresses, holder_label, in_container
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseListJson, LeaseRecordJson

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from yunion_mps.cli.calls import call_daemon
-from yunion_mps.enums import NOT_USED, RESERVATIONS
-from yunion_mps.errors import YunionError
+from yunion_mps.core.enums import NOT_USED, RESERVATIONS
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.units import duration_s, duration_text, mebibytes
 from yunion_mps.http.operations import (
     GET_CLIENTS,
     GET_DEVICES,
@@ -25,8 +26,7 @@ from yunion_mps.http.operations import (
     MAX_PID,
     MAX_WAIT_S,
 )
-from yunion_mps.service.holdings import ID_LENGTH
-from yunion_mps.units import duration_s, duration_text, mebibytes
+from yunion_mps.observe.holdings import ID_LENGTH
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

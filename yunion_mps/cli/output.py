@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, TypeVar, Union
 
 import click
 
-from yunion_mps.errors import YunionError
-from yunion_mps.text import printable
-from yunion_mps.units import seconds
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.text import printable
+from yunion_mps.core.units import seconds
 
 FORMATS = ("table", "json", "yaml", "csv")
 

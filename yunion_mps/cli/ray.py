@@ -11,8 +11,8 @@ import click
 
 from yunion_mps.cli.calls import call_daemon, listed_devices
 from yunion_mps.cli.root import SuggestingGroup
-from yunion_mps.enums import UNAVAILABLE
-from yunion_mps.errors import HostError
+from yunion_mps.core.enums import UNAVAILABLE
+from yunion_mps.core.errors import HostError
 from yunion_mps.http.operations import GET_POOLS
 from yunion_mps.ray import DEVICES, MEMORY
 

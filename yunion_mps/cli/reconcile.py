@@ -8,11 +8,11 @@ import click
 
 from yunion_mps.cli.options import for_option
 from yunion_mps.cli.output import output_option, print_notice, show, wrapped
-from yunion_mps.enums import SLURM
-from yunion_mps.paths import Paths
+from yunion_mps.core.enums import SLURM
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.text import count
 from yunion_mps.slurm.job import JOB_ID
 from yunion_mps.slurm.leases import JobLeases
-from yunion_mps.text import count
 
 _FIELDS = ("id", "name", "devices")
 

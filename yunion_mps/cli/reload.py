@@ -13,8 +13,24 @@ from yunion_mps.cli.calls import blocking_transport, call_daemon
 from yunion_mps.cli.options import Duration, confirm, refuse_unattended
 from yunion_mps.cli.output import Column, hint_text, output_option, print_notice, show, table, wrapped
 from yunion_mps.cli.who import clients_table
-from yunion_mps.enums import NOTICE, PROBLEM
-from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.client.overview import REEXEC as REEXEC_HINT
+from yunion_mps.client.overview import version_mismatch
+from yunion_mps.core.enums import NOTICE, PROBLEM
+from yunion_mps.core.errors import NotFoundError, YunionError
+from yunion_mps.core.reasons import (
+    DRIVER_HUNG,
+    GPU_NEEDS,
+    LAYOUT_NEEDS,
+    LAYOUT_WAITS,
+    LEASES_PENDING,
+    LIMITS_PENDING,
+    MODE_NEEDS,
+    NOT_CONFIRMED,
+    SETTLING,
+    hint_of,
+)
+from yunion_mps.core.units import duration_text
+from yunion_mps.core.waits import AT_ONCE
 from yunion_mps.http.operation import SLOW_S
 from yunion_mps.http.operations import (
     GET_CLIENTS,
@@ -27,23 +43,7 @@ from yunion_mps.http.operations import (
     TERMINATE_CLIENT,
 )
 from yunion_mps.http.transport import Retrier, run_blocking
-from yunion_mps.overview import REEXEC as REEXEC_HINT
-from yunion_mps.overview import version_mismatch
-from yunion_mps.reasons import (
-    DRIVER_HUNG,
-    GPU_NEEDS,
-    LAYOUT_NEEDS,
-    LAYOUT_WAITS,
-    LEASES_PENDING,
-    LIMITS_PENDING,
-    MODE_NEEDS,
-    NOT_CONFIRMED,
-    SETTLING,
-    hint_of,
-)
-from yunion_mps.service.holdings import ID_LENGTH
-from yunion_mps.units import duration_text
-from yunion_mps.users import AT_ONCE
+from yunion_mps.observe.holdings import ID_LENGTH
 
 if TYPE_CHECKING:
     from yunion_mps.answers import (

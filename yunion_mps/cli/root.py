@@ -10,8 +10,8 @@ import sys
 import click
 
 from yunion_mps.cli.output import as_json, refuse_closed_output, unwritable
-from yunion_mps.errors import YunionError
-from yunion_mps.program import (
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.program import (
     CONTEXT_SETTINGS,
     print_error,
     suggestion,

@@ -22,13 +22,13 @@ from yunion_mps.cli.options import (
     style_option,
 )
 from yunion_mps.cli.output import cell, print_notice, refuse_closed_output
-from yunion_mps.enums import NOT_SHARED
-from yunion_mps.errors import YunionError
+from yunion_mps.core.enums import NOT_SHARED
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABLED
+from yunion_mps.core.text import command_line
+from yunion_mps.core.units import total_mib
 from yunion_mps.http.operations import COMMAND_LENGTH, END_LEASE, MAX_WAIT_S
 from yunion_mps.http.transport import RequestMembers, refuse_unreachable, with_devices, without_devices
-from yunion_mps.reasons import CONTROL_DAEMON_SILENT, DAEMON_UNREACHABLE, DISABLED
-from yunion_mps.text import command_line
-from yunion_mps.units import total_mib
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecordJson

@@ -22,8 +22,8 @@ from functools import partial
 import click
 
 from yunion_mps.cli.calls import call_daemon, shares_pid_namespace
-from yunion_mps.enums import NO_SIGNAL
-from yunion_mps.errors import (
+from yunion_mps.core.enums import NO_SIGNAL
+from yunion_mps.core.errors import (
     BusyError,
     HostError,
     NotAllowedError,
@@ -32,10 +32,10 @@ from yunion_mps.errors import (
     UnreachableError,
     YunionError,
 )
+from yunion_mps.core.text import printable
 from yunion_mps.host.proc import all_pids, descendants_of, dies_of, job_unit_of
 from yunion_mps.host.processes import find_program, output_of
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT, TERMINATE_LEASE
-from yunion_mps.text import printable
 
 #: How long the daemon has to disconnect the clients, and how soon it is asked again if it restarts.
 _DAEMON_S = 5.0

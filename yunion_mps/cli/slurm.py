@@ -9,9 +9,9 @@ import click
 from yunion_mps.cli.calls import call_daemon, listed_devices
 from yunion_mps.cli.output import print_notice
 from yunion_mps.cli.root import SuggestingGroup
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.paths import Paths
 from yunion_mps.http.operations import GET_GPUS, GET_STATUS
-from yunion_mps.paths import Paths
 from yunion_mps.slurm.devices import (
     gpus_for_slurm,
     gres_lines,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from yunion_mps.addresses import physical_gpu
 from yunion_mps.cli.calls import call_daemon, listed_devices
 from yunion_mps.cli.devices import pools
 from yunion_mps.cli.output import (
@@ -23,11 +22,12 @@ from yunion_mps.cli.output import (
     terminal_size,
     wrapped,
 )
-from yunion_mps.enums import MPS, NOT_SHARED
+from yunion_mps.client.overview import HostAnswers, HostOverview, fold_problems, way_of, with_hints
+from yunion_mps.core.addresses import physical_gpu
+from yunion_mps.core.enums import MPS, NOT_SHARED
+from yunion_mps.core.text import count
 from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS
-from yunion_mps.overview import HostAnswers, HostOverview, fold_problems, way_of, with_hints
-from yunion_mps.service.holdings import Holding, is_memory_unknown
-from yunion_mps.text import count
+from yunion_mps.observe.holdings import Holding, is_memory_unknown
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DomainJson, GpuJson, StatusJson

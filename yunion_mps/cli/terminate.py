@@ -12,8 +12,10 @@ import click
 from yunion_mps.cli.calls import call_daemon
 from yunion_mps.cli.options import complete_target, confirm, refuse_unattended
 from yunion_mps.cli.output import cell, output_option, print_notice, show, wrapped
-from yunion_mps.enums import SIGNAL_KILL, SIGNAL_TERM
-from yunion_mps.errors import HostError, NotAllowedError, NotFoundError, YunionError
+from yunion_mps.core.enums import SIGNAL_KILL, SIGNAL_TERM
+from yunion_mps.core.errors import HostError, NotAllowedError, NotFoundError, YunionError
+from yunion_mps.core.reasons import NOT_ALLOWED, PROCESSES_UNKNOWN
+from yunion_mps.core.text import count
 from yunion_mps.http.operations import (
     GET_CLIENTS,
     GET_DEVICE,
@@ -23,17 +25,15 @@ from yunion_mps.http.operations import (
     TERMINATE_DEVICE,
     TERMINATE_LEASE,
 )
-from yunion_mps.reasons import NOT_ALLOWED, PROCESSES_UNKNOWN
-from yunion_mps.service.holdings import (
+from yunion_mps.observe.holdings import (
     ID_LENGTH,
     clients_of_device,
     clients_of_lease,
 )
-from yunion_mps.text import count
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientListJson, TerminationJson, TerminationListJson
-    from yunion_mps.service.holdings import AnyClient
+    from yunion_mps.observe.holdings import AnyClient
 
 #: Fields of a termination in CSV.
 _FIELDS = ("pid", "user", "command", "ended", "how", "reason_code")

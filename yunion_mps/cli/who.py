@@ -20,10 +20,9 @@ from yunion_mps.cli.output import (
     wide_output_option,
     wrapped,
 )
-from yunion_mps.enums import SERVER_FAULT, UNAVAILABLE
-from yunion_mps.http.operations import GET_CLIENTS, GET_LEASES, GET_STATUS
-from yunion_mps.overview import fold_problems, with_hints
-from yunion_mps.reasons import (
+from yunion_mps.client.overview import fold_problems, with_hints
+from yunion_mps.core.enums import SERVER_FAULT, UNAVAILABLE
+from yunion_mps.core.reasons import (
     CLIENT_WAITING,
     LEASES_PENDING,
     OTHER_USER,
@@ -33,7 +32,8 @@ from yunion_mps.reasons import (
     SERVER_FAILED,
     hint_of,
 )
-from yunion_mps.service.holdings import (
+from yunion_mps.http.operations import GET_CLIENTS, GET_LEASES, GET_STATUS
+from yunion_mps.observe.holdings import (
     ID_LENGTH,
     Holding,
     ProcessUse,

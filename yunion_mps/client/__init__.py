@@ -24,7 +24,7 @@ from yunion_mps.client.values import (
     QueuedRequestInfo,
     Status,
 )
-from yunion_mps.errors import (
+from yunion_mps.core.errors import (
     BusyError,
     HostError,
     InfeasibleError,

@@ -17,7 +17,10 @@ from yunion_mps.client.values import (
     QueuedRequestInfo,
     Status,
 )
-from yunion_mps.errors import YunionError
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import INVALID_REQUEST
+from yunion_mps.core.units import rfc3339
 from yunion_mps.http.client import AsyncDaemonClient, DaemonClient
 from yunion_mps.http.operations import (
     GET_DEVICE,
@@ -39,9 +42,6 @@ from yunion_mps.http.transport import (
     run_blocking,
     watch,
 )
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import INVALID_REQUEST
-from yunion_mps.units import rfc3339
 
 
 class ClientQueries:

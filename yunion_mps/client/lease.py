@@ -9,10 +9,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, TypeVar
 
-from yunion_mps.addresses import gpu_of
 from yunion_mps.client.values import LeaseRecord
-from yunion_mps.enums import UNAVAILABLE
-from yunion_mps.errors import HostError, NotFoundError, YunionError
+from yunion_mps.core.addresses import gpu_of
+from yunion_mps.core.enums import UNAVAILABLE
+from yunion_mps.core.errors import HostError, NotFoundError, YunionError
+from yunion_mps.core.reasons import GPU_GONE, INVALID_REQUEST, hint_of
+from yunion_mps.core.units import mebibytes, total_mib
 from yunion_mps.host import threads
 from yunion_mps.http.operations import (
     END_LEASE,
@@ -35,8 +37,6 @@ from yunion_mps.http.transport import (
     run_blocking,
     with_devices,
 )
-from yunion_mps.reasons import GPU_GONE, INVALID_REQUEST, hint_of
-from yunion_mps.units import mebibytes, total_mib
 
 if TYPE_CHECKING:
     from yunion_mps.http.client import DaemonClient

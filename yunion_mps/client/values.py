@@ -12,10 +12,10 @@ from datetime import datetime, timezone
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, Optional, TypeVar, Union, get_args, get_origin
 
-from yunion_mps.enums import FREE
-from yunion_mps.errors import VersionError
+from yunion_mps.core.enums import FREE
+from yunion_mps.core.errors import VersionError
+from yunion_mps.core.units import seconds
 from yunion_mps.host.proc import user_name
-from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
     from yunion_mps import answers  # noqa: F401 - the types in quotes, whose import takes 3 ms

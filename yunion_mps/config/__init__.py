@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from yunion_mps.config.devices import DEVICE_FILE_KEYS, read_devices
 from yunion_mps.config.host import KEYS, read_host
-from yunion_mps.errors import Problem
-from yunion_mps.paths import Paths
-from yunion_mps.settings import Config
+from yunion_mps.core.errors import Problem
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.settings import Config
 
 __all__ = ["DEVICE_FILE_KEYS", "KEYS", "load"]
 

@@ -41,7 +41,7 @@ from yunion_mps.config.values import (
     one_of,
     whole_number,
 )
-from yunion_mps.enums import (
+from yunion_mps.core.enums import (
     ENTRY_TYPES,
     KEEP,
     MPS,
@@ -53,11 +53,11 @@ from yunion_mps.enums import (
     TIME_SLICES,
     TIME_SLICING,
 )
-from yunion_mps.errors import Problem
-from yunion_mps.gpu_path import parse_gpu_path
-from yunion_mps.mig import DISABLED
-from yunion_mps.paths import Paths
-from yunion_mps.settings import Config, DeviceEntry, Mistake, SliceEntry, Source
+from yunion_mps.core.errors import Problem
+from yunion_mps.core.gpu_path import parse_gpu_path
+from yunion_mps.core.mig import DISABLED
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.settings import Config, DeviceEntry, Mistake, SliceEntry, Source
 
 #: The units of pools, as in Alibaba Cloud's ACK, which also has 1 GiB as the default.
 MEMORY_UNITS = {"1GiB": 1024, "128MiB": 128}

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from yunion_mps.errors import Problem
-from yunion_mps.settings import Mistake
+from yunion_mps.core.errors import Problem
+from yunion_mps.core.settings import Mistake
 
 #: A configuration is a page of text; the bounds only limit the cost of a mistake or an attack.
 MAX_FILE_BYTES = 1 << 20

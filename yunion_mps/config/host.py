@@ -39,10 +39,10 @@ from yunion_mps.config.values import (
     textfile,
     whole_number,
 )
-from yunion_mps.enums import KEEP, REPORT, SET_EXCLUSIVE, TERMINATE
-from yunion_mps.errors import Problem
-from yunion_mps.paths import MAX_SOCKET_PATH, Paths
-from yunion_mps.settings import Config, Mistake, Source
+from yunion_mps.core.enums import KEEP, REPORT, SET_EXCLUSIVE, TERMINATE
+from yunion_mps.core.errors import Problem
+from yunion_mps.core.paths import MAX_SOCKET_PATH, Paths
+from yunion_mps.core.settings import Config, Mistake, Source
 
 #: The keys that name other files.
 LOCAL_FILE = "local_config_file"

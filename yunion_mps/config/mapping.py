@@ -18,8 +18,8 @@ from yunion_mps.config.document import (
     without_look_alikes,
 )
 from yunion_mps.config.values import InvalidValueError, ValueKind
-from yunion_mps.errors import Problem
-from yunion_mps.settings import Mistake, Source
+from yunion_mps.core.errors import Problem
+from yunion_mps.core.settings import Mistake, Source
 
 #: The pairs of a mapping by the names of their keys.
 Nodes = dict[str, Pair]

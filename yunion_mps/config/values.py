@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from yunion_mps.config.document import Node, ScalarNode, SequenceNode, look_alike, nearest, quote, value_of
-from yunion_mps.mig import ALL, BALANCED, DISABLED
-from yunion_mps.units import mebibytes
+from yunion_mps.core.mig import ALL, BALANCED, DISABLED
+from yunion_mps.core.units import mebibytes
 
 #: The most devices that any known driver allows on a GPU; planning.MPS_CLIENTS has the details.
 MAX_DEVICES_PER_GPU = 60

@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.models import ALL, LEASE_VARIABLE
 from yunion_mps.host.files import open_regular
-from yunion_mps.models import ALL, LEASE_VARIABLE
 
 _DEVICE_VARIABLE = "YUNION_MPS_DEVICE"
 _INSTALL = "install it as a hook of an OCI runtime, which passes the state"

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from yunion_mps.container_hook.container import read_environment, read_state, refuse_missing, refuse_several
 from yunion_mps.containers import MISSING_NODES_ARGUMENT, UNSERVED_ARGUMENT
-from yunion_mps.enums import JAX_VARIABLE, MEMORY_VARIABLE, WHY_UNENFORCED
-from yunion_mps.errors import HostError, NothingFreeError, UnreachableError, YunionError
+from yunion_mps.core.enums import JAX_VARIABLE, MEMORY_VARIABLE, WHY_UNENFORCED
+from yunion_mps.core.errors import HostError, NothingFreeError, UnreachableError, YunionError
+from yunion_mps.core.models import ALL, LEASE_VARIABLE
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.text import gpus_that_are, printable
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import BIND_LEASE, GET_LEASES, TAKE_LEASE
-from yunion_mps.models import ALL, LEASE_VARIABLE
-from yunion_mps.paths import Paths
-from yunion_mps.text import gpus_that_are, printable
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecordJson

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Optional
 
-from yunion_mps.enums import MEMORY_VARIABLE
+from yunion_mps.core.enums import MEMORY_VARIABLE
 
 #: A share of a GPU: its name, its memory in MiB (None if unknown), and the percentage of SM threads.
 Share = tuple[str, Optional[int], float]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from yunion_mps.models import CDI_KIND
+from yunion_mps.core.models import CDI_KIND
 
 _PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 _ENGINES = ("docker", "podman", "nerdctl")

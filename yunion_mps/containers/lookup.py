@@ -15,11 +15,11 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.text import printable
 from yunion_mps.host.control_groups import MOUNTS, ControlGroup, control_groups_of, is_made_by_root
 from yunion_mps.host.files import FileVersion, read_text, version_of
 from yunion_mps.host.proc import parent_of
-from yunion_mps.paths import Paths
-from yunion_mps.text import printable
 
 #: The names of containers' cgroups: `libpod-ID.scope`, `docker-ID.scope`, `cri-containerd-ID.scope`,
 #: `crio-ID.scope`; with the cgroupfs driver the bare id; nested, `SLICE:cri-containerd:ID`.

@@ -9,9 +9,9 @@ import stat
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from yunion_mps.core.models import Gpu
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.files import read_text
-from yunion_mps.models import Gpu
-from yunion_mps.paths import Paths
 
 #: How many capabilities a MIG instance has: those of the GPU instance and of its compute instance.
 INSTANCE_CAPABILITIES = 2

@@ -20,10 +20,10 @@ import yaml
 
 from yunion_mps.containers import MISSING_NODES_ARGUMENT, UNSERVED_ARGUMENT, Share, lease_variables
 from yunion_mps.containers.nodes import DeviceNode, MissingNodes
-from yunion_mps.enums import NOT_SHARED
+from yunion_mps.core.enums import NOT_SHARED
+from yunion_mps.core.models import ALL, CDI_KIND, LEASE_VARIABLE, Device, DomainPlan, Gpu, Lease
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.files import FileVersion, version_of
-from yunion_mps.models import ALL, CDI_KIND, LEASE_VARIABLE, Device, DomainPlan, Gpu, Lease
-from yunion_mps.paths import Paths
 from yunion_mps.planning.environment import client_environment, sharing_of, whole_environment
 
 #: A mount, a hook or a device node, as the format has it.

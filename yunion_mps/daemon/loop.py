@@ -12,8 +12,9 @@ import select
 import threading
 from collections.abc import Callable, Mapping
 
+from yunion_mps.core.errors import HostError, YunionError
+from yunion_mps.core.tasks import cancel, within
 from yunion_mps.daemon.process import DaemonParts, program
-from yunion_mps.errors import HostError, YunionError
 from yunion_mps.gateway import publish_addresses, remove_addresses
 from yunion_mps.host.log import Failures
 from yunion_mps.host.processes import Watchable
@@ -30,7 +31,6 @@ from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services
 from yunion_mps.slurm.instances import write_instances
-from yunion_mps.tasks import cancel, within
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.errors import YunionError
+from yunion_mps.core.errors import YunionError
 
 if TYPE_CHECKING:
     import click
@@ -57,7 +57,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
     """Return the options; exit for --help, --version and wrong usage (status 2)."""
     if not arguments and _default_level() in LEVELS:
         return Options(log_level=_default_level())
-    from yunion_mps.program import print_error, run_command
+    from yunion_mps.core.program import print_error, run_command
 
     try:
         options = run_command(daemon_command(), PROGRAM, arguments)
@@ -74,8 +74,8 @@ def daemon_command() -> click.Command:
     """Return all options with their help, as a command that returns what was given."""
     import click
 
+    from yunion_mps.core.program import program_command
     from yunion_mps.http.operations import MAX_PID
-    from yunion_mps.program import program_command
 
     def pid(text: str) -> int:
         if not re.fullmatch("[1-9][0-9]{0,6}", text) or int(text) > MAX_PID:

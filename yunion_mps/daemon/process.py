@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from yunion_mps.host.processes import reap_inherited_children
 
 if TYPE_CHECKING:
+    from yunion_mps.core.paths import Paths
     from yunion_mps.host.systemd import Notifier
     from yunion_mps.http.listener import Listener
-    from yunion_mps.paths import Paths
     from yunion_mps.service.queries import Queries
     from yunion_mps.supervisor import Supervisor
 

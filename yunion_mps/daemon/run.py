@@ -10,20 +10,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from yunion_mps import __version__
+from yunion_mps.core.enums import WARNING
+from yunion_mps.core.errors import ShortageError, YunionError
+from yunion_mps.core.models import Event
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import FAILED
 from yunion_mps.daemon.options import PROGRAM, Options
 from yunion_mps.daemon.process import DaemonParts, ReexecState, Signals, inherited_state, reexec_program
-from yunion_mps.enums import WARNING
-from yunion_mps.errors import ShortageError, YunionError
 from yunion_mps.gateway import publish_addresses
 from yunion_mps.host.lock import take_lock
 from yunion_mps.host.log import set_log_prefix, set_up_log
 from yunion_mps.host.processes import drive
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
-from yunion_mps.models import Event
 from yunion_mps.mps import directories
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import FAILED
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.supervisor.unit_access import own_unit_problems

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from yunion_mps.config import load
-from yunion_mps.enums import (
+from yunion_mps.core.enums import (
     ABOUT_BUDGET,
     ABOUT_COMPUTE_MODE,
     ABOUT_DEVICES,
@@ -28,18 +28,24 @@ from yunion_mps.enums import (
     PROBLEM,
     WARNING,
 )
-from yunion_mps.errors import Problem, YunionError
+from yunion_mps.core.errors import Problem, YunionError
+from yunion_mps.core.models import DomainPlan, Gpu, Inventory, Plan, PlannedGpu
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import (
+    CLIENT_WAITING,
+    PROCESS_OUTSIDE_MPS,
+    RECORD_HIDDEN,
+    Reason,
+    hint_within_doctor,
+)
+from yunion_mps.core.settings import Config
+from yunion_mps.core.text import printable
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, GET_STATUS
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_saved
-from yunion_mps.models import DomainPlan, Gpu, Inventory, Plan, PlannedGpu
 from yunion_mps.mps.conversation import peer_of
-from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import below_root, make_plan
-from yunion_mps.reasons import CLIENT_WAITING, PROCESS_OUTSIDE_MPS, RECORD_HIDDEN, Reason, hint_within_doctor
-from yunion_mps.settings import Config
-from yunion_mps.text import printable
 
 if TYPE_CHECKING:
     from yunion_mps import answers

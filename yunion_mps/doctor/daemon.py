@@ -10,7 +10,19 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from yunion_mps import __version__
-from yunion_mps.addresses import physical_gpu
+from yunion_mps.core.addresses import physical_gpu
+from yunion_mps.core.enums import FREE
+from yunion_mps.core.errors import DriverError, HostError, Problem, UnreachableError
+from yunion_mps.core.models import Gpu, Plan
+from yunion_mps.core.reasons import (
+    CONTROL_DAEMON_EXITED,
+    DAEMON_UNREACHABLE,
+    INVALID_CONFIGURATION,
+    RELOAD_NEEDED,
+    VERSION_DIFFERS,
+    hint_of,
+)
+from yunion_mps.core.text import count, list_of
 from yunion_mps.doctor import cuda_client
 from yunion_mps.doctor.checks import (
     WHICH_GPUS,
@@ -27,21 +39,9 @@ from yunion_mps.doctor.checks import (
     warning,
 )
 from yunion_mps.doctor.cuda_client import DeviceProbe, Failure
-from yunion_mps.enums import FREE
-from yunion_mps.errors import DriverError, HostError, Problem, UnreachableError
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.host.processes import outcome_of
-from yunion_mps.models import Gpu, Plan
 from yunion_mps.mps.processes import server_pids
-from yunion_mps.reasons import (
-    CONTROL_DAEMON_EXITED,
-    DAEMON_UNREACHABLE,
-    INVALID_CONFIGURATION,
-    RELOAD_NEEDED,
-    VERSION_DIFFERS,
-    hint_of,
-)
-from yunion_mps.text import count, list_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DeviceDetailsJson

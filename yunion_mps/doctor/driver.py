@@ -9,6 +9,16 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from yunion_mps.containers.nodes import capability_nodes, missing_nodes
+from yunion_mps.core.errors import DriverError, HostError
+from yunion_mps.core.models import Gpu
+from yunion_mps.core.reasons import (
+    DEVICE_NODES,
+    DRIVER_ERROR,
+    GPU_GONE,
+    GPU_OTHER_DRIVER,
+    PROGRAM_MISSING,
+)
+from yunion_mps.core.text import list_of
 from yunion_mps.doctor.checks import (
     WITHOUT_MPS,
     Finding,
@@ -20,19 +30,9 @@ from yunion_mps.doctor.checks import (
     problem,
     warning,
 )
-from yunion_mps.errors import DriverError, HostError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import environment_of
-from yunion_mps.models import Gpu
 from yunion_mps.mps.processes import PROGRAM, SERVER, find_control_program, server_path
-from yunion_mps.reasons import (
-    DEVICE_NODES,
-    DRIVER_ERROR,
-    GPU_GONE,
-    GPU_OTHER_DRIVER,
-    PROGRAM_MISSING,
-)
-from yunion_mps.text import list_of
 
 #: /proc/driver/nvidia/version: `Kernel Module  535.261.03`, `Open Kernel Module for x86_64  550.54.15`.
 _MODULE = re.compile(r"Kernel Module(?: for \S+)?\s+(\d{3}[\d.]*\d)")

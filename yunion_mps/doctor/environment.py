@@ -13,6 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps.containers.command import device_in, variables_in, words_after_run
+from yunion_mps.core.enums import FREE, MPS
+from yunion_mps.core.errors import DriverError, YunionError
+from yunion_mps.core.models import DomainPlan
+from yunion_mps.core.reasons import ENVIRONMENT, PROCESS_OUTSIDE_MPS
+from yunion_mps.core.text import count, list_of
 from yunion_mps.doctor import variables
 from yunion_mps.doctor.checks import (
     Finding,
@@ -28,15 +33,10 @@ from yunion_mps.doctor.checks import (
     warning,
 )
 from yunion_mps.doctor.driver import library_version
-from yunion_mps.enums import FREE, MPS
-from yunion_mps.errors import DriverError, YunionError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import command_of, describe_process, environment_of, process_name, uid_of
-from yunion_mps.models import DomainPlan
 from yunion_mps.mps.processes import DEFAULT_PIPE_DIRECTORY, is_server
 from yunion_mps.planning.environment import DEVICE_VARIABLE
-from yunion_mps.reasons import ENVIRONMENT, PROCESS_OUTSIDE_MPS
-from yunion_mps.text import count, list_of
 
 #: `export NAME=VALUE` in shells, `NAME=VALUE` for pam_env(8) and environment.d(5).
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|setenv\s+)?(\w+)[= ]\s*[\"']?([^\"'\s;#]*)", re.MULTILINE)

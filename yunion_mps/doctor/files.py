@@ -11,6 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from yunion_mps.core.enums import ABOUT_PIPE_DIRECTORY
+from yunion_mps.core.reasons import ACCESS_DENIED, DISK_FULL, PIPE_DIRECTORY, SHM_SMALL, SOCKETS_REMOVED
+from yunion_mps.core.text import count
 from yunion_mps.doctor.checks import (
     Finding,
     Findings,
@@ -22,12 +25,9 @@ from yunion_mps.doctor.checks import (
     problem,
     warning,
 )
-from yunion_mps.enums import ABOUT_PIPE_DIRECTORY
 from yunion_mps.host.files import open_regular, read_text
 from yunion_mps.inventory.events import kernel_records
 from yunion_mps.mps.directory_access import find_access_problems
-from yunion_mps.reasons import ACCESS_DENIED, DISK_FULL, PIPE_DIRECTORY, SHM_SMALL, SOCKETS_REMOVED
-from yunion_mps.text import count
 
 #: A control daemon empties its log at 1 MiB; NVIDIA's server log and the sockets need little more.
 _LEAST_FREE_BYTES = 16 << 20

@@ -8,22 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from yunion_mps.doctor.checks import (
-    SKIPPED,
-    WHICH_GPUS,
-    Finding,
-    Findings,
-    Host,
-    SkipError,
-    finding_of,
-    host_check,
-    invisible,
-    ok,
-    problem,
-    skipped,
-    warning,
-)
-from yunion_mps.enums import (
+from yunion_mps.core.enums import (
     ABOUT_BUDGET,
     ABOUT_COMPUTE_MODE,
     ABOUT_DEVICES,
@@ -35,13 +20,9 @@ from yunion_mps.enums import (
     TERMINATE,
     TIME_SLICING,
 )
-from yunion_mps.errors import YunionError
-from yunion_mps.host.files import read_text
-from yunion_mps.host.proc import process_name
-from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu, Plan
-from yunion_mps.mps.processes import is_server
-from yunion_mps.planning.division import enforces_budgets, max_clients
-from yunion_mps.reasons import (
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Gpu, Plan
+from yunion_mps.core.reasons import (
     BUDGET_NOT_ENFORCED,
     CLIENT_LIMIT,
     COMPUTE_MODE_CHANGED,
@@ -62,7 +43,26 @@ from yunion_mps.reasons import (
     VGPU,
     hint_of,
 )
-from yunion_mps.text import count, list_of
+from yunion_mps.core.text import count, list_of
+from yunion_mps.doctor.checks import (
+    SKIPPED,
+    WHICH_GPUS,
+    Finding,
+    Findings,
+    Host,
+    SkipError,
+    finding_of,
+    host_check,
+    invisible,
+    ok,
+    problem,
+    skipped,
+    warning,
+)
+from yunion_mps.host.files import read_text
+from yunion_mps.host.proc import process_name
+from yunion_mps.mps.processes import is_server
+from yunion_mps.planning.division import enforces_budgets, max_clients
 
 if TYPE_CHECKING:
     pass

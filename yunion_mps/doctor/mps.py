@@ -8,6 +8,20 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from yunion_mps.core.enums import READY
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.models import DomainPlan
+from yunion_mps.core.reasons import (
+    CLIENT_WAITING,
+    CONTROL_DAEMON_ERROR,
+    CONTROL_DAEMON_SILENT,
+    OTHER_CONTROL_DAEMON,
+    SERVER_FAILED,
+    SERVER_START_FAILED,
+    SERVERS_ORPHANED,
+    hint_of,
+)
+from yunion_mps.core.text import count
 from yunion_mps.doctor.checks import (
     Finding,
     Findings,
@@ -20,29 +34,15 @@ from yunion_mps.doctor.checks import (
     problem,
     warning,
 )
-from yunion_mps.enums import READY
-from yunion_mps.errors import HostError
 from yunion_mps.host.files import open_regular, read_text
 from yunion_mps.host.proc import all_pids, describe_process, environment_of, program_name, uid_of, user_name
 from yunion_mps.host.processes import readable
-from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control_daemon import find
 from yunion_mps.mps.conversation import Probe, UnresponsiveError, connections, diagnose, front_end_at, peer_of
 from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG, describe_failure
 from yunion_mps.mps.log_lines import parse_lines, timestamp_parser
 from yunion_mps.mps.processes import DEFAULT_PIPE_DIRECTORY, MARK, PROGRAM, orphaned_servers, server_pids
 from yunion_mps.mps.server_history import FAILURES, NOT_STARTED, STARTED, Outcome, ServerHistory
-from yunion_mps.reasons import (
-    CLIENT_WAITING,
-    CONTROL_DAEMON_ERROR,
-    CONTROL_DAEMON_SILENT,
-    OTHER_CONTROL_DAEMON,
-    SERVER_FAILED,
-    SERVER_START_FAILED,
-    SERVERS_ORPHANED,
-    hint_of,
-)
-from yunion_mps.text import count
 
 #: A control daemon greets immediately; our daemon waits 5 s before it acts.
 _GREETING_S = 2.0

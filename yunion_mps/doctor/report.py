@@ -10,13 +10,13 @@ from functools import partial
 from types import ModuleType
 from typing import NamedTuple, TypedDict
 
+from yunion_mps.core.enums import PROBLEM, WARNING
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.reasons import ENVIRONMENT, SELFTEST_FAILED
+from yunion_mps.core.text import count
 from yunion_mps.doctor import daemon, driver, environment, files, gpus, mps
 from yunion_mps.doctor.checks import NAGIOS_CODES, OK, SKIPPED, UNKNOWN, Check, Finding, Host, findings_of
-from yunion_mps.enums import PROBLEM, WARNING
-from yunion_mps.errors import YunionError
 from yunion_mps.host import threads
-from yunion_mps.reasons import ENVIRONMENT, SELFTEST_FAILED
-from yunion_mps.text import count
 
 #: Each check is declared once, by `@host_check(NAME, CODE)`, in one of these modules, in the report's order.
 MODULES = (daemon, driver, gpus, mps, files, environment)

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from yunion_mps.config.document import nearest_key
 from yunion_mps.containers.command import mounts_in, option_values
+from yunion_mps.core.models import DomainPlan
+from yunion_mps.core.text import parse_number
 from yunion_mps.doctor.checks import Finding, problem, warning
-from yunion_mps.models import DomainPlan
-from yunion_mps.text import parse_number
 
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -12,9 +12,9 @@ import json
 import logging
 import os
 
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.settings import Config
 from yunion_mps.host.files import write_atomically
-from yunion_mps.paths import Paths
-from yunion_mps.settings import Config
 
 log = logging.getLogger(__name__)
 

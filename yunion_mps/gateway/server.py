@@ -17,7 +17,8 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
-from yunion_mps.errors import UnreachableError
+from yunion_mps.core.errors import UnreachableError
+from yunion_mps.core.paths import Paths
 from yunion_mps.gateway import read_addresses
 from yunion_mps.gateway.client import Overview, OverviewCache, get_from_daemon
 from yunion_mps.host.files import read_text
@@ -29,7 +30,6 @@ from yunion_mps.http.operations import GET_EVENTS, GET_METRICS, GET_USAGE, MAX_N
 from yunion_mps.http.parameters import BadRequestError, Parameter, query_arguments
 from yunion_mps.http.pool import Application, Limits
 from yunion_mps.http.server import Server
-from yunion_mps.paths import Paths
 
 log = logging.getLogger(__name__)
 

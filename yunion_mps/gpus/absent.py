@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 
-from yunion_mps.addresses import physical_gpu
-from yunion_mps.errors import YunionError
-from yunion_mps.models import Gpu
-from yunion_mps.reasons import GPU_GONE, GPU_LOST, GPU_OTHER_DRIVER
-from yunion_mps.text import list_of
+from yunion_mps.core.addresses import physical_gpu
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.models import Gpu
+from yunion_mps.core.reasons import GPU_GONE, GPU_LOST, GPU_OTHER_DRIVER
+from yunion_mps.core.text import list_of
 
 log = logging.getLogger(__name__)
 

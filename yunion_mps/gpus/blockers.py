@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable, Mapping
 from copy import copy
 from typing import NamedTuple
 
-from yunion_mps.enums import NOT_SHARED, SHARING, TIME_SLICING
+from yunion_mps.core.enums import NOT_SHARED, SHARING, TIME_SLICING
+from yunion_mps.core.models import DomainPlan, Gpu
+from yunion_mps.core.waits import NO_USERS, Servers, Users, all_of
 from yunion_mps.leases.ledger import UNKNOWN, Hold, Ledger
-from yunion_mps.models import DomainPlan, Gpu
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import MpsProcess
-from yunion_mps.users import NO_USERS, Servers, Users, all_of
 
 #: The ways of sharing whose jobs no control daemon serves; that of a row that cannot be read may be one.
 WITHOUT_MPS = frozenset({TIME_SLICING, NOT_SHARED, UNKNOWN})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from yunion_mps import reasons
-from yunion_mps.enums import ABOUT_COMPUTE_MODE
+from yunion_mps.core import reasons
+from yunion_mps.core.enums import ABOUT_COMPUTE_MODE
+from yunion_mps.core.models import DEFAULT, EXCLUSIVE_PROCESS, Event, Gpu, Plan
+from yunion_mps.core.reasons import NO_REASON, Reason
 from yunion_mps.gpus.blockers import WITHOUT_MPS, Needs
 from yunion_mps.gpus.kind import Kind, Step, StepOutcome
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, Event, Gpu, Plan
-from yunion_mps.reasons import NO_REASON, Reason
 
 _IN_ITS_MODE = "its devices serve; a process that bypasses the control daemon could use it without limits"
 

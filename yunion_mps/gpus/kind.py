@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from yunion_mps.enums import ABOUT_SETTING
-from yunion_mps.errors import YunionError
+from yunion_mps.core.enums import ABOUT_SETTING
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.models import Event, Gpu, Plan
+from yunion_mps.core.reasons import GPU_ABSENT, NO_REASON, Reason
 from yunion_mps.gpus.blockers import Needs
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import Event, Gpu, Plan
-from yunion_mps.reasons import GPU_ABSENT, NO_REASON, Reason
 
 
 class Step(NamedTuple):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from yunion_mps.core.mig import MigInstance
+from yunion_mps.core.reasons import MIG_FOREIGN_INSTANCE, MIG_RESET_REQUIRED, Reason
+from yunion_mps.core.waits import AT_ONCE
 from yunion_mps.gpus.mig_steps import LayoutTask, LayoutWork, Losses
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.inventory.mig import Mig
-from yunion_mps.mig import MigInstance
-from yunion_mps.reasons import MIG_FOREIGN_INSTANCE, MIG_RESET_REQUIRED, Reason
-from yunion_mps.users import AT_ONCE
 
 #: GPUs since Hopper switch MIG mode without a reset (NVIDIA's MIG user guide).
 _SWITCHES_WITHOUT_RESET = (9, 0)

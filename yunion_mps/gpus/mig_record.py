@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from yunion_mps.errors import HostError
-from yunion_mps.mig import MigInstance
-from yunion_mps.reasons import MIG_RECORD_DAMAGED, hint_of
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.mig import MigInstance
+from yunion_mps.core.reasons import MIG_RECORD_DAMAGED, hint_of
 
 
 class MigIntent(NamedTuple):

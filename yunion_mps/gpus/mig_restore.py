@@ -6,8 +6,12 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from yunion_mps import reasons
-from yunion_mps.errors import DriverError, HostError
+from yunion_mps.core import reasons
+from yunion_mps.core.errors import DriverError, HostError
+from yunion_mps.core.mig import MigLayout
+from yunion_mps.core.models import Gpu
+from yunion_mps.core.reasons import Reason
+from yunion_mps.core.waits import NO_USERS, Users, all_of
 from yunion_mps.gpus.absent import once_back
 from yunion_mps.gpus.blockers import Blockers
 from yunion_mps.gpus.mig_record import MigRecord
@@ -16,11 +20,7 @@ from yunion_mps.gpus.originals import Originals
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Hold, Ledger
-from yunion_mps.mig import MigLayout
-from yunion_mps.models import Gpu
 from yunion_mps.planning.mig import Placement
-from yunion_mps.reasons import Reason
-from yunion_mps.users import NO_USERS, Users, all_of
 
 log = logging.getLogger(__name__)
 

@@ -12,17 +12,17 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps import reasons
-from yunion_mps.errors import BusyError, DriverError, HostError, YunionError
+from yunion_mps.core import reasons
+from yunion_mps.core.errors import BusyError, DriverError, HostError, YunionError
+from yunion_mps.core.mig import MigInstance, MigLayout
+from yunion_mps.core.models import Gpu, Inventory
+from yunion_mps.core.reasons import NO_REASON, Reason
+from yunion_mps.core.waits import NO_USERS, Users, wait_reason
 from yunion_mps.gpus.blockers import UNUSED, Blockers
 from yunion_mps.gpus.mig_record import MigIntent, MigRecord
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.inventory.mig import Mig, MigMode
-from yunion_mps.mig import MigInstance, MigLayout
-from yunion_mps.models import Gpu, Inventory
 from yunion_mps.planning.mig import LayoutChange, Placement, change, change_to
-from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.users import NO_USERS, Users, wait_reason
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
 from yunion_mps.gpus.mig_record import MigRecord
 from yunion_mps.host.store import FORMER_COMPUTE_MODES, FORMER_SETTINGS, FORMER_TIME_SLICES, MIG, Store
 

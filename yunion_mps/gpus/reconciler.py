@@ -21,15 +21,15 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps.errors import DriverError, HostError, ShortageError, YunionError
+from yunion_mps.core.errors import DriverError, HostError, ShortageError, YunionError
+from yunion_mps.core.models import Event, Gpu, Plan
+from yunion_mps.core.reasons import COMPUTE_MODE_UNSUPPORTED, GPU_ABSENT, MIG_ENABLED, NO_REASON, Reason
 from yunion_mps.gpus.absent import gpu_label
 from yunion_mps.gpus.blockers import Blockers, KeptBy
 from yunion_mps.gpus.kind import Kind, Step, StepOutcome
 from yunion_mps.gpus.kinds import KINDS
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import Event, Gpu, Plan
-from yunion_mps.reasons import COMPUTE_MODE_UNSUPPORTED, GPU_ABSENT, MIG_ENABLED, NO_REASON, Reason
 
 log = logging.getLogger(__name__)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from yunion_mps import reasons
-from yunion_mps.enums import ABOUT_TIME_SLICE, TIME_SLICES
+from yunion_mps.core import reasons
+from yunion_mps.core.enums import ABOUT_TIME_SLICE, TIME_SLICES
+from yunion_mps.core.models import Gpu, Plan
 from yunion_mps.gpus.blockers import WITHOUT_MPS, Needs
 from yunion_mps.gpus.kind import Kind, Step
 from yunion_mps.inventory.compute_policy import set_time_slice, time_slice_of
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import Gpu, Plan
 
 
 class TimeSlice(Kind):

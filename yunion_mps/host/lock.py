@@ -8,10 +8,10 @@ import os
 import stat
 import time
 
-from yunion_mps.errors import HostError, NotAllowedError
+from yunion_mps.core.errors import HostError, NotAllowedError
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.files import read_text
 from yunion_mps.host.proc import started_ticks
-from yunion_mps.paths import Paths
 
 #: How long the last child of an ended daemon may take to reach exec.
 _EXEC_TIMEOUT_S = 2.0

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from traceback import walk_tb
 
-from yunion_mps.text import printable
+from yunion_mps.core.text import printable
 
 #: syslog(3) levels, as sd-daemon(3) reads them at the beginning of a line.
 _LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}

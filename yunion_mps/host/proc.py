@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from yunion_mps.errors import ShortageError
+from yunion_mps.core.errors import ShortageError
+from yunion_mps.core.text import command_line, decode_line, printable
 from yunion_mps.host.control_groups import MOUNTS, is_made_by_root, parse_control_groups
-from yunion_mps.text import command_line, decode_line, printable
 
 #: The most that Linux passes to a program (execve(2): three quarters of 8 MiB, including the arguments).
 #: A process may later declare any of its memory to be its environment (prctl(2), PR_SET_MM).

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from yunion_mps import reasons
-from yunion_mps.errors import HostError, ShortageError
+from yunion_mps.core import reasons
+from yunion_mps.core.errors import HostError, ShortageError
 from yunion_mps.host.proc import parent_of
 
 #: Directories of NVIDIA's programs that may be missing from PATH: driver mounts in containers, Debian's

@@ -13,9 +13,9 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.files import read_text
 from yunion_mps.host.processes import output_of
-from yunion_mps.paths import Paths
 
 UNIT = "yunion-mps-daemon.service"
 

@@ -21,11 +21,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from yunion_mps.errors import HostError, LockedError, ShortageError
+from yunion_mps.core.errors import HostError, LockedError, ShortageError
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.copies import LEASE_TABLE, LEASES, SETTINGS, Copy, LeaseCopies, Revision, SettingsCopy
 from yunion_mps.host.files import write_atomically
 from yunion_mps.host.processes import refuse_if_no_file_can_be_opened
-from yunion_mps.paths import Paths
 
 log = logging.getLogger(__name__)
 

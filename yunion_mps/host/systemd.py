@@ -7,7 +7,7 @@ import os
 import socket
 import time
 
-from yunion_mps.text import printable
+from yunion_mps.core.text import printable
 
 
 class Notifier:

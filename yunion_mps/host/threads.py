@@ -16,7 +16,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from yunion_mps.errors import ShortageError
+from yunion_mps.core.errors import ShortageError
 
 T = TypeVar("T")
 

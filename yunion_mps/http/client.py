@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import h11
 
-from yunion_mps.errors import ConfigError, NotAllowedError, UnreachableError, YunionError
+from yunion_mps.core.errors import ConfigError, NotAllowedError, UnreachableError, YunionError
+from yunion_mps.core.paths import Paths
 from yunion_mps.http.messages import STATUSES, Response
 from yunion_mps.http.operation import EncodedRequest, Operation
 from yunion_mps.http.parameters import Value
-from yunion_mps.paths import Paths
 
 T = TypeVar("T")
 
@@ -212,7 +212,7 @@ class AsyncDaemonClient:
         return dict(response.headers).get("ETag", "")
 
     async def _send(self, exchange: Exchange, timeout_s: float) -> Response:
-        from yunion_mps.tasks import within  # asyncio, which a blocking client need not import
+        from yunion_mps.core.tasks import within  # asyncio, which a blocking client need not import
 
         return await within(timeout_s, send_to(self._path, exchange), timeout_error(self._path, timeout_s))
 

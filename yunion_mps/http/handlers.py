@@ -10,15 +10,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
-from yunion_mps.addresses import gpu_of
+from yunion_mps.core.addresses import gpu_of
+from yunion_mps.core.models import ALL, Holder
+from yunion_mps.core.text import printable
 from yunion_mps.http.messages import CreatedResource, Request, Response
 from yunion_mps.http.openapi import document
 from yunion_mps.http.operations import COMMAND_LENGTH, CONTAINER_NAME
 from yunion_mps.http.parameters import BadRequestError
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
-from yunion_mps.models import ALL, Holder
+from yunion_mps.observe.holdings import clients_of_device
 from yunion_mps.service.events import EventFilter, LongPolls
-from yunion_mps.service.holdings import clients_of_device
 from yunion_mps.service.permissions import (
     Caller,
     awaited_container,
@@ -29,7 +30,6 @@ from yunion_mps.service.permissions import (
 from yunion_mps.service.queries import Filters
 from yunion_mps.service.services import Services
 from yunion_mps.service.terminate import SIGNALS
-from yunion_mps.text import printable
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -11,8 +11,8 @@ import socket
 import stat
 
 from yunion_mps.config.values import split_endpoint
-from yunion_mps.errors import HostError
-from yunion_mps.paths import Paths
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.paths import Paths
 
 #: Members of this group may connect; if it does not exist, only root may.
 GROUP = "yunion-mps"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Union
 
-from yunion_mps.errors import (
+from yunion_mps.core.errors import (
     BusyError,
     ConfigError,
     InfeasibleError,
@@ -15,8 +15,8 @@ from yunion_mps.errors import (
     NothingFreeError,
     YunionError,
 )
+from yunion_mps.core.reasons import BUSY, FAILED, INVALID_REQUEST, NOT_ALLOWED, NOT_FOUND
 from yunion_mps.http.parameters import BadRequestError, MediaTypeError
-from yunion_mps.reasons import BUSY, FAILED, INVALID_REQUEST, NOT_ALLOWED, NOT_FOUND
 
 #: The status of each class of errors, subclasses first, and of all others.
 STATUSES: dict[type[YunionError], int] = {

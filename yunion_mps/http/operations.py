@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from yunion_mps.enums import (
+from yunion_mps.core.enums import (
     BINDINGS,
     BINPACK,
     CLIENT_SIGNALS,

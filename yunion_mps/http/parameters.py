@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Union
 
-from yunion_mps.errors import YunionError
-from yunion_mps.reasons import INVALID_REQUEST
-from yunion_mps.units import seconds
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.reasons import INVALID_REQUEST
+from yunion_mps.core.units import seconds
 
 Value = Union[str, int, float, bool, Sequence[str], Mapping[str, Any], None]
 

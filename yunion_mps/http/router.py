@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from yunion_mps.errors import ShortageError, YunionError
-from yunion_mps.exposition import Histogram
+from yunion_mps.core.errors import ShortageError, YunionError
+from yunion_mps.core.exposition import Histogram
+from yunion_mps.core.identity import fingerprint
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.messages import (
     EventualResponse,
@@ -26,7 +27,6 @@ from yunion_mps.http.messages import (
 from yunion_mps.http.operation import ROOT, WATCH_PARAMETERS, Operation
 from yunion_mps.http.operations import OPERATIONS, ROUTES
 from yunion_mps.http.parameters import Value
-from yunion_mps.identity import fingerprint
 from yunion_mps.service.facts import RequestCounts
 from yunion_mps.service.permissions import refuse_unprivileged
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
-from yunion_mps.enums import BUDGET_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE
-from yunion_mps.errors import (
+from yunion_mps.core.enums import BUDGET_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE
+from yunion_mps.core.errors import (
     BusyError,
     HostError,
     InfeasibleError,
@@ -22,10 +22,10 @@ from yunion_mps.errors import (
     UnreachableError,
     YunionError,
 )
+from yunion_mps.core.reasons import CONTROL_DAEMON_SILENT
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import END_LEASE, GET_EVENTS, MAX_EVENTS, TAKE_LEASE
 from yunion_mps.http.parameters import Value
-from yunion_mps.reasons import CONTROL_DAEMON_SILENT
 
 if TYPE_CHECKING:
     from yunion_mps.answers import EventJson, LeaseRecordJson

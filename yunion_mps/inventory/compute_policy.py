@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 
-from yunion_mps.enums import TIME_SLICES
-from yunion_mps.errors import DriverError, HostError
+from yunion_mps.core.enums import TIME_SLICES
+from yunion_mps.core.errors import DriverError, HostError
+from yunion_mps.core.reasons import TIME_SLICE_REFUSED
 from yunion_mps.host.processes import find_program, outcome_of
-from yunion_mps.reasons import TIME_SLICE_REFUSED
 
 #: It initialises NVML, which takes seconds without a persistence daemon.
 _TIMEOUT_S = 20.0

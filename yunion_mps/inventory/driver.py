@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import pynvml as pynvml
 
-from yunion_mps import reasons
-from yunion_mps.errors import DriverError, ShortageError
+from yunion_mps.core import reasons
+from yunion_mps.core.errors import DriverError, ShortageError
+from yunion_mps.core.reasons import Reason, hint_of
+from yunion_mps.core.text import decode_line, printable
 from yunion_mps.host import threads
-from yunion_mps.reasons import Reason, hint_of
-from yunion_mps.text import decode_line, printable
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

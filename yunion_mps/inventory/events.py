@@ -15,11 +15,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from yunion_mps.addresses import normalise_address
+from yunion_mps.core.addresses import normalise_address
+from yunion_mps.core.paths import Paths
 from yunion_mps.host import threads
 from yunion_mps.inventory.driver import pynvml
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.paths import Paths
 
 _FATAL_XIDS = {
     48: "double bit ECC error",

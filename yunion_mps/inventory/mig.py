@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from yunion_mps import reasons
-from yunion_mps.errors import DriverError
+from yunion_mps.core import reasons
+from yunion_mps.core.errors import DriverError
+from yunion_mps.core.mig import MigInstance, MigProfile
+from yunion_mps.core.models import Gpu
+from yunion_mps.core.reasons import hint_of
+from yunion_mps.core.text import printable
 from yunion_mps.inventory.driver import (
     bounded,
     call_driver,
@@ -23,10 +27,6 @@ from yunion_mps.inventory.driver import (
 )
 from yunion_mps.inventory.nvml import Nvml, handle_of, mig_devices
 from yunion_mps.inventory.running import COMPUTE, MPS_CLIENTS, running_processes
-from yunion_mps.mig import MigInstance, MigProfile
-from yunion_mps.models import Gpu
-from yunion_mps.reasons import hint_of
-from yunion_mps.text import printable
 
 #: How nvidia-smi begins the names of profiles.
 _PREFIX = "MIG "

@@ -7,9 +7,12 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from yunion_mps import reasons
-from yunion_mps.addresses import normalise_address
-from yunion_mps.errors import DriverError
+from yunion_mps.core import reasons
+from yunion_mps.core.addresses import normalise_address
+from yunion_mps.core.errors import DriverError
+from yunion_mps.core.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
+from yunion_mps.core.reasons import NO_REASON, Reason, hint_of
+from yunion_mps.core.text import printable
 from yunion_mps.inventory.driver import (
     MIB,
     TIMEOUT_S,
@@ -24,9 +27,6 @@ from yunion_mps.inventory.driver import (
     refuse_if_abandoned,
 )
 from yunion_mps.inventory.running import MPS_CLIENTS, running_processes
-from yunion_mps.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
-from yunion_mps.reasons import NO_REASON, Reason, hint_of
-from yunion_mps.text import printable
 
 T = TypeVar("T")
 

@@ -13,16 +13,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from yunion_mps import reasons
-from yunion_mps.addresses import sort_key
-from yunion_mps.errors import DriverError, HostError
-from yunion_mps.host.files import read_text, write_atomically
-from yunion_mps.host.processes import refuse_if_no_file_can_be_opened
-from yunion_mps.inventory import sysfs
-from yunion_mps.inventory.driver import reason_of
-from yunion_mps.inventory.mig import Mig, instance_gpu
-from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import (
+from yunion_mps.core import reasons
+from yunion_mps.core.addresses import sort_key
+from yunion_mps.core.errors import DriverError, HostError
+from yunion_mps.core.models import (
     Controller,
     Driver,
     Gpu,
@@ -32,8 +26,14 @@ from yunion_mps.models import (
     gpus_by_address,
     gpus_by_uuid,
 )
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import NO_REASON, Reason
+from yunion_mps.host.files import read_text, write_atomically
+from yunion_mps.host.processes import refuse_if_no_file_can_be_opened
+from yunion_mps.inventory import sysfs
+from yunion_mps.inventory.driver import reason_of
+from yunion_mps.inventory.mig import Mig, instance_gpu
+from yunion_mps.inventory.nvml import Nvml
 
 T = TypeVar("T")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from yunion_mps.addresses import normalise_address
+from yunion_mps.core.addresses import normalise_address
+from yunion_mps.core.models import PcieLink
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.files import read_text
-from yunion_mps.models import PcieLink
-from yunion_mps.paths import Paths
 
 NVIDIA_VENDOR = "0x10de"
 

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from yunion_mps.errors import YunionError
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.tasks import first_of
 from yunion_mps.http.client import AsyncDaemonClient, NoAnswerError
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import GET_DEVICES, GET_HEALTH, GET_POOLS
@@ -17,7 +18,6 @@ from yunion_mps.http.parameters import Value
 from yunion_mps.http.transport import Retrier
 from yunion_mps.kubernetes.devices import DeviceT
 from yunion_mps.kubernetes.metrics import DAEMON, Counts
-from yunion_mps.tasks import first_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import PoolJson

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
-from yunion_mps.enums import FREE, KUBERNETES, LEASED, RESERVED
+from yunion_mps.core.enums import FREE, KUBERNETES, LEASED, RESERVED
 
 if TYPE_CHECKING:
     from yunion_mps.answers import GpuJson, PoolJson

@@ -19,11 +19,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from yunion_mps.enums import MPS
+from yunion_mps.core.enums import MPS
+from yunion_mps.core.tasks import first_of
 from yunion_mps.host.files import read_text, write_atomically
 from yunion_mps.host.log import Failures
 from yunion_mps.kubernetes.options import MIXED, NONE, mig_name
-from yunion_mps.tasks import first_of
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from yunion_mps.exposition import (
+from yunion_mps.core.exposition import (
     COUNTER,
     GAUGE,
     HISTOGRAM,

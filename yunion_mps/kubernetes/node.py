@@ -9,7 +9,9 @@ import os
 import socket
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 
-from yunion_mps.errors import ConfigError, Problem, YunionError
+from yunion_mps.core.errors import ConfigError, Problem, YunionError
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.tasks import first_of
 from yunion_mps.host.log import Failures
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.client import AsyncDaemonClient
@@ -28,8 +30,6 @@ from yunion_mps.kubernetes.metrics import DAEMON, KUBELET, Counts, MetricsPage, 
 from yunion_mps.kubernetes.options import CLUSTER_VARIABLE, PluginOptions
 from yunion_mps.kubernetes.pod_deletions import PodDeletionWatch
 from yunion_mps.kubernetes.selection import Selector
-from yunion_mps.paths import Paths
-from yunion_mps.tasks import first_of
 
 log = logging.getLogger(__name__)
 

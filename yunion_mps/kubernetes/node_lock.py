@@ -12,9 +12,9 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from yunion_mps.core.tasks import cancel
 from yunion_mps.host.log import Failures
 from yunion_mps.kubernetes.kubelet.directory import KubeletDirectory
-from yunion_mps.tasks import cancel
 
 log = logging.getLogger(__name__)
 

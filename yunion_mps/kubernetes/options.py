@@ -30,9 +30,9 @@ from yunion_mps.config.values import (
     one_line,
     one_of,
 )
-from yunion_mps.enums import BINPACK, MPS, NOT_SHARED, PLACEMENTS, TIME_SLICING
-from yunion_mps.errors import ConfigError, Problem
-from yunion_mps.paths import Paths
+from yunion_mps.core.enums import BINPACK, MPS, NOT_SHARED, PLACEMENTS, TIME_SLICING
+from yunion_mps.core.errors import ConfigError, Problem
+from yunion_mps.core.paths import Paths
 
 #: The key of the resource that counts devices, by how they are shared.
 _KEY_OF = {MPS: "resource", TIME_SLICING: "timeSlicedResource", NOT_SHARED: "gpuResource"}

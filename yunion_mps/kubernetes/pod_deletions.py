@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
 
-from yunion_mps.errors import NotFoundError, YunionError
+from yunion_mps.core.errors import NotFoundError, YunionError
+from yunion_mps.core.tasks import cancel, first_of
 from yunion_mps.host.log import Failures
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_CLIENTS, TERMINATE_CLIENT
@@ -24,7 +25,6 @@ from yunion_mps.kubernetes.api.credentials import ApiServerError
 from yunion_mps.kubernetes.api.objects import ApiObject, ObjectMeta, Resource, utc_s
 from yunion_mps.kubernetes.api.server import NODES, ApiServer, MissingObjectError, missing_node, node_failure
 from yunion_mps.kubernetes.metrics import API_SERVER, Counts
-from yunion_mps.tasks import cancel, first_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import MpsClientJson

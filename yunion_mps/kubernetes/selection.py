@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from yunion_mps.errors import YunionError
+from yunion_mps.core.errors import YunionError
 from yunion_mps.host.files import read_text
 from yunion_mps.host.log import Failures
 from yunion_mps.http.client import AsyncDaemonClient

@@ -8,7 +8,10 @@ import sys
 
 import click
 
-from yunion_mps.errors import YunionError
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.program import print_error, program_command, run_command
+from yunion_mps.core.tasks import first_of
 from yunion_mps.host.log import set_up_log
 from yunion_mps.host.malloc import tune_malloc
 from yunion_mps.host.systemd import Notifier
@@ -24,9 +27,6 @@ from yunion_mps.kubernetes.node import (
 )
 from yunion_mps.kubernetes.node_lock import run_alone
 from yunion_mps.kubernetes.options import PluginOptions, read_options
-from yunion_mps.paths import Paths
-from yunion_mps.program import print_error, program_command, run_command
-from yunion_mps.tasks import first_of
 
 _HELP = """\
 Offer the MPS devices of this host to Kubernetes, as a device plugin or a DRA driver.

@@ -10,21 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
-from yunion_mps import reasons
-from yunion_mps.enums import SPREAD
-from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
-from yunion_mps.leases.ledger import Ledger, group_by_gpu, of_different_gpus
-from yunion_mps.leases.placement import largest_group_across, matching_devices, place, smallest_groups
-from yunion_mps.leases.request import (
-    Candidate,
-    Candidates,
-    LeaseRequest,
-    PoolCandidate,
-    devices_of_candidates,
-)
-from yunion_mps.models import Device
-from yunion_mps.planning.division import thread_tenths, units_for
-from yunion_mps.reasons import (
+from yunion_mps.core import reasons
+from yunion_mps.core.enums import SPREAD
+from yunion_mps.core.errors import HostError, InfeasibleError, NothingFreeError
+from yunion_mps.core.models import Device
+from yunion_mps.core.reasons import (
     BUDGET_NOT_ENFORCED,
     NO_REASON,
     NOTHING_FREE,
@@ -34,7 +24,17 @@ from yunion_mps.reasons import (
     Reason,
     hint_of,
 )
-from yunion_mps.text import count, gpus_that_are
+from yunion_mps.core.text import count, gpus_that_are
+from yunion_mps.leases.ledger import Ledger, group_by_gpu, of_different_gpus
+from yunion_mps.leases.placement import largest_group_across, matching_devices, place, smallest_groups
+from yunion_mps.leases.request import (
+    Candidate,
+    Candidates,
+    LeaseRequest,
+    PoolCandidate,
+    devices_of_candidates,
+)
+from yunion_mps.planning.division import thread_tenths, units_for
 
 #: The most GPUs, and the most reasons, that an error names.
 _MAX_NAMED = 4

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from yunion_mps.errors import ShortageError
+from yunion_mps.core.errors import ShortageError
+from yunion_mps.core.models import CDI_KIND, Device, Holder, Lease
+from yunion_mps.core.reasons import Reason
+from yunion_mps.core.units import rfc3339
 from yunion_mps.host.proc import command_of, started_ticks, user_name
 from yunion_mps.host.processes import Process, refuse_if_no_file_can_be_opened
 from yunion_mps.leases.request import QueuedRequest
-from yunion_mps.models import CDI_KIND, Device, Holder, Lease
 from yunion_mps.planning.environment import process_percentage, sharing_of
-from yunion_mps.reasons import Reason
-from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -10,9 +10,9 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from yunion_mps.enums import BINDINGS, SHARING
+from yunion_mps.core.enums import BINDINGS, SHARING
+from yunion_mps.core.models import Device, Holder, Lease
 from yunion_mps.leases.request import request_by_name
-from yunion_mps.models import Device, Holder, Lease
 
 _NUMBER = (int, float)
 _NONE = type(None)

@@ -10,16 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps.addresses import physical_gpu
-from yunion_mps.enums import MPS
-from yunion_mps.errors import HostError
+from yunion_mps.core.addresses import physical_gpu
+from yunion_mps.core.enums import MPS
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.models import Device, Holder, Lease, Pool
+from yunion_mps.core.reasons import LEASE_EXISTS, LEASE_UNREADABLE, hint_of
+from yunion_mps.core.waits import NO_USERS, LeaseWait, Users, all_of
 from yunion_mps.host.proc import user_name
 from yunion_mps.leases.request import QueuedRequest, shorten
-from yunion_mps.models import Device, Holder, Lease, Pool
 from yunion_mps.planning.division import free_units, thread_tenths
 from yunion_mps.planning.environment import DEVICE_VARIABLE
-from yunion_mps.reasons import LEASE_EXISTS, LEASE_UNREADABLE, hint_of
-from yunion_mps.users import NO_USERS, LeaseWait, Users, all_of
 
 #: The way of sharing of a lease whose row in the state file cannot be read.
 UNKNOWN = ""

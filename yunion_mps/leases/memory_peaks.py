@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from yunion_mps.addresses import physical_gpu
-from yunion_mps.enums import SPREAD
+from yunion_mps.core.addresses import physical_gpu
+from yunion_mps.core.enums import SPREAD
+from yunion_mps.core.models import Device
 from yunion_mps.leases.ledger import (
     combinable_kind,
     group_by_gpu,
@@ -14,7 +15,6 @@ from yunion_mps.leases.ledger import (
     of_different_gpus,
 )
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, devices_of_candidates
-from yunion_mps.models import Device
 
 
 def smallest_groups(request: LeaseRequest, candidates: Candidates) -> Iterator[tuple[Device, ...]]:

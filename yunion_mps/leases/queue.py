@@ -17,12 +17,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
-from yunion_mps.errors import NothingFreeError
+from yunion_mps.core.errors import NothingFreeError
+from yunion_mps.core.models import Device, Lease, Owner
+from yunion_mps.core.reasons import NO_REASON, Reason
 from yunion_mps.leases.allocator import Allocator, Reservation, no_reservation, satisfying_domains
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
-from yunion_mps.models import Device, Lease, Owner
-from yunion_mps.reasons import NO_REASON, Reason
 
 #: The largest number of distinct requests whose reason is determined.
 _MAX_EXPLAINED = 20

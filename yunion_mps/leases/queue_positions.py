@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
 from yunion_mps.host.store import Store
 from yunion_mps.leases.request import QueuedRequest
 

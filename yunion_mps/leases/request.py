@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from yunion_mps.addresses import is_part, shown_address
-from yunion_mps.enums import BINPACK, MPS, NOT_SHARED
-from yunion_mps.errors import InfeasibleError, NotAllowedError, NotFoundError
-from yunion_mps.host.proc import user_name
-from yunion_mps.leases.served_users import next_for, why_not_served
-from yunion_mps.models import (
+from yunion_mps.core.addresses import is_part, shown_address
+from yunion_mps.core.enums import BINPACK, MPS, NOT_SHARED
+from yunion_mps.core.errors import InfeasibleError, NotAllowedError, NotFoundError
+from yunion_mps.core.models import (
     ALL,
     Device,
     DomainPlan,
@@ -26,6 +24,11 @@ from yunion_mps.models import (
     Snapshot,
     gpus_by_uuid,
 )
+from yunion_mps.core.reasons import NO_REASON, Reason
+from yunion_mps.core.text import count
+from yunion_mps.core.units import duration_text
+from yunion_mps.host.proc import user_name
+from yunion_mps.leases.served_users import next_for, why_not_served
 from yunion_mps.planning.division import enforces_budgets, pool_device, why_unenforced
 from yunion_mps.planning.environment import (
     client_environment,
@@ -33,9 +36,6 @@ from yunion_mps.planning.environment import (
     whole_environment,
     why_not_honoured,
 )
-from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.text import count
-from yunion_mps.units import duration_text
 
 #: The shortest prefix of a lease's id: as long as `who` shows it, so that no name matches by chance.
 _SHORTEST_PREFIX = 8

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from yunion_mps.core.models import DomainPlan, Lease, ServedUser
+from yunion_mps.core.reasons import OTHER_USER, Reason
+from yunion_mps.core.units import rfc3339
 from yunion_mps.host.proc import user_name
-from yunion_mps.models import DomainPlan, Lease, ServedUser
-from yunion_mps.reasons import OTHER_USER, Reason
-from yunion_mps.units import rfc3339
 
 
 def served_users(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.identity import gpu_uuids_in
+from yunion_mps.core.models import Lease
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.store import Store
-from yunion_mps.identity import gpu_uuids_in
 from yunion_mps.leases.lease_row import lease_text, read_lease_row
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Lease
 
 
 def _wall_clock_ahead_s() -> float:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from yunion_mps.addresses import gpu_of
-from yunion_mps.enums import (
+from yunion_mps.core.addresses import gpu_of
+from yunion_mps.core.enums import (
     AVAILABLE,
     BINDINGS,
     EVENT_KINDS,
@@ -25,14 +25,14 @@ from yunion_mps.enums import (
     SEVERITIES,
     UNAVAILABLE,
 )
-from yunion_mps.exposition import COUNTER, GAUGE, HISTOGRAM, INFO, Family, Sample
+from yunion_mps.core.exposition import COUNTER, GAUGE, HISTOGRAM, INFO, Family, Sample
+from yunion_mps.core.models import DomainStatus
+from yunion_mps.core.units import seconds
 from yunion_mps.inventory.nvml import GpuLoad
-from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
+from yunion_mps.observe.observer import DomainUsage, GpuUsage
+from yunion_mps.observe.usage import DeviceUsage
 from yunion_mps.service.facts import Facts
-from yunion_mps.service.observer import DomainUsage, GpuUsage
-from yunion_mps.service.usage import DeviceUsage
-from yunion_mps.units import seconds
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DeviceJson, GpuJson

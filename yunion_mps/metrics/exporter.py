@@ -1,6 +1,6 @@
 """Serves the metrics as text, and writes the file for node_exporter's textfile collector.
 
-The formats are OpenMetrics and Prometheus' older text format (yunion_mps/exposition.py).
+The formats are OpenMetrics and Prometheus' older text format (yunion_mps/core/exposition.py).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 
-from yunion_mps.conditions import Condition
-from yunion_mps.enums import ABOUT_METRICS_FILE, IMPAIRED
-from yunion_mps.errors import HostError
-from yunion_mps.exposition import OPENMETRICS_TYPE, PLAIN_TYPE, exposition_of, wants_openmetrics
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import ABOUT_METRICS_FILE, IMPAIRED
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.exposition import OPENMETRICS_TYPE, PLAIN_TYPE, exposition_of, wants_openmetrics
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import METRICS_FILE_FAILED, Reason
 from yunion_mps.host.files import write_atomically
 from yunion_mps.host.log import Failures
 from yunion_mps.host.threads import on_thread
 from yunion_mps.metrics.catalogue import CATALOGUE
 from yunion_mps.mps.directories import directory_of
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import METRICS_FILE_FAILED, Reason
 from yunion_mps.service.facts import Facts
 from yunion_mps.supervisor import Supervisor
 

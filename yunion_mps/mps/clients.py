@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from yunion_mps.errors import ControlError
+from yunion_mps.core.errors import ControlError
+from yunion_mps.core.models import DomainPlan
+from yunion_mps.core.reasons import SERVER_BUSY, hint_of
 from yunion_mps.host.files import open_regular
 from yunion_mps.host.proc import is_stopped, uid_of
 from yunion_mps.host.processes import readable
-from yunion_mps.models import DomainPlan
 from yunion_mps.mps.conversation import (
     ANSWER_TIMEOUT_S,
     PING,
@@ -34,7 +35,6 @@ from yunion_mps.mps.log_lines import (
     timestamp_parser,
 )
 from yunion_mps.mps.processes import running_servers, server_pids
-from yunion_mps.reasons import SERVER_BUSY, hint_of
 
 
 class ClientRow(NamedTuple):

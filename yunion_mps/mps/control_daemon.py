@@ -10,11 +10,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps import reasons
-from yunion_mps.errors import HostError, ShortageError
+from yunion_mps.core import reasons
+from yunion_mps.core.errors import HostError, ShortageError
+from yunion_mps.core.models import DomainPlan, Event
+from yunion_mps.core.text import printable
 from yunion_mps.host.proc import environment_of, started_ticks
 from yunion_mps.host.processes import Process, Watchable, describe_exit, spawn, wake
-from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps import directories
 from yunion_mps.mps.conversation import ANSWER_TIMEOUT_S, Conversation, Probe, peer_of
 from yunion_mps.mps.log_file import LOG_NAME, LogReader
@@ -33,7 +34,6 @@ from yunion_mps.mps.processes import (
     running_servers,
     server_pids,
 )
-from yunion_mps.text import printable
 
 log = logging.getLogger(__name__)
 

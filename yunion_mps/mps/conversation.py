@@ -11,13 +11,13 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 
-from yunion_mps.errors import ControlError, ShortageError, YunionError
+from yunion_mps.core.errors import ControlError, ShortageError, YunionError
+from yunion_mps.core.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT, NO_REASON, Reason
+from yunion_mps.core.text import decode_line
 from yunion_mps.host.proc import all_pids, describe_process, is_stopped, parent_of, program_name, uid_of
 from yunion_mps.host.processes import Process, spawn
 from yunion_mps.host.sockets import Peer, connected_inodes, count_open, peer_credentials, socket_holders
 from yunion_mps.mps.processes import PROGRAM, client_variables, server_pids
-from yunion_mps.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT, NO_REASON, Reason
-from yunion_mps.text import decode_line
 
 #: How long a control daemon has to answer.
 ANSWER_TIMEOUT_S = 5.0

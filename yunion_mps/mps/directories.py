@@ -18,7 +18,8 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 
-from yunion_mps.errors import HostError, ShortageError, UnsafePathError
+from yunion_mps.core.errors import HostError, ShortageError, UnsafePathError
+from yunion_mps.core.text import printable
 from yunion_mps.host.proc import credentials_of, user_name
 from yunion_mps.mps.obstacles import (
     FILES,
@@ -28,7 +29,6 @@ from yunion_mps.mps.obstacles import (
     unsafe_path,
     user_mounts,
 )
-from yunion_mps.text import printable
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import math
 import os
 from collections.abc import Callable, Collection, Sequence
 
-from yunion_mps import reasons
-from yunion_mps.enums import (
+from yunion_mps.core import reasons
+from yunion_mps.core.enums import (
     ANSWERING,
     APPLYING,
     BACKOFF,
@@ -28,10 +28,11 @@ from yunion_mps.enums import (
     STOPPING,
     WEDGED,
 )
-from yunion_mps.errors import ControlError, HostError, YunionError
+from yunion_mps.core.errors import ControlError, HostError, YunionError
+from yunion_mps.core.models import DomainPlan, DomainStatus, Event
+from yunion_mps.core.reasons import Reason
 from yunion_mps.host.proc import user_name
 from yunion_mps.host.processes import Watchable, earliest
-from yunion_mps.models import DomainPlan, DomainStatus, Event
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask
 from yunion_mps.mps.conversation import UnresponsiveError
 from yunion_mps.mps.forced_end import EndOrder, EndRefusal, ForcedEnd
@@ -44,7 +45,6 @@ from yunion_mps.mps.rollover import FORCE_WITHIN_S, POLL_S, Rollover
 from yunion_mps.mps.server_history import Outcome
 from yunion_mps.mps.server_starts import ServerStarts
 from yunion_mps.mps.states import STABLE_S, StateMachine, after_failure
-from yunion_mps.reasons import Reason
 
 log = logging.getLogger(__name__)
 

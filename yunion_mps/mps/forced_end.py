@@ -23,7 +23,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from yunion_mps.errors import ShortageError
+from yunion_mps.core.errors import ShortageError
 from yunion_mps.host.proc import is_stopped
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask
 from yunion_mps.mps.conversation import COMMAND_RETRY_S, PING

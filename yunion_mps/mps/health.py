@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from yunion_mps import reasons
-from yunion_mps.errors import ControlError, ShortageError
+from yunion_mps.core import reasons
+from yunion_mps.core.errors import ControlError, ShortageError
 from yunion_mps.host.proc import is_stopped
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask
 from yunion_mps.mps.conversation import COMMAND_RETRY_S, Conversation, OccupiedError

@@ -9,7 +9,9 @@ import logging
 import signal
 from collections.abc import Sequence
 
-from yunion_mps.errors import ControlError, ShortageError, YunionError
+from yunion_mps.core.errors import ControlError, ShortageError, YunionError
+from yunion_mps.core.reasons import CONTROL_DAEMON_BUSY, Reason
+from yunion_mps.core.waits import describe_servers, wait_reason
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask
 from yunion_mps.mps.conversation import (
     COMMAND_RETRY_S,
@@ -21,8 +23,6 @@ from yunion_mps.mps.conversation import (
 )
 from yunion_mps.mps.log_file import log_hint
 from yunion_mps.mps.processes import GRACE_S, UNKILLABLE_S, running_servers, signal_server
-from yunion_mps.reasons import CONTROL_DAEMON_BUSY, Reason
-from yunion_mps.users import describe_servers, wait_reason
 
 log = logging.getLogger(__name__)
 

@@ -13,15 +13,15 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from yunion_mps import reasons
-from yunion_mps.errors import ControlError, ShortageError, YunionError
-from yunion_mps.models import DomainPlan
+from yunion_mps.core import reasons
+from yunion_mps.core.errors import ControlError, ShortageError, YunionError
+from yunion_mps.core.models import DomainPlan
+from yunion_mps.core.reasons import NO_REASON, Reason
+from yunion_mps.core.waits import describe_servers
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask, in_running_order
 from yunion_mps.mps.conversation import COMMAND_RETRY_S, PING, Conversation, occupied_error
 from yunion_mps.mps.processes import PROGRAM, domain_plan_json, plan_from_json
 from yunion_mps.planning.environment import decimal
-from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.users import describe_servers
 
 log = logging.getLogger(__name__)
 

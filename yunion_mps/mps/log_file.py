@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps import reasons
+from yunion_mps.core import reasons
+from yunion_mps.core.models import DomainPlan, Event
+from yunion_mps.core.reasons import Reason
+from yunion_mps.core.text import decode_line
 from yunion_mps.host.files import open_regular
 from yunion_mps.host.proc import uid_of, user_name
-from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps import directories
 from yunion_mps.mps.log_lines import (
     CLIENT_WAITS,
@@ -36,8 +38,6 @@ from yunion_mps.mps.server_history import (
     Outcome,
     ServerHistory,
 )
-from yunion_mps.reasons import Reason
-from yunion_mps.text import decode_line
 
 LOG_NAME = "control.log"
 OLDER = "control.log.1"

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from yunion_mps.text import printable
+from yunion_mps.core.text import printable
 
 #: The kinds of lines.
 OTHER = "other"

@@ -10,8 +10,8 @@ import os
 import re
 import stat
 
-from yunion_mps.errors import UnsafePathError
-from yunion_mps.text import printable, shell_word
+from yunion_mps.core.errors import UnsafePathError
+from yunion_mps.core.text import printable, shell_word
 
 #: The files of NVIDIA's programs and ours in pipe and log directories; purge.sh has the same names.
 FILES = (

@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.models import DomainPlan, PlannedGpu, Pool, Slice, known_members
+from yunion_mps.core.paths import ROOT_VARIABLE, Paths
 from yunion_mps.host.files import open_regular, write_atomically
 from yunion_mps.host.proc import (
     all_pids,
@@ -32,8 +34,6 @@ from yunion_mps.host.proc import (
     started_ticks,
 )
 from yunion_mps.host.processes import Process, find_program
-from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice, known_members
-from yunion_mps.paths import ROOT_VARIABLE, Paths
 
 PROGRAM = "nvidia-cuda-mps-control"
 SERVER = "nvidia-cuda-mps-server"

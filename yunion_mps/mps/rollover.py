@@ -10,10 +10,11 @@ import logging
 import signal
 from collections.abc import Callable, Collection, Iterable
 
-from yunion_mps import reasons
-from yunion_mps.errors import ShortageError
+from yunion_mps.core import reasons
+from yunion_mps.core.errors import ShortageError
+from yunion_mps.core.models import DomainPlan, Event
+from yunion_mps.core.waits import Servers, Users, describe_servers, wait_reason
 from yunion_mps.host.processes import earliest
-from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.processes import (
     GRACE_S,
@@ -24,7 +25,6 @@ from yunion_mps.mps.processes import (
     running_servers,
     signal_server,
 )
-from yunion_mps.users import Servers, Users, describe_servers, wait_reason
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from yunion_mps import reasons
-from yunion_mps.enums import (
+from yunion_mps.core import reasons
+from yunion_mps.core.enums import (
     ANSWERING,
     APPLYING,
     BACKOFF,
@@ -18,9 +18,9 @@ from yunion_mps.enums import (
     STOPPING,
     WEDGED,
 )
-from yunion_mps.errors import ShortageError, YunionError
-from yunion_mps.models import Event
-from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.core.errors import ShortageError, YunionError
+from yunion_mps.core.models import Event
+from yunion_mps.core.reasons import NO_REASON, Reason
 
 log = logging.getLogger(__name__)
 

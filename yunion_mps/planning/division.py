@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from yunion_mps import reasons
-from yunion_mps.enums import KEEP, MPS, NORMAL, NOT_SHARED, TIME_SLICING, WHY_UNENFORCED
-from yunion_mps.errors import NotFoundError
-from yunion_mps.identity import uuid5
-from yunion_mps.models import (
+from yunion_mps.core import reasons
+from yunion_mps.core.enums import KEEP, MPS, NORMAL, NOT_SHARED, TIME_SLICING, WHY_UNENFORCED
+from yunion_mps.core.errors import NotFoundError
+from yunion_mps.core.identity import uuid5
+from yunion_mps.core.models import (
     EXCLUSIVE_PROCESS,
     PROHIBITED,
     Device,
@@ -29,8 +29,8 @@ from yunion_mps.models import (
     Slice,
     gpus_by_uuid,
 )
-from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.settings import Config, DeviceEntry, Mistake, SliceEntry
+from yunion_mps.core.reasons import NO_REASON, Reason
+from yunion_mps.core.settings import Config, DeviceEntry, Mistake, SliceEntry
 
 VOLTA = (7, 0)
 #: MPS needs compute capability 3.5 (nvidia-cuda-mps-control(1)).

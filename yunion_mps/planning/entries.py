@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps import reasons
-from yunion_mps.enums import TIME_SLICING
-from yunion_mps.errors import Problem
-from yunion_mps.gpu_path import ADDRESS, RENDER_NODE, UUID, GpuPath, parse_gpu_path
-from yunion_mps.mig import DISABLED
-from yunion_mps.models import Gpu, Inventory, MeantGpu, MissingGpu, gpus_by_address, gpus_by_uuid
+from yunion_mps.core import reasons
+from yunion_mps.core.enums import TIME_SLICING
+from yunion_mps.core.errors import Problem
+from yunion_mps.core.gpu_path import ADDRESS, RENDER_NODE, UUID, GpuPath, parse_gpu_path
+from yunion_mps.core.mig import DISABLED
+from yunion_mps.core.models import Gpu, Inventory, MeantGpu, MissingGpu, gpus_by_address, gpus_by_uuid
+from yunion_mps.core.reasons import Reason
+from yunion_mps.core.settings import Config, DeviceEntry, Mistake, Source
 from yunion_mps.planning.division import (
     enforces_budgets,
     max_clients,
@@ -26,8 +28,6 @@ from yunion_mps.planning.division import (
     slices_mistakes,
 )
 from yunion_mps.planning.mig import LayoutError, layout_of
-from yunion_mps.reasons import Reason
-from yunion_mps.settings import Config, DeviceEntry, Mistake, Source
 
 #: Where CUDA looks for a control daemon unless CUDA_MPS_PIPE_DIRECTORY is set (NVIDIA's MPS documentation).
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from yunion_mps.enums import JAX_VARIABLE, MEMORY_VARIABLE, NORMAL, NOT_SHARED, PRIORITIES
-from yunion_mps.errors import InfeasibleError
-from yunion_mps.models import Device, DomainPlan
-from yunion_mps.reasons import LIMITS_PENDING, hint_of
+from yunion_mps.core.enums import JAX_VARIABLE, MEMORY_VARIABLE, NORMAL, NOT_SHARED, PRIORITIES
+from yunion_mps.core.errors import InfeasibleError
+from yunion_mps.core.models import Device, DomainPlan
+from yunion_mps.core.reasons import LIMITS_PENDING, hint_of
 
 #: Lists the addresses of the devices that a process uses; CUDA ignores it.
 DEVICE_VARIABLE = "YUNION_MPS_DEVICE"

@@ -14,13 +14,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from yunion_mps.addresses import is_part
-from yunion_mps.enums import NOT_SHARED
-from yunion_mps.mig import ALL, BALANCED, DISABLED, MigInstance, MigLayout, MigProfile
-from yunion_mps.models import Gpu, Plan
-from yunion_mps.reasons import MIG_PENDING, Reason
-from yunion_mps.settings import DeviceEntry
-from yunion_mps.text import count
+from yunion_mps.core.addresses import is_part
+from yunion_mps.core.enums import NOT_SHARED
+from yunion_mps.core.mig import ALL, BALANCED, DISABLED, MigInstance, MigLayout, MigProfile
+from yunion_mps.core.models import Gpu, Plan
+from yunion_mps.core.reasons import MIG_PENDING, Reason
+from yunion_mps.core.settings import DeviceEntry
+from yunion_mps.core.text import count
 
 #: The slices of the instances of `all-balanced`, by those of the whole GPU (mig-parted's balancedFormula).
 _BALANCED_SLICES = {7: (3, 2, 1, 1), 4: (2, 1, 1)}

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from yunion_mps.enums import MPS
-from yunion_mps.models import Gpu, Inventory, Plan
+from yunion_mps.core.enums import MPS
+from yunion_mps.core.models import Gpu, Inventory, Plan
+from yunion_mps.core.reasons import MULTIUSER_UNSUPPORTED, Reason
+from yunion_mps.core.settings import Config
+from yunion_mps.core.text import count, list_of
 from yunion_mps.planning.division import enforces_budgets, why_unenforced
-from yunion_mps.reasons import MULTIUSER_UNSUPPORTED, Reason
-from yunion_mps.settings import Config
-from yunion_mps.text import count, list_of
 
 
 def is_multiuser(config: Config, gpus: Sequence[Gpu]) -> bool:

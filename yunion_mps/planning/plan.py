@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps.enums import MPS, TIME_SLICING
-from yunion_mps.errors import Problem
-from yunion_mps.gpu_path import UUID, parse_gpu_path
-from yunion_mps.identity import NAMESPACE, uuid5
-from yunion_mps.mig import MigLayout
-from yunion_mps.models import (
+from yunion_mps.core.enums import MPS, TIME_SLICING
+from yunion_mps.core.errors import Problem
+from yunion_mps.core.gpu_path import UUID, parse_gpu_path
+from yunion_mps.core.identity import NAMESPACE, uuid5
+from yunion_mps.core.mig import MigLayout
+from yunion_mps.core.models import (
     DEFAULT,
     Device,
     DirectGpu,
@@ -29,7 +29,9 @@ from yunion_mps.models import (
     gpus_by_address,
     gpus_by_uuid,
 )
-from yunion_mps.paths import Paths
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import RECORD_HIDDEN, Reason
+from yunion_mps.core.settings import Config, DeviceEntry, Source
 from yunion_mps.planning.division import (
     MAX_GPUS_PER_DOMAIN,
     divide,
@@ -43,8 +45,6 @@ from yunion_mps.planning.entries import Resolution, reservations, resolve_entrie
 from yunion_mps.planning.mig import instances_of
 from yunion_mps.planning.multiuser import is_multiuser, multiuser_warnings
 from yunion_mps.planning.sharing import direct_devices, divide_directly, mode_for
-from yunion_mps.reasons import RECORD_HIDDEN, Reason
-from yunion_mps.settings import Config, DeviceEntry, Source
 
 
 class ModeChange(NamedTuple):

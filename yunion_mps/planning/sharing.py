@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from yunion_mps.enums import MIG, MPS, NOT_SHARED, TIME_SLICING
-from yunion_mps.identity import uuid5
-from yunion_mps.models import (
+from yunion_mps.core.enums import MIG, MPS, NOT_SHARED, TIME_SLICING
+from yunion_mps.core.identity import uuid5
+from yunion_mps.core.models import (
     DEFAULT,
     EXCLUSIVE_PROCESS,
     Device,
@@ -17,9 +17,9 @@ from yunion_mps.models import (
     PlannedGpu,
     gpus_by_uuid,
 )
-from yunion_mps.reasons import LEASES_PENDING
-from yunion_mps.settings import DeviceEntry
-from yunion_mps.users import NO_USERS, Users, wait_reason
+from yunion_mps.core.reasons import LEASES_PENDING
+from yunion_mps.core.settings import DeviceEntry
+from yunion_mps.core.waits import NO_USERS, Users, wait_reason
 
 #: Instead of a way of sharing: the GPU is no longer divided.
 _REMOVED = ""

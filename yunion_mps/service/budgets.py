@@ -15,18 +15,18 @@ from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.errors import YunionError
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.reasons import OVER_BUDGET_TERMINATED
+from yunion_mps.core.settings import Config
+from yunion_mps.core.units import total_mib
 from yunion_mps.host.proc import is_exiting
 from yunion_mps.host.stderr import write_to_stderr
-from yunion_mps.reasons import OVER_BUDGET_TERMINATED
-from yunion_mps.service.holdings import ID_LENGTH
+from yunion_mps.observe.holdings import ID_LENGTH
+from yunion_mps.observe.observer import Observer
 from yunion_mps.service.leases import LeaseService
-from yunion_mps.service.observer import Observer
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.terminate import TERM, Terminator
-from yunion_mps.settings import Config
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.units import total_mib
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientListJson, LeaseRecordJson, MpsClientJson
@@ -84,7 +84,7 @@ def find_excesses(
 ) -> dict[JobBudget, Excess]:
     """Return the budgets on these GPUs (addresses) that are exceeded; pure.
 
-    A lease's processes are those that belong to it (`service/attribution.py`). One that only names a device
+    A lease's processes are those that belong to it (`observe/attribution.py`). One that only names a device
     does not count: it may be left over from an earlier lease. Neither does a process outside MPS, or one that
     has ended, or one whose holder has several leases on the GPU, unless it is known which is its own.
     """

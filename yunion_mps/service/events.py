@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from yunion_mps.core.units import rfc3339
 from yunion_mps.supervisor.event_log import EventLog, EventRecord
-from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import revision
-from yunion_mps.exposition import Sample
+from yunion_mps.core.exposition import Sample
+from yunion_mps.core.models import DomainStatus
 from yunion_mps.leases.holders import kubernetes_labels
-from yunion_mps.models import DomainStatus
-from yunion_mps.service.observer import HostUsage
+from yunion_mps.observe.observer import HostUsage
+from yunion_mps.observe.usage import LatestPoll
 from yunion_mps.service.services import Services
-from yunion_mps.service.usage import LatestPoll
 
 if TYPE_CHECKING:
     from yunion_mps import answers

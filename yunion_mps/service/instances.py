@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-from yunion_mps.enums import NOT_SHARED
-from yunion_mps.errors import HostError, YunionError
+from yunion_mps.core.enums import NOT_SHARED
+from yunion_mps.core.errors import HostError, YunionError
+from yunion_mps.core.models import Device, Lease
+from yunion_mps.core.reasons import NO_REASON, PROCESS_WITHOUT_LEASE, Reason
+from yunion_mps.core.tasks import within
 from yunion_mps.host.proc import is_exiting, process_name, uid_of, user_name
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.scan import INSTANCE_GONE
-from yunion_mps.models import Device, Lease
-from yunion_mps.reasons import NO_REASON, PROCESS_WITHOUT_LEASE, Reason
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.fleet import Processes
-from yunion_mps.tasks import within
 
 #: How long a lease waits for the driver; if that is slow, the monitor reports it.
 _DRIVER_TIMEOUT_S = 2.0

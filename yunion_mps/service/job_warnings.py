@@ -9,9 +9,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from yunion_mps.conditions import Condition
-from yunion_mps.models import Event
-from yunion_mps.reasons import OVER_BUDGET
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.models import Event
+from yunion_mps.core.reasons import OVER_BUDGET
 from yunion_mps.service.status import StatusService
 from yunion_mps.supervisor import Supervisor
 

@@ -10,14 +10,14 @@ import logging
 import signal
 from typing import TYPE_CHECKING
 
-from yunion_mps.errors import HostError, NotFoundError, YunionError
+from yunion_mps.core.errors import HostError, NotFoundError, YunionError
+from yunion_mps.core.models import Owner
+from yunion_mps.core.reasons import PROCESSES_UNKNOWN
+from yunion_mps.core.tasks import within
 from yunion_mps.host.control_groups import ControlGroup
-from yunion_mps.models import Owner
-from yunion_mps.reasons import PROCESSES_UNKNOWN
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.permissions import attested_container, find_own_lease
 from yunion_mps.service.terminate import KILL, SignalSequence, Terminator
-from yunion_mps.tasks import within
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -10,11 +10,24 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from yunion_mps.conditions import Condition
 from yunion_mps.containers.lookup import Containers
-from yunion_mps.enums import ABOUT_LEASE, BROKEN
-from yunion_mps.errors import HostError, NotFoundError, YunionError
-from yunion_mps.identity import random_uuid
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import ABOUT_LEASE, BROKEN
+from yunion_mps.core.errors import HostError, NotFoundError, YunionError
+from yunion_mps.core.identity import random_uuid
+from yunion_mps.core.models import (
+    ALL,
+    LEASE_VARIABLE,
+    Device,
+    DomainPlan,
+    Event,
+    Holder,
+    Lease,
+    Owner,
+    Plan,
+)
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import LEASE_UNREADABLE, NO_REASON, Reason, hint_of
 from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.holders import (
     HolderWatch,
@@ -41,26 +54,13 @@ from yunion_mps.leases.request import (
     refuse_too_long,
 )
 from yunion_mps.leases.storage import LeaseStorage
-from yunion_mps.models import (
-    ALL,
-    LEASE_VARIABLE,
-    Device,
-    DomainPlan,
-    Event,
-    Holder,
-    Lease,
-    Owner,
-    Plan,
-)
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import LEASE_UNREADABLE, NO_REASON, Reason, hint_of
-from yunion_mps.service.devices import refuse_unserved
 from yunion_mps.service.instances import InstanceCheck
 from yunion_mps.service.permissions import find_own_lease, is_privileged
 from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.server_users import ServerUsers
 from yunion_mps.supervisor import Supervisor
+from yunion_mps.views.devices import refuse_unserved
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -9,19 +9,19 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Optional
 
-from yunion_mps.conditions import Condition
-from yunion_mps.enums import ABOUT_DRIVER, IMPAIRED
-from yunion_mps.errors import DriverError, ShortageError, YunionError
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import ABOUT_DRIVER, IMPAIRED
+from yunion_mps.core.errors import DriverError, ShortageError, YunionError
+from yunion_mps.core.models import Inventory
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import DRIVER_HUNG, DRIVER_MISMATCH, Reason
 from yunion_mps.host.log import Failures
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.driver import Deadline, replaced_library
 from yunion_mps.inventory.events import EventWatch
 from yunion_mps.inventory.nvml import Load, Nvml
 from yunion_mps.inventory.scan import Scanner, not_found
-from yunion_mps.models import Inventory
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import DRIVER_HUNG, DRIVER_MISMATCH, Reason
-from yunion_mps.service.clients import XidAnalyzer
+from yunion_mps.observe.clients import XidAnalyzer
 from yunion_mps.service.job_warnings import JobWarnings
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services

@@ -9,8 +9,11 @@ import time
 from collections.abc import Collection
 
 from yunion_mps.config import load
-from yunion_mps.enums import STOPPED
-from yunion_mps.errors import DriverError, HostError, YunionError
+from yunion_mps.core.enums import STOPPED
+from yunion_mps.core.errors import DriverError, HostError, YunionError
+from yunion_mps.core.models import DomainPlan, Event, Gpu, PlannedGpu
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import GPU_GONE, GPU_LOST, GPU_OTHER_DRIVER, MIG_ENABLED
 from yunion_mps.gpus.absent import gpu_label, report_absent
 from yunion_mps.gpus.blockers import Blockers, gpus_of
 from yunion_mps.gpus.compute_mode import COMPUTE_MODE
@@ -27,7 +30,6 @@ from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, load_served, with_served
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import recorded_ledger
-from yunion_mps.models import DomainPlan, Event, Gpu, PlannedGpu
 from yunion_mps.mps.control_daemon import create_adoption_order
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.domain import Domain
@@ -42,9 +44,7 @@ from yunion_mps.mps.processes import (
     record_order,
 )
 from yunion_mps.mps.rollover import OrphanedServers
-from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import below_root
-from yunion_mps.reasons import GPU_GONE, GPU_LOST, GPU_OTHER_DRIVER, MIG_ENABLED
 from yunion_mps.supervisor.preflight import Preflight, left_running, run_preflight
 from yunion_mps.supervisor.unit_access import unit_problems, unit_warnings
 

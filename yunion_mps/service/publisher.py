@@ -12,8 +12,6 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from yunion_mps import reasons
-from yunion_mps.conditions import Condition
 from yunion_mps.containers.nodes import DeviceNode, MissingNodes, driver_nodes, gpu_nodes, missing_nodes
 from yunion_mps.containers.spec import (
     HostFiles,
@@ -23,14 +21,16 @@ from yunion_mps.containers.spec import (
     lease_spec,
     read_nvidia_spec,
 )
-from yunion_mps.enums import ABOUT_CDI_FILES, IMPAIRED
-from yunion_mps.errors import HostError
+from yunion_mps.core import reasons
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import ABOUT_CDI_FILES, IMPAIRED
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.models import Device, DomainPlan, Gpu, Lease, Snapshot
+from yunion_mps.core.paths import ROOT_VARIABLE, Paths
+from yunion_mps.core.reasons import NO_REASON, Reason
 from yunion_mps.host.files import UNFINISHED, FileVersion, version_of, write_atomically
 from yunion_mps.host.processes import find_program
 from yunion_mps.host.threads import on_thread
-from yunion_mps.models import Device, DomainPlan, Gpu, Lease, Snapshot
-from yunion_mps.paths import ROOT_VARIABLE, Paths
-from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.supervisor import Supervisor
 
 log = logging.getLogger(__name__)

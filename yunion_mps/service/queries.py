@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
-from yunion_mps.addresses import is_part, shown_address
-from yunion_mps.conditions import Condition, shown
-from yunion_mps.enums import (
+from yunion_mps.core.addresses import is_part, shown_address
+from yunion_mps.core.conditions import Condition, shown
+from yunion_mps.core.enums import (
     FREE,
     PENDING,
     PROBLEM,
@@ -20,7 +20,10 @@ from yunion_mps.enums import (
     UNAVAILABLE,
     WARNING,
 )
-from yunion_mps.errors import HostError, NotFoundError
+from yunion_mps.core.errors import HostError, NotFoundError
+from yunion_mps.core.models import ALL, Gpu, Holder, Pool, ServedUser, Snapshot
+from yunion_mps.core.reasons import DISABLED, NO_REASON, Reason, hint_of
+from yunion_mps.core.units import rfc3339
 from yunion_mps.host.proc import user_name
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.inventory.scan import in_order, unusable_instances
@@ -28,15 +31,12 @@ from yunion_mps.leases.allocator import refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidates, LeaseRequest, candidates_of, find_gpu, shorten
 from yunion_mps.leases.served_users import served_users
-from yunion_mps.models import ALL, Gpu, Holder, Pool, ServedUser, Snapshot
+from yunion_mps.observe.usage import UsageHistory
 from yunion_mps.planning.environment import client_environment
-from yunion_mps.reasons import DISABLED, NO_REASON, Reason, hint_of
-from yunion_mps.service.conditions import conditions_with_leases
-from yunion_mps.service.devices import devices_json, domain_json, gpu_json, pool_json, unusable_reasons
 from yunion_mps.service.events import LongPolls
-from yunion_mps.service.usage import UsageHistory
 from yunion_mps.supervisor.serving import domain_names, ways_in_effect
-from yunion_mps.units import rfc3339
+from yunion_mps.views.devices import devices_json, domain_json, gpu_json, pool_json, unusable_reasons
+from yunion_mps.views.lease_conditions import conditions_with_leases
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -10,8 +10,14 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
-from yunion_mps.enums import ABOUT_MIG_LAYOUT
-from yunion_mps.errors import ConfigError, HostError, NotConfirmedError, ShortageError, YunionError
+from yunion_mps.core.enums import ABOUT_MIG_LAYOUT
+from yunion_mps.core.errors import ConfigError, HostError, NotConfirmedError, ShortageError, YunionError
+from yunion_mps.core.models import Event, Plan
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import Reason
+from yunion_mps.core.text import decode_line
+from yunion_mps.core.units import rfc3339
+from yunion_mps.core.waits import AT_ONCE, describe_servers
 from yunion_mps.gpus.mig_forecast import Forecast, effects_of
 from yunion_mps.gpus.mig_steps import Losses
 from yunion_mps.gpus.reconciler import observe
@@ -20,12 +26,8 @@ from yunion_mps.host.processes import outcome_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.leases.holders import describe_holder
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Event, Plan
 from yunion_mps.mps.forced_end import EndRefusal
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import Reason
-from yunion_mps.service.clients import ClientService
-from yunion_mps.service.pending import pending_rows
+from yunion_mps.observe.clients import ClientService
 from yunion_mps.service.reload_losses import (
     NO_LOSSES,
     Listings,
@@ -38,9 +40,7 @@ from yunion_mps.service.reload_losses import (
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import as_made, with_layout_effects, without_refused
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
-from yunion_mps.text import decode_line
-from yunion_mps.units import rfc3339
-from yunion_mps.users import AT_ONCE, describe_servers
+from yunion_mps.views.pending import pending_rows
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -6,9 +6,9 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.errors import NotConfirmedError
-from yunion_mps.models import DomainStatus
-from yunion_mps.service.holdings import ID_LENGTH
+from yunion_mps.core.errors import NotConfirmedError
+from yunion_mps.core.models import DomainStatus
+from yunion_mps.observe.holdings import ID_LENGTH
 from yunion_mps.supervisor import Change
 
 if TYPE_CHECKING:

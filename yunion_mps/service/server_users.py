@@ -12,16 +12,16 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from yunion_mps.errors import DriverError, HostError, ShortageError, YunionError
+from yunion_mps.core.errors import DriverError, HostError, ShortageError, YunionError
+from yunion_mps.core.models import Lease, ServedUser
+from yunion_mps.core.tasks import within
 from yunion_mps.host.proc import started_s, uid_of
 from yunion_mps.host.threads import on_thread
-from yunion_mps.models import Lease, ServedUser
 from yunion_mps.mps.clients import BusyServerError, clients_of
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.tasks import within
 
 log = logging.getLogger(__name__)
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-from yunion_mps.paths import Paths
+from yunion_mps.core.paths import Paths
+from yunion_mps.observe.clients import ClientService
+from yunion_mps.observe.observer import Observer
+from yunion_mps.observe.usage import ProcessDevices, UsageSampler
 from yunion_mps.service.budgets import BudgetEnforcer
-from yunion_mps.service.clients import ClientService
 from yunion_mps.service.events import EventService
 from yunion_mps.service.instances import InstanceCheck
 from yunion_mps.service.lease_terminator import LeaseTerminator
 from yunion_mps.service.leases import LeaseService
-from yunion_mps.service.observer import Observer
 from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl, Reloader
 from yunion_mps.service.server_users import ServerUsers
 from yunion_mps.service.status import StatusService
 from yunion_mps.service.terminate import Terminator
-from yunion_mps.service.usage import ProcessDevices, UsageSampler
 from yunion_mps.supervisor import Supervisor
 
 

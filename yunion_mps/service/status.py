@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from yunion_mps import reasons
-from yunion_mps.conditions import Condition, shown
-from yunion_mps.enums import IDLE, PROBLEM
-from yunion_mps.models import Owner
-from yunion_mps.service.clients import ClientService
-from yunion_mps.service.conditions import Activity, conditions_of_use, conditions_with_activity
-from yunion_mps.service.holdings import Holding, holdings, lease_states, reasons_by_gpu
+from yunion_mps.core import reasons
+from yunion_mps.core.conditions import Condition, shown
+from yunion_mps.core.enums import IDLE, PROBLEM
+from yunion_mps.core.models import Owner
+from yunion_mps.observe.clients import ClientService
+from yunion_mps.observe.holdings import Holding, holdings, lease_states, reasons_by_gpu
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
+from yunion_mps.views.lease_conditions import Activity, conditions_of_use, conditions_with_activity
 
 if TYPE_CHECKING:
     from yunion_mps import answers

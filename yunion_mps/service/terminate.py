@@ -14,28 +14,28 @@ import signal
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps import reasons
-from yunion_mps.enums import NO_SIGNAL, SIGNAL_KILL, SIGNAL_TERM
-from yunion_mps.errors import BusyError, HostError, NotAllowedError, NotFoundError, YunionError
+from yunion_mps.core import reasons
+from yunion_mps.core.enums import NO_SIGNAL, SIGNAL_KILL, SIGNAL_TERM
+from yunion_mps.core.errors import BusyError, HostError, NotAllowedError, NotFoundError, YunionError
+from yunion_mps.core.models import Event
+from yunion_mps.core.units import rfc3339
 from yunion_mps.host.control_groups import ControlGroup, control_groups_of
 from yunion_mps.host.proc import is_kernel_thread, started_s, user_name, users_of
 from yunion_mps.host.processes import Process
 from yunion_mps.host.threads import on_thread
-from yunion_mps.models import Event
 from yunion_mps.mps.clients import BusyServerError, terminate
 from yunion_mps.mps.conversation import OccupiedError
 from yunion_mps.mps.processes import find_control_program, is_server
-from yunion_mps.service.clients import ClientService
-from yunion_mps.service.holdings import clients_of_lease, refuse_if_unknown
+from yunion_mps.observe.clients import ClientService
+from yunion_mps.observe.holdings import clients_of_lease, refuse_if_unknown
+from yunion_mps.observe.process_list import possible_client
 from yunion_mps.service.permissions import is_privileged
-from yunion_mps.service.process_list import possible_client
 from yunion_mps.supervisor import Supervisor
-from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers
     from yunion_mps.mps.domain import Domain
-    from yunion_mps.service.holdings import AnyClient
+    from yunion_mps.observe.holdings import AnyClient
 
 log = logging.getLogger(__name__)
 

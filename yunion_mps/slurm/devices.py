@@ -17,12 +17,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.addresses import gpu_of, physical_gpu
-from yunion_mps.enums import MPS, PENDING, SLURM, TIME_SLICING, UNAVAILABLE
-from yunion_mps.errors import HostError, NotAllowedError, NotFoundError
-from yunion_mps.host.files import open_regular, write_atomically
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import (
+from yunion_mps.core.addresses import gpu_of, physical_gpu
+from yunion_mps.core.enums import MPS, PENDING, SLURM, TIME_SLICING, UNAVAILABLE
+from yunion_mps.core.errors import HostError, NotAllowedError, NotFoundError
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import (
     LAYOUT_NEEDS,
     LAYOUT_WAITS,
     LEASES_PENDING,
@@ -30,6 +29,7 @@ from yunion_mps.reasons import (
     Reason,
     hint_of,
 )
+from yunion_mps.host.files import open_regular, write_atomically
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DeviceJson, GpuJson, StatusProblemJson

@@ -17,20 +17,20 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from yunion_mps.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE, MPS, UNAVAILABLE
-from yunion_mps.errors import InfeasibleError, NotFoundError, NothingFreeError, YunionError
+from yunion_mps.core.enums import DEVICE_VARIABLES, JAX_VARIABLE, MEMORY_VARIABLE, MPS, UNAVAILABLE
+from yunion_mps.core.errors import InfeasibleError, NotFoundError, NothingFreeError, YunionError
+from yunion_mps.core.models import LEASE_VARIABLE
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import INFEASIBLE, OTHER_USER, SERVER_START_FAILED, Reason, hint_of
+from yunion_mps.core.text import printable
 from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
-from yunion_mps.models import LEASE_VARIABLE
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import INFEASIBLE, OTHER_USER, SERVER_START_FAILED, Reason, hint_of
 from yunion_mps.slurm.devices import Record, pending_change, read_record, why_no_jobs
 from yunion_mps.slurm.instances import current_environment
 from yunion_mps.slurm.job import JOB_ID, Job, is_about_to_be_killed, job_id_of, job_of
 from yunion_mps.slurm.job_file import JobFile, read_job_file, write_job_file
 from yunion_mps.slurm.leases import Assignment, JobLeases, held_outside, still_used
 from yunion_mps.slurm.node import SlurmError, SlurmNode, counts_of
-from yunion_mps.text import printable
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DeviceJson, LeaseDetailsJson

@@ -12,12 +12,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.models import LEASE_VARIABLE
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import MIG_INSTANCE_GONE
 from yunion_mps.host.files import open_regular, read_text, write_atomically
-from yunion_mps.models import LEASE_VARIABLE
-from yunion_mps.paths import Paths
 from yunion_mps.planning.environment import DEVICE_VARIABLE
-from yunion_mps.reasons import MIG_INSTANCE_GONE
 from yunion_mps.slurm.job import job_of
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from yunion_mps.enums import SLURM
-from yunion_mps.errors import HostError, InfeasibleError
-from yunion_mps.reasons import INVALID_REQUEST
-from yunion_mps.text import parse_number
+from yunion_mps.core.enums import SLURM
+from yunion_mps.core.errors import HostError, InfeasibleError
+from yunion_mps.core.reasons import INVALID_REQUEST
+from yunion_mps.core.text import parse_number
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecordJson

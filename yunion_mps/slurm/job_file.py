@@ -8,11 +8,11 @@ import pwd
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from yunion_mps.errors import HostError, NotFoundError
+from yunion_mps.core.errors import HostError, NotFoundError
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.text import parse_number
 from yunion_mps.host.files import open_regular, write_atomically
-from yunion_mps.paths import Paths
 from yunion_mps.slurm.job import Job
-from yunion_mps.text import parse_number
 
 
 class JobFile(TypedDict):

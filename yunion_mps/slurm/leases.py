@@ -10,9 +10,20 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from yunion_mps.addresses import gpu_of
-from yunion_mps.enums import IN_USE, NO_SIGNAL, OVER_BUDGET, SLURM
-from yunion_mps.errors import NotFoundError, NothingFreeError, YunionError
+from yunion_mps.core.addresses import gpu_of
+from yunion_mps.core.enums import IN_USE, NO_SIGNAL, OVER_BUDGET, SLURM
+from yunion_mps.core.errors import NotFoundError, NothingFreeError, YunionError
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import (
+    NOTHING_FREE,
+    OTHER_USER,
+    PROCESSES_UNKNOWN,
+    SERVER_START_FAILED,
+    SLURM_DEVICE_HELD,
+    TEMPORARY,
+    Reason,
+    hint_of,
+)
 from yunion_mps.http.client import DaemonClient
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import (
@@ -26,17 +37,6 @@ from yunion_mps.http.operations import (
 )
 from yunion_mps.http.parameters import Value
 from yunion_mps.http.transport import BlockingTransport, OnMessage, Retrier, run_blocking
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import (
-    NOTHING_FREE,
-    OTHER_USER,
-    PROCESSES_UNKNOWN,
-    SERVER_START_FAILED,
-    SLURM_DEVICE_HELD,
-    TEMPORARY,
-    Reason,
-    hint_of,
-)
 from yunion_mps.slurm.job import Job, job_of, stale_leases
 
 if TYPE_CHECKING:

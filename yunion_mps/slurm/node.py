@@ -12,11 +12,11 @@ import re
 import socket
 from typing import NamedTuple
 
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.reasons import PROGRAM_MISSING, Reason, hint_of
+from yunion_mps.core.text import parse_number, printable
 from yunion_mps.host.processes import find_program, outcome_of
-from yunion_mps.reasons import PROGRAM_MISSING, Reason, hint_of
 from yunion_mps.slurm.job import JOB_ID
-from yunion_mps.text import parse_number, printable
 
 #: A drain reason of ours is `yunion-mps: CODE: TEXT`.
 PREFIX = "yunion-mps: "

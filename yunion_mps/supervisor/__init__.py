@@ -11,10 +11,14 @@ import contextlib
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from yunion_mps import reasons
-from yunion_mps.conditions import Condition
-from yunion_mps.enums import ABOUT_EVENT_LOG, ABOUT_RECORD, IMPAIRED, REFUSED
-from yunion_mps.errors import BusyError, DriverError, HostError, ShortageError
+from yunion_mps.core import reasons
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import ABOUT_EVENT_LOG, ABOUT_RECORD, IMPAIRED, REFUSED
+from yunion_mps.core.errors import BusyError, DriverError, HostError, ShortageError
+from yunion_mps.core.models import Event, Inventory, Plan, Snapshot
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import NO_REASON, Reason
+from yunion_mps.core.settings import Config
 from yunion_mps.gpus.absent import gpu_label
 from yunion_mps.gpus.blockers import gpus_of
 from yunion_mps.gpus.mig_restore import withdrawn
@@ -26,12 +30,8 @@ from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import recorded_ledger
-from yunion_mps.models import Event, Inventory, Plan, Snapshot
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.settings import Config
 from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits
 from yunion_mps.supervisor.condition_log import ConditionLog
 from yunion_mps.supervisor.event_log import RECORDS_LOST, EventLog

@@ -9,33 +9,33 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps import reasons
 from yunion_mps.config import KEYS
 from yunion_mps.config.devices import MEMORY_UNITS
-from yunion_mps.enums import NOT_SHARED
-from yunion_mps.errors import ConfigError
+from yunion_mps.core import reasons
+from yunion_mps.core.enums import NOT_SHARED
+from yunion_mps.core.errors import ConfigError
+from yunion_mps.core.models import Device, DomainPlan, Event, Gpu, Inventory, Plan
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import Reason
+from yunion_mps.core.settings import Config
+from yunion_mps.core.text import count
+from yunion_mps.core.waits import AT_ONCE, LeaseWait, Users, all_of, wait_reason
 from yunion_mps.gpus.blockers import Blockers, blocks, servers_of
 from yunion_mps.gpus.kind import Step
 from yunion_mps.gpus.kinds import KINDS
 from yunion_mps.gpus.mig_steps import ConfirmedLosses
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Device, DomainPlan, Event, Gpu, Inventory, Plan
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
-from yunion_mps.paths import Paths
 from yunion_mps.planning.division import describe_division, pools_of, with_memory
 from yunion_mps.planning.mig import describe, describe_layout, describe_result
 from yunion_mps.planning.plan import below_root, devices_of, make_plan
 from yunion_mps.planning.sharing import direct_devices, keep_sharing
-from yunion_mps.reasons import Reason
-from yunion_mps.settings import Config
 from yunion_mps.supervisor.domain_directories import DomainDirectories
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import Preflight, with_leased_domains
-from yunion_mps.text import count
-from yunion_mps.users import AT_ONCE, LeaseWait, Users, all_of, wait_reason
 
 log = logging.getLogger(__name__)
 

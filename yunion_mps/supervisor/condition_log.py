@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from yunion_mps.conditions import Condition
-from yunion_mps.enums import ABOUT_CDI_FILES, ABOUT_ENTRY, ABOUT_PIPE_DIRECTORY
-from yunion_mps.models import Event
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import ABOUT_CDI_FILES, ABOUT_ENTRY, ABOUT_PIPE_DIRECTORY
+from yunion_mps.core.models import Event
 
 log = logging.getLogger(__name__)
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from yunion_mps import reasons
-from yunion_mps.errors import ShortageError, UnsafePathError
-from yunion_mps.models import DomainPlan, Plan
+from yunion_mps.core import reasons
+from yunion_mps.core.errors import ShortageError, UnsafePathError
+from yunion_mps.core.models import DomainPlan, Plan
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import Reason
+from yunion_mps.core.settings import Config
 from yunion_mps.mps.control_daemon import directories_in_use
 from yunion_mps.mps.directories import find_obstacle
-from yunion_mps.paths import Paths
 from yunion_mps.planning.plan import without_root
-from yunion_mps.reasons import Reason
-from yunion_mps.settings import Config
 
 PIPE = "cuda_mps_pipe_directory"
 LOG = "cuda_mps_log_directory"

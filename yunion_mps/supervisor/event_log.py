@@ -23,11 +23,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from yunion_mps import reasons
-from yunion_mps.enums import EVENT_KINDS, SEVERITIES
-from yunion_mps.errors import HostError, LockedError
+from yunion_mps.core import reasons
+from yunion_mps.core.enums import EVENT_KINDS, SEVERITIES
+from yunion_mps.core.errors import HostError, LockedError
+from yunion_mps.core.models import Event
 from yunion_mps.host.store import Store
-from yunion_mps.models import Event
 from yunion_mps.supervisor.event_rank import OF_USERS, RANK, RECENT_S, rank_of
 
 log = logging.getLogger(__name__)

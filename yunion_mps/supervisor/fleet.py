@@ -11,14 +11,14 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Optional
 
-from yunion_mps import reasons
-from yunion_mps.enums import ANSWERING, BACKOFF, FAILED, STOPPED, WEDGED
-from yunion_mps.errors import HostError, UnsafePathError, YunionError
+from yunion_mps.core import reasons
+from yunion_mps.core.enums import ANSWERING, BACKOFF, FAILED, STOPPED, WEDGED
+from yunion_mps.core.errors import HostError, UnsafePathError, YunionError
+from yunion_mps.core.models import DirectGpu, DomainPlan, Event
 from yunion_mps.gpus.blockers import blocks
 from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
 from yunion_mps.host.processes import Watchable, earliest, refuse_if_no_process_can_start
 from yunion_mps.host.store import Store
-from yunion_mps.models import DirectGpu, DomainPlan, Event
 from yunion_mps.mps.control_daemon import start_error
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.forced_end import EndRefusal

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from yunion_mps.core.models import Event, Gpu, Plan
+from yunion_mps.core.waits import AT_ONCE
 from yunion_mps.gpus.absent import gpu_label, report_absent
 from yunion_mps.gpus.blockers import Blockers, gpus_of
 from yunion_mps.gpus.compute_mode import COMPUTE_MODE, external_changes
@@ -24,13 +26,11 @@ from yunion_mps.gpus.reconciler import (
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Event, Gpu, Plan
 from yunion_mps.mps.domain import Domain
 from yunion_mps.supervisor.changes import Change, DesiredState
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.preflight import left_running
-from yunion_mps.users import AT_ONCE
 
 log = logging.getLogger(__name__)
 

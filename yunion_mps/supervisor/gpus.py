@@ -12,8 +12,11 @@ import logging
 import os
 from collections.abc import Collection, Mapping
 
-from yunion_mps import reasons
-from yunion_mps.errors import DriverError
+from yunion_mps.core import reasons
+from yunion_mps.core.errors import DriverError
+from yunion_mps.core.models import PROHIBITED, Event, Gpu, Inventory, MeantGpu, Plan
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import NO_REASON, Reason
 from yunion_mps.host.files import write_atomically
 from yunion_mps.inventory.events import xid_meaning
 from yunion_mps.inventory.nvml import Nvml
@@ -26,10 +29,7 @@ from yunion_mps.inventory.scan import (
     save_served,
     with_served,
 )
-from yunion_mps.models import PROHIBITED, Event, Gpu, Inventory, MeantGpu, Plan
-from yunion_mps.paths import Paths
 from yunion_mps.planning.division import unusable_reason, with_memory
-from yunion_mps.reasons import NO_REASON, Reason
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,11 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from yunion_mps import reasons
+from yunion_mps.core import reasons
+from yunion_mps.core.mig import MigInstance, MigLayout
+from yunion_mps.core.models import Event, Gpu, Inventory, Plan
+from yunion_mps.core.reasons import LAYOUT_WAITS, NO_REASON, Reason
+from yunion_mps.core.waits import Users, wait_reason
 from yunion_mps.gpus.blockers import Blockers
 from yunion_mps.gpus.mig_forecast import Forecast, make_forecast
 from yunion_mps.gpus.mig_restore import restore_layouts
@@ -25,13 +29,9 @@ from yunion_mps.gpus.originals import Originals
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.mig import MigInstance, MigLayout
-from yunion_mps.models import Event, Gpu, Inventory, Plan
 from yunion_mps.planning.mig import describe
-from yunion_mps.reasons import LAYOUT_WAITS, NO_REASON, Reason
 from yunion_mps.supervisor.changes import DesiredState
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.users import Users, wait_reason
 
 log = logging.getLogger(__name__)
 

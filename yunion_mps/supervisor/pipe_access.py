@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from yunion_mps.conditions import Condition
-from yunion_mps.enums import ABOUT_PIPE_DIRECTORY, BROKEN
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import ABOUT_PIPE_DIRECTORY, BROKEN
+from yunion_mps.core.reasons import PIPE_DIRECTORY, Reason
 from yunion_mps.mps.directory_access import find_access_problems
-from yunion_mps.reasons import PIPE_DIRECTORY, Reason
 from yunion_mps.supervisor.fleet import Fleet
 
 

@@ -11,10 +11,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps import reasons
 from yunion_mps.config import load
-from yunion_mps.enums import KEEP, MPS
-from yunion_mps.errors import ConfigError, DriverError, HostError, Problem
+from yunion_mps.core import reasons
+from yunion_mps.core.enums import KEEP, MPS
+from yunion_mps.core.errors import ConfigError, DriverError, HostError, Problem
+from yunion_mps.core.models import EXCLUSIVE_PROCESS, DomainPlan, Driver, Gpu, Inventory, Plan
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import Reason
+from yunion_mps.core.settings import Config
 from yunion_mps.gpus.compute_mode import COMPUTE_MODE
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.processes import Process, readable, spawn
@@ -22,7 +26,6 @@ from yunion_mps.host.store import Store
 from yunion_mps.inventory.driver import reason_of
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, load_served, machine_id, with_saved
-from yunion_mps.models import EXCLUSIVE_PROCESS, DomainPlan, Driver, Gpu, Inventory, Plan
 from yunion_mps.mps.control_daemon import MULTIUSER
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.limits import LimitsInEffect
@@ -34,13 +37,10 @@ from yunion_mps.mps.processes import (
     our_processes,
     server_path,
 )
-from yunion_mps.paths import Paths
 from yunion_mps.planning.entries import confirm_replacements
 from yunion_mps.planning.mig import with_layouts
 from yunion_mps.planning.plan import make_plan, without_root
 from yunion_mps.planning.sharing import mode_for, ways_of_sharing
-from yunion_mps.reasons import Reason
-from yunion_mps.settings import Config
 from yunion_mps.supervisor.domain_directories import DomainDirectories
 
 log = logging.getLogger(__name__)

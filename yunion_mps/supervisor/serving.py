@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from yunion_mps import reasons
-from yunion_mps.enums import DEGRADED, MIG, MPS, READY
-from yunion_mps.models import DomainStatus, Gpu, Plan
-from yunion_mps.reasons import NO_REASON, Reason
-from yunion_mps.users import Servers, Users, wait_reason
+from yunion_mps.core import reasons
+from yunion_mps.core.enums import DEGRADED, MIG, MPS, READY
+from yunion_mps.core.models import DomainStatus, Gpu, Plan
+from yunion_mps.core.reasons import NO_REASON, Reason
+from yunion_mps.core.waits import Servers, Users, wait_reason
 
 NO_DOMAIN = Reason("no control daemon serves it", reasons.NO_DOMAIN)
 GONE = Reason("its GPU is no longer present", reasons.GPU_GONE)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from yunion_mps import reasons
-from yunion_mps.conditions import Condition
-from yunion_mps.enums import STOPPED
-from yunion_mps.models import DomainPlan, DomainStatus, Gpu, Plan, Snapshot
+from yunion_mps.core import reasons
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import STOPPED
+from yunion_mps.core.models import DomainPlan, DomainStatus, Gpu, Plan, Snapshot
+from yunion_mps.core.reasons import NO_REASON, Reason
+from yunion_mps.core.waits import wait_reason
 from yunion_mps.mps.domain import Domain
-from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.supervisor.changes import DesiredState, order_of
-from yunion_mps.supervisor.conditions import ConditionFacts, conditions_of, warnings_of_configuration
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
+from yunion_mps.supervisor.host_conditions import ConditionFacts, conditions_of, warnings_of_configuration
 from yunion_mps.supervisor.layouts import MigLayouts
-from yunion_mps.users import wait_reason
 
 _WAITS = wait_reason("its control daemon", "the one that now serves its GPUs", reasons.LIMITS_PENDING)
 

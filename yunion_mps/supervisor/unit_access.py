@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from yunion_mps.errors import Problem
+from yunion_mps.core.errors import Problem
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import METRICS_FILE_FAILED, Reason
+from yunion_mps.core.settings import Config
 from yunion_mps.host.lock import holder_of_lock
 from yunion_mps.host.sandbox import INACCESSIBLE, PRIVATE, UNIT, Rule, Sandbox, is_in_unit, read_sandbox
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import METRICS_FILE_FAILED, Reason
-from yunion_mps.settings import Config
 from yunion_mps.supervisor.domain_directories import OWN_DIRECTORIES
 
 #: The directories of the state file, and of the socket; no key sets them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from yunion_mps.reasons import CODES, hint_of
+from yunion_mps.core.reasons import CODES, hint_of
 
 from api_schemas.making import FILE, content
 

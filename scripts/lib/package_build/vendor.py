@@ -38,7 +38,7 @@ COMPONENTS = (
     Component("hpack", r"hpack/.+\.py", "MIT", _PLUGIN),
     Component("hyperframe", r"hyperframe/.+\.py", "MIT", _PLUGIN),
     Component("nvidia-ml-py", r"pynvml\.py", "BSD-3-Clause"),
-    # Only the modules that format metrics; yunion_mps/exposition.py says why.
+    # Only the modules that format metrics; yunion_mps/core/exposition.py says why.
     Component(
         "prometheus-client",
         r"prometheus_client/((metrics_core|process_collector|registry|samples|utils|validation)\.py"

@@ -24,7 +24,7 @@ import pytest
 import yaml
 from yunion_mps.cli.output import is_utf8
 from yunion_mps.cli.root import run_cli
-from yunion_mps.models import Snapshot
+from yunion_mps.core.models import Snapshot
 
 from unit.http import snapshots
 from unit.http.server_host import PATIENCE_S, ServerHost, short_root

@@ -16,20 +16,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from yunion_mps.exposition import PLAIN_TYPE
+from yunion_mps.core.exposition import PLAIN_TYPE
+from yunion_mps.core.models import Event, Holder, Lease, PcieLink
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import GPU_LOST, NO_REASON, OVER_BUDGET, SERVER_FAILED, Reason
+from yunion_mps.core.units import rfc3339
 from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.allocator import Allocator, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, candidates_of
 from yunion_mps.metrics.exporter import text_of
-from yunion_mps.models import Event, Holder, Lease, PcieLink
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import GPU_LOST, NO_REASON, OVER_BUDGET, SERVER_FAILED, Reason
+from yunion_mps.observe.holdings import holder_label
+from yunion_mps.observe.observer import DomainUsage, GpuUsage, HostUsage
+from yunion_mps.observe.usage import DeviceUsage, LatestPoll
 from yunion_mps.service.facts import ClockReadings, LeaseFacts
-from yunion_mps.service.holdings import holder_label
-from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
-from yunion_mps.service.usage import DeviceUsage, LatestPoll
-from yunion_mps.units import rfc3339
 
 from simhost import SimHost
 from unit import builders

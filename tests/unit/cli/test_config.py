@@ -4,11 +4,11 @@ import re
 from typing import Any
 
 from yunion_mps.cli.config import _entry_text, _plan_text, config_json, gpu_records, plan_json
-from yunion_mps.models import Gpu, Inventory
-from yunion_mps.paths import Paths
+from yunion_mps.core.models import Gpu, Inventory
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import GPU_LOST, MULTIUSER_UNSUPPORTED, RECORD_HIDDEN, Reason
+from yunion_mps.core.settings import Config, SliceEntry
 from yunion_mps.planning.plan import make_plan
-from yunion_mps.reasons import GPU_LOST, MULTIUSER_UNSUPPORTED, RECORD_HIDDEN, Reason
-from yunion_mps.settings import Config, SliceEntry
 from yunion_mps.supervisor.domain_directories import DomainDirectories
 from yunion_mps.supervisor.preflight import Preflight
 

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import yaml
 from yunion_mps.cli.output import cell
+from yunion_mps.core.models import Event
+from yunion_mps.core.units import rfc3339
 from yunion_mps.http.listener import Listener
 from yunion_mps.http.operations import GET_EVENTS
 from yunion_mps.http.parameters import BadRequestError
 from yunion_mps.http.server import Server
-from yunion_mps.models import Event
 from yunion_mps.service.events import EventFilter
 from yunion_mps.supervisor.event_log import MAX_REPEATS
-from yunion_mps.units import rfc3339
 
 from integration.daemon_host import eventually
 from unit.cli.conftest import Cli

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.cli.output import FORMATS
-from yunion_mps.errors import NothingFreeError
-from yunion_mps.models import Event
+from yunion_mps.core.errors import NothingFreeError
+from yunion_mps.core.models import Event
 
 from unit.cli.conftest import Cli
 from unit.cli.held import OUTSIDE_MPS, hold

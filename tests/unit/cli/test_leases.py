@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from yunion_mps.cli.calls import warn_unenforced
 from yunion_mps.cli.lease import in_time
+from yunion_mps.core.models import Holder, Lease
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Holder, Lease
 
 from unit.cli.conftest import Cli
 from unit.cli.held import OVER, TWO, hold

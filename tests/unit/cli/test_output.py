@@ -7,7 +7,7 @@ import re
 
 import pytest
 from yunion_mps.cli.output import Column, age, display_width, fit, hint_text, table
-from yunion_mps.text import count
+from yunion_mps.core.text import count
 
 from unit.cli.conftest import Cli, open_terminal
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from yunion_mps import __version__
-from yunion_mps.errors import ConfigError, Problem
-from yunion_mps.models import Event, Snapshot
-from yunion_mps.reasons import (
+from yunion_mps.core.errors import ConfigError, Problem
+from yunion_mps.core.models import Event, Snapshot
+from yunion_mps.core.reasons import (
     CONTROL_DAEMON_ERROR,
     DOMAIN_APPLYING,
     DRIVER_HUNG,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from yunion_mps.cli.environment import show_environment
 from yunion_mps.cli.options import STYLES
 from yunion_mps.cli.run import _budget
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
 
 from unit.cli.conftest import Cli
 from unit.http.by_hand import LEASE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.cli.safe_stop import stop_job_unit
-from yunion_mps.errors import ControlError
+from yunion_mps.core.errors import ControlError
 
 from unit.cli.conftest import Cli
 from unit.http.by_hand import CLIENT, clients

@@ -6,8 +6,8 @@ import json
 import re
 
 import pytest
-from yunion_mps.models import PlannedGpu, Snapshot
-from yunion_mps.reasons import GPU_LOST, LIMITS_PENDING, Reason
+from yunion_mps.core.models import PlannedGpu, Snapshot
+from yunion_mps.core.reasons import GPU_LOST, LIMITS_PENDING, Reason
 
 from unit.cli.conftest import Cli, Serve
 from unit.cli.held import busy, hold

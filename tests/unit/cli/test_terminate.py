@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.errors import ControlError, NotAllowedError, YunionError
+from yunion_mps.core.errors import ControlError, NotAllowedError, YunionError
 
 from unit.cli.conftest import Cli
 from unit.cli.held import OUTSIDE_MPS

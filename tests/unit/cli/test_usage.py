@@ -21,7 +21,7 @@ import yunion_mps
 import yunion_mps.cli as cli_package
 from yunion_mps import __version__, revision
 from yunion_mps.cli.root import COMMANDS, SECTIONS, cli
-from yunion_mps.enums import EVENT_KINDS
+from yunion_mps.core.enums import EVENT_KINDS
 from yunion_mps.http.operations import MAX_EVENT_WAIT_S, MAX_LIMIT, MAX_NUMBER
 from yunion_mps.http.transport import WAIT_S
 

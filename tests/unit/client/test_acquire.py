@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from yunion_mps.errors import NothingFreeError, YunionError
+from yunion_mps.core.errors import NothingFreeError, YunionError
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.transport import request_lease, run_blocking
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from yunion_mps.client.clients import format_since
 from yunion_mps.client.lease import LeaseArguments, LeaseMethod, _memory, whole_seconds
-from yunion_mps.errors import YunionError
+from yunion_mps.core.errors import YunionError
 
 
 class Requests(LeaseMethod[LeaseArguments]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from yunion_mps.errors import UnreachableError
+from yunion_mps.core.errors import UnreachableError
 from yunion_mps.http.client import Exchange, conditional_result_of
 from yunion_mps.http.operation import EncodedRequest, Operation
 from yunion_mps.http.operations import GET_DEVICES

@@ -23,7 +23,7 @@ from yunion_mps.client.values import (
     Status,
     members,
 )
-from yunion_mps.errors import VersionError
+from yunion_mps.core.errors import VersionError
 
 from unit.http.by_hand import EXAMPLES
 

@@ -10,9 +10,9 @@ from typing import Optional, Union
 
 import pytest
 from yunion_mps.config import load
-from yunion_mps.errors import Problem
-from yunion_mps.paths import Paths
-from yunion_mps.settings import Config
+from yunion_mps.core.errors import Problem
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.settings import Config
 
 Content = Optional[Union[str, bytes]]
 

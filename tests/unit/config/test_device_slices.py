@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from yunion_mps.config import load
-from yunion_mps.settings import DeviceEntry, SliceEntry, Source
+from yunion_mps.core.settings import DeviceEntry, SliceEntry, Source
 
 from unit.config.conftest import DEVICES, Files, annotated
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from yunion_mps.config import KEYS, load
-from yunion_mps.settings import Source
+from yunion_mps.core.settings import Source
 
 from unit.config.conftest import HOST, Files
 

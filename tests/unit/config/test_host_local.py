@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from yunion_mps.cli.config import _config_text, config_json
 from yunion_mps.config import load
-from yunion_mps.settings import Source
+from yunion_mps.core.settings import Source
 
 from unit.config.conftest import DEVICES, HOST, LOCAL, Files
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.settings import DeviceEntry
+from yunion_mps.core.settings import DeviceEntry
 
 from unit.config.conftest import DEVICES, Files
 

@@ -48,7 +48,7 @@ def test_tabs_before_values_are_read_by_the_parser_in_python(files: Files) -> No
 import sys
 sys.modules["yaml._yaml"] = None  # as in the packages, which have no compiled parser
 from yunion_mps.config import load
-from yunion_mps.paths import Paths
+from yunion_mps.core.paths import Paths
 config, problems = load(Paths(sys.argv[1]))
 import yaml
 print(yaml.__with_libyaml__, config.enable_cuda_mps, *problems)

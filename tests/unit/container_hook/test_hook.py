@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.container_hook import hook
-from yunion_mps.errors import HostError, NothingFreeError
+from yunion_mps.core.errors import HostError, NothingFreeError
 
 from unit.http.by_hand import LEASE
 from unit.http.server_host import ServerHost, short_root
@@ -284,8 +284,9 @@ def test_it_loads_nothing_of_ours_but_the_daemons_client() -> None:
         "yunion_mps.http", "yunion_mps.http.client", "yunion_mps.http.messages",
         "yunion_mps.http.operation", "yunion_mps.http.operations",
         "yunion_mps.container_hook", "yunion_mps.container_hook.hook", "yunion_mps.container_hook.container",
-        "yunion_mps.containers", "yunion_mps.errors", "yunion_mps.text",
-        "yunion_mps.http.parameters", "yunion_mps.models", "yunion_mps.paths", "yunion_mps.reasons",
-        "yunion_mps.enums", "yunion_mps.addresses", "yunion_mps.mig", "yunion_mps.units",
+        "yunion_mps.containers", "yunion_mps.http.parameters",
+        "yunion_mps.core", "yunion_mps.core.errors", "yunion_mps.core.text",
+        "yunion_mps.core.models", "yunion_mps.core.paths", "yunion_mps.core.reasons",
+        "yunion_mps.core.enums", "yunion_mps.core.addresses", "yunion_mps.core.mig", "yunion_mps.core.units",
         "yunion_mps.host", "yunion_mps.host.files",
     }  # fmt: skip

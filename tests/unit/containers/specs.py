@@ -12,7 +12,7 @@ from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT7
 from yunion_mps.containers.nodes import DeviceNode
 from yunion_mps.containers.spec import HostFiles, devices_spec
-from yunion_mps.models import Device, DomainPlan, Snapshot
+from yunion_mps.core.models import Device, DomainPlan, Snapshot
 
 from unit.http.snapshots import H100, P40
 

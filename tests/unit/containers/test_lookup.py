@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.containers.lookup import Container, Containers, container_in
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.control_groups import ControlGroup, parse_control_groups
-from yunion_mps.paths import Paths
 
 from unit.as_user import needs_root
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from yunion_mps.containers.nodes import gpu_nodes, missing_nodes
-from yunion_mps.models import Gpu
-from yunion_mps.paths import Paths
+from yunion_mps.core.models import Gpu
+from yunion_mps.core.paths import Paths
 
 from simhost import SimHost
 

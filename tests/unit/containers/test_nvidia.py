@@ -19,7 +19,7 @@ from yunion_mps.containers.spec import (
     parse_nvidia_spec,
     read_nvidia_spec,
 )
-from yunion_mps.paths import Paths
+from yunion_mps.core.paths import Paths
 
 from unit.http.snapshots import H100, P40
 

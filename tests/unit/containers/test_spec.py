@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from yunion_mps.containers import budget_variables
 from yunion_mps.containers.nodes import DeviceNode, MissingNodes
 from yunion_mps.containers.spec import Edits, HostFiles, Nvidia, devices_spec, lease_spec
-from yunion_mps.models import Gpu, Holder, Lease, Pool
+from yunion_mps.core.models import Gpu, Holder, Lease, Pool
 from yunion_mps.planning.division import pool_device
 from yunion_mps.planning.environment import client_environment
 

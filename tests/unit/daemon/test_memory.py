@@ -8,9 +8,9 @@ import types
 from typing import Any
 
 import pytest
+from yunion_mps.core.paths import Paths
 from yunion_mps.daemon.run import _Daemon
 from yunion_mps.host.systemd import Notifier
-from yunion_mps.paths import Paths
 
 #: Large pieces, with small ones between them that stay; MiB resident that the large ones have left.
 LEFT_MIB = """

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from yunion_mps.core.errors import DriverError, UnreachableError
+from yunion_mps.core.models import Gpu, Snapshot
+from yunion_mps.core.paths import Paths
 from yunion_mps.doctor.checks import Finding, Host, Lazy, findings_of
 from yunion_mps.doctor.report import HOST_CHECKS
-from yunion_mps.errors import DriverError, UnreachableError
-from yunion_mps.models import Gpu, Snapshot
-from yunion_mps.paths import Paths
 from yunion_mps.service.queries import Queries
 
 from unit import builders

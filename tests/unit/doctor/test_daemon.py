@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from yunion_mps.core.reasons import CONTROL_DAEMON_EXITED, Reason
 from yunion_mps.doctor.checks import Host
 from yunion_mps.doctor.report import run_checks, select_checks
-from yunion_mps.reasons import CONTROL_DAEMON_EXITED, Reason
 
 from unit.doctor.hosts import host_of, one, write
 from unit.http.snapshots import P40, disabled, reference, snapshot, with_conditions

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.doctor.checks import Host, Lazy
-from yunion_mps.enums import TIME_SLICING
-from yunion_mps.models import Gpu
-from yunion_mps.reasons import (
+from yunion_mps.core.enums import TIME_SLICING
+from yunion_mps.core.models import Gpu
+from yunion_mps.core.reasons import (
     BUDGET_NOT_ENFORCED,
     COMPUTE_MODE_FIXED,
     COMPUTE_MODE_UNSUPPORTED,
@@ -23,7 +22,8 @@ from yunion_mps.reasons import (
     RELOAD_NEEDED,
     Reason,
 )
-from yunion_mps.settings import DeviceEntry
+from yunion_mps.core.settings import DeviceEntry
+from yunion_mps.doctor.checks import Host, Lazy
 
 from unit import builders
 from unit.doctor.hosts import DRIVER, found, host_of, one, write

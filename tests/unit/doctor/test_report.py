@@ -6,11 +6,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import CODES, HOST_ERROR, MIG_ENABLED
 from yunion_mps.doctor.checks import Check, Finding, Findings, Host, ok, problem, skipped, warning
 from yunion_mps.doctor.report import HOST_CHECKS, Report, run_checks, select_checks
-from yunion_mps.errors import HostError
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import CODES, HOST_ERROR, MIG_ENABLED
 
 from simhost.environment import CHECKOUT
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
+from yunion_mps.core.reasons import SERVER_FAILED, SERVER_START_FAILED
 from yunion_mps.doctor.checks import Finding
-from yunion_mps.reasons import SERVER_FAILED, SERVER_START_FAILED
 
 from unit.doctor.hosts import host_of, one, write
 

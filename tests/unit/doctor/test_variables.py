@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from yunion_mps.core.models import DomainPlan, PlannedGpu
 from yunion_mps.doctor.variables import check_values, misspelt, not_served, sharing_problems, start_hint
-from yunion_mps.models import DomainPlan, PlannedGpu
 
 FIRST, SECOND = "GPU-9d6bc93d-9a42-5da4-88b7-18e41339b01f", "GPU-814e0011-bb75-5e86-b480-bf6d776eb621"
 ONE = DomainPlan("one", "/run/mps", "/var/log/mps", (PlannedGpu(FIRST, 5760),), 25.0)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from yunion_mps.core.paths import Paths
 from yunion_mps.gateway import publish_addresses, read_addresses, remove_addresses
-from yunion_mps.paths import Paths
 
 from unit import builders
 from unit.http.server_host import short_root

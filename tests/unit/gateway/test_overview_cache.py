@@ -8,9 +8,9 @@ from asyncio import StreamReader, StreamWriter
 from pathlib import Path
 
 import pytest
-from yunion_mps.errors import UnreachableError
+from yunion_mps.core.errors import UnreachableError
+from yunion_mps.core.paths import Paths
 from yunion_mps.gateway.client import OverviewCache
-from yunion_mps.paths import Paths
 
 from kubernetes.clocks import SkippingLoop
 

@@ -10,11 +10,11 @@ import socket
 from pathlib import Path
 
 import pytest
+from yunion_mps.core.paths import Paths
 from yunion_mps.gateway.server import LIMITS, HostNames, Listeners
 from yunion_mps.http.listener import listen_on
 from yunion_mps.http.messages import EventualResponse, Request, Response
 from yunion_mps.http.pool import Limits
-from yunion_mps.paths import Paths
 
 from integration.gateway_host import free_port
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from yunion_mps.enums import MPS, TIME_SLICING
+from yunion_mps.core.enums import MPS, TIME_SLICING
+from yunion_mps.core.models import Holder, Lease
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.waits import NO_USERS
 from yunion_mps.gpus.blockers import UNUSED, WITHOUT_MPS, Blockers, Needs
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import LeaseStorage, recorded_ledger
-from yunion_mps.models import Holder, Lease
-from yunion_mps.paths import Paths
-from yunion_mps.users import NO_USERS
 
 from unit.builders import gpu
 from unit.leases.shares import device

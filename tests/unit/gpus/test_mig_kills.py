@@ -7,16 +7,16 @@ import signal
 from typing import Any, cast
 
 import pytest
-from yunion_mps import reasons
-from yunion_mps.errors import HostError
+from yunion_mps.core import reasons
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.mig import DISABLED
+from yunion_mps.core.paths import Paths
 from yunion_mps.gpus.mig_record import MigIntent, MigRecord
 from yunion_mps.gpus.mig_steps import LayoutTask, bring_into_effect
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.mig import DISABLED
-from yunion_mps.paths import Paths
 from yunion_mps.planning.mig import describe, layout_profiles
 
 from unit.mig_host import NOTHING_BUSY, MakeMigHost, MigHost

@@ -6,13 +6,13 @@ import json
 import os
 
 import pytest
-from yunion_mps import reasons
+from yunion_mps.core import reasons
+from yunion_mps.core.mig import DISABLED, MigInstance
+from yunion_mps.core.models import Holder, Lease
 from yunion_mps.gpus.mig_restore import how_to_restore, restore_layouts, withdrawn
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import LeaseStorage, recorded_ledger
-from yunion_mps.mig import DISABLED, MigInstance
-from yunion_mps.models import Holder, Lease
 
 from unit import builders
 from unit.leases import shares

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps import reasons
+from yunion_mps.core import reasons
+from yunion_mps.core.mig import DISABLED, MigInstance
 from yunion_mps.gpus.mig_steps import LayoutTask, Losses
-from yunion_mps.mig import DISABLED, MigInstance
 
 from unit.mig_host import NOTHING_BUSY, MakeMigHost, MigHost
 

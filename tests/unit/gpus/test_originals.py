@@ -9,11 +9,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from yunion_mps.core.mig import MigInstance
+from yunion_mps.core.paths import Paths
 from yunion_mps.gpus.mig_record import MigIntent, MigRecord
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
-from yunion_mps.mig import MigInstance
-from yunion_mps.paths import Paths
 
 MODES, SLICES = {"GPU-1": "Default"}, {"GPU-2": "long"}
 RECORD = MigRecord(

@@ -9,8 +9,11 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from yunion_mps.enums import TIME_SLICING
-from yunion_mps.errors import DriverError, ShortageError, YunionError
+from yunion_mps.core.enums import TIME_SLICING
+from yunion_mps.core.errors import DriverError, ShortageError, YunionError
+from yunion_mps.core.models import Event, Gpu, Holder, Lease, Plan
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import GPU_OTHER_DRIVER, TIME_SLICE_CHANGED, TIME_SLICE_REFUSED, Reason
 from yunion_mps.gpus.blockers import WITHOUT_MPS, Blockers, Needs
 from yunion_mps.gpus.kind import Kind, Step
 from yunion_mps.gpus.originals import Originals
@@ -18,9 +21,6 @@ from yunion_mps.gpus.reconciler import Look, Observed, Reconciler, Results, obse
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Event, Gpu, Holder, Lease, Plan
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import GPU_OTHER_DRIVER, TIME_SLICE_CHANGED, TIME_SLICE_REFUSED, Reason
 
 from unit.builders import gpu
 from unit.leases.shares import device

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from yunion_mps.errors import HostError, NotAllowedError
+from yunion_mps.core.errors import HostError, NotAllowedError
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.lock import take_lock
-from yunion_mps.paths import Paths
 
 from descriptors import open_descriptors
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
 from yunion_mps.host.proc import (
     environment_of,
     group_leaders_of,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.sandbox import (
     INACCESSIBLE,
     PRIVATE,
@@ -16,7 +17,6 @@ from yunion_mps.host.sandbox import (
     parse_unit_settings,
     read_sandbox,
 )
-from yunion_mps.paths import Paths
 
 from simhost.environment import CHECKOUT
 

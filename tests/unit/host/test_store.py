@@ -12,10 +12,10 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
-from yunion_mps.errors import HostError, LockedError
+from yunion_mps.core.errors import HostError, LockedError
+from yunion_mps.core.paths import Paths
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import LOCK_WAIT_S, Store
-from yunion_mps.paths import Paths
 
 from descriptors import open_descriptors
 
@@ -30,7 +30,7 @@ OpenStore = Callable[[], Store]
 #: A daemon that notes a mode and is killed at once.
 CRASH = """
 import os, signal, sys
-from yunion_mps.paths import Paths
+from yunion_mps.core.paths import Paths
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
 Originals(Store(Paths(sys.argv[1]))).remember("compute_mode", {"GPU-1": "Default", "GPU-2": "Prohibited"})
@@ -42,8 +42,8 @@ OPEN = """
 import os, sys
 if len(sys.argv) > 2:
     os.setgid(int(sys.argv[2])), os.setuid(int(sys.argv[2]))
-from yunion_mps.errors import HostError
-from yunion_mps.paths import Paths
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.store import Store
 try:
     Store(Paths(sys.argv[1]))

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from yunion_mps.core.paths import Paths
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import MIG, Store
-from yunion_mps.paths import Paths
 
 OTHER_BOOT = "00000000-0000-0000-0000-000000000000"
 ENDS = ("", "-wal", "-shm")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 import pytest
-from yunion_mps.errors import ShortageError
+from yunion_mps.core.errors import ShortageError
 from yunion_mps.host import threads
 from yunion_mps.inventory.driver import Deadline
 

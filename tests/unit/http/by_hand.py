@@ -11,16 +11,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from yunion_mps.answers import ClientListJson
-from yunion_mps.enums import OPENMETRICS
-from yunion_mps.errors import NotConfirmedError, YunionError
+from yunion_mps.core.enums import OPENMETRICS
+from yunion_mps.core.errors import NotConfirmedError, YunionError
+from yunion_mps.core.models import Holder, Owner
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.router import Router
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
-from yunion_mps.models import Holder, Owner
-from yunion_mps.service.clients import ClientService
+from yunion_mps.observe.clients import ClientService
+from yunion_mps.observe.holdings import NO_CLIENTS
 from yunion_mps.service.events import EventFilter, EventService
-from yunion_mps.service.holdings import NO_CLIENTS
 from yunion_mps.service.lease_terminator import LeaseTerminator
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+from yunion_mps.core.models import Snapshot
 from yunion_mps.http.pool import Limits
-from yunion_mps.models import Snapshot
 
 from unit.http import snapshots
 from unit.http.server_host import ServerHost

@@ -25,14 +25,14 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from yunion_mps.core.models import Event, Snapshot
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.store import Store
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.listener import Listener
 from yunion_mps.http.pool import Limits
 from yunion_mps.http.router import Router
 from yunion_mps.http.server import Server
-from yunion_mps.models import Event, Snapshot
-from yunion_mps.paths import Paths
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.event_log import EventLog
 

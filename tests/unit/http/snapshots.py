@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from yunion_mps.enums import FAILED, READY, TIME_SLICING
-from yunion_mps.mig import MigInstance, MigProfile
-from yunion_mps.models import DomainStatus, Driver, Gpu, Inventory, PcieLink, Snapshot
-from yunion_mps.planning.plan import make_plan
-from yunion_mps.reasons import (
+from yunion_mps.core.enums import FAILED, READY, TIME_SLICING
+from yunion_mps.core.mig import MigInstance, MigProfile
+from yunion_mps.core.models import DomainStatus, Driver, Gpu, Inventory, PcieLink, Snapshot
+from yunion_mps.core.reasons import (
     CONTROL_DAEMON_ERROR,
     DISABLED,
     GPU_LOST,
@@ -17,8 +16,9 @@ from yunion_mps.reasons import (
     PROGRAM_MISSING,
     Reason,
 )
-from yunion_mps.settings import DeviceEntry
-from yunion_mps.supervisor.conditions import ConditionFacts, conditions_of
+from yunion_mps.core.settings import DeviceEntry
+from yunion_mps.planning.plan import make_plan
+from yunion_mps.supervisor.host_conditions import ConditionFacts, conditions_of
 
 from unit import builders
 

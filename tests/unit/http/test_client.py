@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from yunion_mps.errors import (
+from yunion_mps.core.errors import (
     BusyError,
     HostError,
     NotAllowedError,
@@ -18,12 +18,12 @@ from yunion_mps.errors import (
     UnreachableError,
     YunionError,
 )
+from yunion_mps.core.models import Event
+from yunion_mps.core.paths import Paths
 from yunion_mps.http.client import BadConfigurationError, DaemonClient, NoAnswerError
 from yunion_mps.http.listener import listen
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import GET_EVENTS, GET_STATUS, REEXEC
-from yunion_mps.models import Event
-from yunion_mps.paths import Paths
 
 from integration.daemon_host import eventually
 from unit.http.conftest import Serve

@@ -10,11 +10,18 @@ import time
 from typing import Any
 
 import pytest
-from yunion_mps.errors import ConfigError, HostError, NotAllowedError, NotFoundError, Problem, YunionError
-from yunion_mps.models import Event
-from yunion_mps.reasons import SHORTAGE, hint_of
+from yunion_mps.core.errors import (
+    ConfigError,
+    HostError,
+    NotAllowedError,
+    NotFoundError,
+    Problem,
+    YunionError,
+)
+from yunion_mps.core.models import Event
+from yunion_mps.core.reasons import SHORTAGE, hint_of
+from yunion_mps.core.units import rfc3339
 from yunion_mps.supervisor.event_log import MAX_REPEATS
-from yunion_mps.units import rfc3339
 
 from integration.daemon_host import eventually
 from unit.http import by_hand

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.paths import Paths
 from yunion_mps.http.listener import GROUP, group_id, listen
-from yunion_mps.paths import Paths
 
 from unit.http.server_host import short_root
 

@@ -13,11 +13,11 @@ import pytest
 from openapi_schema_validator import OAS31Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from yunion_mps import __version__
+from yunion_mps.core.models import Snapshot
 from yunion_mps.http import openapi
 from yunion_mps.http.messages import OTHER_STATUS, STATUSES, Request, Response
 from yunion_mps.http.openapi import document
 from yunion_mps.http.operations import OPERATIONS, ROUTES
-from yunion_mps.models import Snapshot
 from yunion_mps.service.queries import Queries
 
 from unit.http import by_hand, snapshots

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.enums import DEV_TYPES
+from yunion_mps.core.enums import DEV_TYPES
 from yunion_mps.http.operations import OPERATIONS
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.service.usage import MINUTES, STEP_S
+from yunion_mps.observe.usage import MINUTES, STEP_S
 
 from unit.generated import CHECKOUT
 

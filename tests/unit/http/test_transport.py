@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.cli.output import print_notice
-from yunion_mps.errors import UnreachableError
+from yunion_mps.core.errors import UnreachableError
 from yunion_mps.http.operations import GET_STATUS
 from yunion_mps.http.transport import Retrier, run_blocking, with_devices
 

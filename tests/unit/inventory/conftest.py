@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
+from yunion_mps.core.models import Gpu, Inventory
+from yunion_mps.core.paths import Paths
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
-from yunion_mps.models import Gpu, Inventory
-from yunion_mps.paths import Paths
 
 from simhost import Description, SimHost
 

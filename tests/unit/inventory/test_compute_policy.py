@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from yunion_mps.errors import DriverError
+from yunion_mps.core.errors import DriverError
+from yunion_mps.core.reasons import TIME_SLICE_REFUSED
 from yunion_mps.inventory.compute_policy import set_time_slice, time_slice_of
-from yunion_mps.reasons import TIME_SLICE_REFUSED
 
 
 @pytest.mark.parametrize(

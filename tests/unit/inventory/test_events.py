@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Optional
 
 import pytest
+from yunion_mps.core.paths import Paths
 from yunion_mps.inventory.events import EventWatch, processes_of_xids, xid_meaning
-from yunion_mps.paths import Paths
 
 from unit.inventory.conftest import OpenedHost, OpenHost
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from yunion_mps.errors import DriverError
-from yunion_mps.models import Gpu
-from yunion_mps.reasons import GPU_ERROR, GPU_LOST, Reason, hint_of
+from yunion_mps.core.errors import DriverError
+from yunion_mps.core.models import Gpu
+from yunion_mps.core.reasons import GPU_ERROR, GPU_LOST, Reason, hint_of
 
 from unit.inventory.conftest import OpenHost
 

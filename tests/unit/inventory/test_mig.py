@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.errors import DriverError
+from yunion_mps.core.errors import DriverError
+from yunion_mps.core.mig import MigInstance, MigProfile
+from yunion_mps.core.models import Gpu
 from yunion_mps.inventory.mig import Mig, MigMode
-from yunion_mps.mig import MigInstance, MigProfile
-from yunion_mps.models import Gpu
 
 from unit.inventory.conftest import OpenedHost, OpenHost
 

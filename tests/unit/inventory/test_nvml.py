@@ -8,12 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from yunion_mps.errors import DriverError
-from yunion_mps.inventory import nvml as nvml_module
-from yunion_mps.inventory.driver import Deadline, call_driver, replaced_library
-from yunion_mps.inventory.nvml import GpuLoad, Load, Nvml
-from yunion_mps.inventory.scan import not_found
-from yunion_mps.reasons import (
+from yunion_mps.core.errors import DriverError
+from yunion_mps.core.reasons import (
     COMPUTE_MODE_UNSUPPORTED,
     DRIVER_ERROR,
     DRIVER_HUNG,
@@ -22,6 +18,10 @@ from yunion_mps.reasons import (
     MIG_ENABLED,
     hint_of,
 )
+from yunion_mps.inventory import nvml as nvml_module
+from yunion_mps.inventory.driver import Deadline, call_driver, replaced_library
+from yunion_mps.inventory.nvml import GpuLoad, Load, Nvml
+from yunion_mps.inventory.scan import not_found
 
 from integration.daemon_host import eventually
 from unit.inventory.conftest import OpenedHost, OpenHost

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from yunion_mps.core.models import Controller, Driver, Gpu, Inventory, MeantGpu, PcieLink
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import GPU_OTHER_DRIVER
 from yunion_mps.inventory.scan import Scanner, ServedGpus, load_served, not_found, save_served
-from yunion_mps.models import Controller, Driver, Gpu, Inventory, MeantGpu, PcieLink
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import GPU_OTHER_DRIVER
 
 from simhost.catalog import KINDS
 from simhost.mig import PROFILES

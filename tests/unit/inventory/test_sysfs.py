@@ -3,8 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from yunion_mps.addresses import sort_key
-from yunion_mps.errors import HostError
+from yunion_mps.core.addresses import sort_key
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.models import PcieLink
+from yunion_mps.core.paths import Paths
 from yunion_mps.inventory.scan import machine_id
 from yunion_mps.inventory.sysfs import (
     NVIDIA_VENDOR,
@@ -14,8 +16,6 @@ from yunion_mps.inventory.sysfs import (
     pci_addresses,
     render_nodes,
 )
-from yunion_mps.models import PcieLink
-from yunion_mps.paths import Paths
 
 ADDRESS = "0000:00:06.0"
 

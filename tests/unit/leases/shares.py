@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
-from yunion_mps.enums import NOT_SHARED
+from yunion_mps.core.enums import NOT_SHARED
+from yunion_mps.core.models import Device, DomainPlan, Holder, Lease, PlannedGpu, Pool
+from yunion_mps.core.reasons import NO_REASON, Reason
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
-from yunion_mps.models import Device, DomainPlan, Holder, Lease, PlannedGpu, Pool
-from yunion_mps.reasons import NO_REASON, Reason
 
 GPU_MIB = 1200
 HOLDER = Holder("process", 1000, 4260, 77)

@@ -8,13 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from yunion_mps.enums import SPREAD
-from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
-from yunion_mps.host.proc import user_name
-from yunion_mps.leases.allocator import Allocator, refuse_infeasible
-from yunion_mps.leases.ledger import Ledger, needs_mib
-from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, Unenforced
-from yunion_mps.reasons import (
+from yunion_mps.core.enums import SPREAD
+from yunion_mps.core.errors import HostError, InfeasibleError, NothingFreeError
+from yunion_mps.core.reasons import (
     DOMAIN_NOT_READY,
     GPU_LOST,
     LIMITS_PENDING,
@@ -23,6 +19,10 @@ from yunion_mps.reasons import (
     Reason,
     hint_of,
 )
+from yunion_mps.host.proc import user_name
+from yunion_mps.leases.allocator import Allocator, refuse_infeasible
+from yunion_mps.leases.ledger import Ledger, needs_mib
+from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, Unenforced
 
 from unit.leases.shares import GPU_MIB, candidates, device, lease, pool, requests
 

@@ -8,11 +8,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from yunion_mps.core.models import Holder, Lease
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.store import Store
 from yunion_mps.leases.holders import RENEWAL_GRACE_S, renew, with_time_left
 from yunion_mps.leases.storage import LeaseStorage
-from yunion_mps.models import Holder, Lease
-from yunion_mps.paths import Paths
 
 from unit.leases.shares import device, lease
 

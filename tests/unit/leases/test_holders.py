@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from yunion_mps.containers.lookup import Container, Containers
+from yunion_mps.core.models import Holder
+from yunion_mps.core.paths import Paths
 from yunion_mps.leases.holders import kubernetes_labels
-from yunion_mps.models import Holder
-from yunion_mps.paths import Paths
 
 CLAIM = Holder("name", 0, name="claim:ml/shared@0123")
 

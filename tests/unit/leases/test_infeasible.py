@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.errors import HostError, InfeasibleError, NothingFreeError
+from yunion_mps.core.errors import HostError, InfeasibleError, NothingFreeError
+from yunion_mps.core.reasons import BUDGET_NOT_ENFORCED, GPU_LOST, INFEASIBLE, MIG_IN_USE, Reason, hint_of
 from yunion_mps.leases.allocator import Allocator, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import (
@@ -14,7 +15,6 @@ from yunion_mps.leases.request import (
     Unenforced,
     WaitingGpu,
 )
-from yunion_mps.reasons import BUDGET_NOT_ENFORCED, GPU_LOST, INFEASIBLE, MIG_IN_USE, Reason, hint_of
 
 from unit.leases.shares import candidates, device, lease, pool
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.enums import BINPACK, SPREAD
-from yunion_mps.errors import InfeasibleError
+from yunion_mps.core.enums import BINPACK, SPREAD
+from yunion_mps.core.errors import InfeasibleError
 from yunion_mps.leases.allocator import Allocator, refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.models import Device, Holder, Lease
+from yunion_mps.core.reasons import LEASE_EXISTS
 from yunion_mps.host.proc import user_name
 from yunion_mps.leases.ledger import Ledger, needs_mib
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
-from yunion_mps.models import Device, Holder, Lease
-from yunion_mps.reasons import LEASE_EXISTS
 
 from unit.leases.shares import GPU_MIB, HOLDER, device, lease, pool
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.errors import NothingFreeError
+from yunion_mps.core.errors import NothingFreeError
+from yunion_mps.core.models import ALL, Device, Holder, Lease
 from yunion_mps.leases.allocator import NO_RESERVATION, Allocator, Reservation, no_reservation
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.queue import RESERVES_S, Queue
 from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
-from yunion_mps.models import ALL, Device, Holder, Lease
 
 from unit.leases.shares import HOLDER, candidates, device, lease, pool, requests
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.errors import NotAllowedError, NotFoundError
+from yunion_mps.core.errors import NotAllowedError, NotFoundError
+from yunion_mps.core.models import Holder, Lease, Owner
 from yunion_mps.http.operations import TAKE_LEASE
 from yunion_mps.leases.request import LeaseRequest, find_lease, refuse_too_long
-from yunion_mps.models import Holder, Lease, Owner
 
 from unit.leases.shares import device, lease
 

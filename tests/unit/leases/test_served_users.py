@@ -9,14 +9,14 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.errors import NothingFreeError
+from yunion_mps.core.errors import NothingFreeError
+from yunion_mps.core.models import DomainPlan, Holder, Lease, ServedUser
+from yunion_mps.core.reasons import GPU_LOST, OTHER_USER, SERVER_START_FAILED, Reason
 from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.queue import Queue
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, QueuedRequest
 from yunion_mps.leases.served_users import served_users
-from yunion_mps.models import DomainPlan, Holder, Lease, ServedUser
-from yunion_mps.reasons import GPU_LOST, OTHER_USER, SERVER_START_FAILED, Reason
 
 from unit.leases.shares import device, lease
 

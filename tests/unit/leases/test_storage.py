@@ -9,6 +9,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from yunion_mps.core.models import Holder, Lease
+from yunion_mps.core.paths import Paths
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.store import MIG, Store
@@ -17,8 +19,6 @@ from yunion_mps.leases.memory_peaks import MemoryPeaks
 from yunion_mps.leases.queue_positions import PROMPT_REPEAT_TIMEOUT_S, REPEAT_TIMEOUT_S, QueuePositions
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest, request_by_name
 from yunion_mps.leases.storage import LeaseStorage, recorded_ledger
-from yunion_mps.models import Holder, Lease
-from yunion_mps.paths import Paths
 
 from unit.leases.shares import HOLDER, device, lease
 

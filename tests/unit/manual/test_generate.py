@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from yunion_mps.config import KEYS, devices, load
-from yunion_mps.errors import Problem
+from yunion_mps.core.errors import Problem
 
 from unit.generated import CHECKOUT, generate, run
 from unit.http.server_host import short_root

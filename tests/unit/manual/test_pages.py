@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 from yunion_mps.cli.root import cli as root
-from yunion_mps.paths import Paths
+from yunion_mps.core.paths import Paths
 
 from unit.cli.conftest import PROGRAM
 from unit.generated import CHECKOUT

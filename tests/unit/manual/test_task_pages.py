@@ -8,8 +8,8 @@ import click
 import pytest
 from yunion_mps.cli.root import cli
 from yunion_mps.config import KEYS
+from yunion_mps.core.reasons import CODES
 from yunion_mps.host.processes import PROGRAM_DIRECTORIES
-from yunion_mps.reasons import CODES
 
 from documents import code_blocks, without_code
 from unit.generated import CHECKOUT

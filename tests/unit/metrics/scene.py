@@ -6,14 +6,14 @@ from typing import Any
 
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
-from yunion_mps.exposition import Histogram
+from yunion_mps.core.exposition import Histogram
+from yunion_mps.core.models import Snapshot
 from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.metrics.exporter import text_of
-from yunion_mps.models import Snapshot
+from yunion_mps.observe.observer import DomainUsage, GpuUsage, HostUsage
+from yunion_mps.observe.usage import DeviceUsage, LatestPoll
 from yunion_mps.service.facts import ClockReadings, Facts, LeaseFacts, RequestCounts
-from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
 from yunion_mps.service.queries import Queries
-from yunion_mps.service.usage import DeviceUsage, LatestPoll
 
 from unit.http import by_hand
 from unit.http.snapshots import P40, reference

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from yunion_mps.exposition import Histogram
+from yunion_mps.core.exposition import Histogram
+from yunion_mps.core.models import DomainStatus
+from yunion_mps.core.text import printable
 from yunion_mps.metrics.catalogue import CATALOGUE
 from yunion_mps.metrics.exporter import text_of
-from yunion_mps.models import DomainStatus
 from yunion_mps.mps.states import LEGAL_CHANGES
+from yunion_mps.observe.observer import DomainUsage, GpuUsage, HostUsage
+from yunion_mps.observe.usage import DeviceUsage, LatestPoll
 from yunion_mps.service.facts import Facts, RequestCounts
-from yunion_mps.service.observer import DomainUsage, GpuUsage, HostUsage
-from yunion_mps.service.usage import DeviceUsage, LatestPoll
-from yunion_mps.text import printable
 
 from unit.http import snapshots
 from unit.http.snapshots import H100, IN_MIG_MODE, P40, snapshot

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from yunion_mps.models import DomainPlan
-from yunion_mps.paths import ROOT_VARIABLE
+from yunion_mps.core.models import DomainPlan
+from yunion_mps.core.paths import ROOT_VARIABLE
 
 from .driving import Bench, DomainRun, Jobs
 

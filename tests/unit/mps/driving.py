@@ -16,10 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from subprocess import PIPE
 
-from yunion_mps.enums import READY
-from yunion_mps.errors import YunionError
+from yunion_mps.core.enums import READY
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.models import DomainPlan, Event, PlannedGpu
 from yunion_mps.host.processes import Process, readable, spawn
-from yunion_mps.models import DomainPlan, Event, PlannedGpu
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.limits import LimitsInEffect

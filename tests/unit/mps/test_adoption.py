@@ -8,9 +8,9 @@ import socket
 import sys
 
 import pytest
-from yunion_mps.enums import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, WEDGED
+from yunion_mps.core.enums import APPLYING, BACKOFF, FAILED, READY, STARTING, STOPPED, WEDGED
+from yunion_mps.core.models import DomainPlan, PlannedGpu
 from yunion_mps.host.processes import spawn
-from yunion_mps.models import DomainPlan, PlannedGpu
 from yunion_mps.mps.control_daemon import directories_in_use, start_error
 from yunion_mps.mps.processes import MARK, PROGRAM, control_environment
 

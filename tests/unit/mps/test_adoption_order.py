@@ -8,11 +8,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from yunion_mps.enums import READY, STOPPED
-from yunion_mps.errors import HostError
+from yunion_mps.core.enums import READY, STOPPED
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.models import DomainPlan
 from yunion_mps.host.proc import environment_of
 from yunion_mps.host.processes import Process
-from yunion_mps.models import DomainPlan
 from yunion_mps.mps.control_daemon import create_adoption_order, find
 from yunion_mps.mps.processes import (
     AdoptionOrder,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.errors import ControlError
-from yunion_mps.models import DomainPlan
+from yunion_mps.core.errors import ControlError
+from yunion_mps.core.models import DomainPlan
 from yunion_mps.mps.clients import (
     BusyServerError,
     ClientRow,

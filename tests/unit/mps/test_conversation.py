@@ -8,9 +8,9 @@ import socket
 from collections.abc import Sequence
 
 import pytest
-from yunion_mps.errors import ControlError, HostError
+from yunion_mps.core.errors import ControlError, HostError
+from yunion_mps.core.models import DomainPlan
 from yunion_mps.host.sockets import Peer
-from yunion_mps.models import DomainPlan
 from yunion_mps.mps import limits
 from yunion_mps.mps.conversation import Conversation, peer_of
 from yunion_mps.mps.processes import client_variables

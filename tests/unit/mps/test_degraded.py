@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from yunion_mps.enums import APPLYING, DEGRADED, READY, STOPPED
+from yunion_mps.core.enums import APPLYING, DEGRADED, READY, STOPPED
+from yunion_mps.core.reasons import SERVER_START_FAILED
 from yunion_mps.mps.health import PROBE_S
 from yunion_mps.mps.log_file import LOG_NAME, SERVER_LOG
 from yunion_mps.mps.server_starts import PAUSES_S, READ_S
-from yunion_mps.reasons import SERVER_START_FAILED
 
 from integration.daemon_host import eventually
 

@@ -10,9 +10,9 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
+from yunion_mps.core.models import DomainPlan
 from yunion_mps.host import sockets
 from yunion_mps.host.proc import process_name
-from yunion_mps.models import DomainPlan
 from yunion_mps.mps import conversation
 from yunion_mps.mps.conversation import connections, diagnose, front_end_at, occupied_error
 from yunion_mps.mps.processes import client_variables

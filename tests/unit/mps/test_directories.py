@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.reasons import SHORTAGE, hint_of
 from yunion_mps.mps.directories import check_entries, find_obstacle, open_log, set_access, use
-from yunion_mps.reasons import SHORTAGE, hint_of
 
 from descriptors import open_descriptors
 

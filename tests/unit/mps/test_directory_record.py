@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
 from yunion_mps.mps.directories import set_access, set_record_file, use
 from yunion_mps.mps.obstacles import FILES
 

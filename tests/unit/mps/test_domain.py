@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from yunion_mps.enums import BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING
+from yunion_mps.core.enums import BACKOFF, FAILED, READY, STARTING, STOPPED, STOPPING
 from yunion_mps.host.proc import environment_of
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.health import PROBE_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from yunion_mps.models import DomainPlan
+from yunion_mps.core.models import DomainPlan
 from yunion_mps.mps.forced_end import LOG_WITHIN_S, EndRefusal
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.log_file import LOG_NAME

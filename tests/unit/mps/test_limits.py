@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from yunion_mps.enums import APPLYING, BACKOFF, READY
-from yunion_mps.models import DomainPlan
+from yunion_mps.core.enums import APPLYING, BACKOFF, READY
+from yunion_mps.core.models import DomainPlan
 from yunion_mps.mps.health import VERIFY_S
 from yunion_mps.mps.limits import LimitsInEffect
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.enums import READY
+from yunion_mps.core.enums import READY
+from yunion_mps.core.models import DomainPlan, Event
+from yunion_mps.core.reasons import SERVER_START_FAILED
 from yunion_mps.host.proc import user_name
-from yunion_mps.models import DomainPlan, Event
 from yunion_mps.mps.health import PROBE_S
 from yunion_mps.mps.log_file import (
     LOG_NAME,
@@ -28,7 +29,6 @@ from yunion_mps.mps.log_file import (
     log_hint,
 )
 from yunion_mps.mps.log_lines import timestamp_parser
-from yunion_mps.reasons import SERVER_START_FAILED
 
 from integration.daemon_host import eventually
 from unit.short_memory import with_memory_short

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from yunion_mps.enums import READY
-from yunion_mps.errors import HostError
+from yunion_mps.core.enums import READY
+from yunion_mps.core.errors import HostError
 from yunion_mps.mps.control_daemon import MULTIUSER
 from yunion_mps.supervisor.preflight import knows_multiuser
 

@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from yunion_mps.enums import BACKOFF, FAILED, READY, STOPPED, STOPPING
-from yunion_mps.errors import ShortageError
-from yunion_mps.models import DomainPlan, Event
+from yunion_mps.core.enums import BACKOFF, FAILED, READY, STOPPED, STOPPING
+from yunion_mps.core.errors import ShortageError
+from yunion_mps.core.models import DomainPlan, Event
 from yunion_mps.mps.processes import MpsProcess, orphaned_servers, running_servers
 from yunion_mps.mps.rollover import IDLE_S, OrphanedServers
 

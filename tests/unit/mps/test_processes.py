@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.enums import APPLYING, READY, STARTING, STOPPED, WEDGED
-from yunion_mps.errors import HostError
+from yunion_mps.core.enums import APPLYING, READY, STARTING, STOPPED, WEDGED
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.models import DomainPlan, PlannedGpu, Pool, Slice
+from yunion_mps.core.paths import ROOT_VARIABLE, Paths
 from yunion_mps.host.proc import children_of, program_name, uid_of
-from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
 from yunion_mps.mps import processes
 from yunion_mps.mps.control_daemon import find, start
 from yunion_mps.mps.conversation import peer_of
@@ -34,7 +35,6 @@ from yunion_mps.mps.processes import (
     record,
     server_pids,
 )
-from yunion_mps.paths import ROOT_VARIABLE, Paths
 
 from integration.daemon_host import eventually
 

@@ -10,11 +10,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from yunion_mps.enums import APPLYING, BACKOFF, FAILED, READY, STARTING, WEDGED
-from yunion_mps.models import DomainPlan
+from yunion_mps.core.enums import APPLYING, BACKOFF, FAILED, READY, STARTING, WEDGED
+from yunion_mps.core.models import DomainPlan
+from yunion_mps.core.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT
 from yunion_mps.mps.health import PROBE_S, PROBE_TIMEOUT_S
 from yunion_mps.mps.processes import PROGRAM
-from yunion_mps.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT
 
 from integration.daemon_host import eventually
 

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from yunion_mps.enums import APPLYING, READY, STOPPED
-from yunion_mps.models import DomainPlan
+from yunion_mps.core.enums import APPLYING, READY, STOPPED
+from yunion_mps.core.models import DomainPlan
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.rollover import Rollover
 

@@ -7,8 +7,8 @@ import os
 import signal
 
 import pytest
-from yunion_mps.enums import STOPPED, STOPPING
-from yunion_mps.models import DomainPlan
+from yunion_mps.core.enums import STOPPED, STOPPING
+from yunion_mps.core.models import DomainPlan
 from yunion_mps.mps.conversation import peer_of
 
 from integration.daemon_host import eventually

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from yunion_mps.enums import (
+from yunion_mps.core.enums import (
     APPLYING,
     BACKOFF,
     DEGRADED,

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps import reasons
-from yunion_mps.models import Controller, Gpu, Inventory, MeantGpu
+from yunion_mps.core import reasons
+from yunion_mps.core.models import Controller, Gpu, Inventory, MeantGpu
+from yunion_mps.core.reasons import GPU_LOST, Reason
+from yunion_mps.core.settings import DeviceEntry, Source
 from yunion_mps.planning.entries import Resolution, confirm_replacements, resolve_entries
-from yunion_mps.reasons import GPU_LOST, Reason
-from yunion_mps.settings import DeviceEntry, Source
 
 from unit.builders import DEVICES, P40, config, entry, find_gpu, gpu, inventory, messages, planned
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.mig import MigInstance, MigProfile
-from yunion_mps.models import Gpu
+from yunion_mps.core.mig import MigInstance, MigProfile
+from yunion_mps.core.models import Gpu
 from yunion_mps.planning.mig import (
     LayoutChange,
     LayoutError,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from yunion_mps.mig import MigInstance
-from yunion_mps.models import Gpu
+from yunion_mps.core.mig import MigInstance
+from yunion_mps.core.models import Gpu
+from yunion_mps.core.reasons import GPU_LOST, MIG_PENDING, NO_REASON, Reason
+from yunion_mps.core.settings import DeviceEntry
 from yunion_mps.planning.mig import (
     Instances,
     change,
@@ -14,8 +16,6 @@ from yunion_mps.planning.mig import (
     with_layouts,
 )
 from yunion_mps.planning.plan import make_plan
-from yunion_mps.reasons import GPU_LOST, MIG_PENDING, NO_REASON, Reason
-from yunion_mps.settings import DeviceEntry
 
 from unit.builders import MACHINE_ID, config, entry, inventory
 from unit.planning.test_mig import instance, with_mig

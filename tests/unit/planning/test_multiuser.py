@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.models import Gpu
+from yunion_mps.core.models import Gpu
+from yunion_mps.core.reasons import MULTIUSER_UNSUPPORTED
 from yunion_mps.planning.multiuser import describe_users
 from yunion_mps.planning.plan import make_plan
-from yunion_mps.reasons import MULTIUSER_UNSUPPORTED
 
 from unit import builders
 

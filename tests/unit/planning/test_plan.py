@@ -7,13 +7,13 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from yunion_mps.enums import TIME_SLICING
-from yunion_mps.models import DomainPlan, Driver, Gpu, Plan, PlannedGpu
+from yunion_mps.core.enums import TIME_SLICING
+from yunion_mps.core.models import DomainPlan, Driver, Gpu, Plan, PlannedGpu
+from yunion_mps.core.reasons import COMPUTE_MODE_FIXED, GPU_LOST, MEMORY_UNKNOWN, Reason
+from yunion_mps.core.settings import Config, SliceEntry, Source
 from yunion_mps.planning.division import describe_division, max_clients, share_percentage
 from yunion_mps.planning.environment import client_environment, decimal
 from yunion_mps.planning.plan import make_plan, mode_changes
-from yunion_mps.reasons import COMPUTE_MODE_FIXED, GPU_LOST, MEMORY_UNKNOWN, Reason
-from yunion_mps.settings import Config, SliceEntry, Source
 
 from unit.builders import DEVICES, HOST, MACHINE_ID, P40, config, entry, gpu, inventory, messages, planned
 

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.enums import PRIORITIES
-from yunion_mps.models import Driver, Gpu, Inventory, Plan, Pool
+from yunion_mps.core.enums import PRIORITIES
+from yunion_mps.core.models import Driver, Gpu, Inventory, Plan, Pool
+from yunion_mps.core.reasons import GPU_LOST, NO_REASON, Reason
+from yunion_mps.core.settings import Config, DeviceEntry, SliceEntry, Source
 from yunion_mps.planning.division import free_units, max_clients, pool_device, units_for
 from yunion_mps.planning.environment import client_environment, limit_mib
 from yunion_mps.planning.plan import make_plan, mode_changes
-from yunion_mps.reasons import GPU_LOST, NO_REASON, Reason
-from yunion_mps.settings import Config, DeviceEntry, SliceEntry, Source
 
 from unit.builders import DEVICES, MACHINE_ID, config, find_gpu, gpu, planned
 

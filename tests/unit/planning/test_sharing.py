@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.enums import MPS, NOT_SHARED, TIME_SLICING
-from yunion_mps.mig import MigLayout
-from yunion_mps.models import Device, DirectGpu, Plan
+from yunion_mps.core.enums import MPS, NOT_SHARED, TIME_SLICING
+from yunion_mps.core.mig import MigLayout
+from yunion_mps.core.models import Device, DirectGpu, Plan
+from yunion_mps.core.reasons import COMPUTE_MODE_EXCLUSIVE, GPU_LOST, LEASES_PENDING, Reason
+from yunion_mps.core.settings import DeviceEntry
 from yunion_mps.planning.environment import client_environment
 from yunion_mps.planning.plan import make_plan
 from yunion_mps.planning.sharing import divide_directly, keep_sharing, ways_of_sharing
-from yunion_mps.reasons import COMPUTE_MODE_EXCLUSIVE, GPU_LOST, LEASES_PENDING, Reason
-from yunion_mps.settings import DeviceEntry
 
 from unit.builders import MACHINE_ID, config, entry, gpu, inventory, planned
 

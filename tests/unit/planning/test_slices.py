@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from yunion_mps.errors import NotFoundError
-from yunion_mps.models import Gpu, Pool
+from yunion_mps.core.errors import NotFoundError
+from yunion_mps.core.models import Gpu, Pool
+from yunion_mps.core.reasons import GPU_LOST, Reason
+from yunion_mps.core.settings import DeviceEntry, SliceEntry, Source
 from yunion_mps.planning.division import describe_division, free_units, pool_device, pools_of, units_for
 from yunion_mps.planning.environment import client_environment
-from yunion_mps.reasons import GPU_LOST, Reason
-from yunion_mps.settings import DeviceEntry, SliceEntry, Source
 
 from unit.builders import DEVICES, P40, config, entry, gpu, inventory, messages, planned
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from yunion_mps.errors import BusyError
-from yunion_mps.reasons import OVER_BUDGET_TERMINATED
+from yunion_mps.core.errors import BusyError
+from yunion_mps.core.reasons import OVER_BUDGET_TERMINATED
 from yunion_mps.service.budgets import BudgetEnforcer, Excess, JobBudget, find_excesses
 from yunion_mps.service.terminate import TERM
 

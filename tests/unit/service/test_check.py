@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.errors import ConfigError, DriverError
-from yunion_mps.reasons import DRIVER_HUNG, DRIVER_NOT_LOADED
+from yunion_mps.core.errors import ConfigError, DriverError
+from yunion_mps.core.reasons import DRIVER_HUNG, DRIVER_NOT_LOADED
 from yunion_mps.service import offline
 from yunion_mps.supervisor.preflight import run_preflight
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from yunion_mps.conditions import Condition
+from yunion_mps.core.conditions import Condition
 from yunion_mps.service.job_warnings import QUIET_S, JobWarnings
 from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from yunion_mps.errors import BusyError
-from yunion_mps.models import Owner
+from yunion_mps.core.errors import BusyError
+from yunion_mps.core.models import Owner
 from yunion_mps.service.lease_terminator import LeaseTerminator
 
 from unit.service.test_leases import ROOT, LeaseHost, host, run

@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 from yunion_mps.answers import LeaseRecordJson
-from yunion_mps.errors import HostError, InfeasibleError, LockedError, NotAllowedError, NothingFreeError
+from yunion_mps.core.errors import HostError, InfeasibleError, LockedError, NotAllowedError, NothingFreeError
+from yunion_mps.core.models import ALL, Event, Holder, Owner
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.units import seconds
 from yunion_mps.host import store
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.store import Store
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.leases.storage import LeaseStorage
-from yunion_mps.models import ALL, Event, Holder, Owner
-from yunion_mps.paths import Paths
 from yunion_mps.service import leases
 from yunion_mps.service.instances import InstanceCheck
 from yunion_mps.service.leases import LeaseService
@@ -30,7 +31,6 @@ from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.server_users import ServerUsers
 from yunion_mps.supervisor.event_log import EventLog
-from yunion_mps.units import seconds
 
 from unit import builders
 from unit.http.snapshots import snapshot

@@ -8,15 +8,15 @@ import time
 from collections.abc import Mapping
 
 import pytest
-from yunion_mps.reasons import GPU_FAULT, TIME_SLICE_CHANGED
+from yunion_mps.core.reasons import GPU_FAULT, TIME_SLICE_CHANGED
+from yunion_mps.core.tasks import cancel
+from yunion_mps.observe.usage import LatestPoll, UsageHistory
 from yunion_mps.service import monitor
 from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services
-from yunion_mps.service.usage import LatestPoll, UsageHistory
-from yunion_mps.tasks import cancel
 
 from unit.supervised import MakeHost, Supervise, Supervised
 

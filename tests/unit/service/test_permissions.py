@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from yunion_mps.containers.lookup import ContainerGroup
-from yunion_mps.errors import NotAllowedError, NotFoundError
+from yunion_mps.core.errors import NotAllowedError, NotFoundError
+from yunion_mps.core.models import Holder, Owner
 from yunion_mps.host.control_groups import ControlGroup
 from yunion_mps.host.proc import started_ticks
-from yunion_mps.models import Holder, Owner
 from yunion_mps.service import permissions
 from yunion_mps.service.permissions import Caller, attested_container, process_holder
 

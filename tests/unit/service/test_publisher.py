@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from yunion_mps.core.paths import Paths
 from yunion_mps.host import threads
-from yunion_mps.paths import Paths
 from yunion_mps.service.publisher import DEVICES_FILE, CdiPublisher, SpecDirectory, lease_file
 
 from unit.http.snapshots import snapshot

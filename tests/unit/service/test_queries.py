@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from yunion_mps.enums import READY
-from yunion_mps.errors import NothingFreeError
+from yunion_mps.core.enums import READY
+from yunion_mps.core.errors import NothingFreeError
+from yunion_mps.core.models import Holder, Lease
+from yunion_mps.core.reasons import CONTROL_DAEMON_SILENT, GPU_LOST, LEASE_OUTDATED, MIG_IN_USE, Reason
 from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest
-from yunion_mps.models import Holder, Lease
 from yunion_mps.mps.states import LEGAL_CHANGES
-from yunion_mps.reasons import CONTROL_DAEMON_SILENT, GPU_LOST, LEASE_OUTDATED, MIG_IN_USE, Reason
 from yunion_mps.service.queries import Queries
 
 from unit import builders

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from yunion_mps.errors import NotConfirmedError
+from yunion_mps.core.errors import NotConfirmedError
+from yunion_mps.core.reasons import COMPUTE_MODE_FIXED
+from yunion_mps.core.units import rfc3339
 from yunion_mps.host.proc import started_s
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.reasons import COMPUTE_MODE_FIXED
-from yunion_mps.service.devices import devices_json
 from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl, Reloader, _confirmed_client
 from yunion_mps.service.reload_losses import NO_LOSSES, ReloadLosses, client_name
 from yunion_mps.service.services import Services
-from yunion_mps.units import rfc3339
+from yunion_mps.views.devices import devices_json
 
 from integration.daemon_host import is_running
 from simhost.host import SHARED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from yunion_mps.errors import NotConfirmedError
+from yunion_mps.core.errors import NotConfirmedError
 from yunion_mps.service.reload_losses import (
     Listings,
     ReloadLosses,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from yunion_mps.enums import BACKOFF, FAILED, STARTING
-from yunion_mps.reasons import (
+from yunion_mps.core.enums import BACKOFF, FAILED, STARTING
+from yunion_mps.core.reasons import (
     CONTROL_DAEMON_BUSY,
     LEASES_PENDING,
     LIMITS_PENDING,

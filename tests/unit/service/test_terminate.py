@@ -13,15 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from yunion_mps.errors import BusyError, ControlError, HostError, NotAllowedError
+from yunion_mps.core.errors import BusyError, ControlError, HostError, NotAllowedError
+from yunion_mps.core.models import Event
+from yunion_mps.core.reasons import PROCESSES_UNKNOWN
+from yunion_mps.core.units import rfc3339
 from yunion_mps.host.control_groups import control_groups_of
 from yunion_mps.host.proc import is_kernel_thread, started_s
-from yunion_mps.models import Event
 from yunion_mps.mps.conversation import OccupiedError
-from yunion_mps.reasons import PROCESSES_UNKNOWN
 from yunion_mps.service import terminate as module
 from yunion_mps.service.terminate import _refuse_unless_job
-from yunion_mps.units import rfc3339
 
 from unit.http.by_hand import CLIENT, LEASE, clients
 

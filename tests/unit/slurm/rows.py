@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from yunion_mps.paths import Paths
+from yunion_mps.core.paths import Paths
 from yunion_mps.slurm.devices import (
     Record,
     RecordedDevice,

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from yunion_mps.errors import HostError, NotFoundError
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import SLURM_DEVICES_CHANGED
+from yunion_mps.core.errors import HostError, NotFoundError
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import SLURM_DEVICES_CHANGED
 from yunion_mps.slurm.devices import (
     gpus_for_slurm,
     gres_lines,

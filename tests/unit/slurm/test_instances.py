@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.errors import HostError
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import GPU_LOST, MIG_INSTANCE_GONE
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import GPU_LOST, MIG_INSTANCE_GONE
 from yunion_mps.slurm.instances import current_environment, write_instances
 
 from unit.slurm.rows import device, lease

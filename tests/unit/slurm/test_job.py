@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from yunion_mps.errors import HostError, InfeasibleError, YunionError
-from yunion_mps.paths import Paths
+from yunion_mps.core.errors import HostError, InfeasibleError, YunionError
+from yunion_mps.core.paths import Paths
 from yunion_mps.slurm.hooks import Hooks, environment_of_task, number_of_shards
 from yunion_mps.slurm.job import Job, indices_of
 from yunion_mps.slurm.job_file import JobFile

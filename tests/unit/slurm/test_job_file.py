@@ -7,8 +7,8 @@ import pwd
 from pathlib import Path
 
 import pytest
-from yunion_mps.errors import HostError, NotFoundError
-from yunion_mps.paths import Paths
+from yunion_mps.core.errors import HostError, NotFoundError
+from yunion_mps.core.paths import Paths
 from yunion_mps.slurm.job import Job
 from yunion_mps.slurm.job_file import JobFile, read_job_file, write_job_file
 

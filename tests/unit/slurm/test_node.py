@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.reasons import GPU_LOST, Reason
+from yunion_mps.core.reasons import GPU_LOST, Reason
 from yunion_mps.slurm.devices import pending_change
 from yunion_mps.slurm.job import is_about_to_be_killed, job_of, stale_leases
 from yunion_mps.slurm.leases import Assignment, held_outside

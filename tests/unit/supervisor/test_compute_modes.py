@@ -6,13 +6,13 @@ import logging
 import time
 
 import pytest
-from yunion_mps.errors import DriverError
+from yunion_mps.core.errors import DriverError
+from yunion_mps.core.reasons import COMPUTE_MODE_UNSUPPORTED
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import our_processes
-from yunion_mps.reasons import COMPUTE_MODE_UNSUPPORTED
-from yunion_mps.service.devices import devices_json
+from yunion_mps.views.devices import devices_json
 
 from unit.supervised import Begin, MakeHost, Supervise, modes
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.conditions import Condition
-from yunion_mps.enums import ABOUT_CDI_FILES, ABOUT_ENTRY, ABOUT_EVENT_LOG, ABOUT_PIPE_DIRECTORY, BROKEN
-from yunion_mps.models import Event
-from yunion_mps.reasons import CDI_DIRECTORY_FAILED, GPU_MISSING, PIPE_DIRECTORY, Reason
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import ABOUT_CDI_FILES, ABOUT_ENTRY, ABOUT_EVENT_LOG, ABOUT_PIPE_DIRECTORY, BROKEN
+from yunion_mps.core.models import Event
+from yunion_mps.core.reasons import CDI_DIRECTORY_FAILED, GPU_MISSING, PIPE_DIRECTORY, Reason
 from yunion_mps.supervisor.condition_log import ConditionLog
 
 

@@ -7,11 +7,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from yunion_mps.enums import READY
-from yunion_mps.errors import ShortageError
-from yunion_mps.models import DomainPlan
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import DIRECTORY_TAKEN
+from yunion_mps.core.enums import READY
+from yunion_mps.core.errors import ShortageError
+from yunion_mps.core.models import DomainPlan
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import DIRECTORY_TAKEN
 from yunion_mps.supervisor.domain_directories import DomainDirectories
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 

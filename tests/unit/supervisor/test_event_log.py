@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.enums import EVENT_KINDS, SEVERITIES
-from yunion_mps.errors import HostError
+from yunion_mps.core.enums import EVENT_KINDS, SEVERITIES
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.models import Event
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.store import Store
-from yunion_mps.models import Event
-from yunion_mps.paths import Paths
 from yunion_mps.supervisor.event_log import (
     MAX_EVENTS,
     MAX_REPEATS,

@@ -6,14 +6,14 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from yunion_mps.enums import ABOUT_SETTING, READY, WARNING
-from yunion_mps.errors import DriverError
+from yunion_mps.core.enums import ABOUT_SETTING, READY, WARNING
+from yunion_mps.core.errors import DriverError
+from yunion_mps.core.models import Gpu, Plan
+from yunion_mps.core.reasons import COMPUTE_MODE_CHANGED, COMPUTE_MODE_REFUSED
 from yunion_mps.gpus import kinds
 from yunion_mps.gpus.blockers import WITHOUT_MPS, Needs
 from yunion_mps.gpus.kind import Kind, Step
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import Gpu, Plan
-from yunion_mps.reasons import COMPUTE_MODE_CHANGED, COMPUTE_MODE_REFUSED
 from yunion_mps.service import offline
 
 from simhost import SimHost

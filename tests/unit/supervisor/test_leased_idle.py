@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.enums import FREE, LEASED, READY
+from yunion_mps.core.enums import FREE, LEASED, READY
 
 from unit.supervised import MakeHost, Supervise
 from unit.supervisor.test_transitions import ChangingGpu

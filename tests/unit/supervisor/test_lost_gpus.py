@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yunion_mps.errors import ConfigError, DriverError
+from yunion_mps.core.errors import ConfigError, DriverError
+from yunion_mps.core.reasons import GPU_REPLACED
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.reasons import GPU_REPLACED
-from yunion_mps.service.devices import devices_json
+from yunion_mps.views.devices import devices_json
 
 from simhost import SimHost
 from unit.supervised import Begin, MakeHost, PutToWork, Supervise, Supervised, configure, modes

@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable
 
 import pytest
-from yunion_mps import reasons
 from yunion_mps.cli.config import gpu_records
-from yunion_mps.errors import ConfigError
+from yunion_mps.core import reasons
+from yunion_mps.core.errors import ConfigError
+from yunion_mps.core.models import Device
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import ENTRY_REFUSED, NO_REASON, Reason
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Device
-from yunion_mps.paths import Paths
 from yunion_mps.planning.environment import client_environment
-from yunion_mps.reasons import ENTRY_REFUSED, NO_REASON, Reason
-from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor.preflight import run_preflight
+from yunion_mps.views.devices import devices_json
 
 from simhost import Description, SimHost
 from unit.leases.shares import ledger_on

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 
 import pytest
-from yunion_mps import reasons
-from yunion_mps.errors import DriverError
+from yunion_mps.core import reasons
+from yunion_mps.core.errors import DriverError
+from yunion_mps.core.mig import DISABLED
+from yunion_mps.core.reasons import Reason
 from yunion_mps.gpus.mig_steps import LayoutTask, bring_into_effect
 from yunion_mps.inventory.driver import Deadline
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
-from yunion_mps.mig import DISABLED
-from yunion_mps.reasons import Reason
 
 from integration.daemon_host import eventually
 from unit.mig_host import NOTHING_BUSY, MakeMigHost, MigHost

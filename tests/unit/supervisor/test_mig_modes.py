@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 
 import pytest
-from yunion_mps import reasons
+from yunion_mps.core import reasons
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.service.devices import devices_json
+from yunion_mps.views.devices import devices_json
 
 from simhost import SimHost
 from unit.supervised import MakeHost, Supervise, Supervised

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from yunion_mps import reasons
+from yunion_mps.core import reasons
 from yunion_mps.gpus.mig_forecast import Forecast, make_forecast
 from yunion_mps.gpus.mig_restore import restore_layouts, withdrawn
 from yunion_mps.gpus.mig_steps import LayoutTask

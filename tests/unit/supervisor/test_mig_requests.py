@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps import reasons
+from yunion_mps.core import reasons
 
 from simhost import SimHost
 from unit.supervised import Supervise

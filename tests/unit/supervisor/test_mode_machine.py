@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
-from yunion_mps.errors import YunionError
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.paths import ROOT_VARIABLE, Paths
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
-from yunion_mps.paths import ROOT_VARIABLE, Paths
 
 from simhost import SimHost
 from unit.supervised import Supervised, configure, modes

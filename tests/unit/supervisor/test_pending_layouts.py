@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from yunion_mps.enums import FREE, LEASED, PENDING
+from yunion_mps.core.enums import FREE, LEASED, PENDING
+from yunion_mps.core.models import Holder, Lease
+from yunion_mps.core.reasons import MIG_IN_USE, MIG_PENDING
 from yunion_mps.gpus.blockers import Blockers
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, candidates_of
-from yunion_mps.models import Holder, Lease
-from yunion_mps.reasons import MIG_IN_USE, MIG_PENDING
-from yunion_mps.service.devices import devices_json, unusable_reasons
 from yunion_mps.supervisor.preflight import run_preflight
+from yunion_mps.views.devices import devices_json, unusable_reasons
 
 from simhost import Description, SimHost
 from unit.supervised import MakeHost, MakeStandIns, Supervise, Supervised

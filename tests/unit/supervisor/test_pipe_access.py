@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+from yunion_mps.core.models import Event
 from yunion_mps.doctor.checks import Host
-from yunion_mps.models import Event
 from yunion_mps.service.queries import Queries
 
 from unit.doctor.hosts import found

@@ -8,9 +8,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from yunion_mps.errors import ConfigError, DriverError
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import DIRECTORY_TAKEN
+from yunion_mps.core.errors import ConfigError, DriverError
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import DIRECTORY_TAKEN
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 
 from simhost import SimHost

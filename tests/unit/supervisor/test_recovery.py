@@ -10,12 +10,12 @@ import time
 from contextlib import closing
 
 import pytest
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import PROGRAM, our_processes
-from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor.event_log import EventTable
+from yunion_mps.views.devices import devices_json
 
 from integration.daemon_host import eventually
 from simhost import SimHost

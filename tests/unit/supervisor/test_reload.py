@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.waits import LeaseWait, Users
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import our_processes
-from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor.preflight import run_preflight
-from yunion_mps.users import LeaseWait, Users
+from yunion_mps.views.devices import devices_json
 
 from unit.supervised import Begin, MakeHost, PutToWork, Supervise, budgets, configure, modes, pid
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-from yunion_mps.models import DomainPlan, PlannedGpu, Pool, Slice
+from yunion_mps.core.models import DomainPlan, PlannedGpu, Pool, Slice
 from yunion_mps.mps.control_daemon import in_running_order, with_recorded_limits
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.service.queries import Queries

@@ -7,14 +7,14 @@ import os
 import time
 
 import pytest
-from yunion_mps.enums import WEDGED
-from yunion_mps.errors import DriverError
+from yunion_mps.core.enums import WEDGED
+from yunion_mps.core.errors import DriverError
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.health import PROBE_S
 from yunion_mps.mps.processes import MpsProcess, our_processes
 from yunion_mps.mps.rollover import SEARCH_AFTER_S
-from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor import fleet
+from yunion_mps.views.devices import devices_json
 
 from unit.supervised import Begin, MakeHost, PutToWork, Supervise
 

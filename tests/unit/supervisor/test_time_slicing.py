@@ -6,16 +6,16 @@ import os
 import time
 
 import pytest
-from yunion_mps.enums import FREE, LEASED, MPS, PENDING, TIME_SLICING, UNAVAILABLE
+from yunion_mps.core.enums import FREE, LEASED, MPS, PENDING, TIME_SLICING, UNAVAILABLE
+from yunion_mps.core.models import Holder, Lease
+from yunion_mps.core.reasons import COMPUTE_MODE_CHANGED, LEASES_PENDING, TIME_SLICE_REFUSED
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, candidates_of
 from yunion_mps.leases.storage import LeaseStorage
-from yunion_mps.models import Holder, Lease
 from yunion_mps.mps.processes import our_processes
-from yunion_mps.reasons import COMPUTE_MODE_CHANGED, LEASES_PENDING, TIME_SLICE_REFUSED
-from yunion_mps.service.devices import devices_json, unusable_reasons
+from yunion_mps.views.devices import devices_json, unusable_reasons
 
 from simhost import SimHost
 from simhost.host import SHARED

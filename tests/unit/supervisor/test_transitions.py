@@ -7,13 +7,13 @@ import time
 from typing import Any, NamedTuple
 
 import pytest
-from yunion_mps.enums import FREE, LEASED, MPS, NOT_SHARED, PENDING, READY, TIME_SLICING
+from yunion_mps.core.enums import FREE, LEASED, MPS, NOT_SHARED, PENDING, READY, TIME_SLICING
+from yunion_mps.core.models import Device, Holder, Lease
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import LeaseStorage
-from yunion_mps.models import Device, Holder, Lease
-from yunion_mps.service.devices import devices_json
 from yunion_mps.supervisor import Change
 from yunion_mps.supervisor.preflight import run_preflight
+from yunion_mps.views.devices import devices_json
 
 from unit.supervised import MakeHost, Supervise, Supervised
 from unit.supervisor.test_mig_devices import apply_layouts

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from yunion_mps.core.reasons import MEMORY_UNKNOWN
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.reasons import MEMORY_UNKNOWN
-from yunion_mps.service.devices import devices_json
 from yunion_mps.service.queries import Queries
+from yunion_mps.views.devices import devices_json
 
 from simhost import SimHost
 from unit.supervised import MakeHost, Supervise, Supervised, budgets

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.config import load
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import METRICS_FILE_FAILED
 from yunion_mps.host.lock import holder_of_lock, take_lock
 from yunion_mps.host.sandbox import UNIT
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import METRICS_FILE_FAILED
 from yunion_mps.supervisor.unit_access import own_unit_problems, unit_problems, unit_warnings
 
 from unit.http.server_host import short_root

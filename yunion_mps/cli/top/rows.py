@@ -6,9 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.addresses import physical_gpu
-from yunion_mps.enums import FREE, RESERVED, UNAVAILABLE
-from yunion_mps.overview import (
+from yunion_mps.client.overview import (
     HostAnswers,
     HostOverview,
     ShownProblem,
@@ -16,8 +14,10 @@ from yunion_mps.overview import (
     notable_way,
     short_name,
 )
-from yunion_mps.service.holdings import Holding, distribute, is_memory_unknown
-from yunion_mps.units import seconds
+from yunion_mps.core.addresses import physical_gpu
+from yunion_mps.core.enums import FREE, RESERVED, UNAVAILABLE
+from yunion_mps.core.units import seconds
+from yunion_mps.observe.holdings import Holding, distribute, is_memory_unknown
 
 if TYPE_CHECKING:
     from yunion_mps.answers import EventJson, GpuJson

@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from yunion_mps.errors import YunionError
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import API_SERVER_ERROR, hint_of
-from yunion_mps.text import parse_number
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import API_SERVER_ERROR, hint_of
+from yunion_mps.core.text import parse_number
 
 #: The longest part of a host's name between dots (RFC 1035).
 _MAX_LABEL = 63

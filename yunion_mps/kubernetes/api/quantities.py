@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from yunion_mps.errors import InfeasibleError
+from yunion_mps.core.errors import InfeasibleError
 
 _KIB = 1024
 _BINARY_SUFFIXES = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50, "Ei": 1 << 60}

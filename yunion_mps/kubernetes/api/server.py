@@ -21,10 +21,10 @@ from urllib.parse import urlencode
 
 import h11
 
+from yunion_mps.core.tasks import within
 from yunion_mps.kubernetes.api.credentials import Access, ApiCredentials, ApiServerError
 from yunion_mps.kubernetes.api.objects import ApiObject, Bookmark, ObjectT, Resource, read_as
 from yunion_mps.kubernetes.received import MAX_MESSAGE_BYTES, OF_PROCESS
-from yunion_mps.tasks import within
 
 T = TypeVar("T")
 

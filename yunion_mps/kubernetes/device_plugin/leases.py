@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from yunion_mps.containers.nodes import INSTANCE_CAPABILITIES, capability_nodes
-from yunion_mps.enums import IN_USE, KUBERNETES, OVER_BUDGET
-from yunion_mps.errors import HostError, NothingFreeError, YunionError
+from yunion_mps.core.enums import IN_USE, KUBERNETES, OVER_BUDGET
+from yunion_mps.core.errors import HostError, NothingFreeError, YunionError
+from yunion_mps.core.paths import Paths
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import END_LEASE, GET_GPUS, GET_LEASES, TAKE_LEASE
 from yunion_mps.http.parameters import Value
@@ -22,7 +23,6 @@ from yunion_mps.kubernetes.device_plugin.lease_names import is_container_lease, 
 from yunion_mps.kubernetes.device_plugin.resources import ExtendedResource
 from yunion_mps.kubernetes.kubelet import grpc, pod_resources_api, protobuf
 from yunion_mps.kubernetes.kubelet.pod_resources_api import list_containers
-from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
     from yunion_mps.answers import GpuJson, LeaseDetailsJson, LeaseRecordJson

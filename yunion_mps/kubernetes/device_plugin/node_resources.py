@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING
 
-from yunion_mps.errors import YunionError
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.tasks import cancel, first_of
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_GPUS
 from yunion_mps.kubernetes.daemon_watch import DaemonWatch
@@ -21,7 +22,6 @@ from yunion_mps.kubernetes.devices import KnownDevice, select_offered
 from yunion_mps.kubernetes.features import GpuKind
 from yunion_mps.kubernetes.metrics import Counts, ResourceHealth
 from yunion_mps.kubernetes.options import PluginOptions
-from yunion_mps.tasks import cancel, first_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecordJson, PoolJson

@@ -14,7 +14,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from yunion_mps.containers.spec import SHARED_MEMORY
-from yunion_mps.errors import BusyError, InfeasibleError, NothingFreeError, UnreachableError, YunionError
+from yunion_mps.core.errors import BusyError, InfeasibleError, NothingFreeError, UnreachableError, YunionError
+from yunion_mps.core.models import CDI_KIND
+from yunion_mps.core.tasks import within
+from yunion_mps.core.text import count, printable
 from yunion_mps.kubernetes.device_plugin.leases import ContainerLeases
 from yunion_mps.kubernetes.device_plugin.resources import (
     ExtendedResource,
@@ -50,9 +53,6 @@ from yunion_mps.kubernetes.kubelet.protobuf import Empty
 from yunion_mps.kubernetes.kubelet.rpc import answered_by
 from yunion_mps.kubernetes.metrics import DONE, REFUSED, Counts
 from yunion_mps.kubernetes.options import CDI, ENVIRONMENT, PluginOptions
-from yunion_mps.models import CDI_KIND
-from yunion_mps.tasks import within
-from yunion_mps.text import count, printable
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecordJson

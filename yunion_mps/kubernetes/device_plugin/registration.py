@@ -9,6 +9,8 @@ import asyncio
 import logging
 import os
 
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.tasks import first_of
 from yunion_mps.host.files import FileVersion, version_of
 from yunion_mps.host.log import Failures
 from yunion_mps.kubernetes.device_plugin.plugin import OPTIONS, DevicePlugin
@@ -16,8 +18,6 @@ from yunion_mps.kubernetes.kubelet import device_plugin_api, grpc
 from yunion_mps.kubernetes.kubelet.directory import DirectoryWatch
 from yunion_mps.kubernetes.kubelet.rpc import call_rpc
 from yunion_mps.kubernetes.metrics import DONE, KUBELET, REFUSED
-from yunion_mps.paths import Paths
-from yunion_mps.tasks import first_of
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
-from yunion_mps.addresses import physical_gpu
 from yunion_mps.containers import Share, budget_variables
-from yunion_mps.enums import AVAILABLE, BINPACK, NOT_SHARED
+from yunion_mps.core.addresses import physical_gpu
+from yunion_mps.core.enums import AVAILABLE, BINPACK, NOT_SHARED
+from yunion_mps.core.models import LEASE_VARIABLE
+from yunion_mps.core.text import count, printable
 from yunion_mps.kubernetes.device_plugin.lease_names import (
     is_container_lease,
     lease_name,
@@ -28,10 +30,8 @@ from yunion_mps.kubernetes.kubelet.device_plugin_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.kubelet.grpc import RpcError, StatusCode
 from yunion_mps.kubernetes.metrics import ResourceHealth
 from yunion_mps.kubernetes.options import PluginOptions
-from yunion_mps.models import LEASE_VARIABLE
 from yunion_mps.planning.division import pool_percentage
 from yunion_mps.planning.environment import DEVICE_VARIABLE
-from yunion_mps.text import count, printable
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseRecordJson, PoolJson

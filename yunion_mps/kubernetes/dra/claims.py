@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
-from yunion_mps.enums import IDLE, IN_USE, KUBERNETES, OVER_BUDGET
-from yunion_mps.errors import HostError, NotFoundError, UnreachableError, YunionError
+from yunion_mps.core.enums import IDLE, IN_USE, KUBERNETES, OVER_BUDGET
+from yunion_mps.core.errors import HostError, NotFoundError, UnreachableError, YunionError
+from yunion_mps.core.paths import Paths
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import END_LEASE, GET_LEASES, TAKE_LEASE
@@ -28,7 +29,6 @@ from yunion_mps.kubernetes.daemon_watch import RESTART_S, call_patiently
 from yunion_mps.kubernetes.dra.devices import DRIVER, ClaimRequest
 from yunion_mps.kubernetes.dra.objects import API_VERSION, SINCE, AllocatedDevice, ResourceClaim
 from yunion_mps.kubernetes.kubelet.pod_resources_api import list_containers
-from yunion_mps.paths import Paths
 
 if TYPE_CHECKING:
     from yunion_mps.answers import LeaseDetailsJson, LeaseRecordJson

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.addresses import full_address, is_on_instance, physical_gpu
-from yunion_mps.enums import AVAILABLE, LEASED, MIG, MPS, NOT_SHARED, UNAVAILABLE
-from yunion_mps.errors import InfeasibleError
+from yunion_mps.core.addresses import full_address, is_on_instance, physical_gpu
+from yunion_mps.core.enums import AVAILABLE, LEASED, MIG, MPS, NOT_SHARED, UNAVAILABLE
+from yunion_mps.core.errors import InfeasibleError
 from yunion_mps.kubernetes.api.quantities import memory_quantity, percentage_quantity, quantity
 from yunion_mps.kubernetes.devices import KnownDevice, select_offered, unhealthy_cause
 from yunion_mps.kubernetes.dra.objects import (

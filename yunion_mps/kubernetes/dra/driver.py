@@ -13,7 +13,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import NamedTuple
 
-from yunion_mps.errors import UnreachableError, YunionError
+from yunion_mps.core.errors import UnreachableError, YunionError
+from yunion_mps.core.models import CDI_KIND
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.tasks import first_of
+from yunion_mps.core.text import printable
 from yunion_mps.host.log import Failures
 from yunion_mps.kubernetes.api.credentials import ApiCredentials, ApiServerError
 from yunion_mps.kubernetes.api.server import ApiServer, Backoff
@@ -38,10 +42,6 @@ from yunion_mps.kubernetes.kubelet.grpc import Method, RpcServer
 from yunion_mps.kubernetes.kubelet.protobuf import DecodeError, Empty
 from yunion_mps.kubernetes.kubelet.rpc import answered_by
 from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, KUBELET, REFUSED, Counts, ResourceHealth
-from yunion_mps.models import CDI_KIND
-from yunion_mps.paths import Paths
-from yunion_mps.tasks import first_of
-from yunion_mps.text import printable
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,11 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.addresses import physical_gpu
-from yunion_mps.errors import UnreachableError, YunionError
+from yunion_mps.core.addresses import physical_gpu
+from yunion_mps.core.errors import UnreachableError, YunionError
+from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import DAEMON_UNREACHABLE
+from yunion_mps.core.tasks import first_of
 from yunion_mps.http.client import AsyncDaemonClient, timeout_error
 from yunion_mps.http.operations import GET_GPUS, GET_LEASES, GET_STATUS
 from yunion_mps.kubernetes.daemon_watch import HANG_S, PROBE_S, DaemonWatch
@@ -18,9 +21,6 @@ from yunion_mps.kubernetes.dra.claims import is_claim_lease
 from yunion_mps.kubernetes.dra.devices import DRIVER, HostDevice, HostFacts, OfferedDevice, offered_devices
 from yunion_mps.kubernetes.kubelet.device_plugin_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.metrics import Counts, ResourceHealth
-from yunion_mps.paths import Paths
-from yunion_mps.reasons import DAEMON_UNREACHABLE
-from yunion_mps.tasks import first_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DomainJson, GpuJson

@@ -9,7 +9,7 @@ import fcntl
 import os
 import signal
 
-from yunion_mps.errors import HostError
+from yunion_mps.core.errors import HostError
 
 #: The mode with which the kubelet creates the directory.
 _MODE = 0o750

@@ -24,9 +24,9 @@ from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.exceptions import H2Error
 
+from yunion_mps.core.text import parse_number
 from yunion_mps.host.files import FileVersion, version_of
 from yunion_mps.kubernetes.received import MAX_MESSAGE_BYTES, OF_PROCESS
-from yunion_mps.text import parse_number
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ of k8s.io/kubelet/pkg/apis/podresources/v1/api.proto.
 """
 # Without `from __future__ import annotations`, like protobuf: a field's type says how it is encoded.
 
+from yunion_mps.core.paths import Paths
 from yunion_mps.kubernetes.kubelet.protobuf import Empty, Message, field_number
 from yunion_mps.kubernetes.kubelet.rpc import Rpc, call_rpc
-from yunion_mps.paths import Paths
 
 #: How long the kubelet has to answer, in s.
 _KUBELET_S = 10.0

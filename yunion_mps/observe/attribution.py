@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 
 from yunion_mps.containers.lookup import ContainerGroup, Containers
+from yunion_mps.core.models import LEASE_VARIABLE, Lease
 from yunion_mps.host.control_groups import ControlGroup, control_groups_of
 from yunion_mps.host.proc import (
     group_leaders_of,
@@ -22,7 +23,6 @@ from yunion_mps.host.proc import (
     users_of,
     variable_of,
 )
-from yunion_mps.models import LEASE_VARIABLE, Lease
 
 #: How many ancestors of a process are searched for the holder of a lease.
 _MAX_ANCESTORS = 256

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from yunion_mps import reasons
-from yunion_mps.reasons import Reason, hint_of
-from yunion_mps.text import printable
+from yunion_mps.core import reasons
+from yunion_mps.core.reasons import Reason, hint_of
+from yunion_mps.core.text import printable
 
 
 class YunionError(Exception):

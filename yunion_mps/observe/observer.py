@@ -11,17 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
-from yunion_mps.enums import SERVER_FAULT
-from yunion_mps.errors import YunionError
+from yunion_mps.core.enums import SERVER_FAULT
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.models import Gpu, Lease
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.proc import started_s, started_ticks, uid_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Gpu, Lease
 from yunion_mps.mps.processes import is_server
-from yunion_mps.paths import Paths
-from yunion_mps.service.holdings import NO_CLIENTS
-from yunion_mps.service.process_list import (
+from yunion_mps.observe.holdings import NO_CLIENTS
+from yunion_mps.observe.process_list import (
     DomainProcesses,
     GpuProcesses,
     ObservedDomain,
@@ -31,7 +31,7 @@ from yunion_mps.service.process_list import (
     servers_from_kernel,
     without_mps,
 )
-from yunion_mps.service.usage import (
+from yunion_mps.observe.usage import (
     Budget,
     DeviceUsage,
     KnownDevices,

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from yunion_mps.containers.lookup import ContainerGroup
+from yunion_mps.core.models import Holder, Lease
 from yunion_mps.host.control_groups import ControlGroup
-from yunion_mps.models import Holder, Lease
-from yunion_mps.service.attribution import Attribution
+from yunion_mps.observe.attribution import Attribution
 
 from unit.leases.shares import device
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar, Union
 import click
 
 from yunion_mps import version_line
-from yunion_mps.errors import YunionError
-from yunion_mps.text import printable
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.text import printable
 
 F = TypeVar("F", bound=Union[Callable[..., Any], click.Command])
 

@@ -6,15 +6,15 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from yunion_mps import reasons
-from yunion_mps.enums import SERVER_FAULT
-from yunion_mps.errors import YunionError
+from yunion_mps.core import reasons
+from yunion_mps.core.enums import SERVER_FAULT
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.models import Event
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.proc import command_of, uid_of, user_name
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.events import processes_of_xids
-from yunion_mps.models import Event
-from yunion_mps.paths import Paths
-from yunion_mps.service.observer import Observer
+from yunion_mps.observe.observer import Observer
 from yunion_mps.supervisor import Supervisor
 
 if TYPE_CHECKING:

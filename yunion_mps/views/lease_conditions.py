@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps import reasons
-from yunion_mps.addresses import gpu_of, physical_gpu
-from yunion_mps.conditions import Condition
-from yunion_mps.enums import (
+from yunion_mps.core import reasons
+from yunion_mps.core.addresses import gpu_of, physical_gpu
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import (
     ABOUT_DIVISION,
     ABOUT_DOMAIN,
     ABOUT_LEASE,
@@ -28,12 +28,12 @@ from yunion_mps.enums import (
     TIME_SLICING,
     UNAVAILABLE,
 )
-from yunion_mps.models import Gpu, Snapshot
-from yunion_mps.reasons import Reason, hint_of
-from yunion_mps.service.holdings import ID_LENGTH, Holding, ProcessUse
-from yunion_mps.supervisor.conditions import gpu_name
-from yunion_mps.text import count
-from yunion_mps.users import describe_servers, users_awaited
+from yunion_mps.core.models import Gpu, Snapshot
+from yunion_mps.core.reasons import Reason, hint_of
+from yunion_mps.core.text import count
+from yunion_mps.core.waits import describe_servers, users_awaited
+from yunion_mps.observe.holdings import ID_LENGTH, Holding, ProcessUse
+from yunion_mps.supervisor.host_conditions import gpu_name
 
 if TYPE_CHECKING:
     from yunion_mps import answers

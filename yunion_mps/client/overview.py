@@ -11,9 +11,9 @@ from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps import __version__
-from yunion_mps.enums import ABOUT_SERVICE, MPS, NOT_SHARED, PROBLEM_LEVELS, WARNING
-from yunion_mps.reasons import VERSION_DIFFERS, hint_of
-from yunion_mps.service.holdings import (
+from yunion_mps.core.enums import ABOUT_SERVICE, MPS, NOT_SHARED, PROBLEM_LEVELS, WARNING
+from yunion_mps.core.reasons import VERSION_DIFFERS, hint_of
+from yunion_mps.observe.holdings import (
     ID_LENGTH,
     Holding,
     holdings,

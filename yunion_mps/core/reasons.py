@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from yunion_mps.addresses import full_address
+from yunion_mps.core.addresses import full_address
 
 
 class ReasonCode(NamedTuple):

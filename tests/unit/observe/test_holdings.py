@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from yunion_mps.service.holdings import (
+from yunion_mps.observe.holdings import (
     Holding,
     clients_of_lease,
     distribute,

@@ -6,17 +6,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
-from yunion_mps.enums import SERVER_FAULT
-from yunion_mps.errors import YunionError
+from yunion_mps.core.enums import SERVER_FAULT
+from yunion_mps.core.errors import YunionError
+from yunion_mps.core.models import DomainPlan, Gpu, Lease, PlannedGpu
+from yunion_mps.core.text import printable
+from yunion_mps.core.units import rfc3339
 from yunion_mps.host.proc import command_of, process_name, started_s, uid_of, user_name, variable_of
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.models import DomainPlan, Gpu, Lease, PlannedGpu
 from yunion_mps.mps.clients import BusyServerError, clients_of, server_state, waiting_clients
 from yunion_mps.mps.processes import find_control_program, is_server, server_pids
+from yunion_mps.observe.attribution import Attribution
 from yunion_mps.planning.environment import DEVICE_VARIABLE
-from yunion_mps.service.attribution import Attribution
-from yunion_mps.text import printable
-from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from yunion_mps.addresses import gpu_of, is_on_instance, physical_gpu, short_address
-from yunion_mps.enums import (
+from yunion_mps.core.addresses import gpu_of, is_on_instance, physical_gpu, short_address
+from yunion_mps.core.enums import (
     ABOUT_DEVICES,
     ABOUT_GPU,
     ABOUT_MIG_LAYOUT,
@@ -20,11 +20,11 @@ from yunion_mps.enums import (
     NOTICE,
     TIME_SLICING,
 )
-from yunion_mps.mig import MigInstance, MigLayout, MigProfile
-from yunion_mps.reasons import NO_REASON, Reason
+from yunion_mps.core.mig import MigInstance, MigLayout, MigProfile
+from yunion_mps.core.reasons import NO_REASON, Reason
 
 if TYPE_CHECKING:
-    from yunion_mps.conditions import Condition
+    from yunion_mps.core.conditions import Condition
 
 EXCLUSIVE_PROCESS = "Exclusive_Process"
 DEFAULT = "Default"

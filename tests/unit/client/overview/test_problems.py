@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from yunion_mps import __version__
 from yunion_mps.answers import StatusProblemJson
-from yunion_mps.conditions import Condition
-from yunion_mps.enums import ABOUT_EVENT_LOG, IMPAIRED
-from yunion_mps.overview import fold_problems, problems_of, version_mismatch, with_hints
-from yunion_mps.reasons import (
+from yunion_mps.client.overview import fold_problems, problems_of, version_mismatch, with_hints
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import ABOUT_EVENT_LOG, IMPAIRED
+from yunion_mps.core.reasons import (
     BUDGET_NOT_ENFORCED,
     CODES,
     COMPUTE_MODE_CHANGED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from yunion_mps.enums import (
+from yunion_mps.core.enums import (
     ABOUT_DOMAIN,
     ABOUT_MIG_LAYOUT,
     ABOUT_WAY_OF_SHARING,
@@ -13,12 +13,12 @@ from yunion_mps.enums import (
     PENDING,
     STARTING,
 )
-from yunion_mps.models import Plan, Snapshot
-from yunion_mps.reasons import GPU_NEEDS, MODE_NEEDS
-from yunion_mps.service.conditions import condition_of_wait
-from yunion_mps.supervisor.conditions import conditions_of_entries, conditions_of_gpus
+from yunion_mps.core.models import Plan, Snapshot
+from yunion_mps.core.reasons import GPU_NEEDS, MODE_NEEDS
+from yunion_mps.core.waits import LeaseWait
+from yunion_mps.supervisor.host_conditions import conditions_of_entries, conditions_of_gpus
 from yunion_mps.supervisor.serving import domain_names
-from yunion_mps.users import LeaseWait
+from yunion_mps.views.lease_conditions import condition_of_wait
 
 if TYPE_CHECKING:
     from yunion_mps import answers

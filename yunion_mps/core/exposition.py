@@ -14,8 +14,8 @@ from itertools import accumulate, chain
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from yunion_mps.enums import OPENMETRICS
-from yunion_mps.text import printable
+from yunion_mps.core.enums import OPENMETRICS
+from yunion_mps.core.text import printable
 
 GAUGE = "gauge"
 COUNTER = "counter"

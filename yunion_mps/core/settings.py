@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from yunion_mps.enums import MPS, NORMAL
+from yunion_mps.core.enums import MPS, NORMAL
 
 
 class Source(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from yunion_mps.reasons import LEASES_PENDING, Reason
+from yunion_mps.core.reasons import LEASES_PENDING, Reason
 
 AT_ONCE = "at once"
 #: The most GPUs of a server that are named.

@@ -1,8 +1,8 @@
 """Conditions: what is wrong or pending on the host, each with its reason and what it waits for.
 
-The snapshot has one list of them, made in `supervisor/conditions.py` of what it finds and of what other parts
-have reported (`Supervisor.set_condition`); what follows from leases and processes is added in
-`service/conditions.py`. Everything that says what is wrong or pending reads this list.
+The snapshot has one list of them, made in `supervisor/host_conditions.py` of what it finds and of what other
+parts have reported (`Supervisor.set_condition`); what follows from leases and processes is added in
+`views/lease_conditions.py`. Everything that says what is wrong or pending reads this list.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from yunion_mps.enums import (
+from yunion_mps.core.enums import (
     ABOUT_COMPUTE_MODE,
     ABOUT_SETTING,
     ABOUT_TIME_SLICE,
@@ -23,8 +23,8 @@ from yunion_mps.enums import (
     REFUSED,
     WARNING,
 )
-from yunion_mps.reasons import Reason, hint_of
-from yunion_mps.users import NO_USERS, Users
+from yunion_mps.core.reasons import Reason, hint_of
+from yunion_mps.core.waits import NO_USERS, Users
 
 #: Settings of a GPU that serves with another value if the driver refuses the configured one.
 _DISPENSABLE = frozenset({ABOUT_COMPUTE_MODE, ABOUT_TIME_SLICE, ABOUT_SETTING})

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from yunion_mps.enums import FAILED
-from yunion_mps.models import Gpu
-from yunion_mps.overview import HostAnswers, HostOverview, page
-from yunion_mps.reasons import GPU_LOST, Reason
+from yunion_mps.client.overview import HostAnswers, HostOverview, page
+from yunion_mps.core.enums import FAILED
+from yunion_mps.core.models import Gpu
+from yunion_mps.core.reasons import GPU_LOST, Reason
 from yunion_mps.service.queries import Queries
 
 from unit.cli.held import OUTSIDE_MPS, OVER, TWO

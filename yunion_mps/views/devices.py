@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from yunion_mps import reasons as codes
-from yunion_mps.enums import (
+from yunion_mps.core import reasons as codes
+from yunion_mps.core.enums import (
     AVAILABLE,
     FREE,
     LEASED,
@@ -18,12 +18,8 @@ from yunion_mps.enums import (
     TIME_SLICING,
     UNAVAILABLE,
 )
-from yunion_mps.errors import HostError
-from yunion_mps.host.proc import user_name
-from yunion_mps.inventory.nvml import GpuLoad
-from yunion_mps.inventory.scan import INSTANCE_GONE
-from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import (
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.models import (
     Device,
     DomainStatus,
     Gpu,
@@ -34,11 +30,15 @@ from yunion_mps.models import (
     ServedUser,
     Snapshot,
 )
+from yunion_mps.core.reasons import NO_REASON, Reason
+from yunion_mps.core.units import rfc3339
+from yunion_mps.host.proc import user_name
+from yunion_mps.inventory.nvml import GpuLoad
+from yunion_mps.inventory.scan import INSTANCE_GONE
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.planning.division import enforces_budgets, thread_tenths, with_memory
 from yunion_mps.planning.mig import describe_layout
-from yunion_mps.reasons import NO_REASON, Reason
 from yunion_mps.supervisor.serving import GONE, NO_DOMAIN, domain_names, why_unusable
-from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from yunion_mps.errors import DriverError
+from yunion_mps.core.errors import DriverError
+from yunion_mps.core.models import DomainPlan, PlannedGpu
+from yunion_mps.core.paths import Paths
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import DomainPlan, PlannedGpu
-from yunion_mps.paths import Paths
-from yunion_mps.service.observer import (
+from yunion_mps.observe.observer import (
     DRIVER_TIMEOUT_S,
     DomainUsage,
     GpuUsage,
@@ -24,8 +24,8 @@ from yunion_mps.service.observer import (
     ProcessFacts,
     host_usage,
 )
-from yunion_mps.service.process_list import GpuProcesses, ObservedDomain
-from yunion_mps.service.usage import Budget, DeviceUsage, ProcessDevices, UsageHistory
+from yunion_mps.observe.process_list import GpuProcesses, ObservedDomain
+from yunion_mps.observe.usage import Budget, DeviceUsage, ProcessDevices, UsageHistory
 
 from unit.leases.shares import device
 
@@ -144,7 +144,7 @@ def test_many_requests_wait_for_a_hanging_driver_no_longer_than_one() -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are waited for, however slow the machine is."""
-    monkeypatch.setattr("yunion_mps.service.observer.DRIVER_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("yunion_mps.observe.observer.DRIVER_TIMEOUT_S", 60.0)
 
 
 @pytest.mark.usefixtures("patient")
@@ -181,7 +181,7 @@ def test_the_last_list_is_kept_with_an_error_while_the_driver_hangs(monkeypatch:
         before = await observer.observe()
         nvml.processes = gate.wait
         with monkeypatch.context() as impatient:
-            impatient.setattr("yunion_mps.service.observer.DRIVER_TIMEOUT_S", 0.0)
+            impatient.setattr("yunion_mps.observe.observer.DRIVER_TIMEOUT_S", 0.0)
             during = await observer.observe()
         nvml.processes = dict
         gate.set()

@@ -10,17 +10,17 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.addresses import gpu_of
+from yunion_mps.core.addresses import gpu_of
+from yunion_mps.core.models import Device, Plan
+from yunion_mps.core.units import rfc3339
 from yunion_mps.host.proc import variable_of
 from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.memory_peaks import MemoryPeaks
-from yunion_mps.models import Device, Plan
+from yunion_mps.observe.holdings import distribute
 from yunion_mps.planning.environment import DEVICE_VARIABLE
-from yunion_mps.service.holdings import distribute
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.fleet import Processes
-from yunion_mps.units import rfc3339
 
 if TYPE_CHECKING:
     from yunion_mps import answers

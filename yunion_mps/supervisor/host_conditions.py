@@ -1,6 +1,6 @@
 """The conditions of the host: everything that is wrong or pending, from the state in effect. Pure.
 
-What depends on leases and on what processes do is added in `service/conditions.py`.
+What depends on leases and on what processes do is added in `views/lease_conditions.py`.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps import reasons
-from yunion_mps.addresses import short_address
-from yunion_mps.conditions import Condition
-from yunion_mps.enums import (
+from yunion_mps.core import reasons
+from yunion_mps.core.addresses import short_address
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import (
     ABOUT_BUDGET,
     ABOUT_COMPUTE_MODE,
     ABOUT_CONFIGURATION,
@@ -30,11 +30,19 @@ from yunion_mps.enums import (
     READY,
     REFUSED,
 )
-from yunion_mps.models import EXCLUSIVE_PROCESS, PROHIBITED, DomainStatus, Gpu, Inventory, MissingGpu, Plan
+from yunion_mps.core.models import (
+    EXCLUSIVE_PROCESS,
+    PROHIBITED,
+    DomainStatus,
+    Gpu,
+    Inventory,
+    MissingGpu,
+    Plan,
+)
+from yunion_mps.core.reasons import LAYOUT_NEEDS, LAYOUT_WAITS, NO_REASON, Reason, hint_of
+from yunion_mps.core.waits import Servers, Users, users_awaited
 from yunion_mps.planning.division import enforces_budgets
-from yunion_mps.reasons import LAYOUT_NEEDS, LAYOUT_WAITS, NO_REASON, Reason, hint_of
 from yunion_mps.supervisor.serving import find_unusable, ways_in_effect
-from yunion_mps.users import Servers, Users, users_awaited
 
 #: Codes of GPUs whose conditions are about their MIG layouts.
 _OF_LAYOUTS = LAYOUT_WAITS | LAYOUT_NEEDS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Union
 
-from yunion_mps.addresses import gpu_of
-from yunion_mps.enums import (
+from yunion_mps.core.addresses import gpu_of
+from yunion_mps.core.enums import (
     FREE,
     IDLE,
     IN_USE,
@@ -17,8 +17,8 @@ from yunion_mps.enums import (
     RESERVED,
     UNAVAILABLE,
 )
-from yunion_mps.errors import HostError
-from yunion_mps.reasons import PROCESSES_UNKNOWN
+from yunion_mps.core.errors import HostError
+from yunion_mps.core.reasons import PROCESSES_UNKNOWN
 
 if TYPE_CHECKING:
     from yunion_mps.answers import (
@@ -429,7 +429,7 @@ def clients_of_device(address: str, listed: ClientListJson) -> list[AnyClient]:
 
 
 def clients_of_lease(lease: LeaseRecordJson, listed: ClientListJson) -> list[AnyClient]:
-    """Return the lease's processes: its holder, and those that belong to it (`service/attribution.py`).
+    """Return the lease's processes: its holder, and those that belong to it (`attribution.py`).
 
     A process that only names a device may belong to another job.
     """

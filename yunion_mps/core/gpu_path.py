@@ -6,7 +6,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from yunion_mps.addresses import normalise_address
+from yunion_mps.core.addresses import normalise_address
 
 #: The kinds of `GpuPath`.
 RENDER_NODE = "render node"

@@ -12,13 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from yunion_mps.core.models import Gpu
+from yunion_mps.core.units import rfc3339
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.models import Gpu
-from yunion_mps.service.observer import ProcessFacts, host_usage
-from yunion_mps.service.process_list import GpuProcesses
-from yunion_mps.service.usage import (
+from yunion_mps.observe.observer import ProcessFacts, host_usage
+from yunion_mps.observe.process_list import GpuProcesses
+from yunion_mps.observe.usage import (
     MINUTES,
     Budget,
     DeviceUsage,
@@ -28,7 +29,6 @@ from yunion_mps.service.usage import (
     usage_by_device,
 )
 from yunion_mps.supervisor.fleet import Processes
-from yunion_mps.units import rfc3339
 
 from integration.daemon_host import eventually
 from unit.leases.shares import HOLDER, device, lease

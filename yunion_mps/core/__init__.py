@@ -1,0 +1,1 @@
+"""Values and words that all packages share: this package imports no other one."""

@@ -1,0 +1,1 @@
+"""Devices, conditions and what is pending, as the API answers them; pure."""
