@@ -234,7 +234,13 @@ class ChangeListJson(TypedDict):
     pending: Annotated[list[PendingJson], Field("What has not taken effect yet.")]
     losses: Annotated[list[LossJson], Field("What a reload with the mode `now` would also remove.")]
     clients: Annotated[list[MpsClientJson], Field("Clients that a reload with the mode `now` would end.")]
-    errors: Annotated[list[str], Field("Why `clients` may be incomplete.")]
+    errors: Annotated[
+        list[str],
+        Field(
+            "Why `clients` may be incomplete; after the mode `now`, also which jobs may have ended "
+            "without a confirmation."
+        ),
+    ]
     confirmation: Annotated[
         str, Field("Accepts these losses in a reload with the mode `now`; empty if there are none.")
     ]

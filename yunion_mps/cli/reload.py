@@ -274,6 +274,8 @@ def _reload_now(yes: bool) -> tuple[ChangeListJson, StatusJson]:
                 raise
             print_notice(error.message)
         else:
+            for ended in answer["errors"]:
+                print_notice(ended)
             return _with(accepted, answer), call_daemon(GET_STATUS)
     what = f"{_MAX_LISTINGS} times, more jobs or leases came after the list, so the reload was not completed"
     raise YunionError(what, "admit no new jobs, and wait for the running ones: yunion-mps reload --drain")

@@ -35,7 +35,7 @@ from yunion_mps.host.proc import user_name
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask
 from yunion_mps.mps.conversation import UnresponsiveError
-from yunion_mps.mps.forced_end import EndOrder, EndRefusal, ForcedEnd
+from yunion_mps.mps.forced_end import EndOrder, ForcedEnd, UnconfirmedClients
 from yunion_mps.mps.health import HealthMonitor, LimitsChangedError
 from yunion_mps.mps.lifecycle import Recovery, Shutdown, Startup
 from yunion_mps.mps.limits import LimitsInEffect, LimitsSetter
@@ -93,10 +93,10 @@ class Domain(StateMachine):
         self._failures_of_users: dict[int, Outcome] = {}
         self._task: ControlTask | None = None
         #: The order to end servers by force if only confirmed clients end with them, and how it is carried
-        #: out: instead of the task, whose turn it is after that. Then the servers that were not ended so.
+        #: out: instead of the task, whose turn it is after that. Then the clients for which that mattered.
         self._end_order: EndOrder | None = None
         self._forced_end: ForcedEnd | None = None
-        self._end_refusals: list[EndRefusal] = []
+        self._unconfirmed_clients: list[UnconfirmedClients] = []
         self._deadline_s = 0.0
         #: The number of failures since it last served for a long time.
         self._failures = 0
@@ -255,7 +255,7 @@ class Domain(StateMachine):
         """Shut down the servers that a change waits for: after their clients, with `force` at once.
 
         `ends_orphans` ends those of earlier control daemons at once. With `force`, a server with a client
-        (PID) for which `may_end` is false is shut down after its clients; see `take_end_refusals`.
+        (PID) for which `may_end` is false is shut down after its clients; see `take_unconfirmed`.
         """
         self._is_due = True
         is_selective = force and may_end is not None
@@ -263,7 +263,8 @@ class Domain(StateMachine):
             now_s, force=force, ends_orphans=force or ends_orphans, by_command=not is_selective
         )
         self._close_forced_end()
-        self._end_order, self._end_refusals = None, []
+        self._end_order = None
+        self._unconfirmed_clients = []
         if force and may_end is not None and self.control.servers():
             self._end_order = EndOrder(may_end, now_s + FORCE_WITHIN_S)
         self._changed()
@@ -273,10 +274,10 @@ class Domain(StateMachine):
         is_ordered = self._end_order is not None and now_s <= self._end_order.until_s
         return is_ordered or self._forced_end is not None
 
-    def take_end_refusals(self) -> list[EndRefusal]:
-        """Return the servers that were not ended because of `may_end`; only once."""
-        refusals, self._end_refusals = self._end_refusals, []
-        return refusals
+    def take_unconfirmed(self) -> list[UnconfirmedClients]:
+        """Return the clients for which `may_end` was false, with their servers; only once."""
+        unconfirmed, self._unconfirmed_clients = self._unconfirmed_clients, []
+        return unconfirmed
 
     def note_use(self, *, in_use: bool | None, polled_s: float | None = None) -> None:
         """Note whether processes other than servers use its GPUs, by a poll of NVML begun at `polled_s`."""
@@ -518,7 +519,7 @@ class Domain(StateMachine):
 
     def _close_forced_end(self) -> None:
         if self._forced_end:
-            self._end_refusals += self._forced_end.refusals
+            self._unconfirmed_clients += self._forced_end.unconfirmed
             self._forced_end.close()
             self._forced_end = None
 

@@ -12,24 +12,25 @@ before it, the clients are listed, and each server is told to shut down after th
 
 So before 550, no job ends that may not end. From 550 on, a server is only asked, and admits clients until it
 ends. There, a job that attaches after the log was read and before `-f` arrives ends with its server: that is
-the time in which a front-end starts, some milliseconds. If `-f` is not received, because another front-end
-is connected, the clients are listed again.
+the time in which a front-end starts, some milliseconds. So the log is read once more after `-f`, and what has
+attached meanwhile is reported. If `-f` is not received, because another front-end is connected, the clients
+are listed again.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from yunion_mps.core.errors import ShortageError
-from yunion_mps.host.proc import is_stopped
+from yunion_mps.host.proc import is_gone, is_stopped, uid_of
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask
-from yunion_mps.mps.conversation import COMMAND_RETRY_S, PING
+from yunion_mps.mps.conversation import COMMAND_RETRY_S, PING, Conversation
 from yunion_mps.mps.limits import parse_client_lists
 from yunion_mps.mps.log_file import log_since, log_size
-from yunion_mps.mps.log_lines import served_clients
+from yunion_mps.mps.log_lines import LogLine, served_clients
 from yunion_mps.mps.processes import running_servers
 
 log = logging.getLogger(__name__)
@@ -41,10 +42,13 @@ _READ_S = 0.002
 #: the control daemon's 32 bits.
 _UNUSED_PIDS = range(1_000_000_000, 1 << 31)
 
-#: What a `ForcedEnd` does: it lists the clients, reads the log, or ends the servers.
+#: What a `ForcedEnd` does: it lists the clients, reads the log and ends the servers; then it writes another
+#: mark into the log, and reads that again.
 LIST = "list"
 READ_LOG = "read log"
 END = "end"
+MARK_END = "mark end"
+READ_END = "read end"
 
 
 class EndOrder(NamedTuple):
@@ -56,14 +60,14 @@ class EndOrder(NamedTuple):
     until_s: float
 
 
-class EndRefusal(NamedTuple):
-    """Servers that were not ended by force, and those of their clients (PIDs) that may not be ended.
-
-    The clients are empty if it is not known which attached last.
-    """
+class UnconfirmedClients(NamedTuple):
+    """Clients that may not be ended, of servers that were to be ended by force."""
 
     servers: tuple[int, ...]
+    #: PIDs. They are empty if it is not known which attached last.
     clients: tuple[int, ...]
+    #: Whether the servers have ended, probably with these clients; otherwise they end after them.
+    has_ended: bool = False
 
 
 class ForcedEnd(ControlTask):
@@ -78,32 +82,45 @@ class ForcedEnd(ControlTask):
         self._order = order
         self._phase = LIST
         self._retry_at_s = self._log_deadline_s = 0.0
-        #: The last command of the list, and the log's size before the first.
+        #: The command that the log has to have, and the log's size before the clients were listed.
         self._mark = ""
         self._log_start = 0
         self._clients: dict[int, list[int]] = {}
         #: The servers that had clients. Before 550, they list none once they were told to shut down.
         self._with_clients: set[int] = set()
-        self.refusals: list[EndRefusal] = []
+        #: How many clients the log had when the servers to end were chosen, and the users of these servers.
+        self._known_lines = 0
+        self._uids: set[int | None] = set()
+        self.unconfirmed: list[UnconfirmedClients] = []
 
     def tick(self, now_s: float) -> float | None:
         """Return when to be called again, None if all is done; raises UnresponsiveError without an answer."""
-        if self._conversation is None:
-            if self._phase == READ_LOG:
-                return self._read_log(now_s)
-            return self._retry_at_s if now_s < self._retry_at_s else self._list_clients(now_s)
-        conversation = self._conversation
+        if self._conversation is not None:
+            return self._read_answer(self._conversation, now_s)
+        if self._phase == READ_LOG:
+            return self._read_log(now_s)
+        if self._phase == READ_END:
+            return self._read_end(now_s)
+        if now_s < self._retry_at_s:
+            return self._retry_at_s
+        return self._mark_end(now_s) if self._phase == MARK_END else self._list_clients(now_s)
+
+    def _read_answer(self, conversation: Conversation, now_s: float) -> float | None:
         answer = conversation.poll(now_s)
         if answer is None:
             return conversation.deadline_s
         self._conversation = None
+        if self._phase == END and (answer or not running_servers(self._servers)):
+            self._phase = MARK_END
+            return self._mark_end(now_s)
         if not answer:
-            return self._list_again(now_s)
-        if self._phase == END:
-            return None
+            return self._try_again(now_s)
+        self._log_deadline_s = now_s + LOG_WITHIN_S
+        if self._phase == MARK_END:
+            self._phase = READ_END
+            return self._read_end(now_s)
         self._clients = parse_client_lists(self._servers, answer)
         self._phase = READ_LOG
-        self._log_deadline_s = now_s + LOG_WITHIN_S
         return self._read_log(now_s)
 
     def _list_clients(self, now_s: float) -> float | None:
@@ -112,7 +129,7 @@ class ForcedEnd(ControlTask):
         if not self._servers or now_s > self._order.until_s:
             return None
         if any(is_stopped(pid) for pid in self._servers):
-            return self._list_again(now_s)  # it would block the control daemon, which waits for its answer
+            return self._try_again(now_s)  # it would block the control daemon, which waits for its answer
         self._log_start = log_size(self._plan)
         self._mark = f"get_client_list {_unused_pid()}"
         commands = []
@@ -120,8 +137,9 @@ class ForcedEnd(ControlTask):
             commands += [PING, f"get_client_list {pid}", f"shutdown_server {pid}"]
         return self._send([*commands, PING, self._mark], now_s)
 
-    def _list_again(self, now_s: float) -> float:
-        self._phase = LIST
+    def _try_again(self, now_s: float) -> float:
+        if self._phase != MARK_END:
+            self._phase = LIST
         self._retry_at_s = now_s + COMMAND_RETRY_S
         return self._retry_at_s
 
@@ -130,7 +148,7 @@ class ForcedEnd(ControlTask):
             return self._converse(commands, now_s).deadline_s
         except ShortageError as error:
             log.debug("domain %s: %s", self._plan.name, error)
-            return self._list_again(now_s)
+            return self._try_again(now_s)
 
     def _read_log(self, now_s: float) -> float | None:
         attached = served_clients(log_since(self._plan, self._log_start), self._mark)
@@ -140,14 +158,50 @@ class ForcedEnd(ControlTask):
         if not self._servers:
             return None
         self._phase = END
+        self._known_lines = len(attached or ())
+        self._uids = {uid_of(pid) for pid in self._servers}
         return self._send([PING, *(f"shutdown_server {pid} -f" for pid in self._servers)], now_s)
 
-    def _choose(self, attached: Collection[int] | None) -> tuple[int, ...]:
-        """Return the servers to end by force, and note the refusals.
+    def _mark_end(self, now_s: float) -> float | None:
+        """Write another mark into the log, now that the servers have ended."""
+        if now_s > self._order.until_s:
+            self.unconfirmed.append(UnconfirmedClients(self._servers, (), has_ended=True))
+            return None
+        self._mark = f"get_client_list {_unused_pid()}"
+        return self._send([PING, self._mark], now_s)
 
-        `attached` are the clients (PIDs) that have attached meanwhile, None if they are unknown.
+    def _read_end(self, now_s: float) -> float | None:
+        """Note the clients that have attached after the servers to end were chosen."""
+        attached = served_clients(log_since(self._plan, self._log_start), self._mark)
+        if attached is None:
+            if now_s < self._log_deadline_s:
+                return now_s + _READ_S
+            self.unconfirmed.append(UnconfirmedClients(self._servers, (), has_ended=True))
+            return None
+        clients = self._ended_unconfirmed(attached[self._known_lines :])
+        if clients:
+            self.unconfirmed.append(UnconfirmedClients(self._servers, clients, has_ended=True))
+        return None
+
+    def _ended_unconfirmed(self, lines: Iterable[LogLine]) -> tuple[int, ...]:
+        listed: set[int] = set()  # which may be ended, or their servers would not have ended
+        for server in self._servers:
+            listed.update(self._clients.get(server, ()))
+        clients: dict[int, None] = {}  # each once, in this order
+        for line in lines:
+            if line.uid not in self._uids or line.pid in listed:
+                continue
+            has_exited = line.pid > 0 and is_gone(line.pid)  # its server's end may have been the cause
+            if has_exited or not self._order.may_end(line.pid):
+                clients[line.pid] = None
+        return tuple(clients)
+
+    def _choose(self, attached: Sequence[LogLine] | None) -> tuple[int, ...]:
+        """Return the servers to end by force, and note those that are not.
+
+        `attached` are the lines about clients that have attached meanwhile, None if they are unknown.
         """
-        new = self._unconfirmed(attached or ())
+        new = self._unconfirmed([line.pid for line in attached or ()])
         chosen = []
         refused = []
         for server in self._servers:
@@ -156,7 +210,7 @@ class ForcedEnd(ControlTask):
             if clients:
                 self._with_clients.add(server)
             if unconfirmed:
-                self.refusals.append(EndRefusal((server,), unconfirmed))
+                self.unconfirmed.append(UnconfirmedClients((server,), unconfirmed))
             elif server not in self._with_clients:
                 continue
             elif attached is None or new:
@@ -164,10 +218,10 @@ class ForcedEnd(ControlTask):
             else:
                 chosen.append(server)
         if refused:
-            self.refusals.append(EndRefusal(tuple(refused), new))
+            self.unconfirmed.append(UnconfirmedClients(tuple(refused), new))
         return tuple(chosen)
 
-    def _unconfirmed(self, clients: Collection[int]) -> tuple[int, ...]:
+    def _unconfirmed(self, clients: Iterable[int]) -> tuple[int, ...]:
         return tuple(pid for pid in clients if not self._order.may_end(pid))
 
 

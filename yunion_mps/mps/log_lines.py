@@ -112,14 +112,14 @@ def parse_server_lines(log: bytes) -> Iterator[LogLine]:
         yield from parse_line(line.decode(errors="replace"))
 
 
-def served_clients(log: bytes, command: str) -> list[int] | None:
-    """Return the PIDs of clients that got a running server, by this part of control.log.
+def served_clients(log: bytes, command: str) -> list[LogLine] | None:
+    """Return the lines about clients that got a running server, in this part of control.log.
 
     None if it does not have this command, and so perhaps not all that came before.
     """
     if f"] Cmd:{command}\n".encode() not in log:
         return None
-    return [line.pid for line in parse_lines(log) if line.kind == CLIENT_SERVED]
+    return [line for line in parse_lines(log) if line.kind == CLIENT_SERVED]
 
 
 def parse_line(line: str) -> Iterator[LogLine]:

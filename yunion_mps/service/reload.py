@@ -26,7 +26,7 @@ from yunion_mps.host.processes import outcome_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.leases.holders import describe_holder
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.mps.forced_end import EndRefusal
+from yunion_mps.mps.forced_end import UnconfirmedClients
 from yunion_mps.observe.clients import ClientService
 from yunion_mps.service.reload_losses import (
     NO_LOSSES,
@@ -57,6 +57,8 @@ _NO_SERVER_ENDED = "the configuration was reloaded, but no MPS server was ended"
 _LAST_CLIENTS_UNKNOWN = (
     "clients that are not known (the control daemon's log does not show which attached last)"
 )
+#: The most jobs that an event names.
+_MOST_NAMED = 5
 
 
 async def _poll_nothing() -> None:
@@ -76,6 +78,15 @@ class LoopControl(NamedTuple):
     reexec: Callable[[], None]
     #: Has the monitor poll the GPUs at once; returns when it has.
     poll: Callable[[], Awaitable[None]] = _poll_nothing
+
+
+class _Unconfirmed(NamedTuple):
+    """What became of jobs whose end was not confirmed when MPS servers were to be ended."""
+
+    #: The error if servers were not ended because of them.
+    refusal: NotConfirmedError | None = None
+    #: Which jobs have ended with their servers nevertheless.
+    ended: Sequence[str] = ()
 
 
 class _Foreseen(NamedTuple):
@@ -159,7 +170,7 @@ class Reloader:
             self._supervisor.apply(asyncio.get_running_loop().time())
             self._control.tick()
             await self._settle()
-            refusal = await self._end_servers(confirmed) if now else None
+            unconfirmed = await self._end_servers(confirmed) if now else _Unconfirmed()
             if drain:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time())
                 self._control.tick()
@@ -184,10 +195,12 @@ class Reloader:
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"
         )
         self._control.poll_now.set()
-        if refusal:
-            log.warning("%s", refusal.message)
-            raise refusal
-        return self._answer(changes, self._supervisor.desired.plan)
+        if unconfirmed.refusal:
+            log.warning("%s", unconfirmed.refusal.message)
+            raise unconfirmed.refusal
+        answer = self._answer(changes, self._supervisor.desired.plan)
+        answer["errors"] += unconfirmed.ended
+        return answer
 
     async def bring_about(self) -> list[Change]:
         """Bring settings of GPUs and MIG layouts that are due into effect; the caller holds the lock.
@@ -356,8 +369,8 @@ class Reloader:
             raise
         return foreseen
 
-    async def _end_servers(self, confirmed: Collection[str]) -> NotConfirmedError | None:
-        """End the servers that delay a change; return the error if jobs have begun that are not confirmed.
+    async def _end_servers(self, confirmed: Collection[str]) -> _Unconfirmed:
+        """End the servers that delay a change; return what became of jobs that are not confirmed.
 
         Servers whose clients have all ended are not forced to end: a job that attaches just now continues,
         and the change waits for it. So does one that attaches to a server whose clients are confirmed, which
@@ -368,7 +381,7 @@ class Reloader:
         try:
             refuse_unconfirmed(left, confirmed, _NO_SERVER_ENDED)
         except NotConfirmedError as error:
-            return error
+            return _Unconfirmed(error)
         fleet = self._supervisor.fleet
         loop = asyncio.get_running_loop()
         has_clients = bool(left.clients or left.errors)
@@ -377,8 +390,34 @@ class Reloader:
         self._control.tick()
         while fleet.is_forcing(loop.time()):  # noqa: ASYNC110 - ticks bring it about
             await asyncio.sleep(0.005)
-        refusals = fleet.take_end_refusals()
-        return _not_forced(refusals) if refusals else None
+        kept: list[UnconfirmedClients] = []
+        ended: list[str] = []
+        for clients in fleet.take_unconfirmed():
+            if clients.has_ended:
+                ended.append(self._record_unconfirmed_end(clients))
+            else:
+                kept.append(clients)
+        return _Unconfirmed(_not_forced(kept) if kept else None, ended)
+
+    def _record_unconfirmed_end(self, clients: UnconfirmedClients) -> str:
+        """Record that clients may have ended with their MPS servers, which was not confirmed; return that."""
+        jobs = ", ".join([_describe_client(pid) for pid in clients.clients[:_MOST_NAMED]])
+        if len(clients.clients) > _MOST_NAMED:
+            jobs += f" and {len(clients.clients) - _MOST_NAMED} more"
+        jobs = jobs or _LAST_CLIENTS_UNKNOWN
+        servers = describe_servers(clients.servers)
+        event = Event(
+            severity="error",
+            kind="configuration",
+            subject="reload",
+            what=f"{jobs} may have ended with {servers} without a confirmation",
+            cause="attached after the clients were listed for the last time",
+            consequence="a job that has failed needs to be started again",
+        )
+        self._supervisor.event_log.record(event)
+        text = f"{event.what}: {event.cause}"
+        log.error("%s", text)
+        return text
 
     def _record_losses(self, requester: str, losses: ReloadLosses) -> None:
         """Record what the operator has agreed to lose, because its holders will ask."""
@@ -499,7 +538,7 @@ def _confirmed_client(confirmed: Collection[str]) -> Callable[[int], bool]:
     return may_end
 
 
-def _not_forced(refusals: Iterable[EndRefusal]) -> NotConfirmedError:
+def _not_forced(refusals: Iterable[UnconfirmedClients]) -> NotConfirmedError:
     """Return the error for servers that were not ended by force, because of their clients."""
     servers: list[int] = []
     clients: dict[str, None] = {}  # each once, in this order

@@ -21,7 +21,7 @@ from yunion_mps.host.processes import Watchable, earliest, refuse_if_no_process_
 from yunion_mps.host.store import Store
 from yunion_mps.mps.control_daemon import start_error
 from yunion_mps.mps.domain import Domain
-from yunion_mps.mps.forced_end import EndRefusal
+from yunion_mps.mps.forced_end import UnconfirmedClients
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.processes import MpsProcess, is_server, our_processes
 from yunion_mps.planning.division import enforces_budgets
@@ -187,7 +187,7 @@ class Fleet:
         """End the servers that a pending change waits for: after their jobs, or now with `force`.
 
         `ends_orphans` ends those of earlier control daemons at once. With `force`, those that have a client
-        (PID) for which `may_end` is false end after their jobs; see `take_end_refusals`.
+        (PID) for which `may_end` is false end after their jobs; see `take_unconfirmed`.
         """
         for domain in self.domains:
             domain.drain(now_s, force=force, ends_orphans=ends_orphans, may_end=may_end)
@@ -196,12 +196,12 @@ class Fleet:
         """Whether it is not yet known which servers are not ended because of `may_end`."""
         return any(domain.is_forcing(now_s) for domain in self.domains)
 
-    def take_end_refusals(self) -> list[EndRefusal]:
-        """Return the servers that were not ended because of `may_end`; only once."""
-        refusals = []
+    def take_unconfirmed(self) -> list[UnconfirmedClients]:
+        """Return the clients for which `may_end` was false, with their servers; only once."""
+        unconfirmed = []
         for domain in self.domains:
-            refusals += domain.take_end_refusals()
-        return refusals
+            unconfirmed += domain.take_unconfirmed()
+        return unconfirmed
 
     def take_refused(self) -> list[DomainPlan]:
         """Return the new domains that other users' files have kept from starting; only once.

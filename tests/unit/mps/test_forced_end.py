@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from yunion_mps.core.models import DomainPlan
-from yunion_mps.mps.forced_end import LOG_WITHIN_S, EndRefusal
+from yunion_mps.mps.forced_end import LOG_WITHIN_S, UnconfirmedClients
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.log_file import LOG_NAME
 from yunion_mps.mps.log_lines import served_clients
@@ -35,6 +36,18 @@ if grep -q ' -f$' {place}/commands && ! [ -e {place}/rejected ]; then
 else
     {program} <{place}/commands
 fi"""
+#: It stops with the command that ends servers by force, until a file is there.
+STOPS_BEFORE_THE_END = """\
+cat >{place}/commands
+if grep -q ' -f$' {place}/commands; then
+    touch {place}/chosen
+    until [ -e {place}/go ]; do sleep 0.01; done
+fi
+{program} <{place}/commands"""
+WRITES_LINES_BEFORE_THE_END = """\
+cat >{place}/commands
+grep -q ' -f$' {place}/commands && cat {place}/lines >>{log}
+{program} <{place}/commands"""
 #: Its last list, whose line in the log shows that the log has all before, is never asked for.
 LEAVES_OUT_THE_MARK = "grep -Ev '^get_client_list [0-9]{{10}}$' | {program}"
 
@@ -67,7 +80,7 @@ def test_a_server_ends_at_once_if_all_its_clients_may_end(
     force(run, job)
     run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     assert job.says() == "server gone"
-    assert run.domain.take_end_refusals() == []
+    assert run.domain.take_unconfirmed() == []
 
 
 def test_a_server_with_another_client_ends_only_after_its_clients(
@@ -79,8 +92,8 @@ def test_a_server_with_another_client_ends_only_after_its_clients(
     (server,) = bench.jobs.servers()
     force(run, job)
     run.until_it(lambda: not run.domain.is_forcing(run.now_s))
-    assert run.domain.take_end_refusals() == [EndRefusal((server,), (later.pid,))]
-    assert run.domain.take_end_refusals() == []
+    assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), (later.pid,))]
+    assert run.domain.take_unconfirmed() == []
     assert bench.jobs.servers() == [server]
     bench.jobs.end(job, later)
     run.domain.note_use(in_use=False)
@@ -95,7 +108,7 @@ def test_a_client_that_attaches_after_the_list_does_not_end(
     (server,) = bench.jobs.servers()
     later: list[Client] = []
     force_with_a_gap(run, bench, job, lambda: later.append(bench.jobs.begin()))
-    assert run.domain.take_end_refusals() == [EndRefusal((server,), (later[0].pid,))]
+    assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), (later[0].pid,))]
     assert bench.jobs.servers() == [server]
 
 
@@ -114,6 +127,28 @@ def test_a_client_that_attaches_after_the_list_may_end_if_confirmed(
     assert (job.says(), later.says()) == ("server gone", "server gone")
 
 
+def test_a_client_that_attaches_right_before_the_end_is_reported(
+    run: DomainRun, bench: Bench, other: DomainPlan
+) -> None:
+    """From 550 on, a server admits clients until it ends, and nothing can keep this one; before, it waits."""
+    job = bench.jobs.begin()
+    run.change(other)
+    (server,) = bench.jobs.servers()
+    wrap(run, bench, STOPS_BEFORE_THE_END)
+    force(run, job)
+    run.until_it(lambda: (bench.place / "chosen").exists())
+    later = bench.jobs.wait()
+    (bench.place / "go").touch()
+    run.until_it(lambda: not run.domain.is_forcing(run.now_s))
+    assert job.says() == "server gone"
+    if bench.jobs.stand_ins.asked:
+        assert later.says() == "attached"
+        ended = UnconfirmedClients((server,), (later.pid,), has_ended=True)
+        assert run.domain.take_unconfirmed() == [ended]
+    else:
+        assert run.domain.take_unconfirmed() == []
+
+
 def test_a_line_that_a_user_wrote_into_the_log_ends_no_job(
     run: DomainRun, bench: Bench, other: DomainPlan
 ) -> None:
@@ -127,7 +162,7 @@ def test_a_line_that_a_user_wrote_into_the_log_ends_no_job(
             log.write(line)
 
     force_with_a_gap(run, bench, job, forge)
-    assert run.domain.take_end_refusals() == [EndRefusal((server,), (1,))]
+    assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), (1,))]
     assert bench.jobs.servers() == [server]
 
 
@@ -142,7 +177,7 @@ def test_no_server_ends_by_force_if_the_log_does_not_show_all(
     force(run, job)
     run.until_said()
     run.turn(LOG_WITHIN_S).until_it(lambda: not run.domain.is_forcing(run.now_s))
-    assert run.domain.take_end_refusals() == [EndRefusal((server,), ())]
+    assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), ())]
     assert bench.jobs.servers() == [server]
 
 
@@ -162,11 +197,11 @@ def test_an_order_that_was_not_received_is_repeated_with_a_list(
         assert later.says() == "attached"
     run.turn(1).until_it(lambda: not run.domain.is_forcing(run.now_s))
     if bench.jobs.stand_ins.asked:
-        assert run.domain.take_end_refusals() == [EndRefusal((server,), (later.pid,))]
+        assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), (later.pid,))]
         assert bench.jobs.servers() == [server]
     else:
         assert (job.says(), later.says()) == ("server gone", "attached")
-        assert run.domain.take_end_refusals() == []
+        assert run.domain.take_unconfirmed() == []
 
 
 def test_a_server_without_clients_is_not_forced(run: DomainRun, bench: Bench, other: DomainPlan) -> None:
@@ -176,7 +211,7 @@ def test_a_server_without_clients_is_not_forced(run: DomainRun, bench: Bench, ot
     run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     log = Path(bench.plan.log_directory, LOG_NAME).read_text()
     assert " -f\n" not in log
-    assert run.domain.take_end_refusals() == []
+    assert run.domain.take_unconfirmed() == []
 
 
 def test_an_order_with_a_condition_is_given_up_after_some_seconds(
@@ -191,7 +226,7 @@ def test_an_order_with_a_condition_is_given_up_after_some_seconds(
     assert not run.domain.is_forcing(run.now_s)
     leave()
     run.turns(3, 10)
-    assert (bench.jobs.servers(), run.domain.take_end_refusals()) == ([server], [])
+    assert (bench.jobs.servers(), run.domain.take_unconfirmed()) == ([server], [])
 
 
 def test_a_domain_without_servers_keeps_nobody_waiting(run: DomainRun) -> None:
@@ -199,11 +234,32 @@ def test_a_domain_without_servers_keeps_nobody_waiting(run: DomainRun) -> None:
     assert not run.domain.is_forcing(run.now_s)
 
 
+def test_only_new_jobs_of_the_users_whose_servers_ended_are_reported(
+    run: DomainRun, bench: Bench, other: DomainPlan
+) -> None:
+    job = bench.jobs.begin()
+    run.change(other)
+    (server,) = bench.jobs.servers()
+    lines = [(1_000_000_000, os.getuid()), (1_000_000_001, os.getuid() + 1), (job.pid, os.getuid())]
+    log = Path(bench.plan.log_directory, LOG_NAME)
+    text = "".join(
+        [f"{HEADER} NEW CLIENT {pid} from user {uid}: Server already exists\n" for pid, uid in lines]
+    )
+    (bench.place / "lines").write_text(text)
+    wrap(run, bench, WRITES_LINES_BEFORE_THE_END.replace("{log}", str(log)))
+    force(run, job)
+    run.until_it(lambda: not run.domain.is_forcing(run.now_s))
+    assert job.says() == "server gone"
+    ended = UnconfirmedClients((server,), (1_000_000_000,), has_ended=True)
+    assert run.domain.take_unconfirmed() == [ended]
+
+
 def test_clients_count_once_the_log_has_the_command() -> None:
     first = f"{HEADER} NEW CLIENT 7 from user 0: Server already exists\n"
     waiting = f"{HEADER} NEW CLIENT 8 from user 0: Server is not ready, push client to pending list\n"
     command = f"{HEADER} Cmd:get_client_list 1000000001\n"
     log = f"{first}{waiting}{command}{first.replace('7', '9')}".encode()
-    assert served_clients(log, "get_client_list 1000000001") == [7, 9]
+    lines = served_clients(log, "get_client_list 1000000001") or []
+    assert [line.pid for line in lines] == [7, 9]
     assert served_clients(log, "get_client_list 100000000") is None
     assert served_clients(b"", "get_client_list 1000000001") is None

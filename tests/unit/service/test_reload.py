@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from yunion_mps.answers import ChangeListJson
 from yunion_mps.core.errors import NotConfirmedError
 from yunion_mps.core.reasons import COMPUTE_MODE_FIXED
 from yunion_mps.core.units import rfc3339
 from yunion_mps.host.proc import started_s
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.mps.log_file import LOG_NAME
 from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl, Reloader, _confirmed_client
@@ -22,6 +24,7 @@ from yunion_mps.views.devices import devices_json
 
 from integration.daemon_host import is_running
 from simhost.host import SHARED
+from simhost.mps import CONTROL
 from unit.http import by_hand
 from unit.mps.front_ends import no_descriptor_left
 from unit.supervised import Begin, PutToWork, Supervised, attach
@@ -35,13 +38,33 @@ V100 = [{"kind": "v100"}]
 TWO = [*V100, *V100]
 
 
+#: In the place of the front-end: before servers end by force, the log gets a line about a new client.
+WRITES_A_LINE = """\
+#!/bin/sh
+commands=$(cat)
+case $commands in *' -f'*)
+    client='NEW CLIENT 1000000000 from user {uid}: Server already exists'
+    echo "[2026-11-29 08:52:44.510 Control  2984] $client" >>{log}
+esac
+echo "$commands" | {program}
+"""
+
+
 def reload(
     made: Supervised, prepare: Prepare = lambda _: None, *, now: bool = False
 ) -> list[tuple[str, str]]:
-    """Reload as a client does, with all that a plan lists; returns the kind and subject of each change."""
+    """Reload as `answer_of_reload` does; returns the kind and subject of each change."""
+    changes = answer_of_reload(made, prepare, now=now)["changes"]
+    return sorted((change["kind"], change["subject"]) for change in changes)
+
+
+def answer_of_reload(
+    made: Supervised, prepare: Prepare = lambda _: None, *, now: bool = False
+) -> ChangeListJson:
+    """Reload as a client does, with all that a plan lists."""
     supervisor = made.supervisor
 
-    async def answer() -> Any:
+    async def answer() -> ChangeListJson:
         queries = Queries(supervisor.snapshot, 0.0, os.getpid())
         loop = asyncio.get_running_loop()
 
@@ -55,8 +78,7 @@ def reload(
         prepare(services.reloader)
         return await services.reloader.reload(now=now, confirmation=confirmation)
 
-    changes = asyncio.run(answer())["changes"]
-    return sorted((change["kind"], change["subject"]) for change in changes)
+    return asyncio.run(answer())
 
 
 def test_a_compute_mode_that_the_driver_refused_is_no_change(begin: Begin) -> None:
@@ -173,6 +195,31 @@ def test_now_ends_no_job_that_attached_after_the_last_look(put_to_work: PutToWor
     assert f"PID {later[0].pid} of " in refused.value.message
     assert f"PID {job.pid} of " not in refused.value.message
     assert (is_running(job.pid), is_running(later[0].pid), jobs.servers()) == (True, True, [server])
+
+
+def test_a_job_that_may_have_ended_without_a_confirmation_is_told(put_to_work: PutToWork) -> None:
+    """Here, its line in the log is another user's, written between the last look and the end."""
+    host, jobs, made, job = put_to_work(V100, 4)
+    drain = made.supervisor.fleet.drain
+    (server,) = jobs.servers()
+    (domain,) = made.supervisor.domains
+    log = f"{domain.in_effect.log_directory}/{LOG_NAME}"
+    writes_a_line = host.root / "writes-a-line"
+    writes_a_line.write_text(WRITES_A_LINE.format(log=log, uid=os.getuid(), program=jobs.folder / CONTROL))
+    writes_a_line.chmod(0o755)
+
+    def drain_with_that_line(*arguments: Any, **how: Any) -> None:
+        (domain,) = made.supervisor.fleet.domains
+        domain.configure(str(writes_a_line), 10)
+        drain(*arguments, **how)
+
+    made.supervisor.fleet.drain = drain_with_that_line  # type: ignore[method-assign]
+    host.divide(2)
+    answer = answer_of_reload(made, now=True)
+    assert job.says() == "server gone"
+    what = f"PID 1000000000 may have ended with the MPS server (PID {server}) without a confirmation"
+    assert answer["errors"] == [f"{what}: attached after the clients were listed for the last time"]
+    assert [event.what for event in made.events if event.severity == "error"] == [what]
 
 
 def test_a_client_may_end_if_it_is_confirmed_or_has_ended() -> None:
