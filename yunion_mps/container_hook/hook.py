@@ -46,7 +46,7 @@ _MAX_LENGTH = 1000
 
 
 def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_S) -> int:
-    """Run the hook; return the exit status. An error is one line, which some engines include in theirs.
+    """Run the hook; return the exit status. A HostError is printed as one line, which some engines repeat.
 
     `arguments` are a device or the id of a lease and, for a device that cannot be used, UNSERVED_ARGUMENT, or
     MISSING_NODES_ARGUMENT with a message and a hint. `state` is the container's, and `retry_s` is how long to

@@ -35,7 +35,7 @@ log = logging.getLogger("yunion_mps.daemon")
 
 
 def run_daemon(options: Options) -> int:
-    """Do what the options say; return the exit status."""
+    """Do what the options say; return the exit status. A YunionError, such as ShortageError, is logged."""
     set_up_log(options.log_level)
     paths = Paths.from_environment()
     try:

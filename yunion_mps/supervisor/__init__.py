@@ -143,7 +143,10 @@ class Supervisor:
         return True
 
     def refuse_if_unsafe(self) -> None:
-        """Raise HostError if nothing may change now: nothing can be recorded, or a stop has begun."""
+        """Refuse a change if nothing may change now.
+
+        Raises BusyError if a stop has begun, and HostError if nothing can be recorded.
+        """
         if self.stopping:
             raise BusyError("the daemon is stopping", "start it again: systemctl start yunion-mps-daemon")
         self.fleet.refuse_if_not_recorded()

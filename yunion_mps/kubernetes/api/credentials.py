@@ -109,6 +109,10 @@ class Kubeconfig:
         self._path = path
 
     def access(self) -> Access:
+        """Read the server and the user of the current context.
+
+        Raises ApiServerError if the file cannot be used.
+        """
         try:
             document = yaml.safe_load(_read(self._path))
         except (yaml.YAMLError, ValueError, RecursionError) as error:
