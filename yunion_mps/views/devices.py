@@ -106,71 +106,115 @@ def devices_json(
     why GPUs (UUIDs) cannot be leased now, and `free_for`, by domain name, the only user who can
     lease free devices; empty for no user.
     """
-    waits = ledger.lease_waits(snapshot.plan.devices).values()
-    pending = {name: wait.reason for wait in waits for name in wait.pending}
-    waiting = snapshot.waits
-    for device in snapshot.plan.devices:
-        if device.gpu_uuid in waiting and device.id not in ledger.lease_of:
-            pending[device.id] = waiting[device.gpu_uuid]
-    leased = {device.id: device for lease in ledger.leases.values() for device in lease.devices}
-    planned = {device.id for device in snapshot.plan.devices}
-    made = [device for device in leased.values() if device.id not in planned]
-    gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
-    links = {gpu.uuid: _link_json(gpu.link) for gpu in snapshot.inventory.gpus}  # shared: devices are many
-    why = unusable_reasons(snapshot)
-    used = used_by_others.keys() - ledger.ways_of_sharing().keys()
-    why |= {uuid: used_by_others[uuid] for uuid in used if not why.get(uuid, NO_DOMAIN)}
-    served = [device for device in snapshot.plan.devices if not why.get(device.gpu_uuid, NO_DOMAIN)]
-    free = ledger.free_devices(served)
-    not_free_for = {}
+    states = _DeviceStates(snapshot, ledger, used_by_others)
+    not_free_for: dict[str, list[str]] = {}
     for domain in snapshot.domains:
         not_free_for[domain.plan.name] = [user_name(uid) for uid in domain.failing_users]
+    gpus: dict[str, Gpu] = {}
+    links: dict[str, answers.PcieLinkJson | None] = {}  # each is shared, because devices are many
+    for gpu in snapshot.inventory.gpus:
+        if gpu.uuid:
+            gpus[gpu.uuid] = gpu
+            links[gpu.uuid] = _link_json(gpu.link)
     rows: list[answers.DeviceJson] = []
-    for device in (*snapshot.plan.devices, *made):
-        gpu, held = gpus.get(device.gpu_uuid), leased.get(device.id, device)
-        is_same_gpu = held.gpu_uuid == device.gpu_uuid
-        reason = _why_device(device if is_same_gpu else held, why, snapshot, _OUTDATED)
-        lease = ledger.leases.get(ledger.lease_of.get(device.id, ""))
-        use = snapshot.plan.reserved.get(device.gpu_uuid)
-        state = (RESERVED if use else FREE) if device.id in free else LEASED if lease else NO_MEMORY
-        state = UNAVAILABLE if reason else PENDING if device.id in pending else state
-        why_not = reason or pending.get(device.id, NO_REASON)
-        why_not = Reason(f"reserved for {use}", codes.RESERVED) if state == RESERVED else why_not
-        now = leased.get(device.id, device) if state == PENDING else device
+    for device in states.devices:
+        state, reason = states.of(device)
+        its_gpu = gpus.get(device.gpu_uuid)
+        lease = states.lease_of(device)
+        # While its division changes, it is shown as it was leased.
+        shown = states.as_leased(device) if state == PENDING else device
         rows.append(
             {
-                "id": now.id,
-                "dev_type": now.dev_type,
-                "model": gpu.name if gpu else None,
-                "addr": now.addr,
-                "vendor_device_id": gpu.vendor_device_id if gpu else None,
+                "id": shown.id,
+                "dev_type": shown.dev_type,
+                "model": its_gpu.name if its_gpu else None,
+                "addr": shown.addr,
+                "vendor_device_id": its_gpu.vendor_device_id if its_gpu else None,
                 "host_id": snapshot.plan.host_id,
-                "numa_node": gpu.numa_node if gpu else None,
-                "device_path": now.gpu_uuid,
+                "numa_node": its_gpu.numa_node if its_gpu else None,
+                "device_path": shown.gpu_uuid,
                 "pcie_info": links.get(device.gpu_uuid),
                 "index": -1,
                 "device_minor": -1,
-                "mps_memory_limit": now.memory_limit_mib,
-                "mps_memory_total": now.memory_total_mib,
-                "mps_thread_percentage": _plain(now.thread_percentage),
-                "memory_mib": now.memory_limit_mib,
-                "gpu_memory_mib": now.memory_total_mib,
-                "thread_percentage": _plain(now.thread_percentage),
-                "gpu_uuid": now.gpu_uuid,
+                "mps_memory_limit": shown.memory_limit_mib,
+                "mps_memory_total": shown.memory_total_mib,
+                "mps_thread_percentage": _plain(shown.thread_percentage),
+                "memory_mib": shown.memory_limit_mib,
+                "gpu_memory_mib": shown.memory_total_mib,
+                "thread_percentage": _plain(shown.thread_percentage),
+                "gpu_uuid": shown.gpu_uuid,
                 "state": state,
-                "reason": why_not,
-                "reason_code": why_not.code,
-                "budget_enforced": now.budget_enforced,
-                "mig_profile": (gpu.mig_profile or None) if gpu else None,
-                "sharing": now.sharing,
-                "reserved_for": use,
-                "free_for": free_for.get(now.domain) if state == FREE else None,
-                "not_free_for": not_free_for.get(now.domain, []) if state == FREE else [],
+                "reason": reason,
+                "reason_code": reason.code,
+                "budget_enforced": shown.budget_enforced,
+                "mig_profile": (its_gpu.mig_profile or None) if its_gpu else None,
+                "sharing": shown.sharing,
+                "reserved_for": snapshot.plan.reserved.get(device.gpu_uuid),
+                "free_for": free_for.get(shown.domain) if state == FREE else None,
+                "not_free_for": not_free_for.get(shown.domain, []) if state == FREE else [],
                 "lease": lease.id if lease else None,
                 "holder": name_holder(lease.holder) if lease else None,
             }
         )
     return rows
+
+
+class _DeviceStates:
+    """The state of each device, and why."""
+
+    def __init__(self, snapshot: Snapshot, ledger: Ledger, used_by_others: Mapping[str, Reason]) -> None:
+        self._snapshot = snapshot
+        self._ledger = ledger
+        self._leased: dict[str, Device] = {}
+        for lease in ledger.leases.values():
+            for device in lease.devices:
+                self._leased[device.id] = device
+        planned = snapshot.plan.devices
+        planned_ids = {device.id for device in planned}
+        made_for_leases = [device for name, device in self._leased.items() if name not in planned_ids]
+        #: Those of the plan, and those that only leases have.
+        self.devices = (*planned, *made_for_leases)
+        self._unusable = unusable_reasons(snapshot)
+        for uuid in used_by_others.keys() - ledger.ways_of_sharing().keys():
+            if not self._unusable.get(uuid, NO_DOMAIN):
+                self._unusable[uuid] = used_by_others[uuid]
+        served = [device for device in planned if not self._unusable.get(device.gpu_uuid, NO_DOMAIN)]
+        self._free = ledger.free_devices(served)
+        self._pending = self._pending_reasons()
+
+    def _pending_reasons(self) -> dict[str, Reason]:
+        """Return why devices (ids) are pending."""
+        devices = self._snapshot.plan.devices
+        pending: dict[str, Reason] = {}
+        for wait in self._ledger.lease_waits(devices).values():
+            for name in wait.pending:
+                pending[name] = wait.reason
+        waits = self._snapshot.waits
+        for device in devices:
+            if device.gpu_uuid in waits and device.id not in self._ledger.lease_of:
+                pending[device.id] = waits[device.gpu_uuid]
+        return pending
+
+    def lease_of(self, device: Device) -> Lease | None:
+        return self._ledger.leases.get(self._ledger.lease_of.get(device.id, ""))
+
+    def as_leased(self, device: Device) -> Device:
+        """Return the device as its lease has it, which may be from an earlier division."""
+        return self._leased.get(device.id, device)
+
+    def of(self, device: Device) -> tuple[str, Reason]:
+        """Return the device's state, and why it cannot be leased."""
+        held = self.as_leased(device)
+        concerned = device if held.gpu_uuid == device.gpu_uuid else held
+        unusable = _why_device(concerned, self._unusable, self._snapshot, _OUTDATED)
+        if unusable:
+            return UNAVAILABLE, unusable
+        if device.id in self._pending:
+            return PENDING, self._pending[device.id]
+        if device.id in self._free:
+            use = self._snapshot.plan.reserved.get(device.gpu_uuid)
+            return (RESERVED, Reason(f"reserved for {use}", codes.RESERVED)) if use else (FREE, NO_REASON)
+        return (LEASED if self.lease_of(device) else NO_MEMORY), NO_REASON
 
 
 def _plain(percentage: float) -> float | int:
