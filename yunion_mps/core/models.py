@@ -579,13 +579,19 @@ class Snapshot(NamedTuple):
     @property
     def notice(self) -> Reason:
         """Why the host offers no devices, or what is left of an earlier run; empty if all is well."""
-        return next((one.reason for one in self.conditions if one.status == NOTICE), NO_REASON)
+        for condition in self.conditions:
+            if condition.status == NOTICE:
+                return condition.reason
+        return NO_REASON
 
     @property
     def faults(self) -> dict[str, Reason]:
         """Why GPUs (addresses) do not serve as configured: because of the GPU, or of its MIG layout."""
-        kinds = (ABOUT_GPU, ABOUT_MIG_LAYOUT)
-        return {one.subject: one.reason for one in self.conditions if one.kind in kinds}
+        reasons: dict[str, Reason] = {}
+        for condition in self.conditions:
+            if condition.kind in (ABOUT_GPU, ABOUT_MIG_LAYOUT):
+                reasons[condition.subject] = condition.reason
+        return reasons
 
     @property
     def unusable(self) -> dict[str, Reason]:
@@ -599,5 +605,8 @@ class Snapshot(NamedTuple):
 
     def _by_uuid(self, *kinds: str) -> dict[str, Reason]:
         uuids = {gpu.address: gpu.uuid for gpu in self.inventory.gpus if gpu.uuid}
-        concerned = [condition for condition in self.conditions if condition.kind in kinds]
-        return {uuids.get(one.subject, one.subject): one.reason for one in concerned}
+        reasons: dict[str, Reason] = {}
+        for condition in self.conditions:
+            if condition.kind in kinds:
+                reasons[uuids.get(condition.subject, condition.subject)] = condition.reason
+        return reasons

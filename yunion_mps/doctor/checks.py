@@ -180,12 +180,15 @@ class Host:
 
     def conditions_of_processes(self, code: str) -> list[StatusProblemJson]:
         """Return what the daemon says of processes, with this code."""
-        return [one for one in self.conditions(ABOUT_PROCESS) if one["code"] == code]
+        return [condition for condition in self.conditions(ABOUT_PROCESS) if condition["code"] == code]
 
     def other_conditions(self) -> list[StatusProblemJson]:
         """Return what the daemon says is wrong or pending and no other check reports."""
-        others = [one for one in self._all_conditions() if one.get("kind") not in _CHECKED_KINDS]
-        return [one for one in others if one["code"] not in _CHECKED_CODES]
+        others: list[StatusProblemJson] = []
+        for condition in self._all_conditions():
+            if condition.get("kind") not in _CHECKED_KINDS and condition["code"] not in _CHECKED_CODES:
+                others.append(condition)
+        return others
 
     def _all_conditions(self) -> list[StatusProblemJson]:
         status = self.known_status()

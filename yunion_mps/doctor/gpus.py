@@ -184,8 +184,8 @@ def mig(host: Host) -> Findings:
 
 def _foreign_mode_change(gpu: Gpu) -> Finding:
     """Return the warning that another program has requested a MIG mode, in effect after the next reset."""
-    now, then = ("on", "off") if gpu.mig_enabled else ("off", "on")
-    what = f"{_gpu_name(gpu)}: MIG mode is {now}, and will be {then} after the next reset"
+    mode, requested = ("on", "off") if gpu.mig_enabled else ("off", "on")
+    what = f"{_gpu_name(gpu)}: MIG mode is {mode}, and will be {requested} after the next reset"
     means = "its devices will then be unavailable; running jobs are not affected until then"
     hint = f"cancel the change: nvidia-smi -i {gpu.pci_address} -mig {int(bool(gpu.mig_enabled))}"
     return warning(f"{what}: {means}", hint, MIG_RESET_REQUIRED)

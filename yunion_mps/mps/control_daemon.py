@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from yunion_mps.core import reasons
 from yunion_mps.core.errors import HostError, ShortageError
-from yunion_mps.core.models import DomainPlan, Event
+from yunion_mps.core.models import DomainPlan, Event, PlannedGpu
 from yunion_mps.core.text import printable
 from yunion_mps.host.proc import environment_of, started_ticks
 from yunion_mps.host.processes import Process, Watchable, describe_exit, spawn, wake
@@ -315,7 +315,9 @@ def in_running_order(plan: DomainPlan, running: DomainPlan) -> DomainPlan:
 def with_recorded_limits(plan: DomainPlan, recorded: DomainPlan) -> DomainPlan:
     """Add the recorded limits of GPUs for which the plan has none, such as a lost GPU."""
     before = recorded.for_gpus(plan.gpu_uuids).gpus
-    gpus = (was if now.memory_limit_mib is None else now for now, was in zip(plan.gpus, before))
+    gpus: list[PlannedGpu] = []
+    for planned, former in zip(plan.gpus, before):
+        gpus.append(former if planned.memory_limit_mib is None else planned)
     return plan._replace(gpus=tuple(gpus))
 
 

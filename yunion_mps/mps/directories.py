@@ -105,17 +105,17 @@ def set_access(directory: int, path: str, group: str) -> None:
     """
     info = os.fstat(directory)
     mode = stat.S_IMODE(info.st_mode)
-    made = f"made {os.readlink(f'/proc/self/fd/{directory}')}" in (_read_record() or ())
+    is_ours = f"made {os.readlink(f'/proc/self/fd/{directory}')}" in (_read_record() or ())
     if group:
         gid = _gid(group)
         if info.st_gid == gid and mode & (_ALL_ENTER | _OTHERS_WRITE) == _GROUP_MODE & _ALL_ENTER:
             return
-        if not made:
+        if not is_ours:
             what = f"{path} was not created by yunion-mps, and is not limited to the group {group}"
             raise HostError(what, f"limit it: chgrp {group} {path} && chmod {_GROUP_MODE:o} {path}")
         os.fchown(directory, -1, gid)
         os.fchmod(directory, _GROUP_MODE)
-    elif made and mode == _GROUP_MODE:  # as we left it while a group was set
+    elif is_ours and mode == _GROUP_MODE:  # as we left it while a group was set
         os.fchown(directory, -1, os.getegid())
         os.fchmod(directory, _MODE)
     elif mode & _ALL_ENTER != _ALL_ENTER:

@@ -221,9 +221,9 @@ def check_limits(plan: DomainPlan, answer: Sequence[str]) -> None:
     for device, memory_mib in enumerate(plan.memory_limits_mib):
         if memory_mib is None:
             continue
-        got = lines.pop(0) if lines and re.fullmatch(r"\d+[GM]", lines[0]) else None
-        if got != memory_text(memory_mib):
-            raise _not_in_effect(f"memory limit of device {device}", f"{memory_mib}M", got)
+        limit = lines.pop(0) if lines and re.fullmatch(r"\d+[GM]", lines[0]) else None
+        if limit != memory_text(memory_mib):
+            raise _not_in_effect(f"memory limit of device {device}", f"{memory_mib}M", limit)
         check_percentage(plan, lines.pop(0) if lines else None)
     if lines:
         raise ControlError(f"the control daemon gave an unexpected answer: {lines[0]!r}", _HINT)

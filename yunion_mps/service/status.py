@@ -87,8 +87,8 @@ class StatusService:
 
         A job may be about to start with it, so the driver is asked whether its MIG instances still exist.
         """
-        found = self._leases.lease(name, caller)  # an unknown name is refused even if the driver hangs
-        await self._leases.follow_destroyed(self._leases.ledger.leases.get(found["id"]))
+        record = self._leases.lease(name, caller)  # an unknown name is refused even if the driver hangs
+        await self._leases.follow_destroyed(self._leases.ledger.leases.get(record["id"]))
         clients = await self._clients.clients(seen=True)
         (lease,) = self._with_states([self._leases.lease(name, caller)], clients)
         return lease
