@@ -57,7 +57,8 @@ def test_a_job_over_its_budget_loses_its_newest_process_only(work: AtWork) -> No
             (problem,) = (one for one in daemon.status()["problems"] if one["code"] == "over_budget")
             used = f"{DEVICE} uses {budget_mib + 512} of {budget_mib} MiB"
             assert problem["text"].startswith(used)
-            assert problem["text"].endswith("; if this lasts, the newest process will be terminated")
+            end = f"; if this lasts, PID {newest.pid}, the newest process, will be terminated"
+            assert problem["text"].endswith(end)
             eventually(lambda: daemon.polls() and not is_running(newest.pid), "its end")
             assert newest.stderr
             line = newest.stderr.read()

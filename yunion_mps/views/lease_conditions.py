@@ -206,7 +206,9 @@ def _over_budget(holding: Holding, terminating_gpus: Collection[str]) -> Conditi
     processes = _describe_process(largest) + (f" and {more} more" if more else "")
     what = f"{holding.named} uses {holding.used_mib} of {holding.budget_mib} MiB: {processes}"
     if holding.lease and holding.gpu in terminating_gpus:
-        what += "; if this lasts, the newest process will be terminated"
+        newest = max(holding.processes, key=lambda process: (process.started or "", process.pid or 0))
+        which = f"PID {newest.pid}, the newest process," if more and newest.pid else "the newest process"
+        what += f"; if this lasts, {which} will be terminated"
     condition = _of_process(largest.pid, what, reasons.OVER_BUDGET, BROKEN, holding.gpu)
     return condition._replace(devices=holding.devices)
 
