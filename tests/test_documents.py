@@ -51,7 +51,7 @@ OTHERS = {
 def test_a_reload_shows_every_key_as_a_setting_or_in_the_plan() -> None:
     assert set(OTHERS) == PLANNED_KEYS
     for key in sorted(set(KEYS) - PLANNED_KEYS):
-        shown = changes._setting_changes(config(), config(**{key: "another"}))
+        shown = changes.setting_changes(config(), config(**{key: "another"}))
         assert [(one.kind, one.subject, one.after) for one in shown] == [("setting", key, "another")]
 
 

@@ -191,7 +191,7 @@ def show_config(output: str) -> None:
     rows = _setting_rows(config)
     for entry in config.devices:
         rows.append(("devices", f"{entry.path}: {_entry_text(entry)}", _source_text(entry.path_at)))
-    show(config_json(config), output, _FIELDS, rows, lambda: _config_text(config))
+    show(config_json(config), output, _FIELDS, rows, lambda: config_text(config))
 
 
 def config_json(config: Config) -> ConfigRecord:
@@ -253,7 +253,7 @@ def _source_text(source: Source) -> str:
     return source.file if source.line is None else f"{source.file}:{source.line}"
 
 
-def _config_text(config: Config) -> str:
+def config_text(config: Config) -> str:
     """Format tables of the settings, of the device entries and of the files; nothing is cut."""
     entries = table(_ENTRY_COLUMNS, config.devices, none="No devices are configured.")
     return table(_COLUMNS, _setting_rows(config)) + entries + table(_FILE_COLUMNS, config.files)
@@ -307,7 +307,7 @@ def check_config(output: str) -> None:
     preflight = preflight._replace(plan=preflight.plan._replace(warnings=warnings))
     try:
         preflight.check(even_without_driver=True)
-        show_pairs(plan_json(preflight), output, lambda: _plan_text(preflight))
+        show_pairs(plan_json(preflight), output, lambda: plan_text(preflight))
     finally:
         preflight.close()
 
@@ -417,12 +417,13 @@ def _why_not_divided(plan: Plan) -> str:
     return "not configured"
 
 
-def _plan_text(preflight: Preflight) -> str:
+def plan_text(preflight: Preflight) -> str:
+    """Format the plan as `config check` prints it."""
     hidden = [entry for entry in preflight.plan.missing if entry.reason.code == RECORD_HIDDEN]
     text = "The configuration is valid, as far as this user can check it:\n"
     if not hidden:
         text = "The configuration is valid:\n"
-    text += _config_text(preflight.configured)
+    text += config_text(preflight.configured)
     notice = _notice(preflight)
     if notice:
         text += f"{notice}.\n"

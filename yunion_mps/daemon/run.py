@@ -82,7 +82,7 @@ def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -
     preflight = run_preflight(paths, creates_directories=True, find_unit_problems=own_unit_problems)
     try:
         preflight = preflight.for_start()
-        daemon = _Daemon(
+        daemon = DaemonLife(
             paths,
             signals=signals,
             notifier=notifier,
@@ -101,7 +101,7 @@ def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -
     return is_known
 
 
-class _Daemon:
+class DaemonLife:
     """The start, the service and the stop of one daemon.
 
     lock: the descriptor that holds the lock of the host's only daemon.

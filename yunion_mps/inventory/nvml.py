@@ -40,7 +40,7 @@ _MODE_NUMBERS = {name: number for number, name in COMPUTE_MODES.items()}
 
 
 #: How long a new initialisation waits for other calls to end; if they do not, it is tried later.
-_ALONE_WITHIN_S = 2.0
+ALONE_WITHIN_S = 2.0
 #: How long it waits for the thread that watches for events, which has been told to stop.
 _WATCH_ENDS_WITHIN_S = 10.0
 
@@ -121,7 +121,7 @@ class Nvml:
                 self._is_initialised = False
             self._initialise()
 
-        return self.deadline.call_alone(work, _ALONE_WITHIN_S)
+        return self.deadline.call_alone(work, ALONE_WITHIN_S)
 
     def close(self) -> None:
         """Shut NVML down, unless it is kept open."""

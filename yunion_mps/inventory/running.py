@@ -16,7 +16,7 @@ COMPUTE = "nvmlDeviceGetComputeRunningProcesses"
 MPS_CLIENTS = "nvmlDeviceGetMPSComputeRunningProcesses"
 
 #: MPS allows 60 clients of a GPU at most, so one call is usually enough.
-_FIRST_ROOM = 128
+FIRST_ROOM = 128
 #: The room is doubled as long as processes are added; no host has a million.
 _MOST_ROOM = 1 << 20
 
@@ -67,7 +67,7 @@ def _read(name: str, item: Any, handle: Any) -> list[RunningProcess]:
     function = getattr(pynvml.nvmlLib, name, None)
     if function is None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-    room = _FIRST_ROOM
+    room = FIRST_ROOM
     while True:
         items = (item * room)()
         number = ctypes.c_uint(room)

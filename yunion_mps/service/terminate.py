@@ -48,11 +48,11 @@ SIGNALS: Mapping[str, SignalSequence] = {NO_SIGNAL: (), SIGNAL_TERM: TERM, SIGNA
 #: How long a client has to end after each signal.
 _GRACE_S = 5.0
 #: How long to wait while another front-end occupies the control daemon.
-_OCCUPIED_S = 5.0
+OCCUPIED_S = 5.0
 #: How long to wait until the control daemons list all clients.
-_LIST_S = 1.0
+LIST_S = 1.0
 #: How often that is tried again.
-_RETRY_S = 0.1
+RETRY_S = 0.1
 _LIST_JOBS = "list the clients: yunion-mps who --clients"
 
 
@@ -151,12 +151,12 @@ class Terminator:
     async def _list(self) -> answers.ClientListJson:
         """List the clients; retry for a moment if some are unknown: another front-end may be connected."""
         loop = asyncio.get_running_loop()
-        end_s = loop.time() + _LIST_S
+        end_s = loop.time() + LIST_S
         while True:
             listed = await self._clients.clients()
             if not listed["errors"] or loop.time() > end_s:
                 return listed
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(RETRY_S)
 
     def _with_possible(self, listed: answers.ClientListJson, pids: Iterable[int]) -> answers.ClientListJson:
         """Add those processes that may be clients, because not all clients are known."""
@@ -196,10 +196,10 @@ class Terminator:
         try:
             return await self._end(client, order)
         except NotFoundError:
-            return _termination(client, "it has ended by itself", ended=True)
+            return termination_json(client, "it has ended by itself", ended=True)
         except YunionError as error:
             log.warning("PID %d was not terminated: %s", client["pid"], error.message)
-            return _termination(client, error.message, ended=False, code=error.code)
+            return termination_json(client, error.message, ended=False, code=error.code)
 
     async def _end(self, client: AnyClient, order: _Order) -> answers.TerminationJson:
         pid = client["pid"]
@@ -216,7 +216,7 @@ class Terminator:
         finally:
             process.close()
         if not how:
-            return _termination(client, "it is not an MPS client", ended=False)
+            return termination_json(client, "it is not an MPS client", ended=False)
         what = f"{client['command'] or 'a job'} (PID {pid}) of {client['user']}: {how}"
         cause = order.cause or f"requested by {user_name(order.uid)}"
         log.warning("%s (%s)", what, cause)
@@ -229,7 +229,7 @@ class Terminator:
             code=order.code,
         )
         self._supervisor.event_log.record(event)
-        return _termination(client, how, ended=ended)
+        return termination_json(client, how, ended=ended)
 
     async def _disconnect_and_signal(
         self, process: Process, client: AnyClient, signals: SignalSequence
@@ -273,12 +273,12 @@ class Terminator:
         while True:
             try:
                 async with self._clients.conversation:
-                    end_s = min(end_s, loop.time() + _OCCUPIED_S)
+                    end_s = min(end_s, loop.time() + OCCUPIED_S)
                     return await on_thread(lambda: terminate(program, plan, server, pid))
             except (OccupiedError, BusyServerError):
                 if loop.time() > end_s:
                     raise
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(RETRY_S)
 
 
 def find_client(listed: answers.ClientListJson, pid: int) -> AnyClient:
@@ -294,7 +294,8 @@ def find_client(listed: answers.ClientListJson, pid: int) -> AnyClient:
     raise NotFoundError(f"PID {pid} is not an MPS client", _LIST_JOBS)
 
 
-def _termination(client: AnyClient, how: str, *, ended: bool, code: str = "") -> answers.TerminationJson:
+def termination_json(client: AnyClient, how: str, *, ended: bool, code: str = "") -> answers.TerminationJson:
+    """Return the answer for a client: how it has ended, or with `code` why it has not."""
     return {
         "pid": client["pid"],
         "user": client["user"],

@@ -159,7 +159,7 @@ class DesiredState:
         if plan.domains:
             find_control_program()
         placed = plan._replace(domains=tuple(self.domains(plan)))
-        changes = _setting_changes(self.config, preflight.config)
+        changes = setting_changes(self.config, preflight.config)
         kept = self._keep_leased(plan).pending.keys() | {layout.gpu_uuid for layout in plan.layouts}
         whole = {uuid for uuid, way in self.ledger.ways_kept().items() if way == NOT_SHARED}
         kept |= whole - plan.offered  # which the plan removes, but which stay leased
@@ -381,7 +381,8 @@ def _describe_budget(plan: Plan, domains: Iterable[DomainPlan], gpu_uuid: str | 
     return describe_division(plan, gpu_uuid) + (f", up to {combined} combined" if combined > 1 else "")
 
 
-def _setting_changes(old: Config, new: Config) -> list[Change]:
+def setting_changes(old: Config, new: Config) -> list[Change]:
+    """Return the changes of the keys of host.conf that do not show in the plan."""
     values = [(name, getattr(old, name), getattr(new, name)) for name in KEYS if name not in PLANNED_KEYS]
     units = {mib: unit for unit, mib in MEMORY_UNITS.items()}
     values.append(("gpu_memory_unit", units[old.gpu_memory_unit_mib], units[new.gpu_memory_unit_mib]))

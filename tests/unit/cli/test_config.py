@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from yunion_mps.cli.config import _entry_text, _plan_text, config_json, gpu_records, plan_json
+from yunion_mps.cli.config import config_json, config_text, gpu_records, plan_json, plan_text
 from yunion_mps.core.models import Gpu, Inventory
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import GPU_LOST, MULTIUSER_UNSUPPORTED, RECORD_HIDDEN, Reason
@@ -62,7 +62,7 @@ def test_a_setting_that_is_ignored_is_shown_as_it_is_written() -> None:
     warning = Reason("cuda_mps_multiuser is true, but it does not support it", MULTIUSER_UNSUPPORTED)
     preflight = preflight_of(config(), inventory(gpu(1)))._replace(warnings=(warning,))
     assert plan_json(preflight)["configuration"]["keys"]["cuda_mps_multiuser"]["value"] is True
-    text = _plan_text(preflight)
+    text = plan_text(preflight)
     assert re.search(r"^cuda_mps_multiuser +true ", text, re.MULTILINE)
     assert f"{warning}.\n" in text
 
@@ -92,7 +92,8 @@ def test_every_way_of_sharing_is_shown_before_the_daemon_starts() -> None:
         ["mig", None, 4, True, ""],
         ["mig", None, 4, False, ""],
     ]
-    assert [_entry_text(one) for one in WAYS] == [
+    divisions = re.findall(rf"^\S+ {{2,}}(\S.*\S) {{2,}}{DEVICES}:\d+$", config_text(settings), re.MULTILINE)
+    assert divisions == [
         "4 equal devices",
         "3 equal devices, time-sliced (short)",
         "MIG: 3g.40gb + 2g.20gb + 1g.10gb + 1g.10gb",
@@ -129,7 +130,7 @@ def test_a_user_who_cannot_read_the_record_is_told_of_no_division() -> None:
     ]
     assert {one["reason"] for one in shown["gpus"]} == {"only root can see whether an entry means it"}
     assert (shown["domains"], [one["devices"] for one in shown["gpus"]]) == ([], [0, 0])
-    text = _plan_text(preflight_of(settings, found))
+    text = plan_text(preflight_of(settings, found))
     assert text.startswith("The configuration is valid, as far as this user can check it:\n")
     assert f"Path 02:00.0 ({DEVICES}:5): only root can read which GPU this entry means.\n" in text
     assert "The daemon would divide" not in text

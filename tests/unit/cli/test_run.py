@@ -6,14 +6,12 @@ import contextlib
 import io
 import json
 import subprocess
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.cli.environment import show_environment
 from yunion_mps.cli.options import STYLES
-from yunion_mps.cli.run import _budget
 from yunion_mps.core.errors import HostError
 
 from unit.cli.conftest import Cli
@@ -104,6 +102,6 @@ def test_memory_is_requested_for_each_of_several_devices(own: Cli, command: str,
 @pytest.mark.parametrize(
     ("sharing", "named"), [("none", "a whole MIG instance"), ("time-slicing", "time-slicing")]
 )
-def test_dry_run_says_how_a_device_without_mps_is_shared(sharing: str, named: str) -> None:
-    lease: Any = {**LEASE, "environment": {}, "sharing": sharing}
-    assert _budget(lease).endswith(f" MiB of memory, {named}")
+def test_dry_run_says_how_a_device_without_mps_is_shared(own: Cli, sharing: str, named: str) -> None:
+    own.host.leases.given = {**LEASE, "environment": {}, "sharing": sharing}
+    assert own.good("run", "--dry-run").endswith(f" MiB of memory, {named}\n")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.client.clients import format_since
-from yunion_mps.client.lease import LeaseArguments, LeaseMethod, _memory, whole_seconds
+from yunion_mps.client.lease import LeaseArguments, LeaseMethod, whole_seconds
 from yunion_mps.core.errors import YunionError
 
 
@@ -21,13 +21,13 @@ class Requests(LeaseMethod[LeaseArguments]):
 
 @pytest.mark.parametrize(("amount", "mib"), [("6GiB", 6144), ("512MiB", 512), ("1GiB", 1024)])
 def test_an_amount_of_memory_has_its_unit(amount: str, mib: int) -> None:
-    assert _memory(amount) == mib
+    assert Requests().lease(memory=amount).members["memory_mib"] == mib
 
 
 @pytest.mark.parametrize("wrong", ["6", "6GB", "0GiB", "1.5GiB", "", " 6GiB", "6 GiB", 6144, b"6GiB"])
 def test_another_amount_is_refused_with_an_example(wrong: Any) -> None:
     with pytest.raises(YunionError, match=r"memory: .* is not an amount of memory") as raised:
-        _memory(wrong)
+        Requests().lease(memory=wrong)
     assert (raised.value.code, raised.value.hint) == (
         "invalid_request",
         "write a number of MiB or GiB, such as '6GiB'",

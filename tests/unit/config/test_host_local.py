@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from yunion_mps.cli.config import _config_text, config_json
+from yunion_mps.cli.config import config_json, config_text
 from yunion_mps.config import load
 from yunion_mps.core.settings import Source
 
@@ -39,7 +39,7 @@ def test_config_check_names_the_file_of_each_value_and_all_files(files: Files) -
     assert record["keys"]["enable_cuda_mps"] == {"value": True, "from": f"{files.local}:1"}
     assert record["keys"]["cuda_mps_replicas"] == {"value": 4, "from": f"{files.host}:2"}
     assert record["files"] == both
-    assert _config_text(files.load()).splitlines()[-3:] == ["FILE", *both]
+    assert config_text(files.load()).splitlines()[-3:] == ["FILE", *both]
 
 
 def test_problems_of_host_local_conf_name_that_file_after_host_conf_s(files: Files) -> None:

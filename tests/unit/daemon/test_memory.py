@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.core.paths import Paths
-from yunion_mps.daemon.run import _Daemon
+from yunion_mps.daemon.run import DaemonLife
 from yunion_mps.host.systemd import Notifier
 
 #: Large pieces, with small ones between them that stay; MiB resident that the large ones have left.
@@ -53,7 +53,7 @@ def _serve(stop: str) -> None:
     signals: Any = types.SimpleNamespace(stop=stop)
     supervisor: Any = Short()
     listener: Any = None
-    daemon = _Daemon(
+    daemon = DaemonLife(
         Paths.from_environment(),
         signals=signals,
         notifier=Notifier(),

@@ -27,7 +27,7 @@ from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import Reloader
 from yunion_mps.service.services import Services
 from yunion_mps.service.status import StatusService
-from yunion_mps.service.terminate import KILL, TERM, Terminator, _termination, find_client
+from yunion_mps.service.terminate import KILL, TERM, Terminator, find_client, termination_json
 
 Json = Any
 
@@ -187,13 +187,13 @@ class FakeClients(_ByHand, ClientService, Terminator):
         return self.found
 
     async def terminate_all(self, choose: Any, uid: int, cause: str = "", **more: Any) -> Any:
-        """One by one; an error is in the termination."""
+        """One by one; an error is in the termination_json."""
         found = []
         for client in choose(self.found):
             try:
                 found.append(await self.terminate_client(client["pid"], uid, cause, signals=more["signals"]))
             except YunionError as error:
-                found.append(_termination(client, error.message, ended=False, code=error.code))
+                found.append(termination_json(client, error.message, ended=False, code=error.code))
         return found
 
     async def terminate_client(self, pid: int, uid: int, cause: str = "", *, signals: Any = TERM) -> Any:
@@ -201,7 +201,7 @@ class FakeClients(_ByHand, ClientService, Terminator):
         client = find_client(self.found, pid)
         if self.refusal:
             raise self.refusal
-        return _termination(client, self.how, ended=self.ended)
+        return termination_json(client, self.how, ended=self.ended)
 
 
 class FakeEvents(EventService):

@@ -160,6 +160,8 @@ def test_a_bad_query_is_refused_by_name(
 
 AN_OBJECT = 'write a JSON object such as {"count": 2}'
 BRACES = "write a JSON object: {…}"
+A_NAME = "write letters, digits and ._:/@-, a letter or digit first, at most 360"
+OMIT_IT = "omit it, or name one"
 MEMBERS = (
     "use one of these members: across, allow_unlimited, cdi, count, devices, dry_run, gpu, holder, "
     "memory_mib, memory_units, placement, reserved_for, thread_percentage, wait_s"
@@ -188,7 +190,7 @@ INVALID = "the body is not valid JSON"
         ('{"holder": {"kind": "hope"}}', 'invalid value for holder.kind: "hope"',
          "write one of process, connection, name, container"),
         ('{"holder": {"name": "a b", "ttl_s": 1}}', 'invalid value for holder.name: "a b"',
-         operations._NAME_HINT),
+         A_NAME),
         *(
             (f'{{"count": {value}}}', f"invalid value for count: {value}", whole(1, 64))
             for value in ("0", "65", "-1", "1.5", '"2"', "true", "null", "[2]")
@@ -199,8 +201,8 @@ INVALID = "the body is not valid JSON"
         ('{"devices": "00:06.0-1"}', 'invalid value for devices: "00:06.0-1"',
          "write a list of 1 to 64 strings"),
         ('{"devices": []}', "invalid value for devices: []", "write a list of 1 to 64 strings"),
-        ('{"devices": ["00:06.0-1", 7]}', "invalid value for devices[1]: 7", operations._GIVE_ONE),
-        ('{"gpu": ""}', 'invalid value for gpu: ""', operations._GIVE_ONE),
+        ('{"devices": ["00:06.0-1", 7]}', "invalid value for devices[1]: 7", OMIT_IT),
+        ('{"gpu": ""}', 'invalid value for gpu: ""', OMIT_IT),
     ],
 )  # fmt: skip
 def test_a_bad_body_is_refused_with_the_path_of_the_member(

@@ -275,7 +275,7 @@ def test_more_processes_than_there_is_room_for_are_listed(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = open_host([{"kind": "h100", "processes": JOBS}])
-    monkeypatch.setattr("yunion_mps.inventory.running._FIRST_ROOM", 1)
+    monkeypatch.setattr("yunion_mps.inventory.running.FIRST_ROOM", 1)
     assert listed_by(host) == LISTED
 
 
@@ -318,7 +318,7 @@ def test_a_gpu_that_came_later_is_found_once_nvml_is_initialised_again(open_host
 def test_nvml_is_not_initialised_again_while_a_call_is_in_progress(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvml_module, "_ALONE_WITHIN_S", 0.01)
+    monkeypatch.setattr(nvml_module, "ALONE_WITHIN_S", 0.01)
     opened = open_host()
     begun, gate = threading.Event(), threading.Event()
 

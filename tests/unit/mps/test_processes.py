@@ -19,7 +19,7 @@ from yunion_mps.core.enums import APPLYING, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.core.errors import HostError
 from yunion_mps.core.models import DomainPlan, PlannedGpu, Pool, Slice
 from yunion_mps.core.paths import ROOT_VARIABLE, Paths
-from yunion_mps.host.proc import children_of, program_name, uid_of
+from yunion_mps.host.proc import children_of, environment_of, program_name, uid_of
 from yunion_mps.mps import processes
 from yunion_mps.mps.control_daemon import find, start
 from yunion_mps.mps.conversation import peer_of
@@ -131,12 +131,16 @@ def test_a_recorded_control_daemon_is_found_without_its_mark(bench: Bench) -> No
         process.kill()
 
 
-def test_an_environment_is_waited_for_while_a_program_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_is_waited_for_while_a_program_is_loaded(
+    plan: DomainPlan, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is empty until then, as this shell's is."""
-    monkeypatch.setattr(processes, "_EXEC_S", PATIENCE_S)
-    command = ["/bin/sh", "-c", f"read line; exec env -i {MARK}=host sleep 1000"]
-    one = subprocess.Popen(command, stdin=-1, env={})
-    go = one.stdin
+    monkeypatch.setattr(processes, "EXEC_S", PATIENCE_S)
+    program = named(place, PROGRAM, os.path.realpath("/bin/sh"))
+    variables = [f"{name}={value}" for name, value in control_environment(plan).items()]
+    script = 'read line; exec env -i "$@" "$0" -c "kill -STOP \\$\\$"'
+    control = subprocess.Popen([program, "-c", script, program, *variables], env={}, stdin=-1)
+    go = control.stdin
     assert go is not None
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -144,13 +148,14 @@ def test_an_environment_is_waited_for_while_a_program_is_loaded(monkeypatch: pyt
             def go_on(_: float) -> None:
                 patch.undo()
                 go.close()
-                eventually(lambda: program_name(one.pid) == "sleep")
+                eventually(lambda: MARK in environment_of(control.pid))
 
             patch.setattr(time, "sleep", go_on)
-            assert processes._environment_after_exec(one.pid) == {MARK: "host"}
+            assert running_here(plan) == [(control.pid, plan.gpu_uuids)]
+        assert go.closed, "its environment was empty when it was found"
     finally:
-        one.kill()
-        one.wait()
+        control.kill()
+        control.wait()
 
 
 def test_a_server_that_was_just_forked_is_not_a_control_daemon(plan: DomainPlan, place: Path) -> None:

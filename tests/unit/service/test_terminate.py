@@ -147,7 +147,7 @@ def test_a_client_that_waits_for_its_turn_is_asked_for_again_as_well(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With many clients, its turn may come later than the time that a busy control daemon is given."""
-    monkeypatch.setattr(module, "_RETRY_S", 0.0)
+    monkeypatch.setattr(module, "RETRY_S", 0.0)
     answers = [OccupiedError("/pipe")]
 
     def serve() -> bool:
@@ -161,7 +161,7 @@ def test_a_client_that_waits_for_its_turn_is_asked_for_again_as_well(
         ending = asyncio.ensure_future(terminator.terminate_all(itemgetter("clients"), 0))
         while not lock._waiters:  # noqa: ASYNC110 - a lock has no event to wait for
             await asyncio.sleep(0.001)
-        turn_s = loop.time() + 2 * module._OCCUPIED_S
+        turn_s = loop.time() + 2 * module.OCCUPIED_S
         monkeypatch.setattr(loop, "time", lambda: turn_s)
         lock.release()
         return await ending
@@ -214,7 +214,7 @@ def unlisted(bench: Bench) -> Bench:
 def test_a_client_that_may_be_one_is_terminated_only_by_force(
     unlisted: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LIST_S", 0.0)
+    monkeypatch.setattr(module, "LIST_S", 0.0)
     pid = unlisted.job.pid
     with pytest.raises(HostError) as refused:
         unlisted.of(lambda terminator: terminator.terminate_client(pid, 0))
@@ -228,7 +228,7 @@ def test_a_client_that_may_be_one_is_terminated_only_by_force(
 def test_the_holder_of_a_lease_is_terminated_by_force_if_unlisted(
     unlisted: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LIST_S", 0.0)
+    monkeypatch.setattr(module, "LIST_S", 0.0)
     lease: Any = {**LEASE, "pid": unlisted.job.pid}
 
     def terminate_lease(terminator: module.Terminator) -> Any:
