@@ -15,7 +15,6 @@ from faults.rows import NOTHING, Fault, Row
 from faults.scene import FORMER_MODE, INTERRUPTED, Scene, until
 from integration.daemon_host import control_daemons, is_running
 from simhost.mps import Client
-from waiting import readable
 
 #: Each is a host with its daemons; more at once would make each other late on a small machine.
 _AT_ONCE = 12
@@ -77,8 +76,7 @@ def _jobs(scene: Scene) -> list[str]:
 
 def _is_attached(job: Client) -> bool:
     """Whether nothing has happened to the job since it was attached."""
-    assert job._process.stdout is not None
-    return is_running(job.pid) and not readable(job._process.stdout, 0)
+    return is_running(job.pid) and not job.has_news
 
 
 def _budgets(scene: Scene) -> list[str]:

@@ -39,8 +39,8 @@ from yunion_mps.kubernetes.node_lock import NodeLock, run_alone
 from yunion_mps.kubernetes.options import read_options
 from yunion_mps.kubernetes.pod_deletions import PodDeletionWatch
 
+from clocks import SkippingLoop, StoppedLoop
 from integration.daemon_host import eventually
-from kubernetes.clocks import SkippingLoop, StoppedLoop
 from kubernetes.offers import share, shares
 from kubernetes.peers import their_server
 

@@ -155,6 +155,12 @@ class Client:
             raise AssertionError(f"nothing happened to the client {self.pid} in {timeout_s:g} s")
         return self._process.stdout.readline().decode().strip()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether something has happened to it that nobody has asked for yet (`says`)."""
+        assert self._process.stdout is not None
+        return readable(self._process.stdout, 0)
+
     def end(self) -> None:
         """End it as a job ends, where it still runs; also a stopped one."""
         assert self._process.stdout is not None

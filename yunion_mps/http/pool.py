@@ -86,7 +86,7 @@ class ConnectionPool:
         self.by_client: Counter[int | str] = Counter()
         self.waiting: deque[PooledConnection] = deque()
         #: By client, those whose requests wait for events, the oldest first.
-        self._awaiting: dict[int | str, dict[PooledConnection, None]] = {}
+        self.awaiting: dict[int | str, dict[PooledConnection, None]] = {}
 
     def admit(self, connection: PooledConnection) -> bool:
         """Admit the connection now, or queue it; returns whether either was possible.
@@ -143,7 +143,7 @@ class ConnectionPool:
 
     def note_awaiting(self, connection: PooledConnection) -> None:
         """Note that the connection's request waits for an event; the oldest ends if there are too many."""
-        awaiting = self._awaiting.setdefault(connection.client, {})
+        awaiting = self.awaiting.setdefault(connection.client, {})
         awaiting[connection] = None
         if connection.client != _ROOT and len(awaiting) > self.limits.awaiting_events:
             oldest = next(iter(awaiting))
@@ -172,10 +172,10 @@ class ConnectionPool:
         self._admit_waiting()
 
     def _forget_awaiting(self, connection: PooledConnection) -> None:
-        awaiting = self._awaiting.get(connection.client, {})
+        awaiting = self.awaiting.get(connection.client, {})
         awaiting.pop(connection, None)
         if not awaiting:
-            self._awaiting.pop(connection.client, None)
+            self.awaiting.pop(connection.client, None)
 
     def _remove(self, connection: PooledConnection) -> None:
         self._forget_awaiting(connection)

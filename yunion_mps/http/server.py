@@ -84,7 +84,7 @@ class Connection(asyncio.BufferedProtocol):
         self._is_admitted = True
         self._admitted_s = asyncio.get_running_loop().time()
         self._set_deadline(self._limits.first_request_timeout_s)
-        if self._http.trailing_data[0]:
+        if self.unhandled_bytes:
             self._turn = asyncio.get_running_loop().call_soon(self._process)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -107,7 +107,7 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         self._http.receive_data(bytes(self._pool.buffer[:nbytes]))
         waits = self._pending or not self._is_admitted
-        if waits and self._transport and len(self._http.trailing_data[0]) > BUFFER_BYTES:
+        if waits and self._transport and self.unhandled_bytes > BUFFER_BYTES:
             self._transport.pause_reading()
         self._process()
 
@@ -140,10 +140,15 @@ class Connection(asyncio.BufferedProtocol):
         return self._transport.get_write_buffer_size() if self._transport else 0
 
     @property
+    def unhandled_bytes(self) -> int:
+        """How much has been received of requests that wait for their turn."""
+        return len(self._http.trailing_data[0])
+
+    @property
     def is_busy(self) -> bool:
         """Whether a request is arriving or being answered, or an answer is unread."""
         waits = self._pending is not None or self._turn is not None or self.unread_bytes > 0
-        return waits or not self.was_answered or bool(self._http.trailing_data[0])
+        return waits or not self.was_answered or self.unhandled_bytes > 0
 
     @property
     def is_replaceable(self) -> bool:
@@ -197,7 +202,7 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(problem_response(status, why, hint))
             return
         if self._pending:
-            if len(self._http.trailing_data[0]) <= BUFFER_BYTES:
+            if self.unhandled_bytes <= BUFFER_BYTES:
                 self._transport.resume_reading()  # to notice if the client disconnects
         elif more and not self._blocked:
             self._transport.pause_reading()
@@ -345,7 +350,7 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def _request_has_begun(self) -> bool:
         state = self._http.our_state
-        return state is h11.SEND_RESPONSE or (state is h11.IDLE and bool(self._http.trailing_data[0]))
+        return state is h11.SEND_RESPONSE or (state is h11.IDLE and self.unhandled_bytes > 0)
 
     def _on_timeout(self) -> None:
         """Close the connection of a client that was too slow; answer an incomplete request with 408."""

@@ -307,6 +307,7 @@ def golden_host() -> Iterator[Cli]:
             Allocator(ledger).choose(request, candidates)
 
         names = {lease.holder: holder_label(one) for lease, one in zip(ledger.leases.values(), LEASES)}
+        host.become(pid=40001, started_s=NOW_S - 9 * _DAY - 4 * _HOUR)
         host.service.set_leases(ledger, names.__getitem__)
         host.leases.check = check
         load = {
@@ -315,7 +316,6 @@ def golden_host() -> Iterator[Cli]:
         }
         load[P40.uuid] = GpuLoad(99, 6301, 71, 187.6, 250.0)
         host.service.usage.latest = LatestPoll(Load({str(uuid): one for uuid, one in load.items()}), _USED)
-        host.service._started_s, host.service._pid = NOW_S - 9 * _DAY - 4 * _HOUR, 40001
         host.leases.found = {"leases": LEASES, "waiting": WAITING, "total": len(LEASES)}
         host.leases.given = LEASES[1]
         host.metrics = lambda _: _metrics(host)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -383,7 +384,7 @@ def test_a_failed_re_exec_is_reported(own: Cli) -> None:
 
 def test_a_restart_is_distinguished_from_a_re_exec(own: Cli) -> None:
     def restart() -> None:
-        own.host.service._pid = 1
+        own.host.become(pid=1, started_s=time.time())
         own.host.snapshot = own.host.snapshot._replace(version=2)
 
     wrong = f"the daemon was restarted: its PID changed from {os.getpid()} to 1"

@@ -12,7 +12,7 @@ from yunion_mps.core.errors import UnreachableError
 from yunion_mps.core.paths import Paths
 from yunion_mps.gateway.client import OverviewCache
 
-from kubernetes.clocks import SkippingLoop
+from clocks import SkippingLoop
 
 pytestmark = pytest.mark.processes
 

@@ -164,16 +164,14 @@ class ServerHost(Closes):
         self.reloader = FakeReloader()
         self.clients = FakeClients()
         self.leases = FakeLeases()
-        self.service = service = Queries(lambda: self.snapshot, time.time(), os.getpid())
+        self.service = Queries(lambda: self.snapshot, time.time(), os.getpid())
         self.events = FakeEvents(self.event_log)
         self.metrics: Callable[[str], Awaitable[tuple[str, bytes]]] = metrics
-        found = services(service, self.reloader, self.clients, self.leases, self.events)
-        handlers = Handlers(found, lambda accept: self.metrics(accept))
-        self.server = Server(Router(handlers), limits or Limits())
+        self.server = Server(self._router(), limits or Limits())
         self.listener = Listener(self.paths)
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(lambda _, context: self.errors.append(str(context)))
-        self._thread = threading.Thread(target=self._loop.run_forever)
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_exception_handler(lambda _, context: self.errors.append(str(context)))
+        self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
         self.call(self.server.open(self.listener.socket))
 
@@ -183,9 +181,24 @@ class ServerHost(Closes):
 
     def begin_new_record(self, paths: Paths) -> None:
         """Keep events there from now on, as a daemon does that finds none of those before."""
+        former = self.events
         self._use(paths)
-        self.events._event_log = self.event_log
-        self.event_log.listen(self.events.notify)
+        self.events = FakeEvents(self.event_log)
+        self.server.pool.application = self._router()
+
+        async def answer_who_waits() -> None:
+            former.close()
+
+        self.call(answer_who_waits())
+
+    def become(self, pid: int, started_s: float) -> None:
+        """Answer from now on as a daemon with this PID that began then."""
+        self.service = Queries(lambda: self.snapshot, started_s, pid)
+        self.server.pool.application = self._router()
+
+    def _router(self) -> Router:
+        found = services(self.service, self.reloader, self.clients, self.leases, self.events)
+        return Router(Handlers(found, lambda accept: self.metrics(accept)))
 
     def record(self, event: Event, time_s: float | None = None) -> None:
         """An event comes now; with `time_s`, there is one of then."""
@@ -234,9 +247,9 @@ class ServerHost(Closes):
 
     def close(self) -> None:
         self.stop()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(PATIENCE_S)
-        self._loop.close()
+        self.loop.close()
         for client in self._clients:
             client.close()
         self._stack.close()
@@ -245,4 +258,4 @@ class ServerHost(Closes):
 
     def call(self, coroutine: Any) -> None:
         """Do this in the server's event loop."""
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE_S)
+        asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)

@@ -192,7 +192,7 @@ def test_data_sent_during_a_wait_is_bounded(host: ServerHost) -> None:
             client.socket.send(b"x" * 65536)
     connections: Any = host.server.pool.connections
     (connection,) = connections
-    assert len(connection._http.trailing_data[0]) <= 48 << 10
+    assert connection.unhandled_bytes <= 48 << 10
     host.assert_serves()
     host.record(LOST)
     client.socket.setblocking(True)

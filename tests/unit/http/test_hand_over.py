@@ -24,7 +24,7 @@ def hand_over(host: ServerHost) -> Future[None]:
         host.events.close()
         await host.server.hand_over()
 
-    return asyncio.run_coroutine_threadsafe(work(), host._loop)
+    return asyncio.run_coroutine_threadsafe(work(), host.loop)
 
 
 def go_on(host: ServerHost) -> None:

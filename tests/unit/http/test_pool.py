@@ -202,18 +202,18 @@ def test_the_first_request_has_a_deadline_of_its_own(serve: Serve, part: bytes) 
 def test_a_user_has_only_so_many_requests_that_wait_for_events(crowded: Serve) -> None:
     host = crowded(awaiting_events=2)
     first, *others = fill(host, 2, NOBODY, send=WAIT)
-    eventually(lambda: len(host.server.pool._awaiting.get(NOBODY, ())) == 2, "both waits")
+    eventually(lambda: len(host.server.pool.awaiting.get(NOBODY, ())) == 2, "both waits")
     third = host.connect(NOBODY).send(WAIT)
     assert_ended(first)
     with host.connect(NOBODY) as client:
         assert_served(client)
-    eventually(lambda: len(host.server.pool._awaiting.get(NOBODY, ())) == 2, "the others wait on")
+    eventually(lambda: len(host.server.pool.awaiting.get(NOBODY, ())) == 2, "the others wait on")
     for client in (*others, third):
         client.close()
-    eventually(lambda: NOBODY not in host.server.pool._awaiting, "nothing is kept")
+    eventually(lambda: NOBODY not in host.server.pool.awaiting, "nothing is kept")
 
 
 def test_root_may_wait_for_events_on_all_of_its_connections(crowded: Serve) -> None:
     host = crowded(awaiting_events=2)
     fill(host, 5, send=WAIT)
-    eventually(lambda: len(host.server.pool._awaiting.get(0, ())) == 5, "all wait")
+    eventually(lambda: len(host.server.pool.awaiting.get(0, ())) == 5, "all wait")
