@@ -86,14 +86,14 @@ def connected_inodes(paths: Collection[str]) -> set[int]:
     names = {os.fsencode(path) for path in paths}
     connected: set[int] = set()
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
-        for state, attributes in _sockets(netlink):
+        for state, attributes in unix_sockets(netlink):
             if attributes.get(_NAME, b"").rstrip(b"\0") in names:
                 inodes = attributes.get(_PENDING if state == _LISTENING else _PEER, b"")
                 connected.update(inode for (inode,) in struct.iter_unpack("=I", inodes))
     return connected
 
 
-def _sockets(netlink: socket.socket) -> Iterator[tuple[int, dict[int, bytes]]]:
+def unix_sockets(netlink: socket.socket) -> Iterator[tuple[int, dict[int, bytes]]]:
     """Yield the state and the attributes of every Unix socket in this network namespace."""
     netlink.settimeout(_TIMEOUT_S)
     states = 1 << _ESTABLISHED | 1 << _LISTENING

@@ -187,7 +187,7 @@ class Domain(StateMachine):
             if not self.control.was_adopted:
                 self._rollover.limits_found(LimitsInEffect(self.desired))
         self._task = Startup(self._idle_control(), now_s)
-        self._change(STARTING, now_s, f"{what}; waiting for its answer")
+        self.change_state(STARTING, now_s, f"{what}; waiting for its answer")
 
     def stop(self, now_s: float, *, spare_adopted: bool = False, timeout_s: int | None = None) -> None:
         """Begin to stop; a domain without processes stops at once, others by ticks.
@@ -197,7 +197,7 @@ class Domain(StateMachine):
         """
         if self.state in (STOPPED, STOPPING):
             return
-        self._cancel_task()
+        self.cancel_task()
         self._end_order = None
         if spare_adopted:
             self._rollover.orphans.detach()
@@ -208,9 +208,9 @@ class Domain(StateMachine):
             self._task = Shutdown(self.control, now_s, timeout_s=wait_s)
         self._rollover.stop(now_s + wait_s)
         if self.control.has_process or self._rollover.orphans.pids:
-            self._change(STOPPING, now_s, f"waiting up to {wait_s} s for its clients to end")
+            self.change_state(STOPPING, now_s, f"waiting up to {wait_s} s for its clients to end")
         else:
-            self._change(STOPPED, now_s, "stopped")
+            self.change_state(STOPPED, now_s, "stopped")
 
     def change(self, plan: DomainPlan, now_s: float, *, waits_for_leases: bool = False) -> None:
         """Make `plan` the desired one; a serving control daemon gets its limits for its next server.
@@ -356,7 +356,7 @@ class Domain(StateMachine):
         if self.state == APPLYING:
             self._change_reason(Reason(reason, reasons.DOMAIN_APPLYING))
         else:
-            self._change(APPLYING, now_s, reason)
+            self.change_state(APPLYING, now_s, reason)
 
     def _tick_applying(self, now_s: float) -> float | None:
         assert isinstance(self._task, LimitsSetter)
@@ -445,7 +445,7 @@ class Domain(StateMachine):
         self._change_failing_users()
         if failure is None:
             if self.state != READY:
-                self._change(READY, now_s, "")
+                self.change_state(READY, now_s, "")
             return
         if self.state == DEGRADED and failure is self._reported_failure:
             return
@@ -453,7 +453,7 @@ class Domain(StateMachine):
         cause = failure_cause(failure, self.control.target.log_directory)
         reason = Reason(f"MPS servers fail to start: {cause}", reasons.SERVER_START_FAILED)
         if self.state != DEGRADED:
-            self._change(DEGRADED, now_s, reason)
+            self.change_state(DEGRADED, now_s, reason)
         else:
             self._change_reason(reason)
 
@@ -506,12 +506,13 @@ class Domain(StateMachine):
         if isinstance(self._task, Shutdown):
             return self._task.tick(now_s)
         if not self._rollover.orphans.pids:
-            self._change(STOPPED, now_s, "stopped")
+            self.change_state(STOPPED, now_s, "stopped")
         return None
 
     # -- the current operation on the control daemon
 
-    def _cancel_task(self) -> None:
+    def cancel_task(self) -> None:
+        """Abandon the current operation on the control daemon, as the end of our process does."""
         self._close_forced_end()
         if self._task:
             self._task.close()
@@ -525,7 +526,7 @@ class Domain(StateMachine):
 
     def _idle_control(self) -> ControlDaemon:
         """Return the control daemon, after canceling its current task."""
-        self._cancel_task()
+        self.cancel_task()
         return self.control
 
     # -- failures
@@ -533,7 +534,7 @@ class Domain(StateMachine):
     def _reap(self, now_s: float) -> None:
         """Note that the control daemon has ended, as requested or unexpectedly."""
         replaced = isinstance(self._task, Shutdown) and self._task.is_replacement
-        self._cancel_task()
+        self.cancel_task()
         what, servers = self.control.reap(was_replaced=replaced)
         self._rollover.control_daemon_exited(what, servers, now_s if replaced else None)
         if self.state in (BACKOFF, FAILED):
@@ -544,11 +545,11 @@ class Domain(StateMachine):
     def _handle_error(self, now_s: float, error: YunionError) -> None:
         """Recover an unresponsive control daemon, which may have jobs; kill one without limits."""
         control = self.control
-        self._cancel_task()
+        self.cancel_task()
         if control.has_process and isinstance(error, UnresponsiveError):
             self.error = error
             self._task = recovery = Recovery(control, error, now_s)
-            self._change(WEDGED, now_s, recovery.reason, recovery.reason.code)
+            self.change_state(WEDGED, now_s, recovery.reason, recovery.reason.code)
             self._wants_poll = True  # only a poll from now on shows that it has no jobs
             hint = reasons.hint_of(self.reason.code)
             log.error("domain %s: %s; trying to resume it; %s", self.in_effect.name, self.reason, hint)
@@ -567,4 +568,4 @@ class Domain(StateMachine):
         log.error(
             "domain %s: %s; next start in %g s; %s", self.in_effect.name, error.message, wait_s, error.hint
         )
-        self._change(state, now_s, error.message, error.code)
+        self.change_state(state, now_s, error.message, error.code)

@@ -92,7 +92,7 @@ class StateMachine:
         self._is_due = True
         self._notify()
 
-    def _change(self, state: str, now_s: float, text: str, code: str = "") -> None:
+    def change_state(self, state: str, now_s: float, text: str, code: str = "") -> None:
         """Change the state, which only this method does; without a `code`, the reason has the state's."""
         reason = Reason(text, code or _CODES[state]) if text else NO_REASON
         if state not in LEGAL_CHANGES[self.state]:

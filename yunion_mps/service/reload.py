@@ -385,7 +385,7 @@ class Reloader:
         fleet = self._supervisor.fleet
         loop = asyncio.get_running_loop()
         has_clients = bool(left.clients or left.errors)
-        may_end = None if left.errors else _confirmed_client(confirmed)
+        may_end = None if left.errors else confirmed_client(confirmed)
         fleet.drain(loop.time(), force=has_clients, ends_orphans=True, may_end=may_end)
         self._control.tick()
         while fleet.is_forcing(loop.time()):  # noqa: ASYNC110 - ticks bring it about
@@ -522,7 +522,7 @@ def _change_json(change: Change) -> answers.ChangeJson:
     }
 
 
-def _confirmed_client(confirmed: Collection[str]) -> Callable[[int], bool]:
+def confirmed_client(confirmed: Collection[str]) -> Callable[[int], bool]:
     """Return the function that says whether a client (PID) may be ended.
 
     It may if its end is confirmed, or if it has ended by itself.

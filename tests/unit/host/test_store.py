@@ -242,7 +242,8 @@ def test_a_file_that_is_gone_with_its_copies_is_no_first_start(paths: Paths) -> 
 def test_a_text_that_is_no_utf_8_keeps_no_other_row_from_being_read(paths: Paths) -> None:
     store = Store(paths)
     store.record_lease("a", "{}")
-    store._connection.execute("UPDATE lease SET value = CAST(x'7bff7d' AS TEXT)")
+    with closing(sqlite3.connect(paths.store)) as connection, connection:
+        connection.execute("UPDATE lease SET value = CAST(x'7bff7d' AS TEXT)")
     store.record_lease("b", "{}")
     assert store.read("SELECT id, value FROM lease ORDER BY id") == [("a", "{\ufffd}"), ("b", "{}")]
 

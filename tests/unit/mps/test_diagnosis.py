@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -13,14 +14,13 @@ import pytest
 from yunion_mps.core.models import DomainPlan
 from yunion_mps.host import sockets
 from yunion_mps.host.proc import process_name
-from yunion_mps.mps import conversation
-from yunion_mps.mps.conversation import connections, diagnose, front_end_at, occupied_error
+from yunion_mps.mps.conversation import Conversation, connections, diagnose, front_end_at, occupied_error
 from yunion_mps.mps.processes import client_variables
 
 from integration.daemon_host import eventually
 
 from .driving import Bench
-from .front_ends import SOCKET, refusing, silent_process, stop_process
+from .front_ends import PATIENCE_S, SOCKET, refusing, silent_process, stop_process
 
 NLMSG_ERROR = 2
 
@@ -71,20 +71,26 @@ def test_an_open_front_end_is_named_and_not_blamed_for_silence(bench: Bench, con
     eventually(lambda: front_end_at(bench.plan.pipe_directory) == "")
 
 
-def test_our_own_front_end_is_not_to_be_ended(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_front_end_is_not_to_be_ended(bench: Bench, control_pid: int) -> None:
     """As while the control daemon waits for its clients after `quit`."""
-    bench.control()
     directory = bench.plan.pipe_directory
     environment = {**os.environ, **client_variables(directory)}
-    with subprocess.Popen([bench.program], stdin=subprocess.PIPE, env=environment) as ours:
+    with subprocess.Popen([bench.program], stdin=subprocess.PIPE, env=environment) as other:
         eventually(lambda: front_end_at(directory))
         assert front_end_at(directory, os.getpid()) == ""
         assert "end that process" in occupied_error(directory).hint
-        monkeypatch.setattr(conversation, "_own_front_ends", {ours.pid})
+        other.kill()
+    eventually(lambda: front_end_at(directory) == "")
+    stop_process(control_pid)
+    ours = Conversation(bench.program, directory, ["quit"], 0.0, PATIENCE_S)
+    try:
+        eventually(lambda: front_end_at(directory))
         error = occupied_error(directory)
         assert error.message.endswith("it was told to quit, and waits for its clients to end")
         assert "end that process" not in error.hint
-        ours.kill()
+    finally:
+        ours.close()
+        os.kill(control_pid, signal.SIGCONT)
 
 
 def test_a_process_that_is_connected_elsewhere_is_not_named(bench: Bench, other: int) -> None:
@@ -115,5 +121,5 @@ def test_a_kernel_that_answers_with_an_error_lists_no_socket() -> None:
     with ours, kernels:
         header = struct.pack("=IHHII", 36, NLMSG_ERROR, 0, 1, 0)
         kernels.send(header + struct.pack("=i", -errno.ENOENT) + header)
-        assert list(sockets._sockets(ours)) == []
+        assert list(sockets.unix_sockets(ours)) == []
         assert kernels.recv(1 << 16), "it was asked"

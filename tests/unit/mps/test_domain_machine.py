@@ -193,7 +193,7 @@ class Faults(RuleBasedStateMachine):
     @rule()
     def lose_the_daemon(self) -> None:
         """Ours dies, and the next one begins with what was recorded."""
-        self.run.domain._cancel_task()
+        self.run.domain.cancel_task()
         if self.run.domain.control.has_process:
             self.lost.append(self.run.pid)
             self.run.domain.control.process.close()

@@ -259,6 +259,6 @@ def test_each_other_change_raises_and_changes_nothing(before: str, after: str) -
     machine = StateMachine("host", lambda _: None, lambda: None)
     machine.state = before
     with pytest.raises(AssertionError) as caught:
-        machine._change(after, 0.0, "")
+        machine.change_state(after, 0.0, "")
     assert str(caught.value) == f"domain host: {before} cannot become {after}"
     assert machine.state == before

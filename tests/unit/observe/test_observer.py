@@ -111,11 +111,19 @@ class Clock(selectors.DefaultSelector):
         return found
 
 
-def observer_of(nvml: Any) -> Observer:
-    """An observer of a host without domains."""
+def supervisor_of(nvml: Any) -> Any:
+    """What an observer asks of the supervisor of a host without domains."""
     plan = SimpleNamespace(devices=[device(0, 0)], direct=())
     found = SimpleNamespace(plan=plan, inventory=SimpleNamespace(gpus=()))
-    supervisor: Any = SimpleNamespace(nvml=nvml, domains=(), snapshot=lambda: found)
+    return SimpleNamespace(nvml=nvml, domains=(), snapshot=lambda: found)
+
+
+def observer_of(nvml: Any) -> Observer:
+    """An observer of a host without domains."""
+    return observer_beside(supervisor_of(nvml))
+
+
+def observer_beside(supervisor: Any) -> Observer:
     return Observer(Paths("/"), supervisor, ProcessDevices(supervisor, Ledger()), UsageHistory(), Ledger())
 
 
@@ -207,8 +215,9 @@ def test_an_error_of_the_driver_is_in_the_list_and_the_last_use_is_kept() -> Non
 
 
 def test_an_observation_that_fails_at_once_blocks_no_later_one() -> None:
-    observer: Any = observer_of(SimpleNamespace(processes=dict, mps_clients=dict))
-    observer._supervisor.domains = None
+    supervisor = supervisor_of(SimpleNamespace(processes=dict, mps_clients=dict))
+    observer = observer_beside(supervisor)
+    supervisor.domains = None
     asyncio.run(observer.observe())
-    observer._supervisor.domains = ()
+    supervisor.domains = ()
     assert asyncio.run(observer.observe()).use is not None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,23 +42,57 @@ BUDGETS = {
 }
 
 
+class Jobs:
+    """Processes whose environment names devices; it can be another one later."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._jobs: dict[int, subprocess.Popen[str]] = {}
+
+    def start(self, names: str) -> dict[int, int]:
+        """Start a process that names these devices; return its PID with its start."""
+        environment = {"YUNION_MPS_DEVICE": names, "PATH": "/usr/bin:/bin"}
+        command = ["sh", "-c", _NAMES_OTHERS, "sh", _NAMES_OTHERS]
+        job = subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, text=True, bufsize=1)
+        self._stack.enter_context(job)
+        self._jobs[job.pid] = job
+        self._await_environment(job)
+        return {job.pid: started_ticks(job.pid) or 0}
+
+    def rename(self, started: dict[int, int], names: str) -> None:
+        """Let the process name other devices, by executing its program again."""
+        (pid,) = started
+        job = self._jobs[pid]
+        assert job.stdin
+        job.stdin.write(f"{names}\n")
+        self._await_environment(job)
+
+    def _await_environment(self, job: subprocess.Popen[str]) -> None:
+        """Wait until the program runs: only then does its process have its environment."""
+        assert job.stdout
+        assert job.stdout.readline() == "\n"
+
+
+#: Executes itself again with the devices in each line that it is told.
+_NAMES_OTHERS = """\
+echo
+while read -r names; do
+    export YUNION_MPS_DEVICE="$names"
+    exec "$0" -c "$1" "$0" "$1"
+done
+"""
+
+
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """Start a process that names these devices; returns its PID with its start."""
+def jobs() -> Iterator[Jobs]:
     with ExitStack() as stack:
+        yield Jobs(stack)
 
-        def begin(names: str) -> dict[int, int]:
-            environment = {"YUNION_MPS_DEVICE": names, "PATH": "/usr/bin:/bin"}
-            pipe = subprocess.PIPE
-            job = stack.enter_context(subprocess.Popen(["cat"], env=environment, stdin=pipe, stdout=pipe))
-            assert job.stdin
-            assert job.stdout
-            job.stdin.write(b"\n")  # only once it runs has it an environment
-            job.stdin.flush()
-            assert job.stdout.readline() == b"\n"
-            return {job.pid: started_ticks(job.pid) or 0}
 
-        yield begin
+@pytest.fixture
+def start(jobs: Jobs) -> Start:
+    """Start a process that names these devices; returns its PID with its start."""
+    return jobs.start
 
 
 def process_devices(ledger: Ledger, slots: int = 4) -> ProcessDevices:
@@ -111,21 +144,24 @@ def test_devices_made_for_a_lease_are_known_with_their_budget() -> None:
 
 
 @pytest.mark.processes
-def test_a_bounded_part_of_an_environment_is_kept_while_its_process_runs(start: Start) -> None:
-    devices, endless = process_devices(Ledger()), start(f"00:00.0-1,{'x' * 100_000}")
-    assert of(devices, endless) == ("00:00.0-1",)
-    assert max(map(len, devices._named.values())) < 5000
-    assert of(devices, start("00:00.0-2")) == ("00:00.0-2",)
-    assert len(devices._named) == 1
+def test_only_the_beginning_of_an_endless_environment_counts(start: Start) -> None:
+    devices = process_devices(Ledger())
+    assert of(devices, start(f"00:00.0-1,{'x' * 100_000}")) == ("00:00.0-1",)
+    assert of(devices, start(f"{'x' * 5000},00:00.0-1")) == ()
 
 
 @pytest.mark.processes
-def test_an_environment_is_read_once_for_each_process(start: Start) -> None:
-    devices, started = process_devices(Ledger()), start("00:00.0-1")
-    (one,) = started.items()
-    devices._named[one] = "00:00.0-2"  # what was read, were it not read again
-    assert of(devices, started) == ("00:00.0-2",)
-    assert of(devices, {one[0]: one[1] + 1}) == ("00:00.0-1",)
+def test_an_environment_is_read_once_while_its_process_is_seen(jobs: Jobs) -> None:
+    devices, first, second = process_devices(Ledger()), jobs.start("00:00.0-1"), jobs.start("00:00.0-3")
+    assert of(devices, first) == ("00:00.0-1",)
+    jobs.rename(first, "00:00.0-2")
+    assert of(devices, first) == ("00:00.0-1",), "it was not read again"
+    ((pid, ticks),) = first.items()
+    assert of(devices, {pid: ticks + 1}) == ("00:00.0-2",), "another process had this PID"
+    assert of(devices, first) == ("00:00.0-2",), "it was forgotten with its process"
+    jobs.rename(first, "00:00.0-0")
+    assert of(devices, second) == ("00:00.0-3",)
+    assert of(devices, first) == ("00:00.0-0",), "it was forgotten with its process"
 
 
 @pytest.mark.processes
@@ -270,7 +306,6 @@ def test_usage_older_than_an_hour_is_discarded() -> None:
     assert told(usage, 6000 + 59 * 60) == {GPU: [7, *[None] * 58, 8], DEVICE: [7, *[None] * 58, 0]}
     assert told(usage, 6000 + 60 * 60) == {GPU: [*[None] * 58, 8, None]}
     assert told(usage, 6000 + 1000 * 60) == {}
-    assert not usage._series
 
 
 def test_usage_can_be_requested_for_one_gpu_or_gpus_only() -> None:
@@ -285,9 +320,14 @@ def test_usage_can_be_requested_for_one_gpu_or_gpus_only() -> None:
 def test_an_hour_of_3072_devices_takes_little_room_and_an_idle_one_nothing() -> None:
     usage = UsageHistory()
     usage.record(6000, {})
-    assert not usage._series
+    assert told(usage, 6000) == {}
     addresses = [f"{gpu:02x}:00.0-{slot}" for gpu in range(64) for slot in range(48)]
-    usage.record(6000, dict.fromkeys(addresses, (512, 50)))
-    size = sys.getsizeof(usage._series) + sum(map(sys.getsizeof, chain(*usage._series.values())))
-    assert len(usage._series) == 3072
-    assert size < 1_600_000
+    used = dict.fromkeys(addresses, (512, 50))
+    tracemalloc.start()
+    try:
+        usage.record(6000, used)
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(told(usage, 6000)) == 3072
+    assert size < 1_800_000

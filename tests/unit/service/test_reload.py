@@ -17,7 +17,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.log_file import LOG_NAME
 from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
-from yunion_mps.service.reload import LoopControl, Reloader, _confirmed_client
+from yunion_mps.service.reload import LoopControl, Reloader, confirmed_client
 from yunion_mps.service.reload_losses import NO_LOSSES, ReloadLosses, client_name
 from yunion_mps.service.services import Services
 from yunion_mps.views.devices import devices_json
@@ -225,12 +225,12 @@ def test_a_job_that_may_have_ended_without_a_confirmation_is_told(put_to_work: P
 def test_a_client_may_end_if_it_is_confirmed_or_has_ended() -> None:
     me = os.getpid()
     name = client_name(me, rfc3339(started_s(me) or 0.0))
-    assert _confirmed_client({name})(me)
-    assert not _confirmed_client({client_name(me, None)})(me), "its PID was that of another process"
-    assert _confirmed_client(set())(1_000_000_000), "there is no such process"
-    assert [_confirmed_client(names)(0) for names in (set(), {client_name(0, None)})] == [False, True]
+    assert confirmed_client({name})(me)
+    assert not confirmed_client({client_name(me, None)})(me), "its PID was that of another process"
+    assert confirmed_client(set())(1_000_000_000), "there is no such process"
+    assert [confirmed_client(names)(0) for names in (set(), {client_name(0, None)})] == [False, True]
 
 
 def test_without_a_descriptor_no_client_counts_as_ended() -> None:
     with no_descriptor_left():
-        assert not _confirmed_client(set())(os.getpid())
+        assert not confirmed_client(set())(os.getpid())
