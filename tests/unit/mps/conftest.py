@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from yunion_mps.core.models import DomainPlan
-from yunion_mps.core.paths import ROOT_VARIABLE
 
-from .driving import Bench, DomainRun, Jobs
+from .driving import Bench, DomainRun, Jobs, private_bench
 
 
 @pytest.fixture(autouse=True)
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    """A bench on which no control daemon of another test, or of this machine, is taken for one of ours."""
-    with tempfile.TemporaryDirectory(prefix="mps.") as place, ExitStack() as stack:
-        Path(place).chmod(0o755)
-        monkeypatch.setenv(ROOT_VARIABLE, f"{place}/root")
-        yield Bench(Path(place), stack)
+    with private_bench(monkeypatch) as bench:
+        yield bench
 
 
 @pytest.fixture

@@ -9,16 +9,19 @@ import select
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from subprocess import PIPE
 
+import pytest
 from yunion_mps.core.enums import READY
 from yunion_mps.core.errors import YunionError
 from yunion_mps.core.models import DomainPlan, Event, PlannedGpu
+from yunion_mps.core.paths import ROOT_VARIABLE
 from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.mps.conversation import peer_of
 from yunion_mps.mps.domain import Domain
@@ -328,6 +331,15 @@ class Bench:
 
     def _has_peer(self) -> bool:
         return peer_of(self.plan.pipe_directory) is not None
+
+
+@contextlib.contextmanager
+def private_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """A bench on which no control daemon of another test, or of this machine, is taken for one of ours."""
+    with tempfile.TemporaryDirectory(prefix="mps.") as place, ExitStack() as stack:
+        Path(place).chmod(0o755)
+        monkeypatch.setenv(ROOT_VARIABLE, f"{place}/root")
+        yield Bench(Path(place), stack)
 
 
 def _kill(process: Process) -> None:

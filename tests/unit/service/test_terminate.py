@@ -6,33 +6,128 @@ import asyncio
 import os
 import subprocess
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import closing
+from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from yunion_mps.core.errors import BusyError, ControlError, HostError, NotAllowedError
+from yunion_mps.core.errors import BusyError, HostError, NotAllowedError
 from yunion_mps.core.models import Event
 from yunion_mps.core.reasons import PROCESSES_UNKNOWN
 from yunion_mps.core.units import rfc3339
 from yunion_mps.host.control_groups import control_groups_of
 from yunion_mps.host.proc import is_kernel_thread, started_s
-from yunion_mps.mps.conversation import OccupiedError
 from yunion_mps.service import terminate as module
-from yunion_mps.service.terminate import _refuse_unless_job
 
-from unit.http.by_hand import CLIENT, LEASE, clients
+from integration.daemon_host import is_running
+from integration.mps_jobs import STUBBORN_JOB
+from unit.http.by_hand import CLIENT, LEASE, SERVER, clients
+from unit.mps.driving import Bench, private_bench
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.processes  # the control daemon is real
+
+BY_TERM = "its MPS server disconnected it; ended by SIGTERM"
 
 
-def test_the_first_process_and_the_daemon_are_not_jobs() -> None:
-    for pid, what in ((1, "the init process"), (os.getpid(), "this daemon")):
-        with pytest.raises(NotAllowedError) as caught:
-            _refuse_unless_job(pid, [])
-        assert caught.value.message == f"PID {pid} is {what}, not a job"
+class Turns(asyncio.Lock):
+    """The lock of the conversation with control daemons; calls `asked` with how often it was asked for."""
+
+    def __init__(self, asked: Callable[[int], None]) -> None:
+        super().__init__()
+        self._asked = asked
+        self._count = 0
+
+    async def acquire(self) -> bool:  # type: ignore[override]
+        self._count += 1
+        self._asked(self._count)
+        return await super().acquire()
+
+
+class Scene:
+    """A control daemon with a server and its client `job`, and a Terminator that is told of `listed`."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.run = bench.serving()
+        self.job = bench.jobs.begin().pid
+        self.run.turn(1)
+        self.events: list[Event] = []
+        #: Called whenever a conversation with the control daemon is about to begin, with its number.
+        self.on_turn: Callable[[int], None] = lambda _: None
+        self.supervisor: Any = SimpleNamespace(
+            stopping=False,
+            domains=[self.run.domain],
+            snapshot=lambda: SimpleNamespace(domains=[self.run.domain.status()]),
+            event_log=SimpleNamespace(record=self.events.append),
+        )
+        self.listed: Any = None
+        self.list(self.job)
+
+    def list(self, pid: int, **fields: Any) -> None:
+        """List this process as the only client of the server."""
+        began_s = started_s(pid)
+        assert began_s is not None
+        own = {"pid": pid, "uid": os.getuid(), "started": rfc3339(began_s), "server": self.run.server}
+        self.listed = clients({**CLIENT, **own, **fields})
+
+    def list_none(self) -> None:
+        """List no client, because the server does not say which ones it has."""
+        server = {**SERVER, "pid": self.run.server}
+        self.listed = clients(servers=(server,), errors=(BUSY,))
+
+    def list_stranger(self) -> subprocess.Popen[bytes]:
+        """List a process that the server does not know, so it refuses to disconnect it."""
+        stranger = self.bench.stack.enter_context(subprocess.Popen(["sleep", "600"]))
+        self.bench.stack.callback(stranger.kill)
+        self.list(stranger.pid)
+        return stranger
+
+    def refusal(self) -> str:
+        how = "refused to disconnect it (the control daemon answered: 1)"
+        return f"the MPS server (PID {self.run.server}) {how}"
+
+    def end(self, uid: int = 0, signals: Any = module.TERM) -> Any:
+        """The termination of the client."""
+        choose = itemgetter("clients")
+        return self.of(lambda terminator: terminator.terminate_all(choose, uid, signals=signals))[0]
+
+    def of(self, work: Callable[[module.Terminator], Coroutine[Any, Any, Any]]) -> Any:
+        async def run() -> Any:
+            lock = Turns(lambda count: self.on_turn(count))
+            return await asyncio.wait_for(self.within(lock, work), 60)
+
+        return asyncio.run(run())
+
+    async def within(
+        self, lock: asyncio.Lock, work: Callable[[module.Terminator], Coroutine[Any, Any, Any]]
+    ) -> Any:
+        """Do this with a Terminator, whose conversations wait for the lock."""
+        listing: Any = SimpleNamespace(conversation=lock, clients=self._list)
+        return await work(module.Terminator(self.supervisor, listing))
+
+    async def _list(self) -> Any:
+        return self.listed
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    with private_bench(monkeypatch) as bench:
+        program = Path(bench.jobs.program)
+        monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+        yield Scene(bench)
+
+
+def test_processes_of_the_system_and_of_mps_are_not_jobs(scene: Scene) -> None:
+    ours = {1: "the init process", os.getpid(): "this daemon"}
+    ours[scene.run.pid] = "a control daemon"
+    ours[scene.run.server] = "an MPS server"
+    for pid, what in ours.items():
+        scene.list(pid, server=None)
+        one = scene.end(signals=())
+        assert (one["ended"], one["how"]) == (False, f"PID {pid} is {what}, not a job")
+        assert one["reason_code"] == NotAllowedError.code
 
 
 @pytest.mark.parametrize(("flags", "is_thread"), [(0x208040, True), (0x400100, False)])
@@ -42,214 +137,164 @@ def test_a_kernel_thread_is_recognised_by_its_flags(tmp_path: Path, flags: int, 
     assert is_kernel_thread(2, str(tmp_path)) is is_thread
 
 
-class Bench:
-    """A Terminator of one client, whose server does what `serve` does."""
+def test_a_client_may_end_by_itself_while_it_is_terminated(scene: Scene) -> None:
+    stranger = scene.list_stranger()
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.job = subprocess.Popen(["sleep", "600"])
-        self.serve: Callable[[], bool] = lambda: True
-        began_s = started_s(self.job.pid)
-        assert began_s is not None
-        user = {"uid": os.getuid(), "user": "alice", "started": rfc3339(began_s)}
-        self.listed: Any = clients({**CLIENT, **user, "pid": self.job.pid})
-        status = SimpleNamespace(plan=SimpleNamespace(name=CLIENT["domain"]))
-        self.events: list[Event] = []
-        supervisor: Any = SimpleNamespace(
-            stopping=False,
-            domains=[],
-            snapshot=lambda: SimpleNamespace(domains=[status]),
-            event_log=SimpleNamespace(record=self.events.append),
-        )
-        monkeypatch.setattr(module, "find_control_program", str)
-        monkeypatch.setattr(module, "terminate", lambda *_: self.serve())
-        self._supervisor = supervisor
+    def end_by_itself(_: int) -> None:
+        stranger.kill()
+        stranger.wait()
 
-    def end(self, uid: int = 0, signals: Any = module.TERM) -> Any:
-        """The termination of the client."""
-        choose = itemgetter("clients")
-        return self.of(lambda terminator: terminator.terminate_all(choose, uid, signals=signals))[0]
-
-    def of(self, work: Callable[[module.Terminator], Coroutine[Any, Any, Any]]) -> Any:
-        async def run() -> Any:
-            clients: Any = SimpleNamespace(conversation=asyncio.Lock(), clients=self._list)
-            return await asyncio.wait_for(work(module.Terminator(self._supervisor, clients)), 60)
-
-        return asyncio.run(run())
-
-    async def _list(self) -> Any:
-        return self.listed
-
-    def close(self) -> None:
-        self.job.kill()
-        self.job.wait()
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    with closing(Bench(monkeypatch)) as bench:
-        yield bench
-
-
-def test_a_client_may_end_by_itself_while_it_is_terminated(bench: Bench) -> None:
-    def fail() -> bool:
-        bench.close()
-        raise ControlError("the MPS server refused to disconnect it", "")
-
-    bench.serve = fail
-    one = bench.end()
+    scene.on_turn = end_by_itself
+    one = scene.end()
     assert (one["ended"], one["how"], one["reason_code"]) == (True, "it has ended by itself", "")
 
 
-def test_a_client_may_have_ended_already(bench: Bench) -> None:
-    bench.close()
-    assert bench.end()["how"] == "it has ended by itself"
+def test_a_client_may_have_ended_already(scene: Scene) -> None:
+    stranger = scene.list_stranger()
+    stranger.kill()
+    stranger.wait()
+    assert scene.end()["how"] == "it has ended by itself"
 
 
-def test_a_reused_pid_is_not_signalled(bench: Bench) -> None:
-    bench.listed["clients"][0]["started"] = "2026-01-01T00:00:00.000Z"
-    assert bench.end()["how"] == "it has ended by itself"
-    assert bench.job.poll() is None
+def test_a_reused_pid_is_not_signalled(scene: Scene) -> None:
+    scene.list(scene.job, started="2026-01-01T00:00:00.000Z")
+    assert scene.end()["how"] == "it has ended by itself"
+    assert is_running(scene.job)
 
 
-def test_a_process_outside_mps_that_gets_no_signal_causes_no_event(bench: Bench) -> None:
-    bench.listed["clients"][0]["server"] = None
-    one = bench.end(signals=())
-    assert (one["ended"], one["how"], bench.events) == (False, "it is not an MPS client", [])
-    assert bench.job.poll() is None
+def test_a_process_outside_mps_that_gets_no_signal_causes_no_event(scene: Scene) -> None:
+    scene.list(scene.job, server=None)
+    one = scene.end(signals=())
+    assert (one["ended"], one["how"], scene.events) == (False, "it is not an MPS client", [])
+    assert is_running(scene.job)
 
 
-def test_a_client_that_is_not_disconnected_is_signalled_only_to_kill_it(bench: Bench) -> None:
-    def refuse() -> bool:
-        raise ControlError("the MPS server refused to disconnect it", "")
-
-    bench.serve = refuse
-    one = bench.end()
-    assert (one["ended"], one["how"]) == (False, "the MPS server refused to disconnect it")
-    one = bench.end(signals=module.KILL)
-    how = "its MPS server did not disconnect it (the MPS server refused to disconnect it); ended by SIGTERM"
+def test_a_client_that_is_not_disconnected_is_signalled_only_to_kill_it(scene: Scene) -> None:
+    scene.list_stranger()
+    one = scene.end()
+    assert (one["ended"], one["how"]) == (False, scene.refusal())
+    one = scene.end(signals=module.KILL)
+    how = f"its MPS server did not disconnect it ({scene.refusal()}); ended by SIGTERM"
     assert (one["ended"], one["how"]) == (True, how)
 
 
-def test_a_busy_control_daemon_is_asked_again(bench: Bench) -> None:
-    answers = [OccupiedError("/pipe"), OccupiedError("/pipe")]
+def test_a_busy_control_daemon_is_asked_again(scene: Scene) -> None:
+    leave = scene.bench.hold_front_end()
+    turns = []
 
-    def serve() -> bool:
-        if answers:
-            raise answers.pop()
-        return True
+    def leave_at_the_third(count: int) -> None:
+        turns.append(count)
+        if count == 3:
+            leave()
 
-    bench.serve = serve
-    assert bench.end()["how"] == "its MPS server disconnected it; ended by SIGTERM"
-    assert [event.cause for event in bench.events] == ["requested by root"]
+    scene.on_turn = leave_at_the_third
+    assert scene.end()["how"] == BY_TERM
+    assert turns[:3] == [1, 2, 3]
+    assert [event.cause for event in scene.events] == ["requested by root"]
 
 
 def test_a_client_that_waits_for_its_turn_is_asked_for_again_as_well(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With many clients, its turn may come later than the time that a busy control daemon is given."""
     monkeypatch.setattr(module, "RETRY_S", 0.0)
-    answers = [OccupiedError("/pipe")]
+    leave = scene.bench.hold_front_end()
 
-    def serve() -> bool:
-        if answers:
-            raise answers.pop()
-        return True
+    async def work() -> Any:
+        waits = asyncio.Event()
 
-    async def work(terminator: module.Terminator) -> Any:
-        loop, lock = asyncio.get_running_loop(), terminator._clients.conversation
+        def let_it_wait_then_leave(count: int) -> None:
+            if count == 2:  # the first is our own
+                waits.set()
+            elif count == 3:
+                leave()
+
+        loop, lock = asyncio.get_running_loop(), Turns(let_it_wait_then_leave)
         await lock.acquire()
-        ending = asyncio.ensure_future(terminator.terminate_all(itemgetter("clients"), 0))
-        while not lock._waiters:  # noqa: ASYNC110 - a lock has no event to wait for
-            await asyncio.sleep(0.001)
+        ending = scene.within(lock, lambda terminator: terminator.terminate_all(itemgetter("clients"), 0))
+        ended = asyncio.ensure_future(ending)
+        await asyncio.wait_for(waits.wait(), 60)
         turn_s = loop.time() + 2 * module.OCCUPIED_S
         monkeypatch.setattr(loop, "time", lambda: turn_s)
         lock.release()
-        return await ending
+        return await ended
 
-    bench.serve = serve
-    assert bench.of(work)[0]["how"] == "its MPS server disconnected it; ended by SIGTERM"
-
-
-def test_without_signals_a_client_is_only_disconnected(bench: Bench) -> None:
-    one = bench.end(signals=())
-    assert (one["ended"], one["how"]) == (False, "its MPS server disconnected it")
-    assert bench.job.poll() is None
+    assert asyncio.run(work())[0]["how"] == BY_TERM
 
 
-def test_only_root_and_its_owner_may_terminate_a_client(bench: Bench) -> None:
-    one = bench.end(uid=12345)
+def test_without_signals_a_client_is_only_disconnected(scene: Scene) -> None:
+    environment = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": scene.bench.plan.pipe_directory}
+    job = subprocess.Popen(STUBBORN_JOB, env=environment, stdout=subprocess.PIPE)
+    with job, ExitStack() as stack:
+        stack.callback(job.kill)
+        assert job.stdout
+        assert [job.stdout.readline() for _ in range(2)] == [b"asking\n", b"attached\n"]
+        scene.list(job.pid)
+        one = scene.end(signals=())
+        assert (one["ended"], one["how"]) == (False, "its MPS server disconnected it")
+        assert job.stdout.readline() == b"terminated\n"
+        assert job.poll() is None
+
+
+def test_only_root_and_its_owner_may_terminate_a_client(scene: Scene) -> None:
+    one = scene.end(uid=12345)
     assert (one["ended"], one["reason_code"]) == (False, "not_allowed")
-    assert bench.job.poll() is None
+    assert is_running(scene.job)
 
 
 @pytest.mark.parametrize("is_inside", [True, False])
-def test_the_owner_of_a_lease_may_terminate_all_in_its_container(bench: Bench, is_inside: bool) -> None:
+def test_the_owner_of_a_lease_may_terminate_all_in_its_container(scene: Scene, is_inside: bool) -> None:
     """`container` is the one that root has attested; that of the process is what the kernel says."""
-    lease: Any = {**LEASE, "id": bench.listed["clients"][0]["lease"]}
-    own = control_groups_of(bench.job.pid)[0]
+    lease: Any = {**LEASE, "id": scene.listed["clients"][0]["lease"]}
+    own = control_groups_of(scene.job)[0]
     container = own if is_inside else own._replace(path="/another")
-    (one,) = bench.of(lambda terminator: terminator.terminate_lease(lease, 12345, container=container))
+    (one,) = scene.of(lambda terminator: terminator.terminate_lease(lease, 12345, container=container))
     assert (one["ended"], one["reason_code"]) == (is_inside, "" if is_inside else "not_allowed")
 
 
-def test_the_id_of_a_container_alone_allows_nothing(bench: Bench) -> None:
+def test_the_id_of_a_container_alone_allows_nothing(scene: Scene) -> None:
     """A user can have given it to a control group of their own, or to root's process by its environment."""
-    bench.listed["clients"][0].update(container_id="a" * 64, uid=12345, user="mallory")
+    scene.list(scene.job, container_id="a" * 64, uid=12345, user="mallory")
     lease: Any = {**LEASE, "binding": "container", "container_id": "a" * 64, "uid": 12345}
-    (one,) = bench.of(lambda terminator: terminator.terminate_lease(lease, 12345))
+    (one,) = scene.of(lambda terminator: terminator.terminate_lease(lease, 12345))
     assert (one["ended"], one["reason_code"]) == (False, "not_allowed")
-    assert bench.job.poll() is None
+    assert is_running(scene.job)
 
 
 BUSY = "domain host: the MPS server (PID 4250) does not list its clients, because one of another user waits"
 
 
-@pytest.fixture
-def unlisted(bench: Bench) -> Bench:
-    """Its server does not list the client, because a client of another user waits."""
-    bench.listed = clients(errors=(BUSY,))
-    return bench
-
-
 def test_a_client_that_may_be_one_is_terminated_only_by_force(
-    unlisted: Bench, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LIST_S", 0.0)
-    pid = unlisted.job.pid
+    scene.list_none()
     with pytest.raises(HostError) as refused:
-        unlisted.of(lambda terminator: terminator.terminate_client(pid, 0))
+        scene.of(lambda terminator: terminator.terminate_client(scene.job, 0))
     assert refused.value.code == PROCESSES_UNKNOWN
-    assert unlisted.job.poll() is None
-    one = unlisted.of(lambda terminator: terminator.terminate_client(pid, 0, signals=module.KILL))
-    how = "its MPS server disconnected it; ended by SIGTERM"
-    assert (one["pid"], one["ended"], one["how"]) == (pid, True, how)
+    assert is_running(scene.job)
+    one = scene.of(lambda terminator: terminator.terminate_client(scene.job, 0, signals=module.KILL))
+    assert (one["pid"], one["ended"], one["how"]) == (scene.job, True, BY_TERM)
 
 
-def test_the_holder_of_a_lease_is_terminated_by_force_if_unlisted(
-    unlisted: Bench, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_the_holder_of_a_lease_is_terminated_once_by_force(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, is_listed: bool
 ) -> None:
     monkeypatch.setattr(module, "LIST_S", 0.0)
-    lease: Any = {**LEASE, "pid": unlisted.job.pid}
+    if not is_listed:
+        scene.list_none()
+    lease: Any = {**LEASE, "pid": scene.job}
 
     def terminate_lease(terminator: module.Terminator) -> Any:
         return terminator.terminate_lease(lease, 0, signals=module.KILL, even_if_unknown=True)
 
-    (one,) = unlisted.of(terminate_lease)
-    assert (one["pid"], one["ended"]) == (unlisted.job.pid, True)
+    (one,) = scene.of(terminate_lease)
+    assert (one["pid"], one["ended"]) == (scene.job, True)
 
 
-def test_the_holder_of_a_lease_is_terminated_once_by_force_if_listed(bench: Bench) -> None:
-    lease: Any = {**LEASE, "pid": bench.job.pid}
-
-    def terminate_lease(terminator: module.Terminator) -> Any:
-        return terminator.terminate_lease(lease, 0, signals=module.KILL, even_if_unknown=True)
-
-    (one,) = bench.of(terminate_lease)
-    assert (one["pid"], one["ended"]) == (bench.job.pid, True)
-
-
-def test_while_the_daemon_stops_no_hint_says_to_kill_a_process(bench: Bench) -> None:
-    bench._supervisor.stopping = True
+def test_while_the_daemon_stops_no_hint_says_to_kill_a_process(scene: Scene) -> None:
+    scene.supervisor.stopping = True
     with pytest.raises(BusyError) as refused:
-        bench.of(lambda terminator: terminator.terminate_client(bench.job.pid, 0))
+        scene.of(lambda terminator: terminator.terminate_client(scene.job, 0))
     assert refused.value.hint == "wait: it ends their MPS servers after cuda_mps_stop_timeout_s"
