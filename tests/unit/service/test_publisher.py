@@ -119,8 +119,13 @@ def test_a_shortage_of_threads_is_reported_in_words(tmp_path: Path, monkeypatch:
         while not told:  # noqa: ASYNC110 - its task tells
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(threads, "_idle", [])  # idle threads of earlier tests would be reused
+    gate = threading.Event()
+    for _ in range(20):  # idle threads of earlier tests would be reused
+        threads.start_thread(gate.wait, threads.ignore_outcome)
     monkeypatch.setattr("_thread.start_new_thread", refuse)
-    asyncio.run(refresh())
+    try:
+        asyncio.run(refresh())
+    finally:
+        gate.set()
     short = "cannot start a thread: out of memory, processes or threads (can't start new thread)"
     assert told == [f"containers cannot find the devices: {tmp_path}/run/cdi/{DEVICES_FILE}: {short}"]

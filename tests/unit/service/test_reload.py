@@ -18,14 +18,13 @@ from yunion_mps.mps.log_file import LOG_NAME
 from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl, Reloader, confirmed_client
-from yunion_mps.service.reload_losses import NO_LOSSES, ReloadLosses, client_name
+from yunion_mps.service.reload_losses import client_name
 from yunion_mps.service.services import Services
 from yunion_mps.views.devices import devices_json
 
 from integration.daemon_host import is_running
 from simhost.host import SHARED
 from simhost.mps import CONTROL
-from unit.http import by_hand
 from unit.mps.front_ends import no_descriptor_left
 from unit.supervised import Begin, PutToWork, Supervised, attach
 
@@ -128,52 +127,53 @@ def test_nothing_of_a_gpu_that_is_not_there_changes_but_its_removal(begin: Begin
     assert reload(made) == [("budget", "00:06.0")]
 
 
-def test_now_ends_no_server_if_a_job_began_after_the_reload_was_accepted(begin: Begin) -> None:
+def once_applied(made: Supervised, act: Callable[[], object]) -> None:
+    """Do this once when the reload has applied new limits, before it ends the servers with the old ones."""
+    before = len(made.events)
+    left = [act]
+
+    def act_at_new_limits() -> None:
+        if left and "applying -> ready" in {event.what for event in made.events[before:]}:
+            left.pop()()
+
+    made.supervisor.event_log.listen(act_at_new_limits)
+
+
+def test_now_ends_no_server_if_a_job_began_after_the_reload_was_accepted(put_to_work: PutToWork) -> None:
     """All else is in effect; the operator is told, and can list the jobs again."""
-    host, made = begin(TWO, 4)
-    drained = []
-    made.supervisor.fleet.drain = lambda *_, **how: drained.append(how)  # type: ignore[method-assign]
-
-    def let_a_job_begin(reloader: Reloader) -> None:
-        job: Any = by_hand.CLIENT
-        looks = iter([NO_LOSSES, ReloadLosses([job])])
-
-        async def losses_of_clients(_: object) -> ReloadLosses:
-            return next(looks)
-
-        reloader._losses_of_clients = losses_of_clients  # type: ignore[assignment, method-assign]
-
+    host, jobs, made, job = put_to_work(V100, 4)
+    later = []
+    once_applied(made, lambda: later.append(attach(jobs, host)))
     host.divide(2)
-    what = "the configuration was reloaded, but no MPS server was ended, because .*PID 4260 of alice"
-    with pytest.raises(NotConfirmedError, match=what):
-        reload(made, let_a_job_begin, now=True)
-    assert (drained, made.available) == ([], 2)
+    what = r"the configuration was reloaded, but no MPS server was ended, because .*: PID (\d+) of "
+    with pytest.raises(NotConfirmedError, match=what) as refused:
+        reload(made, now=True)
+    assert f"PID {later[0].pid} of " in refused.value.message
+    assert f"PID {job.pid} of " not in refused.value.message
+    (server,) = jobs.servers()
+    attach(jobs, host)
+    assert (jobs.servers(), is_running(job.pid)) == ([server], True), "it is not drained"
+    assert len(made.supervisor.desired.plan.devices) == 2
+    assert made.snapshot.domains[0].pending, "the new budgets wait for the server"
 
 
-@pytest.mark.parametrize(("clients", "force"), [([], False), ([by_hand.CLIENT], True)])
-def test_now_forces_no_server_whose_clients_have_ended(begin: Begin, clients: list[Any], force: bool) -> None:
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_now_forces_no_server_whose_clients_have_ended(put_to_work: PutToWork, has_ended: bool) -> None:
     """A job that attaches just then continues; orphans, which get no new clients, end at once."""
-    host, made = begin(TWO, 4)
+    host, _, made, job = put_to_work(V100, 4)
+    drain = made.supervisor.fleet.drain
     drained = []
 
-    def drain(*_: Any, force: bool, ends_orphans: bool, may_end: Any) -> None:
+    def note_and_drain(now_s: float, *, force: bool, ends_orphans: bool, may_end: Any) -> None:
         drained.append((force, ends_orphans))
+        drain(now_s, force=force, ends_orphans=ends_orphans, may_end=may_end)
 
-    made.supervisor.fleet.drain = drain  # type: ignore[assignment, method-assign]
-
-    def have_clients(reloader: Reloader) -> None:
-        losses = ReloadLosses(clients)
-        confirmed = frozenset(losses.described())
-        reloader._listings.confirmed_by = lambda token: confirmed  # type: ignore[method-assign]
-
-        async def losses_of_clients(_: object) -> ReloadLosses:
-            return losses
-
-        reloader._losses_of_clients = losses_of_clients  # type: ignore[assignment, method-assign]
-
+    made.supervisor.fleet.drain = note_and_drain  # type: ignore[assignment, method-assign]
+    if has_ended:
+        once_applied(made, job.end)
     host.divide(2)
-    reload(made, have_clients, now=True)
-    assert drained == [(force, True)]
+    reload(made, now=True)
+    assert drained == [(not has_ended, True)]
 
 
 def test_now_ends_no_job_that_attached_after_the_last_look(put_to_work: PutToWork) -> None:
