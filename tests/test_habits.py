@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -158,6 +158,112 @@ def is_check(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any(
         ast.unparse(decorator).startswith(("check(", "host_check(")) for decorator in function.decorator_list
     )
+
+
+#: Names that begin with an underscore, but that Python or a library documents or leaves no other way to.
+_NOT_OURS = {
+    "_asdict": "of a NamedTuple",
+    "_fields": "of a NamedTuple",
+    "_replace": "of a NamedTuple",
+    "_exit": "of os: the end of a forked child",
+    "_Environ": "of os: the type of the environment",
+    "_base_executable": "of sys: the interpreter outside the virtual environment",
+    "_fields_": "of ctypes",
+    "_length_": "of ctypes",
+    "_type_": "of ctypes",
+    "_nvmlGetFunctionPointer_cache": "of pynvml: the functions of a library that was loaded before",
+}
+_SETTERS = {"setattr", "delattr", "getattr", "hasattr", "patch", "object"}
+_Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def is_private(name: str) -> bool:
+    """Whether it begins with one underscore, and is ours."""
+    return name.startswith("_") and not name.startswith("__") and name not in _NOT_OURS
+
+
+def private_names_used(module: ast.Module) -> Iterator[str]:
+    """Each private name of another object or module that the module uses."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            if ast.unparse(node.value) not in ("self", "cls", "super()"):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom):
+            yield from filter(is_private, [imported.name for imported in node.names])
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _SETTERS:
+            yield from filter(is_private, names_in(node.args))
+
+
+def names_in(arguments: Iterable[ast.expr]) -> Iterator[str]:
+    """The last part of each text among the arguments, such as `name` of "module.name"."""
+    for argument in arguments:
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+            yield argument.value.rpartition(".")[2]
+
+
+def private_members(owner: ast.ClassDef, *, with_hooks: bool = True) -> set[str]:
+    """The private methods and attributes that a class has or uses; hooks only raise NotImplementedError."""
+    members: set[str] = set()
+    hooks: set[str] = set()
+    for node in ast.walk(owner):
+        if isinstance(node, _Function):
+            members.add(node.name)
+            if ast.unparse(node.body[-1]).startswith("raise NotImplementedError"):
+                hooks.add(node.name)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()"):
+            members.add(node.attr)
+    return {name for name in members if is_private(name) and (with_hooks or name not in hooks)}
+
+
+def bases(owner: ast.ClassDef) -> list[str]:
+    """The names of its base classes, without modules and type arguments."""
+    return [re.sub(r"\[.*", "", ast.unparse(base)).rpartition(".")[2] for base in owner.bases]
+
+
+def test_no_test_knows_a_private_name_of_another_object() -> None:
+    """What is tested is what a caller gets: an answer, an event, a condition, a line of the log."""
+    used: dict[str, list[str]] = {}
+    for path in [*CHECKOUT.glob("tests/**/*.py"), *CHECKOUT.glob("scripts/**/*.py")]:
+        names = list(private_names_used(ast.parse(path.read_text())))
+        if names:
+            used[str(path.relative_to(CHECKOUT))] = names
+    assert used == {}
+
+
+def test_no_test_knows_a_private_name_of_a_base_class_of_ours() -> None:
+    """A subclass in the tests may fill in a hook of its base class, and knows nothing else of it."""
+    classes: dict[str, ast.ClassDef] = {}
+    for _, module in package_modules():
+        for node in ast.walk(module):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = node
+    known: dict[str, set[str]] = {}
+    for path in [*CHECKOUT.glob("tests/**/*.py"), *CHECKOUT.glob("scripts/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            ancestors = [classes[name] for name in bases(node) if name in classes]
+            for ancestor in ancestors:  # which grows
+                ancestors += [classes[name] for name in bases(ancestor) if name in classes]
+                shared = private_members(node) & private_members(ancestor, with_hooks=False)
+                if shared:
+                    known[f"{path.relative_to(CHECKOUT)}: {node.name} of {ancestor.name}"] = shared
+    assert known == {}
+
+
+def test_private_names_of_others_are_found() -> None:
+    code = """
+from yunion_mps.module import _imported, public
+monkeypatch.setattr(module, "_replaced", 1)
+monkeypatch.setattr("yunion_mps.module._named", 1)
+other._attribute, found._replace(a=1), self._own, super()._own, other.__dict__, os._exit(1)
+"""
+    assert sorted(private_names_used(ast.parse(code))) == [
+        "_imported",
+        "_named",
+        "_replaced",
+        "other._attribute",
+    ]
 
 
 def test_no_test_asserts_how_long_something_took() -> None:

@@ -74,14 +74,14 @@ class CheckedGpu(CudaGpu):
     def __init__(self, driver: TimedDriver, ordinal: int) -> None:
         super().__init__(driver, ordinal, WORK + _FAULT)
         self._seconds = driver.seconds
-        self._fault = self._function("fault")
+        self._fault = self.function("fault")
 
     def facts(self) -> dict[str, Any]:
         """What CUDA reports about the device to this client."""
         version, total, count = c_int(), c_size_t(), c_int()
-        self._call("cuDriverGetVersion", byref(version))
-        self._call("cuDeviceTotalMem_v2", byref(total), self._device)
-        self._call("cuDeviceGetCount", byref(count))
+        self.call("cuDriverGetVersion", byref(version))
+        self.call("cuDeviceTotalMem_v2", byref(total), self.device)
+        self.call("cuDeviceGetCount", byref(count))
         mps = self.attribute(MPS_ENABLED)
         return {
             "cuda": f"{version.value // 1000}.{version.value % 1000 // 10}",
@@ -98,19 +98,19 @@ class CheckedGpu(CudaGpu):
 
     def _uuid(self) -> str:
         raw = (ctypes.c_ubyte * 16)()
-        self._call("cuDeviceGetUuid", raw, self._device)
+        self.call("cuDeviceGetUuid", raw, self.device)
         text = bytes(raw).hex()
         return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
     def fault(self) -> None:
         """Write to an invalid address; raises CudaError and makes this context unusable."""
         address = c_uint64(_BAD_ADDRESS)
-        self._launch(self._fault, 1, 1, (c_void_p * 1)(ctypes.addressof(address)))
-        self._call("cuCtxSynchronize")
+        self.launch(self._fault, 1, 1, (c_void_p * 1)(ctypes.addressof(address)))
+        self.call("cuCtxSynchronize")
 
     def close(self) -> None:
         """Release the context."""
-        self._call("cuDevicePrimaryCtxRelease_v2", self._device)
+        self.call("cuDevicePrimaryCtxRelease_v2", self.device)
 
 
 def main(arguments: Sequence[str]) -> int:

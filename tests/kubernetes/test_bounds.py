@@ -238,7 +238,7 @@ class UnreachableServer(ApiServer):
         self.attempts_s: list[float] = []
         self.stored: dict[str, Any] = {}
 
-    async def _call(
+    async def call(
         self,
         method: str,
         resource: Resource[Any],
@@ -261,7 +261,7 @@ class UnreachableServer(ApiServer):
         except KeyError:
             raise MissingObjectError("not found", 404) from None
 
-    async def _events(
+    async def events(
         self, resource: Resource[Any], query: Mapping[str, str]
     ) -> AsyncGenerator[tuple[str, Any], None]:
         await asyncio.sleep(WATCH_S)

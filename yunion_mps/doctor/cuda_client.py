@@ -145,17 +145,18 @@ class CudaGpu:
     """A device with its primary context current and the kernels loaded; methods raise CudaError."""
 
     def __init__(self, driver: CudaDriver, ordinal: int = 0, kernels: str = WORK) -> None:
-        self._call = driver.call
+        #: Makes one call of the driver.
+        self.call = driver.call
         self._allocations: list[int] = []
-        self._device = c_int()
+        self.device = c_int()
         self._context = c_void_p()
         self._module = c_void_p()
-        self._call("cuInit", c_uint(0))
-        self._call("cuDeviceGet", byref(self._device), c_int(ordinal))
-        self._call("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
-        self._call("cuCtxSetCurrent", self._context)
+        self.call("cuInit", c_uint(0))
+        self.call("cuDeviceGet", byref(self.device), c_int(ordinal))
+        self.call("cuDevicePrimaryCtxRetain", byref(self._context), self.device)
+        self.call("cuCtxSetCurrent", self._context)
         self.target = self._load(kernels)
-        self._work = self._function("work")
+        self._work = self.function("work")
         self._marks = c_uint64(self._allocate(_MAX_MULTIPROCESSORS * 4))
 
     def _load(self, kernels: str) -> str:
@@ -163,7 +164,7 @@ class CudaGpu:
         for version, target in _TARGETS:
             text = f".version {version}\n.target {target}\n.address_size 64\n{kernels}"
             try:
-                self._call("cuModuleLoadData", byref(self._module), c_char_p(text.encode()))
+                self.call("cuModuleLoadData", byref(self._module), c_char_p(text.encode()))
             except CudaError as error:
                 first = first or error
             else:
@@ -171,21 +172,22 @@ class CudaGpu:
         assert first is not None
         raise first
 
-    def _function(self, name: str) -> c_void_p:
+    def function(self, name: str) -> c_void_p:
+        """Return the kernel of this name."""
         function = c_void_p()
-        self._call("cuModuleGetFunction", byref(function), self._module, c_char_p(name.encode()))
+        self.call("cuModuleGetFunction", byref(function), self._module, c_char_p(name.encode()))
         return function
 
     def name(self) -> str:
         name = ctypes.create_string_buffer(256)
-        self._call("cuDeviceGetName", name, c_int(len(name)), self._device)
+        self.call("cuDeviceGetName", name, c_int(len(name)), self.device)
         return name.value.decode(errors="replace")
 
     def attribute(self, number: int) -> int | None:
         """Return an attribute of the device; None if this driver does not know it."""
         value = c_int()
         try:
-            self._call("cuDeviceGetAttribute", byref(value), c_int(number), self._device)
+            self.call("cuDeviceGetAttribute", byref(value), c_int(number), self.device)
         except CudaError:
             return None
         return value.value
@@ -194,12 +196,12 @@ class CudaGpu:
         """Return free and total memory in MiB, as this client sees it."""
         free = c_size_t()
         total = c_size_t()
-        self._call("cuMemGetInfo_v2", byref(free), byref(total))
+        self.call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value / MIB, total.value / MIB
 
     def _allocate(self, size: int) -> int:
         address = c_uint64()
-        self._call("cuMemAlloc_v2", byref(address), c_size_t(size))
+        self.call("cuMemAlloc_v2", byref(address), c_size_t(size))
         return address.value
 
     def allocate(self, mib: int) -> None:
@@ -209,7 +211,7 @@ class CudaGpu:
     def release(self) -> None:
         """Free what `allocate` has allocated."""
         while self._allocations:
-            self._call("cuMemFree_v2", c_uint64(self._allocations.pop()))
+            self.call("cuMemFree_v2", c_uint64(self._allocations.pop()))
 
     def work(self, blocks: int, iterations: int, launches: int = 1) -> None:
         """Run the computing kernel and wait for its end."""
@@ -217,20 +219,21 @@ class CudaGpu:
         count = c_uint(iterations)
         arguments = (c_void_p * 2)(ctypes.addressof(marks), ctypes.addressof(count))
         for _ in range(launches):
-            self._launch(self._work, blocks, _THREADS, arguments)
-        self._call("cuCtxSynchronize")
+            self.launch(self._work, blocks, _THREADS, arguments)
+        self.call("cuCtxSynchronize")
 
-    def _launch(self, function: c_void_p, blocks: int, threads: int, arguments: Any) -> None:
+    def launch(self, function: c_void_p, blocks: int, threads: int, arguments: Any) -> None:
+        """Launch a kernel, and do not wait for its end."""
         grid = [c_uint(number) for number in (blocks, 1, 1, threads, 1, 1)]
         launch = ["cuLaunchKernel", function, *grid, c_uint(0), c_void_p(), arguments, c_void_p()]
-        self._call(*launch)
+        self.call(*launch)
 
     def multiprocessors_used(self, blocks: int, iterations: int) -> int:
         """Return how many SMs the blocks of one launch ran on."""
         marks = (c_uint * _MAX_MULTIPROCESSORS)()
-        self._call("cuMemsetD32_v2", self._marks, c_uint(0), c_size_t(len(marks)))
+        self.call("cuMemsetD32_v2", self._marks, c_uint(0), c_size_t(len(marks)))
         self.work(blocks, iterations)
-        self._call("cuMemcpyDtoH_v2", marks, self._marks, c_size_t(ctypes.sizeof(marks)))
+        self.call("cuMemcpyDtoH_v2", marks, self._marks, c_size_t(ctypes.sizeof(marks)))
         return len(list(filter(None, marks)))
 
 

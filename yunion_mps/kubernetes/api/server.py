@@ -96,7 +96,10 @@ class Backoff:
 
 
 class ApiServer:
-    """Its methods raise ApiServerError. Every wait has a deadline; only `watch` retries."""
+    """Its methods raise ApiServerError. Every wait has a deadline; only `watch` retries.
+
+    Only `call` and `events` connect: a subclass that replaces them needs no API server.
+    """
 
     def __init__(self, credentials: ApiCredentials, timeout_s: float = TIMEOUT_S) -> None:
         self._credentials = credentials
@@ -104,7 +107,7 @@ class ApiServer:
 
     async def get(self, resource: Resource[ObjectT], name: str, namespace: str = "") -> ObjectT:
         """Return the object; raises MissingObjectError if there is none."""
-        return resource.read(await self._call("GET", resource, resource.path(name, namespace)))
+        return resource.read(await self.call("GET", resource, resource.path(name, namespace)))
 
     async def _list_by(
         self, size: int, resource: Resource[ObjectT], fields: str
@@ -115,7 +118,7 @@ class ApiServer:
         listed = 0
         while True:
             selection = {"fieldSelector": fields, "continue": token, "limit": str(size)}
-            page = resource.read_list(await self._call("GET", resource, resource.path(), selection))
+            page = resource.read_list(await self.call("GET", resource, resource.path(), selection))
             listed += len(page["items"])
             _refuse_too_many(listed, resource)
             for item in page["items"]:
@@ -145,7 +148,7 @@ class ApiServer:
 
     async def create(self, resource: Resource[ObjectT], desired: ObjectT) -> ObjectT:
         """Create the object; return it as stored."""
-        return resource.read(await self._call("POST", resource, resource.path(), body=desired))
+        return resource.read(await self.call("POST", resource, resource.path(), body=desired))
 
     async def replace(self, resource: Resource[ObjectT], desired: ObjectT) -> ObjectT:
         """Replace the object; return it as stored.
@@ -154,12 +157,12 @@ class ApiServer:
         """
         metadata = desired["metadata"]
         path = resource.path(metadata["name"], metadata.get("namespace", ""))
-        return resource.read(await self._call("PUT", resource, path, body=desired))
+        return resource.read(await self.call("PUT", resource, path, body=desired))
 
     async def delete(self, resource: Resource[Any], name: str) -> None:
         """Delete the object if there is one."""
         with contextlib.suppress(MissingObjectError):
-            await self._call("DELETE", resource, resource.path(name))
+            await self.call("DELETE", resource, resource.path(name))
 
     async def watch(
         self,
@@ -188,7 +191,7 @@ class ApiServer:
                 yield dict(objects)
                 backoff.reset()
                 while True:
-                    events = self._events(resource, {"fieldSelector": fields, "resourceVersion": version})
+                    events = self.events(resource, {"fieldSelector": fields, "resourceVersion": version})
                     try:
                         async for kind, value in events:
                             if kind == _BOOKMARK:  # it has only a version
@@ -233,7 +236,7 @@ class ApiServer:
             return False
         return stored["metadata"]["uid"] != metadata["uid"]
 
-    async def _events(
+    async def events(
         self, resource: Resource[Any], query: Mapping[str, str]
     ) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield the kind of each change and the object, until the API server ends the watch."""
@@ -262,7 +265,7 @@ class ApiServer:
         finally:
             exchange.close()
 
-    async def _call(
+    async def call(
         self,
         method: str,
         resource: Resource[Any],
@@ -270,6 +273,7 @@ class ApiServer:
         query: Mapping[str, str] | None = None,
         body: object = None,
     ) -> Any:
+        """Send one request; return the decoded answer."""
         exchange = self._exchange(method, path, query or {}, body)
 
         async def answer() -> Any:
