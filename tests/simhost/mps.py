@@ -157,7 +157,7 @@ class Client:
 
     @property
     def has_news(self) -> bool:
-        """Whether something has happened to it that nobody has asked for yet (`says`)."""
+        """Whether something has happened to it that `says` has not told yet."""
         assert self._process.stdout is not None
         return readable(self._process.stdout, 0)
 

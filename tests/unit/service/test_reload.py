@@ -17,7 +17,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.log_file import LOG_NAME
 from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
-from yunion_mps.service.reload import LoopControl, Reloader, confirmed_client
+from yunion_mps.service.reload import LoopControl, confirmed_client
 from yunion_mps.service.reload_losses import client_name
 from yunion_mps.service.services import Services
 from yunion_mps.views.devices import devices_json
@@ -29,9 +29,6 @@ from unit.mps.front_ends import no_descriptor_left
 from unit.supervised import Begin, PutToWork, Supervised, attach
 
 pytestmark = pytest.mark.processes  # the control daemon is real
-
-#: Changes something about a Reloader before it reloads.
-Prepare = Callable[[Reloader], None]
 
 V100 = [{"kind": "v100"}]
 TWO = [*V100, *V100]
@@ -49,17 +46,13 @@ echo "$commands" | {program}
 """
 
 
-def reload(
-    made: Supervised, prepare: Prepare = lambda _: None, *, now: bool = False
-) -> list[tuple[str, str]]:
+def reload(made: Supervised, *, now: bool = False) -> list[tuple[str, str]]:
     """Reload as `answer_of_reload` does; returns the kind and subject of each change."""
-    changes = answer_of_reload(made, prepare, now=now)["changes"]
+    changes = answer_of_reload(made, now=now)["changes"]
     return sorted((change["kind"], change["subject"]) for change in changes)
 
 
-def answer_of_reload(
-    made: Supervised, prepare: Prepare = lambda _: None, *, now: bool = False
-) -> ChangeListJson:
+def answer_of_reload(made: Supervised, *, now: bool = False) -> ChangeListJson:
     """Reload as a client does, with all that a plan lists."""
     supervisor = made.supervisor
 
@@ -74,7 +67,6 @@ def answer_of_reload(
         control = LoopControl((), asyncio.Event(), tick, lambda: None)
         services = Services.of(made.paths, supervisor, queries, CdiPublisher(made.paths, supervisor), control)
         confirmation = (await services.reloader.plan())["confirmation"] if now else ""
-        prepare(services.reloader)
         return await services.reloader.reload(now=now, confirmation=confirmation)
 
     return asyncio.run(answer())

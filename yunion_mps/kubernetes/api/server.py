@@ -239,7 +239,10 @@ class ApiServer:
     async def events(
         self, resource: Resource[Any], query: Mapping[str, str]
     ) -> AsyncGenerator[tuple[str, Any], None]:
-        """Yield the kind of each change and the object, until the API server ends the watch."""
+        """Yield the kind of each change and the object, until the API server ends the watch.
+
+        Raises ApiServerError.
+        """
         watch = {**query, "watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH_S)}
         exchange = self._exchange("GET", resource.path(), watch)
         try:
