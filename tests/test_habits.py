@@ -266,6 +266,70 @@ other._attribute, found._replace(a=1), self._own, super()._own, other.__dict__, 
     ]
 
 
+#: Functions of ours that tests replace, with the reason.
+_REPLACED = {
+    # The locale of a program is that of its start, and pytest was started with any.
+    "tests/unit/cli/conftest.py": {"yunion_mps.host.proc.environment_of"},
+    # A process is between its control group and its end only for a moment, in the kernel.
+    "tests/unit/service/test_permissions.py": {"yunion_mps.service.permissions.job_unit_of"},
+}
+#: Where methods are replaced on objects: of asyncio's loops, of the tests' own stand-ins, or of ours.
+_METHODS_REPLACED = {
+    "tests/kubernetes/test_api_server.py": "of the stand-in for the API server",
+    "tests/kubernetes/test_pod_deletions.py": "of the stand-in for the API server",
+    "tests/unit/gpus/test_reconciler.py": "of a kind of setting that only exists there",
+    "tests/unit/observe/test_observer.py": "of the event loop, for its clock",
+    "tests/unit/service/test_budgets.py": "of the event loop, for its clock, and of the stand-in there",
+    "tests/unit/service/test_reload.py": "of the fleet, for a job that begins right before servers end",
+}
+
+
+def parts_replaced(module: ast.Module) -> Iterator[str]:
+    """Each function or class of ours that `setattr` or `patch` replaces; constants may be replaced."""
+    ours: dict[str, str] = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("yunion_mps"):
+            for imported in node.names:
+                ours[imported.asname or imported.name] = f"{node.module}.{imported.name}"
+    for node in ast.walk(module):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] not in _SETTERS:
+            continue
+        names = [ast.unparse(argument) for argument in node.args[:2]]
+        target = ast.literal_eval(names[0]) if names and names[0].startswith(("'", '"')) else ""
+        if not target and len(names) == 2 and names[0] in ours and names[1].startswith("'"):
+            target = f"{ours[names[0]]}.{ast.literal_eval(names[1])}"
+        if target.startswith("yunion_mps.") and not target.rpartition(".")[2].isupper():
+            yield target
+
+
+def test_no_test_replaces_a_part_of_ours() -> None:
+    """Tests act with real parts, and replace only what is outside: clocks, system calls and the driver."""
+    replaced: dict[str, set[str]] = {}
+    methods: set[str] = set()
+    for path in CHECKOUT.glob("tests/**/*.py"):
+        name = str(path.relative_to(CHECKOUT))
+        text = path.read_text()
+        parts = set(parts_replaced(ast.parse(text)))
+        if parts:
+            replaced[name] = parts
+        if re.search(r"# type: ignore\[.*method-assign", text):
+            methods.add(name)
+    assert replaced == _REPLACED
+    assert methods == set(_METHODS_REPLACED)
+
+
+def test_replaced_parts_are_found() -> None:
+    code = """
+from yunion_mps.service import leases as module
+monkeypatch.setattr(module, "grant", None)
+monkeypatch.setattr(module, "RETRY_S", 0.0)
+monkeypatch.setattr(os, "mkdir", None)
+mock.patch("yunion_mps.host.proc.environment_of")
+"""
+    found = ["yunion_mps.host.proc.environment_of", "yunion_mps.service.leases.grant"]
+    assert sorted(parts_replaced(ast.parse(code))) == found
+
+
 def test_no_test_asserts_how_long_something_took() -> None:
     """Beside load everything takes longer: what is meant is asserted, and waits are for conditions."""
     clock = r"\btime\.(?:time|monotonic|perf_counter)\(\)"

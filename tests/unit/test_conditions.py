@@ -56,6 +56,7 @@ from yunion_mps.core.enums import (
 )
 from yunion_mps.core.models import Holder, Lease, MissingGpu, Snapshot
 from yunion_mps.core.reasons import GPU_NEEDS, LAYOUT_NEEDS, LAYOUT_WAITS, LIMITS_PENDING, Reason
+from yunion_mps.doctor.checks import Lazy
 from yunion_mps.kubernetes.devices import unhealthy_cause
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.service.queries import Queries
@@ -336,8 +337,8 @@ def outputs_of(host: Host, root: Path) -> Outputs:
     status, devices, gpus = service.of(host.clients), queries.all_devices(), queries.gpus()["gpus"]
     answers = HostAnswers(status, gpus, devices, host.leases, host.waiting, host.clients)
     doctor = host_of(root, *host.snapshot.inventory.gpus, snapshot=host.snapshot)
-    doctor.status = lambda: status  # type: ignore[assignment]
-    doctor.gpus = lambda: gpus  # type: ignore[assignment]
+    doctor.status = Lazy(lambda: status)
+    doctor.gpus = Lazy(lambda: gpus)
     return Outputs(
         status=status,
         devices=devices,

@@ -9,7 +9,7 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,10 +18,10 @@ from yunion_mps.cli.output import cell
 from yunion_mps.core.models import Event
 from yunion_mps.core.units import rfc3339
 from yunion_mps.http.listener import Listener
+from yunion_mps.http.messages import EventualResponse, Request, Response, problem_response
 from yunion_mps.http.operations import GET_EVENTS
-from yunion_mps.http.parameters import BadRequestError
+from yunion_mps.http.pool import Application
 from yunion_mps.http.server import Server
-from yunion_mps.service.events import EventFilter
 from yunion_mps.supervisor.event_log import MAX_REPEATS
 
 from integration.daemon_host import eventually
@@ -148,25 +148,35 @@ def test_leases_hide_no_xid_and_it_says_how_many_are_left_out(own: Cli) -> None:
     assert own.good("events", "--kind", "lease", "--limit", "1000").count("granted to job-") == 120
 
 
-@pytest.fixture
-def earlier(happened: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """A host with a daemon that does not know `severe_first`, nor what came with it."""
-    arguments, find = GET_EVENTS.arguments, happened.host.events.find
+class EarlierDaemon:
+    """Answers as a daemon that does not know `severe_first`, nor what came with it."""
 
-    def arguments_before(query: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
-        if "severe_first" in query:
-            raise BadRequestError("unknown parameter 'severe_first'", "use one of these parameters: after")
-        return arguments(query, headers, body)
+    def __init__(self, later: Application) -> None:
+        self._later = later
 
-    def find_before(event_filter: EventFilter) -> Any:
-        answer: Any = find(event_filter)
+    def handle(self, request: Request) -> EventualResponse:
+        if not request.target.startswith(GET_EVENTS.path):
+            return self._later.handle(request)
+        if "severe_first" in request.target:
+            unknown = "unknown parameter 'severe_first'"
+            return problem_response(400, unknown, "use one of these parameters: after")
+        return self._before(self._later.handle(request))
+
+    async def _before(self, later: EventualResponse) -> Response:
+        """Return the answer without the members that came later."""
+        response = later if isinstance(later, Response) else await later
+        answer = json.loads(response.body)
         del answer["omitted"]
-        for listed in answer["events"]:
-            del listed["rank"]
-        return answer
+        for event in answer["events"]:
+            del event["rank"]
+        return response._replace(body=json.dumps(answer).encode())
 
-    monkeypatch.setattr(GET_EVENTS, "arguments", arguments_before)
-    monkeypatch.setattr(happened.host.events, "find", find_before)
+
+@pytest.fixture
+def earlier(happened: Cli) -> Cli:
+    """A host with a daemon of an earlier version."""
+    pool = happened.host.server.pool
+    pool.application = EarlierDaemon(pool.application)
     return happened
 
 

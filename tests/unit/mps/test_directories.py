@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from yunion_mps.core.errors import HostError
@@ -479,12 +480,20 @@ def test_a_strangers_mount_in_the_directory_is_an_obstacle(tmp: Path, mount: Cal
 
 
 def test_a_directory_that_root_cannot_open_below_tmp_is_an_obstacle(
-    tmp: Path, mount: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+    tmp: Path, mount: Callable[[Path], None]
 ) -> None:
-    monkeypatch.setattr("yunion_mps.mps.directories.user_mounts", dict)  # it was mounted just now
     (tmp / "pipe").mkdir()
-    mount(tmp / "pipe")
-    obstacle = find_obstacle(f"{tmp}/pipe")
+    really_open = os.open
+    with pytest.MonkeyPatch.context() as patch:
+
+        def be_overtaken(path: Any, *how: Any, **more: Any) -> int:
+            if path == "pipe":  # where nothing was mounted a moment ago
+                patch.undo()
+                mount(tmp / "pipe")
+            return really_open(path, *how, **more)
+
+        patch.setattr(os, "open", be_overtaken)
+        obstacle = find_obstacle(f"{tmp}/pipe")
     assert obstacle is not None
     assert obstacle.message == f"{tmp}/pipe cannot be opened, even by root (Permission denied)"
 

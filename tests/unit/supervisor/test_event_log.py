@@ -8,7 +8,7 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.core.enums import EVENT_KINDS, SEVERITIES
-from yunion_mps.core.errors import HostError
 from yunion_mps.core.models import Event
 from yunion_mps.core.paths import Paths
 from yunion_mps.host.store import Store
@@ -40,22 +39,34 @@ def event(what: str, kind: str = "domain") -> Event:
 
 
 class Disk:
-    """A store that can be full."""
+    """A store whose disk can be full: then SQLite writes no event."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, file: str) -> None:
         self.store = store
-        self.full = False
+        self._file = file
 
     def __call__(self) -> Store:
-        if self.full:
-            raise HostError("the state file cannot be written: disk full")
         return self.store
+
+    def fill(self) -> None:
+        for table in ("event", "event_repeat"):
+            refuse = "BEGIN SELECT RAISE(ABORT, 'disk full'); END"
+            self._change(f"CREATE TRIGGER full_{table} BEFORE INSERT ON {table} {refuse}")
+
+    def free(self) -> None:
+        for table in ("event", "event_repeat"):
+            self._change(f"DROP TRIGGER full_{table}")
+
+    def _change(self, statement: str) -> None:
+        """Change the file as another program does."""
+        with closing(sqlite3.connect(self._file)) as connection, connection:
+            connection.execute(statement)
 
 
 @pytest.fixture
 def disk(paths: Paths) -> Iterator[Disk]:
     with closing(Store(paths)) as store:
-        yield Disk(store)
+        yield Disk(store, paths.store)
 
 
 @pytest.fixture
@@ -71,27 +82,27 @@ def test_unwritten_events_are_written_later_in_order(
     disk: Disk, event_log: EventLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     event_log.record(event("0"))
-    disk.full = True
+    disk.fill()
     for what in "abc":
         event_log.record(event(what))
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    disk.full = False  # for reading
     assert whats(event_log) == ["0", "a", "b", "c"], "they are shown all the same"
+    disk.free()
     event_log.record(event("d"))
     assert whats(event_log) == ["0", "a", "b", "c", "d"]
-    disk.full = True
+    disk.fill()
     event_log.record(event("e"))
     assert len(caplog.records) == 2, "a new shortage is a new trouble"
-    disk.full = False
+    disk.free()
     event_log.flush()
     assert whats(event_log)[-1] == "e"
 
 
 def test_events_in_memory_are_bounded_to_the_newest(disk: Disk, event_log: EventLog) -> None:
-    disk.full = True
+    disk.fill()
     for number in range(1500):
         event_log.record(event(str(number)))
-    disk.full = False
+    disk.free()
     event_log.flush()
     assert whats(event_log) == [str(number) for number in range(500, 1500)]
 
@@ -99,27 +110,26 @@ def test_events_in_memory_are_bounded_to_the_newest(disk: Disk, event_log: Event
 def test_a_listener_is_called_when_events_were_written(disk: Disk, event_log: EventLog) -> None:
     called: list[str] = []
     event_log.listen(lambda: called.append("x"))
-    disk.full = True
+    disk.fill()
     event_log.record(event("a"))
     assert called == []
-    disk.full = False
+    disk.free()
     event_log.record(event("b"))
     assert called == ["x"]
 
 
 def test_the_newest_events_are_shown_before_they_are_written(disk: Disk, event_log: EventLog) -> None:
     event_log.record(event("a"))
-    written = disk.store.write
-    disk.store.write = _full  # type: ignore[method-assign]
+    disk.fill()
     event_log.record(event("b", "gpu"))
     event_log.record(event("c"))
-    assert event_log.write_error == "disk full"
+    assert event_log.write_error.endswith("cannot be written: disk full")
     assert whats(event_log) == ["a", "b", "c"]
     assert [one.id for one in event_log.after(1, 1)] == [2]
     assert [one.event.what for one in event_log.newest(0.0, 2)] == ["b", "c"]
     assert [one.event.what for one in event_log.newest(0.0, 9, "gpu")] == ["b"]
     assert event_log.last_id() == 3
-    disk.store.write = written  # type: ignore[method-assign]
+    disk.free()
     event_log.flush()
     assert event_log.write_error == ""
     assert whats(event_log) == ["a", "b", "c"]
@@ -136,11 +146,11 @@ def test_events_are_written_by_a_timer_once_they_can_be(disk: Disk, event_log: E
     asked: list[str] = []
     event_log.not_written = lambda: asked.append("x")
     assert event_log.tick(0.0) is None
-    disk.full = True
+    disk.fill()
     event_log.record(event("a"))
     assert asked == ["x"]
     assert event_log.tick(5.0) == 5.0 + RETRY_S
-    disk.full = False
+    disk.free()
     assert event_log.tick(5.5) == 5.0 + RETRY_S, "too early"
     assert event_log.tick(5.0 + RETRY_S) is None
     assert [one.event.what for one in EventTable(disk.store).after(0, 9)] == ["a"]
@@ -160,17 +170,13 @@ def test_a_short_lock_of_the_state_file_is_not_reported(
     assert [one.event.what for one in EventTable(disk.store).after(0, 9)] == ["a", "b"]
 
 
-def _full(statement: str, rows: Sequence[tuple[object, ...]]) -> None:
-    raise HostError("disk full")
-
-
 def test_a_daemon_that_is_killed_while_the_disk_is_full_loses_no_event(disk: Disk, paths: Paths) -> None:
     first = EventLog(disk, paths.events_copy)
     first.record(event("a"))
-    disk.full = True
+    disk.fill()
     first.record(event("b"))
     first.record(event("c"))
-    disk.full = False
+    disk.free()
     second = EventLog(disk, paths.events_copy)
     assert second.last_id() == 3
     assert whats(second) == ["a", "b", "c"]
@@ -210,12 +216,12 @@ def test_no_event_is_lost_when_the_file_is_damaged_while_in_use(paths: Paths) ->
 def test_a_write_failure_and_its_end_are_reported(disk: Disk, paths: Paths) -> None:
     told: list[str] = []
     kept = EventLog(disk, paths.events_copy, lambda: told.append(kept.write_error))
-    disk.full = True
+    disk.fill()
     kept.record(event("a"))
     kept.record(event("b"))
-    disk.full = False
+    disk.free()
     kept.record(event("c"))
-    assert told == ["the state file cannot be written: disk full", ""]
+    assert told == [f"the state file {paths.store} cannot be written: disk full", ""]
 
 
 # -- the table
@@ -338,30 +344,28 @@ def test_warnings_come_first_for_a_day_or_from_a_given_time_on(
 def test_unwritten_events_leave_room_for_warnings(event_log: EventLog, disk: Disk) -> None:
     for recorded_event in (XID, leased(1), leased(2)):
         event_log.record(recorded_event)
-    written = disk.store.write
-    disk.store.write = _full  # type: ignore[method-assign]
+    disk.fill()
     event_log.record(leased(3))
-    disk.store.write = written  # type: ignore[method-assign]
+    disk.free()
     assert [record.id for record in event_log.newest(0.0, 2, severe_first=True)] == [1, 4]
     assert [record.id for record in event_log.newest(0.0, 1, severe_first=True)] == [1]
     assert event_log.count_from(1, 0.0) == 4
 
 
 def test_leases_displace_no_other_event_from_memory(event_log: EventLog, disk: Disk) -> None:
-    disk.full = True
+    disk.fill()
     event_log.record(event("Xid 31", "gpu"))
     for number in range(1500):
         event_log.record(leased(number))
-    disk.full = False
+    disk.free()
     event_log.flush()
     assert whats(event_log)[0] == "Xid 31"
     assert len(whats(event_log)) == 1000
-    written = disk.store.write
-    disk.store.write = _full  # type: ignore[method-assign]
+    disk.fill()
     event_log.record(event("Xid 48", "gpu"))
     for number in range(2000, 3500):
         event_log.record(leased(number))
-    disk.store.write = written  # type: ignore[method-assign]
+    disk.free()
     event_log.flush()
     assert "Xid 48" in whats(event_log)
 
@@ -471,11 +475,10 @@ def test_events_of_one_cause_have_rows_of_their_own_again_later(
 def test_counts_that_cannot_be_written_are_written_later(event_log: EventLog, disk: Disk) -> None:
     for _ in range(MAX_REPEATS):
         event_log.record(event("a"))
-    written = disk.store.write
-    disk.store.write = _full  # type: ignore[method-assign]
+    disk.fill()
     event_log.record(event("a"))
     event_log.record(event("a"))
-    disk.store.write = written  # type: ignore[method-assign]
+    disk.free()
     event_log.tick(1.0)
     assert [one.occurrences for one in event_log.after(MAX_REPEATS - 1, 9)] == [3]
 
