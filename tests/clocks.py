@@ -25,6 +25,15 @@ class SkippingLoop(asyncio.SelectorEventLoop):
         return self._skipping.now_s
 
 
+class SetLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock the test sets."""
+
+    now_s = 0.0
+
+    def time(self) -> float:
+        return self.now_s
+
+
 class _SkippingSelector(selectors.DefaultSelector):
     now_s = 0.0
 

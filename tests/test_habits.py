@@ -278,8 +278,6 @@ _METHODS_REPLACED = {
     "tests/kubernetes/test_api_server.py": "of the stand-in for the API server",
     "tests/kubernetes/test_pod_deletions.py": "of the stand-in for the API server",
     "tests/unit/gpus/test_reconciler.py": "of a kind of setting that only exists there",
-    "tests/unit/observe/test_observer.py": "of the event loop, for its clock",
-    "tests/unit/service/test_budgets.py": "of the event loop, for its clock, and of the stand-in there",
     "tests/unit/service/test_reload.py": "of the fleet, for a job that begins right before servers end",
 }
 

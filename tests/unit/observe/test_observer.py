@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
 import threading
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from yunion_mps.observe.observer import (
 from yunion_mps.observe.process_list import GpuProcesses, ObservedDomain
 from yunion_mps.observe.usage import Budget, DeviceUsage, ProcessDevices, UsageHistory
 
+from clocks import SkippingLoop
 from unit.leases.shares import device
 
 A, B = "GPU-a", "GPU-b"
@@ -99,18 +99,6 @@ def test_a_gpu_that_does_not_answer_is_missing() -> None:
     assert found.devices == {}
 
 
-class Clock(selectors.DefaultSelector):
-    """A selector that waits for nothing: its clock is set to when the wait would have ended."""
-
-    now_s = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        found = super().select(0 if timeout is not None else None)
-        if not found:
-            self.now_s += timeout or 0.0
-        return found
-
-
 def supervisor_of(nvml: Any) -> Any:
     """What an observer asks of the supervisor of a host without domains."""
     plan = SimpleNamespace(devices=[device(0, 0)], direct=())
@@ -131,16 +119,14 @@ def test_many_requests_wait_for_a_hanging_driver_no_longer_than_one() -> None:
     """More than the gateway's patience, and the daemon would be told to be down."""
     gate = threading.Event()
     observer = observer_of(SimpleNamespace(processes=gate.wait, mps_clients=dict))
-    clock = Clock()
-    loop = asyncio.SelectorEventLoop(clock)
-    loop.time = lambda: clock.now_s  # type: ignore[method-assign]
+    loop = SkippingLoop()
 
     async def scrapes() -> list[Observation]:
         return [await observer.observe() for _ in range(8)]
 
     try:
         seen = loop.run_until_complete(scrapes())
-        assert clock.now_s < 2 * DRIVER_TIMEOUT_S
+        assert loop.time() < 2 * DRIVER_TIMEOUT_S
         late = "the driver is slow to answer, so the list of clients is out of date"
         assert [(one.clients["errors"], one.use) for one in seen] == [([late], None)] * 8
     finally:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ from yunion_mps.core.reasons import OVER_BUDGET_TERMINATED
 from yunion_mps.service.budgets import BudgetEnforcer, Excess, JobBudget, find_excesses
 from yunion_mps.service.terminate import TERM
 
+from clocks import SetLoop
 from unit import builders
 from unit.http.by_hand import CLIENT, LEASE, clients, lease_of
 
@@ -112,13 +112,13 @@ class World:
         self.taken_s: float | None = 0.0
         #: What the control daemons list, if it differs.
         self.confirmed: Any = None
-        self.now_s = 0.0
+        #: Called at the beginning of a termination.
+        self.meanwhile: Callable[[], object] = lambda: None
         #: The PIDs and signals of the terminations, and the results of the next ones.
         self.ended: list[tuple[int, tuple[int, ...]]] = []
         self.outcomes: list[tuple[bool, str]] = []
         self.causes: set[str] = set()
-        self.loop = asyncio.new_event_loop()
-        self.loop.time = lambda: self.now_s  # type: ignore[method-assign]
+        self.loop = SetLoop()
         self.enforcer = self.restarted()
 
     def restarted(self) -> BudgetEnforcer:
@@ -134,6 +134,7 @@ class World:
         return self.listed, use
 
     async def terminate_all(self, choose: Any, uid: int, cause: str, *, signals: Any, code: str) -> Any:
+        self.meanwhile()
         assert (uid, code) == (0, OVER_BUDGET_TERMINATED)
         self.causes.add(cause)
         chosen = choose(self.confirmed or self.listed)
@@ -142,13 +143,13 @@ class World:
         return [{"ended": ended, "reason_code": reason} for ended, reason in outcomes]
 
     def sample(self, at_s: float, *processes: Any) -> Excess | None:
-        self.now_s = self.taken_s = at_s
+        self.loop.now_s = self.taken_s = at_s
         self.listed = clients(*processes)
         return self.loop.run_until_complete(self.enforcer.sample())
 
     def fail(self, at_s: float) -> None:
         """The driver does not answer in time: the last list is returned again, with an error."""
-        self.now_s = at_s
+        self.loop.now_s = at_s
         self.listed = {**self.listed, "errors": ["the driver is slow to answer"]}
         assert self.loop.run_until_complete(self.enforcer.sample()) is None
 
@@ -214,7 +215,8 @@ def test_a_sample_without_the_memory_of_a_process_changes_nothing(world: World) 
 
 def test_the_same_list_is_not_counted_twice(world: World) -> None:
     assert world.sample(100, *OVER) is None
-    for world.now_s in range(101, 120):
+    for at_s in range(101, 120):
+        world.loop.now_s = at_s
         assert world.loop.run_until_complete(world.enforcer.sample()) is None
     assert world.ended == []
 
@@ -230,22 +232,20 @@ def test_a_changed_configuration_starts_the_time_again(world: World, key: str) -
 
 def test_a_reload_spares_a_process_about_to_be_terminated(world: World) -> None:
     excess = next(filter(None, (world.sample(at_s, *OVER) for at_s in range(100, 111))))
-    real = world.terminate_all
 
-    async def reloading(*arguments: Any, **options: Any) -> Any:
+    def reload() -> None:
         world.config = world.config._replace(over_budget="report")
-        return await real(*arguments, **options)
 
-    world.terminate_all = reloading  # type: ignore[method-assign]
+    world.meanwhile = reload
     world.loop.run_until_complete(world.enforcer.enforce(excess))
     assert world.ended == []
 
 
 def test_a_daemon_that_is_stopping_terminates_no_process(world: World) -> None:
-    async def stopping(*_: Any, **__: Any) -> Any:
+    def refuse() -> None:
         raise BusyError("the daemon is stopping", "")
 
-    world.terminate_all = stopping  # type: ignore[method-assign]
+    world.meanwhile = refuse
     assert world.follow(100, 110, *OVER) == 110
     assert world.enforcer.terminations[GPU] == 0
 
