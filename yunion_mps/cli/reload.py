@@ -300,7 +300,7 @@ def _end(jobs: Iterable[MpsClientJson]) -> None:
     """End the jobs like `terminate`: without its MPS server, a job gets an error but may not exit."""
     for job in jobs:
         try:
-            termination = call_daemon(TERMINATE_CLIENT, pid=job["pid"])
+            termination = call_daemon(TERMINATE_CLIENT, pid=job["pid"], started=job["started"] or "")
         except NotFoundError:  # it has ended
             continue
         except YunionError as error:

@@ -420,7 +420,8 @@ class DomainStatus(NamedTuple):
 
     `plan` is in effect: what its clients get. `pending` says what will change, if anything, and what it waits
     for; `waits_for` has the PIDs of the MPS servers that have to end first. `failing_users` has the users
-    (uids) for whom MPS servers do not start, and why, while they start for others.
+    (uids) for whom MPS servers do not start, and why, while they start for others. `orphans` has the PIDs of
+    servers that have outlived their control daemon.
     """
 
     plan: DomainPlan
@@ -432,6 +433,7 @@ class DomainStatus(NamedTuple):
     pending: str = ""
     waits_for: tuple[int, ...] = ()
     failing_users: Mapping[int, Reason] = {}
+    orphans: tuple[int, ...] = ()
 
 
 class Event(NamedTuple):

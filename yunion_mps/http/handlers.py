@@ -165,8 +165,11 @@ class Handlers:
     async def get_clients(self, _: Request, *, seen: bool) -> answers.ClientListJson:
         return await self._services.clients.clients(seen=seen)
 
-    async def terminate_client(self, request: Request, *, pid: int, signals: str) -> answers.TerminationJson:
-        return await self._services.terminator.terminate_client(pid, request.uid, signals=SIGNALS[signals])
+    async def terminate_client(
+        self, request: Request, *, pid: int, signals: str, started: str
+    ) -> answers.TerminationJson:
+        terminator = self._services.terminator
+        return await terminator.terminate_client(pid, request.uid, started=started, signals=SIGNALS[signals])
 
     async def terminate_lease(
         self, request: Request, *, lease: str, signals: str

@@ -67,6 +67,11 @@ _DEVICE = Parameter(
     "id", "The device's id or address, or a unique prefix of either.", pattern="^.+$", example="00:06.0-1"
 )
 _CLIENT = Parameter("pid", "The client's PID.", type="integer", maximum=MAX_PID, example=4260)
+_STARTED = Parameter(
+    "started",
+    "When the client started, as it was listed: another process that has its PID now is not terminated.",
+    default="",
+)
 _LEASE = Parameter(
     "lease",
     "The lease's id, at least the first 8 characters of it, or the name of one of the caller's leases.",
@@ -276,6 +281,7 @@ TERMINATE_CLIENT: Operation[answers.TerminationJson] = Operation(
     parameters=(
         _CLIENT,
         _SIGNALS,
+        _STARTED,
     ),
     access=OWNER,
     refusals=(404, 409),

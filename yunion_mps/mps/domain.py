@@ -126,6 +126,7 @@ class Domain(StateMachine):
             pending=pending,
             waits_for=waits_for,
             failing_users=self._failing_users,
+            orphans=self._rollover.orphans.pids,
         )
 
     def can_serve(self, plan: DomainPlan) -> bool:
@@ -244,29 +245,32 @@ class Domain(StateMachine):
             self._holds_modes = holds
             self._changed()
 
-    def drain(
-        self,
-        now_s: float,
-        *,
-        force: bool = False,
-        ends_orphans: bool = False,
-        may_end: Callable[[int], bool] | None = None,
-    ) -> None:
-        """Shut down the servers that a change waits for: after their clients, with `force` at once.
+    def drain(self, now_s: float) -> None:
+        """Shut down the servers that a change waits for after their clients, and admit no new ones."""
+        self._rollover.drain(now_s)
+        self._set_end_order(None)
 
-        `ends_orphans` ends those of earlier control daemons at once. With `force`, a server with a client
-        (PID) for which `may_end` is false is shut down after its clients; see `take_unconfirmed`.
+    def end_servers(self, now_s: float, may_end: Callable[[int], bool] | None = None) -> None:
+        """Shut down the servers that a change waits for at once, with their clients.
+
+        may_end: says whether a client (PID) may be ended. A server with another one is shut down after its
+            clients (see `take_unconfirmed`), and no server that has outlived its control daemon is ended.
+            Without it, all of them end.
         """
+        if may_end is None:
+            self._rollover.end_at_once(now_s)
+            self._set_end_order(None)
+            return
+        self._rollover.drain(now_s, by_command=False)
+        has_servers = bool(self.control.servers())
+        self._set_end_order(EndOrder(may_end, now_s + FORCE_WITHIN_S) if has_servers else None)
+
+    def _set_end_order(self, order: EndOrder | None) -> None:
+        """Carry out this order, and no other one; None for those that need no look at the clients."""
         self._is_due = True
-        is_selective = force and may_end is not None
-        self._rollover.request_end(
-            now_s, force=force, ends_orphans=force or ends_orphans, by_command=not is_selective
-        )
         self._close_forced_end()
-        self._end_order = None
+        self._end_order = order
         self._unconfirmed_clients = []
-        if force and may_end is not None and self.control.servers():
-            self._end_order = EndOrder(may_end, now_s + FORCE_WITHIN_S)
         self._changed()
 
     def is_forcing(self, now_s: float) -> bool:

@@ -60,12 +60,20 @@ class EndOrder(NamedTuple):
     until_s: float
 
 
+class LateClient(NamedTuple):
+    """A client that was not confirmed."""
+
+    pid: int
+    #: Its user, if the control daemon's log says so; with one server for all users, it does not.
+    uid: int | None = None
+
+
 class UnconfirmedClients(NamedTuple):
     """Clients that may not be ended, of servers that were to be ended by force."""
 
     servers: tuple[int, ...]
-    #: PIDs. They are empty if it is not known which attached last.
-    clients: tuple[int, ...]
+    #: They are empty if it is not known which attached last.
+    clients: tuple[LateClient, ...]
     #: Whether the servers have ended, probably with these clients; otherwise they end after them.
     has_ended: bool = False
 
@@ -183,18 +191,19 @@ class ForcedEnd(ControlTask):
             self.unconfirmed.append(UnconfirmedClients(self._servers, clients, has_ended=True))
         return None
 
-    def _ended_unconfirmed(self, lines: Iterable[LogLine]) -> tuple[int, ...]:
+    def _ended_unconfirmed(self, lines: Iterable[LogLine]) -> tuple[LateClient, ...]:
         listed: set[int] = set()  # which may be ended, or their servers would not have ended
         for server in self._servers:
             listed.update(self._clients.get(server, ()))
-        clients: dict[int, None] = {}  # each once, in this order
+        clients: dict[int, LateClient] = {}
         for line in lines:
-            if line.uid not in self._uids or line.pid in listed:
+            is_served = self._plan.multiuser or line.uid in self._uids
+            if not is_served or line.pid in listed:
                 continue
             has_exited = line.pid > 0 and is_gone(line.pid)  # its server's end may have been the cause
             if has_exited or not self._order.may_end(line.pid):
-                clients[line.pid] = None
-        return tuple(clients)
+                clients[line.pid] = LateClient(line.pid, None if self._plan.multiuser else line.uid)
+        return tuple(clients.values())
 
     def _choose(self, attached: Sequence[LogLine] | None) -> tuple[int, ...]:
         """Return the servers to end by force, and note those that are not.
@@ -221,8 +230,8 @@ class ForcedEnd(ControlTask):
             self.unconfirmed.append(UnconfirmedClients(tuple(refused), new))
         return tuple(chosen)
 
-    def _unconfirmed(self, clients: Iterable[int]) -> tuple[int, ...]:
-        return tuple(pid for pid in clients if not self._order.may_end(pid))
+    def _unconfirmed(self, clients: Iterable[int]) -> tuple[LateClient, ...]:
+        return tuple(LateClient(pid) for pid in clients if not self._order.may_end(pid))
 
 
 def _unused_pid() -> int:

@@ -185,15 +185,23 @@ class Rollover:
         """Return the servers of the current control daemon that a pending change waits for."""
         return self._servers() if every else self._limits.old_servers
 
-    def request_end(self, now_s: float, *, force: bool, ends_orphans: bool, by_command: bool = True) -> None:
-        """Request the shutdown of blocking servers: after their clients have ended, with `force` at once.
+    def drain(self, now_s: float, *, by_command: bool = True) -> None:
+        """Request the shutdown of blocking servers after their clients have ended.
 
-        Orphans, which get no new clients, can only be ended at once. Other servers are shut down by a command
-        once the control daemon is reachable, but with `force` only within `FORCE_WITHIN_S`, because new jobs
-        may attach until then. Not `by_command`: a `ForcedEnd` shuts down those of now.
+        They are shut down by a command once the control daemon is reachable. Not `by_command`: a `ForcedEnd`
+        shuts down those of now. Orphans, which get no new clients, are left to their jobs.
         """
-        if ends_orphans:
-            self.orphans.end(now_s, "requested by reload --now")
+        self._request_end(now_s, force=False, by_command=by_command)
+
+    def end_at_once(self, now_s: float) -> None:
+        """Request the shutdown of blocking servers with their clients, orphans among them.
+
+        A command that cannot be sent within `FORCE_WITHIN_S` is given up, because new jobs may attach.
+        """
+        self.orphans.end(now_s, "requested by reload --now")
+        self._request_end(now_s, force=True)
+
+    def _request_end(self, now_s: float, *, force: bool, by_command: bool = True) -> None:
         self._end_requested_s = now_s
         servers = self._servers()
         self._end_requests = dict.fromkeys(servers, force) if by_command else {}

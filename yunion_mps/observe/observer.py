@@ -207,7 +207,12 @@ class Observer:
         subjects = self._subjects()
 
         def work() -> answers.ClientListJson:
-            domains = [query_control_daemon(domain) for domain in subjects.domains if domain.pid]
+            domains: list[DomainProcesses] = []
+            for domain in subjects.domains:
+                if domain.pid:
+                    domains.append(query_control_daemon(domain))
+                elif domain.servers:  # they have outlived it, and only the driver knows their clients
+                    domains.append(servers_from_kernel(domain))
             return self._list(subjects, domains, query_driver(subjects.nvml, subjects.sm))
 
         listed = await on_thread(work)
@@ -252,7 +257,10 @@ class Observer:
 
         def work() -> Observation:
             driver = query_driver(subjects.nvml, subjects.sm)
-            domains = [servers_from_kernel(domain, failed) for domain in subjects.domains if domain.pid]
+            domains: list[DomainProcesses] = []
+            for domain in subjects.domains:
+                if domain.pid or domain.servers:
+                    domains.append(servers_from_kernel(domain, failed))
             clients = self._list(subjects, domains, driver)
             if subjects.nvml is None or driver.failure:
                 return Observation(clients, before)

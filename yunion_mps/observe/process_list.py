@@ -27,6 +27,22 @@ _MAX_VARIABLE = 1000
 _START_TOLERANCE_S = 5.0
 
 
+class ListFailure(str):
+    """Why not all processes are known, as text, and of which domain; empty for all."""
+
+    domain: str
+
+    def __new__(cls, text: str, domain: str = "") -> ListFailure:  # noqa: PYI034 - there is no Self before 3.11
+        failure = super().__new__(cls, text)
+        failure.domain = domain
+        return failure
+
+
+def domain_of_failure(error: str) -> str:
+    """Return the domain of one of the errors of a list of processes; empty for all domains."""
+    return error.domain if isinstance(error, ListFailure) else ""
+
+
 class ObservedDomain(NamedTuple):
     """A domain at the beginning of an observation."""
 
@@ -83,9 +99,12 @@ def query_control_daemon(domain: ObservedDomain) -> DomainProcesses:
     return DomainProcesses(plan, domain.servers, states, clients, failure)
 
 
-def servers_from_kernel(domain: ObservedDomain, failed: Collection[int]) -> DomainProcesses:
+def servers_from_kernel(domain: ObservedDomain, failed: Collection[int] = ()) -> DomainProcesses:
     """Return the servers, of which only those that are known to have `failed` have a state."""
-    states = {pid: SERVER_FAULT if pid in failed else None for pid in server_pids(domain.pid)}
+    states: dict[int, str | None] = {}
+    if domain.pid:
+        for pid in server_pids(domain.pid):
+            states[pid] = SERVER_FAULT if pid in failed else None
     return DomainProcesses(domain.plan, domain.servers, states, {}, "")
 
 
@@ -130,9 +149,9 @@ def list_processes(
             )
         clients += _clients_json(domain, driver, addresses, containers, attribution)
         if domain.failure:
-            errors.append(domain.failure)
+            errors.append(ListFailure(domain.failure, domain.plan.name))
     if driver.failure:
-        errors.append(driver.failure)
+        errors.append(ListFailure(driver.failure))
     listed = {client["pid"] for client in clients}
     waiting: list[answers.WaitingClientJson] = []
     for domain in domains:

@@ -26,7 +26,7 @@ from yunion_mps.host.processes import outcome_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.leases.holders import describe_holder
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.mps.forced_end import UnconfirmedClients
+from yunion_mps.mps.forced_end import LateClient, UnconfirmedClients
 from yunion_mps.observe.clients import ClientService
 from yunion_mps.service.reload_losses import (
     NO_LOSSES,
@@ -39,6 +39,7 @@ from yunion_mps.service.reload_losses import (
 )
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import as_made, with_layout_effects, without_refused
+from yunion_mps.supervisor.fleet import FleetEndOrder
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 from yunion_mps.views.pending import pending_rows
 
@@ -374,8 +375,8 @@ class Reloader:
 
         Servers whose clients have all ended are not forced to end: a job that attaches just now continues,
         and the change waits for it. So does one that attaches to a server whose clients are confirmed, which
-        are listed once more right before the end (`ForcedEnd` says which job may end nevertheless). Only if
-        the end of unknown clients is confirmed, nothing is listed again.
+        are listed once more right before the end (`ForcedEnd` says which job may end nevertheless).
+        Only where the end of unknown clients is confirmed, nothing is listed again.
         """
         left = await self._losses_of_clients(())
         try:
@@ -384,9 +385,12 @@ class Reloader:
             return _Unconfirmed(error)
         fleet = self._supervisor.fleet
         loop = asyncio.get_running_loop()
-        has_clients = bool(left.clients or left.errors)
-        may_end = None if left.errors else confirmed_client(confirmed)
-        fleet.drain(loop.time(), force=has_clients, ends_orphans=True, may_end=may_end)
+        order = FleetEndOrder(
+            with_all_clients={unknown.domain for unknown in left.unknown},
+            with_clients={client["domain"] for client in left.clients},
+            may_end=confirmed_client(confirmed),
+        )
+        fleet.end_servers(loop.time(), order)
         self._control.tick()
         while fleet.is_forcing(loop.time()):  # noqa: ASYNC110 - ticks bring it about
             await asyncio.sleep(0.005)
@@ -401,7 +405,7 @@ class Reloader:
 
     def _record_unconfirmed_end(self, clients: UnconfirmedClients) -> str:
         """Record that clients may have ended with their MPS servers, which was not confirmed; return that."""
-        jobs = ", ".join([_describe_client(pid) for pid in clients.clients[:_MOST_NAMED]])
+        jobs = ", ".join([_describe_client(client) for client in clients.clients[:_MOST_NAMED]])
         if len(clients.clients) > _MOST_NAMED:
             jobs += f" and {len(clients.clients) - _MOST_NAMED} more"
         jobs = jobs or _LAST_CLIENTS_UNKNOWN
@@ -529,7 +533,9 @@ def confirmed_client(confirmed: Collection[str]) -> Callable[[int], bool]:
     """
 
     def may_end(pid: int) -> bool:
-        if pid > 0 and is_gone(pid):  # 0 is one of another PID namespace
+        if pid <= 0:  # any of another PID namespace
+            return False
+        if is_gone(pid):
             return True
         begun_s = started_s(pid)
         started = None if begun_s is None else rfc3339(begun_s)
@@ -544,8 +550,8 @@ def _not_forced(refusals: Iterable[UnconfirmedClients]) -> NotConfirmedError:
     clients: dict[str, None] = {}  # each once, in this order
     for refusal in refusals:
         servers += refusal.servers
-        for pid in refusal.clients:
-            clients[_describe_client(pid)] = None
+        for client in refusal.clients:
+            clients[_describe_client(client)] = None
         if not refusal.clients:
             clients[_LAST_CLIENTS_UNKNOWN] = None
     ends = "ends only after its jobs" if len(servers) == 1 else "end only after their jobs"
@@ -553,8 +559,9 @@ def _not_forced(refusals: Iterable[UnconfirmedClients]) -> NotConfirmedError:
     return unconfirmed_error(list(clients), result)
 
 
-def _describe_client(pid: int) -> str:
+def _describe_client(client: LateClient) -> str:
+    pid = client.pid
     uid = uid_of(pid)
     if uid is None:
-        return f"PID {pid}"
+        return f"PID {pid}" if client.uid is None else f"PID {pid} of {user_name(client.uid)}"
     return f"PID {pid} of {user_name(uid)} ({command_of(pid) or process_name(pid)})"

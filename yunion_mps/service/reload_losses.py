@@ -8,19 +8,28 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.core.errors import NotConfirmedError
 from yunion_mps.core.models import DomainStatus
+from yunion_mps.core.waits import describe_servers
 from yunion_mps.observe.holdings import ID_LENGTH
+from yunion_mps.observe.process_list import domain_of_failure
 from yunion_mps.supervisor import Change
 
 if TYPE_CHECKING:
     from yunion_mps.answers import ClientListJson, LossJson, MpsClientJson
 
-#: The name of the loss if the control daemons do not list all clients.
-_UNKNOWN_CLIENTS = "unknown clients"
 _TOKEN_BYTES = 8
 #: How many different listings are remembered.
 _REMEMBERED = 64
 #: How many losses an error names.
 _NAMED = 5
+
+
+class UnknownClients(NamedTuple):
+    """Clients that an MPS server may have, although nothing lists them."""
+
+    domain: str
+    #: The server's PID.
+    server: int
+    why: str
 
 
 class ReloadLosses(NamedTuple):
@@ -30,26 +39,37 @@ class ReloadLosses(NamedTuple):
     clients: Sequence[MpsClientJson] = ()
     #: Leased devices, and MIG instances of other programs.
     devices: Sequence[LossJson] = ()
-    #: Why not all clients are known.
-    errors: Sequence[str] = ()
+    #: Where not all clients are known.
+    unknown: Sequence[UnknownClients] = ()
+
+    @property
+    def errors(self) -> list[str]:
+        """Why not all clients are known, each reason once."""
+        return list(dict.fromkeys(unknown.why for unknown in self.unknown))
 
     def described(self) -> dict[str, str]:
         """Return a description of each loss by its name.
 
-        The name is a PID with its start, a lease's id, or an instance's address.
+        A name tells what is lost from what may be in its place later: a PID with its start, a lease with its
+        device, an instance with its profile, unknown clients by their server.
         """
         descriptions = {}
         for client in self.clients:
-            name = client_name(client["pid"], client["started"])
-            descriptions[name] = f"PID {client['pid']} of {client['user']} ({client['command']})"
+            if client["pid"] > 0:  # those of another PID namespace are among the unknown
+                name = client_name(client["pid"], client["started"])
+                descriptions[name] = f"PID {client['pid']} of {client['user']} ({client['command']})"
         for loss in self.devices:
             if loss["lease"]:
                 short = loss["lease"][:ID_LENGTH]
-                descriptions[loss["lease"]] = f"lease {short} on {loss['subject']} of {loss['holder']}"
+                name = f"{loss['lease']} on {loss['subject']}"
+                descriptions[name] = f"lease {short} on {loss['subject']} of {loss['holder']}"
             else:
-                descriptions[loss["subject"]] = f"instance {loss['subject']} of {loss['holder']}"
-        if self.errors:
-            descriptions[_UNKNOWN_CLIENTS] = f"clients that are not known ({'; '.join(self.errors)})"
+                name = f"{loss['subject']} of {loss['holder']}"
+                descriptions[name] = f"instance {loss['subject']} of {loss['holder']}"
+        for unknown in self.unknown:
+            name = f"unknown clients of {unknown.server}"
+            whose = describe_servers([unknown.server])
+            descriptions[name] = f"clients of {whose} that are not known ({unknown.why})"
         return descriptions
 
 
@@ -137,9 +157,29 @@ def losses_of_clients(
         servers.update(domain.waits_for)
     if not changed and not waiting:
         return NO_LOSSES
+    affected = [domain for domain in domains if domain.plan.name in changed | waiting]
     lost = []
     for client in clients["clients"]:
         waited_for = client["domain"] in waiting and client["server"] in servers
         if client["mps"] is not False and (client["domain"] in changed or waited_for):
             lost.append(client)
-    return ReloadLosses(clients=lost, errors=clients["errors"])
+    return ReloadLosses(clients=lost, unknown=_unknown_clients(clients, affected))
+
+
+def _unknown_clients(clients: ClientListJson, domains: Iterable[DomainStatus]) -> list[UnknownClients]:
+    """Return which servers may have clients that nothing lists, and why."""
+    unknown: list[UnknownClients] = []
+    for domain in domains:
+        name = domain.plan.name
+        reasons = [error for error in clients["errors"] if domain_of_failure(error) in ("", name)]
+        if domain.orphans:
+            verb = "has" if len(domain.orphans) == 1 else "have"
+            what = f"{describe_servers(domain.orphans)} {verb} outlived the control daemon"
+            reasons.append(f"domain {name}: {what}, so only the driver knows the clients")
+        if any(client["domain"] == name and client["pid"] <= 0 for client in clients["clients"]):
+            reasons.append(f"domain {name}: a client is in another PID namespace")
+        if reasons:
+            for server in clients["servers"]:
+                if server["domain"] == name:
+                    unknown.append(UnknownClients(name, server["pid"], "; ".join(reasons)))
+    return unknown

@@ -28,7 +28,7 @@ from yunion_mps.mps.conversation import OccupiedError
 from yunion_mps.mps.processes import find_control_program, is_server
 from yunion_mps.observe.clients import ClientService
 from yunion_mps.observe.holdings import clients_of_lease, refuse_if_unknown
-from yunion_mps.observe.process_list import possible_client
+from yunion_mps.observe.process_list import domain_of_failure, possible_client
 from yunion_mps.service.permissions import is_privileged
 from yunion_mps.supervisor import Supervisor
 
@@ -78,12 +78,14 @@ class Terminator:
         self._clients = clients
 
     async def terminate_client(
-        self, pid: int, uid: int, cause: str = "", *, signals: SignalSequence = TERM
+        self, pid: int, uid: int, cause: str = "", *, started: str = "", signals: SignalSequence = TERM
     ) -> answers.TerminationJson:
         """Terminate a client for the user `uid` because of `cause`, by default the user's request.
 
         Its server disconnects it, then it gets `signals`, with 5 s to end after each. A process outside MPS
-        only gets the signals. Raises BusyError during a stop, NotFoundError if it is not a client,
+        only gets the signals. `started` is when it started, as it was listed; empty for any.
+
+        Raises BusyError during a stop, NotFoundError if it is not a client or has started at another time,
         NotAllowedError if it is another user's or not a job, and, if it is not to be killed, ControlError if
         its server does not disconnect it, and HostError if it is not known whether it is a client.
         """
@@ -91,7 +93,10 @@ class Terminator:
         listed = await self._list()
         if signal.SIGKILL in signals:
             listed = self._with_possible(listed, [pid])
-        return await self._end(find_client(listed, pid), _Order(uid, cause, signals))
+        client = find_client(listed, pid)
+        if started and client["started"] != started:  # it has ended; another process has its PID
+            raise _ended_error(pid)
+        return await self._end(client, _Order(uid, cause, signals))
 
     async def terminate_lease(
         self,
@@ -177,11 +182,11 @@ class Terminator:
             return
         snapshot = self._supervisor.snapshot()
         uuids = {gpu.uuid for gpu in snapshot.inventory.gpus if gpu.address in gpus}
-        of_other_domains: list[str] = []
+        other_domains: set[str] = set()
         for status in snapshot.domains:
             if uuids.isdisjoint(status.plan.gpu_uuids):
-                of_other_domains.append(f"domain {status.plan.name}: ")
-        errors = [error for error in listed["errors"] if not error.startswith(tuple(of_other_domains))]
+                other_domains.add(status.plan.name)
+        errors = [error for error in listed["errors"] if domain_of_failure(error) not in other_domains]
         if errors:
             code = reasons.PROCESSES_UNKNOWN
             what = f"not all processes are known, so none is terminated: {'; '.join(errors)}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from yunion_mps.core import reasons
 from yunion_mps.core.enums import ANSWERING, BACKOFF, FAILED, STOPPED, WEDGED
@@ -33,6 +33,17 @@ log = logging.getLogger(__name__)
 Processes = Mapping[str, Mapping[int, Optional[int]]]
 
 _JUST_BEFORE_S = 0.1
+
+
+class FleetEndOrder(NamedTuple):
+    """The order to end MPS servers now."""
+
+    #: The names of the domains whose servers end whatever clients they have.
+    with_all_clients: Collection[str]
+    #: Of those whose servers end if all of their clients may end, and otherwise after them.
+    with_clients: Collection[str]
+    #: Whether a client (PID) may end.
+    may_end: Callable[[int], bool]
 
 
 class Fleet:
@@ -176,21 +187,24 @@ class Fleet:
     def known_directories(self) -> set[str]:
         return {domain.in_effect.pipe_directory for domain in self.domains if domain.status().pid is not None}
 
-    def drain(
-        self,
-        now_s: float,
-        *,
-        force: bool = False,
-        ends_orphans: bool = False,
-        may_end: Callable[[int], bool] | None = None,
-    ) -> None:
-        """End the servers that a pending change waits for: after their jobs, or now with `force`.
+    def drain(self, now_s: float) -> None:
+        """End the servers that a pending change waits for after their jobs, and admit no new ones."""
+        for domain in self.domains:
+            domain.drain(now_s)
 
-        `ends_orphans` ends those of earlier control daemons at once. With `force`, those that have a client
-        (PID) for which `may_end` is false end after their jobs; see `take_unconfirmed`.
+    def end_servers(self, now_s: float, order: FleetEndOrder) -> None:
+        """End the servers that a pending change waits for now, as far as the order allows; see its members.
+
+        What became of other clients is returned by `take_unconfirmed`.
         """
         for domain in self.domains:
-            domain.drain(now_s, force=force, ends_orphans=ends_orphans, may_end=may_end)
+            name = domain.in_effect.name
+            if name in order.with_all_clients:
+                domain.end_servers(now_s)
+            elif name in order.with_clients:
+                domain.end_servers(now_s, order.may_end)
+            else:
+                domain.drain(now_s)
 
     def is_forcing(self, now_s: float) -> bool:
         """Whether it is not yet known which servers are not ended because of `may_end`."""

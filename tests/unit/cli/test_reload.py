@@ -203,7 +203,8 @@ def test_now_says_whom_it_ends_and_with_yes_does_not_ask(own: Cli) -> None:
     assert (done.code, done.out) == (0, SAME)
     assert re.fullmatch(CLIENTS, done.err)
     assert own.host.reloader.done == ["plan", "reload", "reload now"]
-    assert f"terminate 4260 for {os.geteuid()}" in own.host.clients.done
+    started = by_hand.CLIENT["started"]  # so that no other process which gets its PID is terminated
+    assert f"terminate 4260 since {started} for {os.geteuid()}" in own.host.clients.done
 
 
 def test_now_shows_what_is_in_effect_when_it_ends(own: Cli) -> None:
@@ -299,7 +300,7 @@ def test_now_lists_again_what_began_after_the_list(own: Cli) -> None:
     assert (told, "\n4260  " in first, "\n4270  " in second) == (f"yunion-mps: {by_hand.MORE}", True, True)
     assert "the jobs that were listed before were ended, but no others" in second
     assert [one for one in own.host.clients.done if "terminate" in one] == [
-        f"terminate 4260 for {os.geteuid()}"
+        f"terminate 4260 since {by_hand.CLIENT['started']} for {os.geteuid()}"
     ]
 
 

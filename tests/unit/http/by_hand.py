@@ -196,8 +196,11 @@ class FakeClients(_ByHand, ClientService, Terminator):
                 found.append(termination_json(client, error.message, ended=False, code=error.code))
         return found
 
-    async def terminate_client(self, pid: int, uid: int, cause: str = "", *, signals: Any = TERM) -> Any:
-        await self._pass(f"terminate {pid} for {uid}" + (" force" if signals is KILL else ""))
+    async def terminate_client(
+        self, pid: int, uid: int, cause: str = "", *, started: str = "", signals: Any = TERM
+    ) -> Any:
+        since = f" since {started}" if started else ""
+        await self._pass(f"terminate {pid}{since} for {uid}" + (" force" if signals is KILL else ""))
         client = find_client(self.found, pid)
         if self.refusal:
             raise self.refusal

@@ -27,7 +27,7 @@ def test_it_is_due_only_when_something_has_happened(bench: Bench) -> None:
     assert domain.is_due(run.now_s, domain.watched())
     changes: list[Callable[[], None]] = [
         lambda: domain.note_use(in_use=False),
-        lambda: domain.drain(run.now_s, force=False),
+        lambda: domain.drain(run.now_s),
         lambda: domain.hold_modes(holds=True),
         lambda: domain.hold_modes(holds=False),
         lambda: domain.change(domain.desired, run.now_s),

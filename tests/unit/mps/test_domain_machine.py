@@ -108,9 +108,14 @@ class Faults(RuleBasedStateMachine):
         self.run.domain.change(self.plan, self.run.now_s)
         self.let(0.5)
 
-    @rule(force=st.booleans(), may_end=st.sampled_from([None, lambda _: True, lambda _: False]))
-    def renew(self, *, force: bool, may_end: Callable[[int], bool] | None) -> None:
-        self.run.domain.drain(self.run.now_s, force=force, may_end=may_end)
+    @rule()
+    def drain(self) -> None:
+        self.run.domain.drain(self.run.now_s)
+        self.let(1.0)
+
+    @rule(may_end=st.sampled_from([None, lambda _: True, lambda _: False]))
+    def end_servers(self, may_end: Callable[[int], bool] | None) -> None:
+        self.run.domain.end_servers(self.run.now_s, may_end)
         self.let(1.0)
 
     @rule(in_use=st.sampled_from([None, True, False]))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from yunion_mps.core.models import DomainPlan
-from yunion_mps.mps.forced_end import LOG_WITHIN_S, UnconfirmedClients
+from yunion_mps.mps.forced_end import LOG_WITHIN_S, LateClient, UnconfirmedClients
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.log_file import LOG_NAME
 from yunion_mps.mps.log_lines import served_clients
@@ -59,7 +59,7 @@ def wrap(run: DomainRun, bench: Bench, script: str) -> None:
 def force(run: DomainRun, *clients: Client) -> None:
     """Order the end of the servers, and of no clients but these."""
     pids = [client.pid for client in clients]
-    run.domain.drain(run.now_s, force=True, may_end=lambda pid: pid in pids)
+    run.domain.end_servers(run.now_s, may_end=lambda pid: pid in pids)
 
 
 def force_with_a_gap(run: DomainRun, bench: Bench, job: Client, in_between: Callable[[], None]) -> None:
@@ -92,7 +92,7 @@ def test_a_server_with_another_client_ends_only_after_its_clients(
     (server,) = bench.jobs.servers()
     force(run, job)
     run.until_it(lambda: not run.domain.is_forcing(run.now_s))
-    assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), (later.pid,))]
+    assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), (LateClient(later.pid),))]
     assert run.domain.take_unconfirmed() == []
     assert bench.jobs.servers() == [server]
     bench.jobs.end(job, later)
@@ -108,7 +108,7 @@ def test_a_client_that_attaches_after_the_list_does_not_end(
     (server,) = bench.jobs.servers()
     later: list[Client] = []
     force_with_a_gap(run, bench, job, lambda: later.append(bench.jobs.begin()))
-    assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), (later[0].pid,))]
+    assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), (LateClient(later[0].pid),))]
     assert bench.jobs.servers() == [server]
 
 
@@ -119,7 +119,7 @@ def test_a_client_that_attaches_after_the_list_may_end_if_confirmed(
     job = bench.jobs.begin()
     run.change(other)
     wrap(run, bench, STOPS_AFTER_THE_LISTS)
-    run.domain.drain(run.now_s, force=True, may_end=lambda _: True)
+    run.domain.end_servers(run.now_s, may_end=lambda _: True)
     run.until_it(lambda: (bench.place / "listed").exists())
     later = bench.jobs.begin()
     (bench.place / "go").touch()
@@ -143,7 +143,7 @@ def test_a_client_that_attaches_right_before_the_end_is_reported(
     assert job.says() == "server gone"
     if bench.jobs.stand_ins.asked:
         assert later.says() == "attached"
-        ended = UnconfirmedClients((server,), (later.pid,), has_ended=True)
+        ended = UnconfirmedClients((server,), (LateClient(later.pid, os.getuid()),), has_ended=True)
         assert run.domain.take_unconfirmed() == [ended]
     else:
         assert run.domain.take_unconfirmed() == []
@@ -162,7 +162,7 @@ def test_a_line_that_a_user_wrote_into_the_log_ends_no_job(
             log.write(line)
 
     force_with_a_gap(run, bench, job, forge)
-    assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), (1,))]
+    assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), (LateClient(1),))]
     assert bench.jobs.servers() == [server]
 
 
@@ -197,7 +197,7 @@ def test_an_order_that_was_not_received_is_repeated_with_a_list(
         assert later.says() == "attached"
     run.turn(1).until_it(lambda: not run.domain.is_forcing(run.now_s))
     if bench.jobs.stand_ins.asked:
-        assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), (later.pid,))]
+        assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), (LateClient(later.pid),))]
         assert bench.jobs.servers() == [server]
     else:
         assert (job.says(), later.says()) == ("server gone", "attached")
@@ -250,7 +250,7 @@ def test_only_new_jobs_of_the_users_whose_servers_ended_are_reported(
     force(run, job)
     run.until_it(lambda: not run.domain.is_forcing(run.now_s))
     assert job.says() == "server gone"
-    ended = UnconfirmedClients((server,), (1_000_000_000,), has_ended=True)
+    ended = UnconfirmedClients((server,), (LateClient(1_000_000_000, os.getuid()),), has_ended=True)
     assert run.domain.take_unconfirmed() == [ended]
 
 

@@ -69,7 +69,7 @@ def test_a_job_that_nvml_does_not_list_yet_keeps_its_server(
 def test_the_next_server_has_the_new_limits(run: DomainRun, bench: Bench, other: DomainPlan) -> None:
     bench.jobs.end(bench.jobs.begin())
     run.change(other)
-    run.domain.drain(run.now_s, force=False)
+    run.domain.drain(run.now_s)
     run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     server = run.serve(bench.jobs)
     assert bench.ask(f"get_active_thread_percentage {server}") == ["12.5"]
@@ -79,10 +79,10 @@ def test_drain_waits_for_jobs_and_force_does_not(run: DomainRun, bench: Bench, o
     job = bench.jobs.begin()
     (server,) = run.domain.server_pids()
     run.change(other)
-    run.domain.drain(run.now_s, force=False)
+    run.domain.drain(run.now_s)
     run.until_said()
     assert run.turn(1).domain.limits_in_effect == LimitsInEffect(bench.plan, (server,))
-    run.domain.drain(run.now_s, force=True)
+    run.domain.end_servers(run.now_s)
     run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     assert job.says() == "server gone"
 
@@ -94,7 +94,7 @@ def test_a_server_drained_while_it_has_jobs_ends_after_them(
     job = bench.jobs.begin()
     run.change(other)
     for _ in range(12):
-        run.domain.drain(run.now_s, force=False)
+        run.domain.drain(run.now_s)
         run.until_said()
     bench.jobs.end(job)
     run.domain.note_use(in_use=False)
@@ -104,10 +104,10 @@ def test_a_server_drained_while_it_has_jobs_ends_after_them(
 
 def test_a_new_shutdown_request_survives_delivery_of_an_earlier_one(plan: DomainPlan) -> None:
     rollover = Rollover(LimitsInEffect(plan, (5,)), lambda: (5,), lambda _: None, lambda: None)
-    rollover.request_end(0.0, force=False, ends_orphans=False)
+    rollover.drain(0.0)
     orders = rollover.commands(0.0, every=False)
     assert orders == ["shutdown_server 5"]
-    rollover.request_end(0.0, force=True, ends_orphans=True)
+    rollover.end_at_once(0.0)
     rollover.commands_delivered(orders)
     forced = rollover.commands(0.0, every=False)
     assert forced == ["shutdown_server 5 -f"]
@@ -123,7 +123,7 @@ def test_several_servers_are_named_in_the_plural(plan: DomainPlan) -> None:
 
 def test_no_server_is_told_to_end_if_nothing_is_pending(run: DomainRun, jobs: Jobs) -> None:
     jobs.begin()
-    run.domain.drain(run.now_s, force=True)
+    run.domain.end_servers(run.now_s)
     run.domain.note_use(in_use=False)
     run.turn(60).turn(60)
     assert len(jobs.servers()) == 1
@@ -139,7 +139,10 @@ def test_an_undelivered_command_is_sent_again(
     if not force:
         bench.jobs.end(job)
     leave = held(run, bench, other, when)
-    run.domain.drain(run.now_s, force=force)
+    if force:
+        run.domain.end_servers(run.now_s)
+    else:
+        run.domain.drain(run.now_s)
     run.turns(steps, step_s)
     assert len(bench.jobs.servers()) == 1
     leave()
@@ -154,7 +157,7 @@ def test_an_order_that_ends_jobs_is_given_up_after_some_seconds(
     """New jobs may have begun until then; what waits for the jobs goes on waiting."""
     server = run.serve(bench.jobs)
     leave = held(run, bench, other, when)
-    run.domain.drain(run.now_s, force=True)
+    run.domain.end_servers(run.now_s)
     run.turns(9, 10)
     leave()
     run.turn(1).until(READY).until_said()
@@ -205,7 +208,7 @@ def test_a_drain_lasts_as_long_as_leases_block_its_change(
     """Before the drain, and at a later reload, which may have withdrawn the change."""
     jobs.begin()
     run.domain.change(plan, run.now_s, waits_for_leases=waits[0])
-    run.domain.drain(run.now_s, force=False)
+    run.domain.drain(run.now_s)
     run.domain.change(plan, run.now_s, waits_for_leases=waits[1])
     run.domain.retire()
     assert run.domain.is_draining == drains

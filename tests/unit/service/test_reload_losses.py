@@ -9,6 +9,7 @@ from yunion_mps.core.errors import NotConfirmedError
 from yunion_mps.service.reload_losses import (
     Listings,
     ReloadLosses,
+    UnknownClients,
     losses_of_clients,
     refuse_unconfirmed,
 )
@@ -69,7 +70,8 @@ def test_a_process_outside_mps_is_not_in_the_way() -> None:
     assert pids_in_the_way("", [change("00:06.0")], {**FIRST, "mps": False, "server": None}) == []
 
 
-LISTED = ReloadLosses([FIRST], [LEASED, FOREIGN], ["domain host: it does not answer"])
+UNKNOWN = UnknownClients("host", 4250, "domain host: it does not answer")
+LISTED = ReloadLosses([FIRST], [LEASED, FOREIGN], [UNKNOWN])
 
 
 @pytest.mark.parametrize(
@@ -81,11 +83,23 @@ LISTED = ReloadLosses([FIRST], [LEASED, FOREIGN], ["domain host: it does not ans
             f"lease b0b0b0b0 on {LEASED['subject']} of bob (job-17)",
         ),
         (
+            {"devices": [LEASED, FOREIGN, {**LEASED, "subject": "00:07.0-m2"}]},
+            f"lease {LEASED['lease'][:8]} on 00:07.0-m2 of {LEASED['holder']}",
+        ),
+        (
             {"devices": [LEASED, FOREIGN, {**FOREIGN, "subject": "00:06.0-g6"}]},
             "instance 00:06.0-g6 of another program (3g.40gb)",
         ),
+        (
+            {"devices": [LEASED, FOREIGN, {**FOREIGN, "holder": "another program (7g.80gb)"}]},
+            "instance 00:06.0-g5 of another program (7g.80gb)",
+        ),
+        (
+            {"unknown": [UNKNOWN, UNKNOWN._replace(server=4251)]},
+            "clients of the MPS server (PID 4251) that are not known (domain host: it does not answer)",
+        ),
     ],
-    ids=["job", "lease", "instance"],
+    ids=["job", "lease", "device", "instance", "profile", "server"],
 )
 def test_what_was_not_listed_is_not_lost(more: dict[str, Any], named: str) -> None:
     listings = Listings()
@@ -99,10 +113,8 @@ def test_what_was_not_listed_is_not_lost(more: dict[str, Any], named: str) -> No
 
 def test_unknown_clients_have_to_be_confirmed() -> None:
     listings = Listings()
-    confirmed = listings.confirmed_by(listings.remember(LISTED._replace(errors=())))
-    with pytest.raises(
-        NotConfirmedError, match=r"clients that are not known \(domain host: it does not answer\)"
-    ):
+    confirmed = listings.confirmed_by(listings.remember(LISTED._replace(unknown=())))
+    with pytest.raises(NotConfirmedError, match=r"clients of the MPS server \(PID 4250\) that are not known"):
         refuse_unconfirmed(LISTED, confirmed, "nothing was changed")
 
 

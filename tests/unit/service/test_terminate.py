@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from yunion_mps.core.errors import BusyError, HostError, NotAllowedError
+from yunion_mps.core.errors import BusyError, HostError, NotAllowedError, NotFoundError
 from yunion_mps.core.models import Event
 from yunion_mps.core.reasons import PROCESSES_UNKNOWN
 from yunion_mps.core.units import rfc3339
@@ -159,6 +159,14 @@ def test_a_client_may_have_ended_already(scene: Scene) -> None:
 def test_a_reused_pid_is_not_signalled(scene: Scene) -> None:
     scene.list(scene.job, started="2026-01-01T00:00:00.000Z")
     assert scene.end()["how"] == "it has ended by itself"
+    assert is_running(scene.job)
+
+
+def test_a_client_that_was_listed_with_another_start_is_not_terminated(scene: Scene) -> None:
+    """It has ended since, and its PID is another client's now."""
+    started = "2026-01-01T00:00:00.000Z"
+    with pytest.raises(NotFoundError, match="has just ended"):
+        scene.of(lambda terminator: terminator.terminate_client(scene.job, 0, started=started))
     assert is_running(scene.job)
 
 

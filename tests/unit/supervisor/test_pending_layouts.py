@@ -99,7 +99,7 @@ def test_what_has_to_go_is_not_leased_again(begin: Begun, before: str, after: st
     assert not work.offered() & of_first
     assert {work.states()[address] for address in of_first} == {PENDING}
     work.job.end()
-    work.made.supervisor.fleet.drain(time.monotonic(), force=False)
+    work.made.supervisor.fleet.drain(time.monotonic())
     work.made.until(lambda: not work.offered() & of_first and not work.jobs.servers())
     work.apply()
     work.apply()
@@ -185,7 +185,7 @@ def test_a_drain_ends_also_the_server_of_a_client_that_waited(begin: Begun) -> N
     configured(work.host, SMALLER)
     work.made.reload()
     domain = work.made.supervisor.domains[0]
-    domain.drain(time.monotonic(), force=False)
+    domain.drain(time.monotonic())
     work.made.until(lambda: domain.server_pids() == [first])
     earlier, place = work.job, Path(domain.in_effect.pipe_directory)
     late = work.jobs.client(place)
@@ -201,7 +201,7 @@ def test_a_drain_of_a_control_daemon_that_is_replaced_has_no_new_leases(begin: B
     work.attach()
     work.reload(MIG, TWO)
     assert work.offered() == {"00:07.0-0", "00:07.0-1"}
-    work.made.supervisor.fleet.drain(time.monotonic(), force=False)
+    work.made.supervisor.fleet.drain(time.monotonic())
     assert work.offered() == set()
     work.job.end()
     work.made.until(lambda: not work.jobs.servers())

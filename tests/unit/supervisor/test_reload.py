@@ -329,7 +329,8 @@ def test_a_pending_mode_is_set_at_once_if_the_servers_must_end_now(put_to_work: 
     configure(host, cuda_mps_compute_mode="keep")
     made.reload()
     made.reconcile()
-    made.supervisor.fleet.drain(time.monotonic(), force=True)
+    for domain in made.supervisor.domains:
+        domain.end_servers(time.monotonic())
     made.until(lambda: not jobs.servers() and not made.supervisor.domains[0].server_pids())
     made.reconcile()
     assert modes(host) == ["default"]

@@ -176,7 +176,7 @@ def test_a_drain_for_a_change_to_mps_lasts_until_it_is_in_effect(put_to_work: Pu
     ledger = lease(made)
     host.divide(4, 4)
     made.accept()
-    made.supervisor.fleet.drain(time.monotonic(), force=False)
+    made.supervisor.fleet.drain(time.monotonic())
     assert made.available == 0, "also those of the GPU with the server"
     ledger.remove("0" * 36)
     made.rescan()
