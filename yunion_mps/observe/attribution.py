@@ -7,7 +7,7 @@ choose those of another user's process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 
@@ -169,34 +169,51 @@ class Attribution:
     def _known_leases(self, pid: int) -> list[Lease]:
         """Return the leases that the kernel's facts show: of its container, its nearest holder or its unit.
 
-        An ancestor outside its container says less than the container.
+        An ancestor outside its container says less than the container. A holder or a unit has no process of
+        another user, such as one that became root below a user's shell.
         """
+        origin = self._origin(pid)
         holder = self._nearest_holder(pid)
         around = self._containers_around(pid)
         if holder is not None and (not around or around[0].group.contains(self._origin(holder).groups)):
-            return self._by_pid[holder]
+            return [lease for lease in self._by_pid[holder] if _is_of_its_user(origin, lease)]
         if around:
             return [container.lease for container in around]
-        of_unit = self._by_unit.get(self._origin(pid).unit, [])
-        return of_unit if len(of_unit) == 1 else []
+        of_unit = self._by_unit.get(origin.unit, [])
+        return [lease for lease in of_unit if len(of_unit) == 1 and _is_of_its_user(origin, lease)]
 
     def _nearest_holder(self, pid: int) -> int | None:
-        """Return the PID of the process, or of its nearest ancestor, that holds a lease.
+        """Return the PID of the holder of a lease from which the process descends; of several, the nearest.
 
-        Without one, as after the end of its parent, the holder of its process group or session is returned:
-        such a process descends from that holder, because no other process can be in these.
+        The kernel shows this by its ancestors and, even after the end of its parent, by its process group and
+        session: no process that does not descend from their leader can be in these. Its parent is then init,
+        or a subreaper (prctl(2)), which may hold a lease itself, from which that leader descends.
         """
-        ancestor = pid
-        for _ in range(_MAX_ANCESTORS):
+        nearest = self._holder_above(pid)
+        for leader in self._origin(pid).leaders:
+            if leader in self._by_pid and (nearest is None or self._descends(leader, nearest)):
+                return leader
+        return nearest
+
+    def _holder_above(self, pid: int) -> int | None:
+        """Return the PID of the process, or of its nearest ancestor, that holds a lease."""
+        for ancestor in self._with_ancestors(pid):
             if ancestor in self._by_pid:
                 return ancestor
-            if ancestor <= 1:
-                break
-            ancestor = self._origin(ancestor).parent
-        for leader in self._origin(pid).leaders:
-            if leader in self._by_pid:
-                return leader
         return None
+
+    def _descends(self, pid: int, ancestor: int) -> bool:
+        """Whether the process descends from this other one."""
+        return pid != ancestor and ancestor in self._with_ancestors(pid)
+
+    def _with_ancestors(self, pid: int) -> Iterator[int]:
+        """Yield the PID of the process, and those of its ancestors but init."""
+        ancestor = pid
+        for _ in range(_MAX_ANCESTORS):
+            yield ancestor
+            if ancestor <= 1:
+                return
+            ancestor = self._origin(ancestor).parent
 
     def _containers_around(self, pid: int) -> list[_LeasedContainer]:
         """Return the innermost container with a lease that the process is in, once for each of its leases.
@@ -246,6 +263,12 @@ def _may_use(origin: Origin, lease: Lease) -> bool:
     if unit and origin.unit and unit != origin.unit:
         return False
     return uid is None or origin.uid in (0, None) or uid in origin.users
+
+
+def _is_of_its_user(origin: Origin, lease: Lease) -> bool:
+    """Whether the process is the lease's user's; a lease of root may have any user's processes."""
+    uid = lease.holder.user_uid
+    return not uid or origin.uid is None or uid in origin.users
 
 
 def _is_on_all(lease: Lease, gpus: Collection[str]) -> bool:

@@ -13,19 +13,22 @@ import signal
 from collections import Counter
 from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.core.errors import YunionError
 from yunion_mps.core.reasons import OVER_BUDGET_TERMINATED
 from yunion_mps.core.settings import Config
 from yunion_mps.core.units import total_mib
+from yunion_mps.host.control_groups import ControlGroup
 from yunion_mps.host.proc import is_exiting
 from yunion_mps.host.stderr import write_to_stderr
 from yunion_mps.observe.holdings import ID_LENGTH
 from yunion_mps.observe.observer import Observer
 from yunion_mps.service.leases import LeaseService
+from yunion_mps.service.permissions import attested_container
 from yunion_mps.service.queries import Queries
-from yunion_mps.service.terminate import TERM, Terminator
+from yunion_mps.service.terminate import TERM, Terminator, may_terminate
 from yunion_mps.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -37,6 +40,13 @@ log = logging.getLogger(__name__)
 MAX_GAP_S = 5.0
 #: Once its server has disconnected it, a process that ignores SIGTERM is safe to kill.
 _KILL = (signal.SIGKILL,)
+
+
+class _Right(NamedTuple):
+    """The right to terminate processes: of this user, and in this control group."""
+
+    uid: int
+    container: ControlGroup | None
 
 
 class JobBudget(NamedTuple):
@@ -277,16 +287,23 @@ class BudgetEnforcer:
         def choose_again(listed: ClientListJson) -> list[MpsClientJson]:
             return [client for client in listed["clients"] if _identity(client) in map(_identity, victims)]
 
-        terminate_all = self._terminator.terminate_all
-        terminations = await terminate_all(choose, 0, cause, signals=TERM, code=OVER_BUDGET_TERMINATED)
+        right = self._right_of(budget.lease)
+        if right is None:
+            return
+        terminate_all = partial(
+            self._terminator.terminate_all,
+            uid=right.uid,
+            cause=cause,
+            container=right.container,
+            code=OVER_BUDGET_TERMINATED,
+        )
+        terminations = await terminate_all(choose, signals=TERM)
         is_ignored = False  # SIGTERM, by a process that its server has disconnected
         for termination in terminations:
             if not termination["ended"] and not termination["reason_code"]:
                 is_ignored = True
         if is_ignored:
-            terminations = await terminate_all(
-                choose_again, 0, cause, signals=_KILL, code=OVER_BUDGET_TERMINATED
-            )
+            terminations = await terminate_all(choose_again, signals=_KILL)
         ended = [termination for termination in terminations if termination["ended"]]
         if is_ignored and len(ended) < len(terminations):
             self._survivors.update(map(_identity, victims))
@@ -303,9 +320,24 @@ class BudgetEnforcer:
         if listed["errors"] or excess is None:
             return []
         self._survivors.intersection_update(map(_identity, clients))
-        if self._survivors.isdisjoint(map(_identity, excess.processes)):
-            return [excess.newest]
-        return []
+        if not self._survivors.isdisjoint(map(_identity, excess.processes)):
+            return []
+        right = self._right_of(budget.lease)
+        newest = excess.newest
+        if right is None or not may_terminate(newest["pid"], right.uid, right.container):
+            return []
+        return [newest]
+
+    def _right_of(self, lease_id: str) -> _Right | None:
+        """Return whose processes the budget of a lease may end: those that its user may; None if it ended.
+
+        So no user's lease ends a process of another user, whatever the process's environment names.
+        """
+        lease = self._leases.ledger.leases.get(lease_id)
+        if lease is None:
+            return None
+        container = attested_container(lease.holder, self._leases.containers)
+        return _Right(lease.holder.user_uid or 0, container)
 
 
 def _running(listed: ClientListJson) -> list[MpsClientJson]:

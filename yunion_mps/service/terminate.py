@@ -322,12 +322,16 @@ def _refuse_unless_own(client: AnyClient, uid: int, container: ControlGroup | No
     the names of their own control groups.
     """
     pid = client["pid"]
+    if not may_terminate(pid, uid, container):
+        what = f"PID {pid} is a job of {client['user']}"
+        raise NotAllowedError(what, "only root and its owner may terminate it")
+
+
+def may_terminate(pid: int, uid: int, container: ControlGroup | None) -> bool:
+    """Whether a user may terminate the process, or all processes in the `container`."""
     if is_privileged(uid) or uid in users_of(pid):
-        return
-    if container is not None and container.contains(control_groups_of(pid)):
-        return
-    what = f"PID {pid} is a job of {client['user']}"
-    raise NotAllowedError(what, "only root and its owner may terminate it")
+        return True
+    return container is not None and container.contains(control_groups_of(pid))
 
 
 def _refuse_unless_job(pid: int, domains: Sequence[Domain]) -> None:

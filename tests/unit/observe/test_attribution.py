@@ -83,6 +83,35 @@ def test_an_ancestor_s_lease_comes_before_that_of_the_group() -> None:
     assert attributed([JOB, inner], processes, 20) == "inner"
 
 
+def test_the_orphan_of_an_inner_job_belongs_to_the_inner_lease() -> None:
+    """The outer holder is a subreaper (prctl(2)), as tini -s, conmon and slurmstepd are."""
+    outer, inner = lease("outer", "process", 5), JOB
+    processes = {5: FakeOrigin(), 10: FakeOrigin(parent=5), 20: FakeOrigin(parent=5, leaders=(10, 10))}
+    assert attributed([outer, inner], processes, 20) == "job"
+
+
+@pytest.mark.parametrize(
+    ("holder", "process", "found"),
+    [
+        (ALICE, user(ROOT), None),
+        (ALICE, user(MALLORY), None),
+        (ALICE, FakeOrigin(uid=ROOT, users=frozenset({ROOT, ALICE})), "job"),
+        (ROOT, user(MALLORY), "job"),
+    ],
+    ids=["became root", "another user", "set-user-ID program", "root's lease"],
+)
+def test_a_descendant_of_another_user_does_not_belong_to_the_lease(
+    holder: int, process: FakeOrigin, found: str | None
+) -> None:
+    job = lease("job", "process", 10, uid=holder)
+    assert attributed([job], {20: process._replace(parent=10), 10: user(holder)}, 20) == found
+
+
+def test_a_unit_s_lease_has_no_process_of_another_user() -> None:
+    job = lease("job", "name", unit=TRAIN)
+    assert attributed([job], {20: user(ROOT)._replace(unit=TRAIN)}, 20) is None
+
+
 def test_a_variable_does_not_hide_use_of_the_holder_s_gpu() -> None:
     other = lease("other", "name", gpu=2)
     processes = {10: FakeOrigin(variable="job"), 20: FakeOrigin(parent=10, variable="other")}

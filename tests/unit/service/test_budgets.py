@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.core.errors import BusyError
+from yunion_mps.core.models import Holder, Lease
 from yunion_mps.core.reasons import OVER_BUDGET_TERMINATED
 from yunion_mps.service.budgets import BudgetEnforcer, Excess, JobBudget, find_excesses
 from yunion_mps.service.terminate import TERM
@@ -107,6 +108,7 @@ class World:
     def __init__(self) -> None:
         self.config = builders.config(over_budget="terminate", over_budget_grace_s=10)
         self.gpus, self.leases = {GPU: UUID}, [LEASE]
+        self.holder = Holder("name", 0)
         self.listed: Any = clients()
         self.reported = [UUID]
         self.taken_s: float | None = 0.0
@@ -124,7 +126,10 @@ class World:
     def restarted(self) -> BudgetEnforcer:
         world: Any = self
         queries: Any = SimpleNamespace(terminating_gpus=lambda: self.gpus)
-        leases: Any = SimpleNamespace(leases=lambda: self.leases)
+        held = {name: Lease(name, (), self.holder, 0.0) for name in (LEASE["id"], OTHER)}
+        leases: Any = SimpleNamespace(
+            leases=lambda: self.leases, ledger=SimpleNamespace(leases=held), containers=None
+        )
         supervisor: Any = self
         self.enforcer = BudgetEnforcer(supervisor, queries, leases, world, world)
         return self.enforcer
@@ -133,9 +138,11 @@ class World:
         use = None if self.taken_s is None else SimpleNamespace(taken_s=self.taken_s, gpus=self.reported)
         return self.listed, use
 
-    async def terminate_all(self, choose: Any, uid: int, cause: str, *, signals: Any, code: str) -> Any:
+    async def terminate_all(
+        self, choose: Any, uid: int, cause: str, *, signals: Any, container: Any, code: str
+    ) -> Any:
         self.meanwhile()
-        assert (uid, code) == (0, OVER_BUDGET_TERMINATED)
+        assert (uid, container, code) == (self.holder.uid, None, OVER_BUDGET_TERMINATED)
         self.causes.add(cause)
         chosen = choose(self.confirmed or self.listed)
         self.ended += [(client["pid"], signals) for client in chosen]
@@ -299,6 +306,14 @@ def test_nothing_is_terminated_unless_the_control_daemons_confirm_it(world: Worl
     assert world.follow(100, 110, *OVER) == 110
     assert world.ended == []
     assert world.enforcer.terminations[GPU] == 0
+
+
+def test_a_lease_ends_no_process_that_its_user_may_not_end(world: World) -> None:
+    """As one that root has started, with the lease's id in its environment."""
+    world.holder = Holder("name", os.getuid() + 1)
+    world.restarted()
+    assert world.follow(0, 30, *OVER) is not None
+    assert world.ended == []
 
 
 def test_a_process_that_ignores_sigterm_is_killed_once_disconnected(world: World) -> None:
