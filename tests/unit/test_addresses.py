@@ -252,7 +252,7 @@ def test_a_request_names_devices_and_gpus_in_every_spelling(
         gpu, _, slot = device["addr"].partition("-")
         name = f"{spelling(full_address(gpu))}-{slot}"
         assert service.device(name)["addr"] == device["addr"]
-        request = service.feasible(LeaseRequest(devices=(name,), gpu=spelling(full_address(gpu))))
+        request = service.resolved(LeaseRequest(devices=(name,), gpu=spelling(full_address(gpu))))
         assert (request.devices, request.gpu) == ((device["addr"],), gpu)
         assert service.devices(Filters(addr=name), 0, 0)["isolated_devices"] == [device]
         shown = service.devices(Filters(addr=spelling(full_address(gpu))), 0, 0)["isolated_devices"]

@@ -170,8 +170,10 @@ class Ledger:
     def used_shares(self, devices: Iterable[Device]) -> dict[str, float]:
         """Return how much memory of each physical GPU (address) of the devices is leased, from 0 to 1.
 
-        Of a GPU whose memory is unknown, it is the share of its devices.
+        Of a GPU whose memory is unknown, it is the share of its devices. Without leases nothing is returned.
         """
+        if not self.leases:
+            return {}
         by_uuid = group_by_gpu(devices)
         used = Counter[str]()
         total = Counter[str]()

@@ -11,7 +11,6 @@ an hour, then lets later requests pass for an hour, and so on: it may wait for a
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
@@ -20,8 +19,11 @@ from typing import NamedTuple
 from yunion_mps.core.errors import NothingFreeError
 from yunion_mps.core.models import Device, Lease, Owner
 from yunion_mps.core.reasons import NO_REASON, Reason
-from yunion_mps.leases.allocator import Allocator, Reservation, no_reservation, satisfying_domains
+from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.match import Match, Reservation, Selection, match_now, no_reservation
+from yunion_mps.leases.placement import choose_devices, reserve, satisfying_domains
+from yunion_mps.leases.refusals import why_waiting
 from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
 
 #: The largest number of distinct requests whose reason is determined.
@@ -44,8 +46,8 @@ class _Turn(NamedTuple):
     """The turn of a queued request."""
 
     queued: QueuedRequest
-    #: The candidates for its user; None if it certainly does not fit now.
-    candidates: Candidates | None
+    #: What is free for it; None if it certainly does not fit now.
+    match: Match | None
 
 
 class Queue:
@@ -78,11 +80,10 @@ class Queue:
         It stays queued until it is removed; call this again once the ledger has its lease.
         """
         reserved = no_reservation()
-        for queued, candidates_for_user in self._in_turn(candidates, reserved):
-            if candidates_for_user is None:
-                continue
-            with contextlib.suppress(NothingFreeError):
-                return queued, self._allocator.choose(queued.request, candidates_for_user, reserved)
+        for queued, match in self._in_turn(candidates, reserved):
+            devices = choose_devices(match) if match else ()
+            if devices:
+                return queued, devices
         self.promised = reserved.users
         return None
 
@@ -99,8 +100,7 @@ class Queue:
         Raises NothingFreeError if it would get none now.
         """
         reserved = self.reservation(candidates, before=queued)
-        candidates_for_user = candidates.for_user(queued.holder.user_uid, reserved.users)
-        return self._allocator.choose(queued.request, candidates_for_user, reserved)
+        return self._allocator.choose(queued.request, candidates, reserved, queued.holder.user_uid)
 
     def why_not(self, queued: QueuedRequest, candidates: Candidates) -> NothingFreeError:
         """Return why this request still waits."""
@@ -115,14 +115,11 @@ class Queue:
         reserved = no_reservation()
         why: dict[tuple[LeaseRequest, int | None], Reason] = {}
         turns = self._in_turn(candidates, reserved)
-        for queued, candidates_for_user in islice(turns, _MAX_EXPLAINED):
+        for queued, match in islice(turns, _MAX_EXPLAINED):
             uid = queued.holder.user_uid
-            if candidates_for_user is None:
-                candidates_for_user = candidates.for_user(uid, reserved.users)
-            try:
-                self._allocator.choose(queued.request, candidates_for_user, reserved)
-            except NothingFreeError as error:
-                why[queued.request, uid] = error.reason
+            match_of_turn = match or self._allocator.match(queued.request, candidates, reserved, uid)
+            if not choose_devices(match_of_turn):
+                why[queued.request, uid] = why_waiting(match_of_turn).reason
         reasons: dict[int, Reason] = {}
         for queued in self.requests:
             reasons[queued.position] = why.get((queued.request, queued.holder.user_uid), NO_REASON)
@@ -151,21 +148,18 @@ class Queue:
                 continue
             if uid not in withheld:
                 withheld[uid] = candidates.domains_withheld(uid, reserved.users)
-            candidates_for_user = None
+            match = None
             if _may_fit(request, free, reserved, withheld[uid]):
-                candidates_for_user = candidates.for_user(uid, reserved.users)
-            yield _Turn(queued, candidates_for_user)
-            if not self._reserves(queued, candidates, owned.get(queued.holder.owner, ())):
-                passed_over.add((request, uid))
-                continue
-            if candidates_for_user is not None:
-                needed = self._allocator.reserve(request, candidates_for_user, reserved)
+                match = self._allocator.match(request, candidates, reserved, uid)
+            yield _Turn(queued, match)
+            if self._reserves(queued, candidates, owned.get(queued.holder.owner, ())):
+                needed = reserve(match) if match else no_reservation()
                 if any(needed):
                     reserved.add(needed)
                     continue
+                if self._promise(queued, candidates, reserved, withheld[uid], domains_of):
+                    withheld.clear()  # the other users no longer have the devices of these domains
             passed_over.add((request, uid))
-            if withheld[uid] and _promise(queued, candidates, reserved, withheld[uid], domains_of):
-                withheld.clear()  # the other users no longer have the devices of these domains
 
     def _leases_by_owner(self) -> dict[Owner, list[Lease]]:
         """Return the leases of each owner but root, who takes leases for all users."""
@@ -184,43 +178,40 @@ class Queue:
             return False
         if not own:
             return True
-        fits_alone = _fits(queued.request, candidates, ())
-        return not fits_alone or _fits(queued.request, candidates, own)
+        selection = self._allocator.select(queued.request, candidates)
+        return not _fits_beside((), selection) or _fits_beside(own, selection)
+
+    def _promise(
+        self,
+        queued: QueuedRequest,
+        candidates: Candidates,
+        reserved: Reservation,
+        withheld: Collection[str],
+        domains_of: dict[LeaseRequest, set[str]],
+    ) -> bool:
+        """Promise the request's user the domains that are `withheld` from them; return whether there are any.
+
+        All that could satisfy it: which one is the first to have no other user is not known. Those that are
+        promised to another user already come after that user's turn. One that cannot start a server of this
+        user is not kept from others.
+
+        domains_of: a cache of the domains that could satisfy a request.
+        """
+        uid = queued.holder.user_uid
+        if uid is None or not withheld:
+            return False
+        if queued.request not in domains_of:
+            selection = self._allocator.select(queued.request, candidates)
+            domains_of[queued.request] = satisfying_domains(selection)
+        promised = domains_of[queued.request].intersection(withheld).difference(reserved.users)
+        promised -= candidates.domains_failing(uid)
+        reserved.users.update(dict.fromkeys(promised, uid))
+        return bool(promised)
 
 
-def _promise(
-    queued: QueuedRequest,
-    candidates: Candidates,
-    reserved: Reservation,
-    withheld: Collection[str],
-    domains_of: dict[LeaseRequest, set[str]],
-) -> bool:
-    """Promise the request's user the domains that are `withheld` from them; return whether there are any.
-
-    All that could satisfy it: which one is the first to have no other user is not known. Those that are
-    promised to another user already come after that user's turn. One that cannot start a server of this user
-    is not kept from others.
-
-    domains_of: a cache of the domains that could satisfy a request.
-    """
-    request = queued.request
-    uid = queued.holder.user_uid
-    if uid is None:
-        return False
-    if request not in domains_of:
-        domains_of[request] = satisfying_domains(request, candidates)
-    promised = domains_of[request].intersection(withheld).difference(reserved.users)
-    promised -= candidates.domains_failing(uid)
-    reserved.users.update(dict.fromkeys(promised, uid))
-    return bool(promised)
-
-
-def _fits(request: LeaseRequest, candidates: Candidates, leases: Iterable[Lease]) -> bool:
+def _fits_beside(leases: Iterable[Lease], selection: Selection) -> bool:
     """Whether the request could be granted if these were the only leases."""
-    with contextlib.suppress(NothingFreeError):
-        Allocator(Ledger(leases)).choose(request, candidates)
-        return True
-    return False
+    return bool(choose_devices(match_now(selection, Ledger(leases))))
 
 
 def _may_fit(

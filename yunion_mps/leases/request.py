@@ -278,31 +278,10 @@ class Candidates(NamedTuple):
                 withheld.add(name)
         return withheld
 
-    def for_user(self, uid: int | None, promised: Mapping[str, int] = {}) -> Candidates:
-        """Return the candidates as this user can have them.
-
-        That is, without those whose control daemon serves another user, or cannot start a server of this one.
-        A user that is not known can have all.
-
-        promised: the users (uids) of earlier requests whom control daemons serve next, by domain.
-        """
-        withheld = self.domains_withheld(uid, promised)
-        if uid is None or not withheld:
-            return self
-        why: dict[str, Reason] = {}
-        for name in withheld:
-            reason = self.failing_users.get(name, {}).get(uid)
-            reason = reason or why_not_served(self.users.get(name, ()), uid)
-            why[name] = reason or next_for(promised[name])
-        devices: list[Candidate] = []
-        for device in self.devices:
-            reason = device.reason or why.get(device.device.domain, NO_REASON)
-            devices.append(device._replace(reason=reason))
-        pools: list[PoolCandidate] = []
-        for pool in self.pools:
-            reason = pool.reason or why.get(pool.pool.domain, NO_REASON)
-            pools.append(pool._replace(reason=reason))
-        return self._replace(devices=devices, pools=pools)
+    def why_withheld(self, name: str, uid: int, promised: Mapping[str, int]) -> Reason:
+        """Return why this user cannot have the devices of a domain that is withheld from them."""
+        failing = self.failing_users.get(name, {}).get(uid)
+        return failing or why_not_served(self.users.get(name, ()), uid) or next_for(promised[name])
 
     def waiting_for(self, request: LeaseRequest) -> WaitingGpu | None:
         """Return the GPU that the request may wait for; None if there is none."""

@@ -44,6 +44,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.memory_peaks import MemoryPeaks
 from yunion_mps.leases.queue import Grant, Queue
 from yunion_mps.leases.queue_positions import QueuePositions
+from yunion_mps.leases.refusals import refuse_infeasible
 from yunion_mps.leases.request import (
     LeaseRequest,
     QueuedRequest,
@@ -459,7 +460,7 @@ class LeaseService:
             if queued.request not in refusals:
                 refusals[queued.request] = None
                 try:
-                    self._queries.feasible(queued.request)
+                    self._feasible(queued.request)
                 except YunionError as error:
                     refusals[queued.request] = error
             if refusal := refusals[queued.request]:
@@ -481,7 +482,13 @@ class LeaseService:
         quota = Quota(config.max_leases_per_user, config.max_devices_per_user)
         refuse_over_quota(queued.holder, self._devices_of(queued.request), others, quota)
         self.ledger.refuse_duplicate(queued.holder, queued.idempotency_key)
-        return queued._replace(request=self._queries.feasible(queued.request))
+        return queued._replace(request=self._feasible(queued.request))
+
+    def _feasible(self, request: LeaseRequest) -> LeaseRequest:
+        """Return the request with whole names; raises YunionError if it never can be granted."""
+        resolved = self._queries.resolved(request)
+        refuse_infeasible(self._allocator.select(resolved, self._queries.candidates()))
+        return resolved
 
     def _devices_of(self, request: LeaseRequest) -> int:
         """Return how many devices the request is for."""

@@ -27,7 +27,6 @@ from yunion_mps.core.units import rfc3339
 from yunion_mps.host.proc import user_name
 from yunion_mps.inventory.nvml import GpuLoad
 from yunion_mps.inventory.scan import in_order, unusable_instances
-from yunion_mps.leases.allocator import refuse_infeasible
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidates, LeaseRequest, candidates_of, find_gpu, shorten
 from yunion_mps.leases.served_users import served_users
@@ -363,8 +362,8 @@ class Queries:
             self._users_version = self.version
         return self._candidates
 
-    def feasible(self, request: LeaseRequest) -> LeaseRequest:
-        """The request with its names resolved; raises YunionError if it is infeasible, or MPS is disabled."""
+    def resolved(self, request: LeaseRequest) -> LeaseRequest:
+        """The request with its names resolved; raises YunionError if one is unknown, or MPS is disabled."""
         notice = self._snapshot().notice
         if notice.code == DISABLED:
             raise HostError(notice, hint_of(DISABLED), DISABLED)
@@ -375,9 +374,7 @@ class Queries:
         if gpu:
             gpus = self._snapshot().inventory.gpus
             gpu = find_gpu(gpu, gpus).address
-        request = request._replace(devices=devices, gpu=gpu)
-        refuse_infeasible(request, self.candidates())
-        return request
+        return request._replace(devices=devices, gpu=gpu)
 
     def terminating_gpus(self) -> Mapping[str, str]:
         """The GPUs (UUIDs by address) where `over_budget: terminate` applies."""

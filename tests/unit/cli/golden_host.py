@@ -22,8 +22,10 @@ from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import GPU_LOST, NO_REASON, OVER_BUDGET, SERVER_FAILED, Reason
 from yunion_mps.core.units import rfc3339
 from yunion_mps.inventory.nvml import GpuLoad, Load
-from yunion_mps.leases.allocator import Allocator, refuse_infeasible
+from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.match import select
+from yunion_mps.leases.refusals import refuse_infeasible
 from yunion_mps.leases.request import LeaseRequest, candidates_of
 from yunion_mps.metrics.exporter import text_of
 from yunion_mps.observe.holdings import holder_label
@@ -303,7 +305,7 @@ def golden_host() -> Iterator[Cli]:
         candidates = candidates_of(found, {str(gpu.uuid): NO_REASON for gpu in (*H100, P40)})
 
         def check(request: LeaseRequest) -> None:
-            refuse_infeasible(request, candidates)
+            refuse_infeasible(select(request, candidates))
             Allocator(ledger).choose(request, candidates)
 
         names = {lease.holder: holder_label(one) for lease, one in zip(ledger.leases.values(), LEASES)}

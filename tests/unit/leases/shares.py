@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 from yunion_mps.core.enums import NOT_SHARED
 from yunion_mps.core.models import Device, DomainPlan, Holder, Lease, PlannedGpu, Pool
 from yunion_mps.core.reasons import NO_REASON, Reason
+from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.match import NO_RESERVATION, Reservation, select
+from yunion_mps.leases.placement import reserve
+from yunion_mps.leases.refusals import refuse_infeasible
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
 
 GPU_MIB = 1200
@@ -75,6 +79,18 @@ def requests(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[LeaseRequest
     fixed: dict[str, Any] = {name: st.just(value) for name, value in LeaseRequest()._asdict().items()}
     varied = {"placement": st.sampled_from(["binpack", "spread"]), "allow_unlimited": st.booleans()}
     return st.builds(LeaseRequest, **{**fixed, **varied, **fields})
+
+
+def refuse(request: LeaseRequest, candidates: Candidates) -> None:
+    """Raise an error if the request is infeasible."""
+    refuse_infeasible(select(request, candidates))
+
+
+def reserved(
+    ledger: Ledger, request: LeaseRequest, candidates: Candidates, earlier: Reservation = NO_RESERVATION
+) -> Reservation:
+    """What is reserved for a request that does not fit yet."""
+    return reserve(Allocator(ledger).match(request, candidates, earlier))
 
 
 def lease(name: str, *devices: Device) -> Lease:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from yunion_mps.core.enums import SPREAD
 from yunion_mps.core.errors import HostError, InfeasibleError, NothingFreeError
+from yunion_mps.core.models import ServedUser
 from yunion_mps.core.reasons import (
     DOMAIN_NOT_READY,
     GPU_LOST,
@@ -20,11 +21,11 @@ from yunion_mps.core.reasons import (
     hint_of,
 )
 from yunion_mps.host.proc import user_name
-from yunion_mps.leases.allocator import Allocator, refuse_infeasible
+from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger, needs_mib
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, Unenforced
 
-from unit.leases.shares import GPU_MIB, candidates, device, lease, pool, requests
+from unit.leases.shares import GPU_MIB, candidates, device, lease, pool, refuse, requests, reserved
 
 LOST = Reason("lost", GPU_LOST)
 NOT_READY = Reason("its domain is failed: no", DOMAIN_NOT_READY)
@@ -147,12 +148,12 @@ def test_several_amounts_of_memory_come_from_one_pool_or_across_pools() -> None:
     assert [(one.addr, one.memory_limit_mib) for one in given] == [("00:00.0-m0", 400), ("00:00.0-m2", 400)]
     given = Allocator(ledger).choose(across, both)
     assert [one.addr for one in given] == ["00:00.0-m0", "01:00.0-m0"]
-    assert Allocator(ledger).reserve(across, both).memory_mib == {"GPU-0": 400, "GPU-1": 400}
-    assert Allocator(ledger).reserve(two, both).memory_mib == {"GPU-1": 800}
-    refuse_infeasible(LeaseRequest(3, memory_mib=400), both)
+    assert reserved(ledger, across, both).memory_mib == {"GPU-0": 400, "GPU-1": 400}
+    assert reserved(ledger, two, both).memory_mib == {"GPU-1": 800}
+    refuse(LeaseRequest(3, memory_mib=400), both)
     for number, each in ((3, LeaseRequest(3, memory_mib=401)), (3, across._replace(number=3))):
         with pytest.raises(NothingFreeError, match=f"^{number} devices of 40[01] MiB on .* can never"):
-            refuse_infeasible(each, both)
+            refuse(each, both)
 
 
 def test_every_client_of_a_pool_takes_the_reserve_too() -> None:
@@ -168,13 +169,13 @@ def test_every_client_of_a_pool_takes_the_reserve_too() -> None:
 def test_a_request_for_memory_gets_the_smallest_slice_and_no_equal_share() -> None:
     equal = candidates(1)
     with pytest.raises(NothingFreeError, match="neither a GPU whose memory is leased in units nor a slice"):
-        refuse_infeasible(LeaseRequest(memory_mib=100), equal)
+        refuse(LeaseRequest(memory_mib=100), equal)
     large, small = device(0, 0, 2), device(0, 1, 4)
     slices = Candidates([Candidate(large, is_slice=True), Candidate(small, is_slice=True)])
     assert Allocator(Ledger()).choose(LeaseRequest(memory_mib=100), slices) == (small,)
     assert Allocator(Ledger([lease("a", small)])).choose(LeaseRequest(memory_mib=100), slices) == (large,)
     with pytest.raises(NothingFreeError, match="can never be allocated"):
-        refuse_infeasible(LeaseRequest(memory_mib=700), slices)
+        refuse(LeaseRequest(memory_mib=700), slices)
 
 
 def test_several_devices_come_from_a_gpu_that_combines_them() -> None:
@@ -186,19 +187,17 @@ def test_several_devices_come_from_a_gpu_that_combines_them() -> None:
     full = Ledger([lease("a", device(1, 0), device(1, 1), device(1, 2))])
     with pytest.raises(NothingFreeError, match="3 of 4 leased"):
         Allocator(full).choose(LeaseRequest(2), there)
-    assert Allocator(full).reserve(LeaseRequest(2), there).devices == {"id-1-4-3"}, (
-        "nothing is kept that is of no use"
-    )
+    assert reserved(full, LeaseRequest(2), there).devices == {"id-1-4-3"}, "nothing is kept that is of no use"
 
 
 def test_a_pending_limit_is_not_requested_again() -> None:
     there = candidates(1, gpu_0=300)
     with pytest.raises(InfeasibleError, match=r"not 600 MiB$") as caught:
-        refuse_infeasible(LeaseRequest(2), there)
+        refuse(LeaseRequest(2), there)
     assert caught.value.hint.endswith("set cuda_mps_combine: 2 in host.conf")
     there = there._replace(planned=candidates(1, gpu_0=600).domains)
     with pytest.raises(InfeasibleError, match=r"yet: .* once the MPS servers with the old") as caught:
-        refuse_infeasible(LeaseRequest(2), there)
+        refuse(LeaseRequest(2), there)
     assert (caught.value.code, caught.value.hint) == (LIMITS_PENDING, hint_of(LIMITS_PENDING))
 
 
@@ -221,20 +220,20 @@ def test_memory_with_enforced_budgets_is_given_before_other_memory(placement: st
         Allocator(ledger).choose(LeaseRequest(memory_mib=100), there)
     only = there._replace(pools=[pool(0)])
     with pytest.raises(HostError, match="no budget is enforced on GPU 0, which is older than Volta"):
-        refuse_infeasible(LeaseRequest(memory_mib=100), only)
+        refuse(LeaseRequest(memory_mib=100), only)
 
 
 def test_memory_is_reserved_for_requests_that_need_more_of_it() -> None:
     one = Candidates(pools=[pool(0)])
     ledger = Ledger([lease("a", pool(0).make(6, 0))])
-    kept = Allocator(ledger).reserve(LeaseRequest(memory_mib=900), one)
+    kept = reserved(ledger, LeaseRequest(memory_mib=900), one)
     assert kept.memory_mib == {"GPU-0": 600}
     with pytest.raises(NothingFreeError):
         Allocator(ledger).choose(LeaseRequest(memory_mib=100), one, kept)
     with pytest.raises(
         NothingFreeError, match="1300 MiB can never be allocated: the host has at most 1200 MiB"
     ):
-        refuse_infeasible(LeaseRequest(memory_mib=1300), one)
+        refuse(LeaseRequest(memory_mib=1300), one)
 
 
 def test_a_pool_with_a_thread_percentage_counts_the_threads() -> None:
@@ -276,11 +275,32 @@ def test_threads_are_reserved_on_the_gpu_that_lacks_the_fewest() -> None:
     one = Candidates(pools=[pool(0, thread_percentage=90), pool(1, thread_percentage=60)])
     ledger = Ledger([lease("a", pool(0, thread_percentage=90).make(1, 0))])
     ledger.add(lease("b", pool(1, thread_percentage=60).make(6, 0)))
-    kept = Allocator(ledger).reserve(LeaseRequest(memory_mib=100, thread_percentage=50), one)
+    kept = reserved(ledger, LeaseRequest(memory_mib=100, thread_percentage=50), one)
     assert (kept.memory_mib, kept.thread_tenths) == ({"GPU-1": 100}, {"GPU-1": 400})
     with pytest.raises(NothingFreeError):
         Allocator(ledger).choose(LeaseRequest(memory_mib=100, thread_percentage=20, gpu="GPU-1"), one, kept)
     assert Allocator(ledger).choose(LeaseRequest(memory_mib=100, thread_percentage=10), one, kept)
+
+
+def test_what_fits_a_request_is_kept_until_a_device_changes() -> None:
+    allocator = Allocator(Ledger())
+    there = candidates(2)
+    first = allocator.select(LeaseRequest(), there)
+    served = there._replace(users={"host": [ServedUser(1001, 0.0)]})
+    again = allocator.select(LeaseRequest(), served)
+    assert again.devices is first.devices
+    assert again.candidates is served
+    lost = allocator.select(LeaseRequest(), candidates(2, reason=LOST))
+    assert {candidate.reason for candidate in lost.devices} == {LOST}
+
+
+def test_what_fits_many_different_requests_is_not_all_kept() -> None:
+    allocator = Allocator(Ledger())
+    there = candidates(1)
+    first = allocator.select(LeaseRequest(), there)
+    for number in range(2, 1500):
+        allocator.select(LeaseRequest(number), there)
+    assert allocator.select(LeaseRequest(), there).devices is not first.devices
 
 
 GPU_NAMES = st.sampled_from(["", "GPU-0", "01:00.0"])
@@ -373,7 +393,7 @@ TestLedger = LedgerMachine.TestCase
 @given(REQUESTS)
 def test_devices_reserved_for_a_request_are_free_and_match(requested: LeaseRequest) -> None:
     ledger = Ledger([lease("a", device(0, 0)), lease("b", *(device(1, slot) for slot in range(3)))])
-    kept = Allocator(ledger).reserve(requested, candidates(2)).devices
+    kept = reserved(ledger, requested, candidates(2)).devices
     found = {offer.device.id: offer.device for offer in candidates(2).devices}
     assert len(kept) <= requested.number
     assert all(requested.matches(found[one]) and one not in ledger.lease_of for one in kept)
@@ -385,7 +405,7 @@ def test_a_request_gets_all_its_devices_or_none() -> None:
     ledger = Ledger([lease("a", device(1, 2))])
     message, _ = why_not(ledger, LeaseRequest(devices=("all",)), candidates(2))
     assert message.startswith("all devices cannot be allocated now: 1 of 8 leased; 7 free")
-    kept = Allocator(ledger).reserve(LeaseRequest(devices=("all",)), candidates(2))
+    kept = reserved(ledger, LeaseRequest(devices=("all",)), candidates(2))
     assert len(kept.devices) == 7, "a request for all of them is not starved"
     message, _ = why_not(Ledger(), LeaseRequest(devices=("all",)), candidates(2, reason=NOT_READY))
     assert message == (

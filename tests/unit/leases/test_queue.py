@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.core.errors import NothingFreeError
-from yunion_mps.core.models import ALL, Device, Holder, Lease
-from yunion_mps.leases.allocator import NO_RESERVATION, Allocator, Reservation, no_reservation
+from yunion_mps.core.models import ALL, Holder, Lease
+from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.match import NO_RESERVATION, Match, Reservation, no_reservation
 from yunion_mps.leases.queue import RESERVES_S, Queue
 from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
 
-from unit.leases.shares import HOLDER, candidates, device, lease, pool, requests
+from unit.leases.shares import HOLDER, candidates, device, lease, pool, requests, reserved
 
 #: Another user than that of the leases.
 OTHER = HOLDER._replace(uid=HOLDER.uid + 1)
@@ -148,11 +149,15 @@ class Watched(Allocator):
         super().__init__(Ledger(leases))
         self.searches: list[LeaseRequest] = []
 
-    def choose(
-        self, request: LeaseRequest, candidates: Candidates, reserved: Reservation = NO_RESERVATION
-    ) -> tuple[Device, ...]:
+    def match(
+        self,
+        request: LeaseRequest,
+        candidates: Candidates,
+        reserved: Reservation = NO_RESERVATION,
+        uid: int | None = None,
+    ) -> Match:
         self.searches.append(request)
-        return super().choose(request, candidates, reserved)
+        return super().match(request, candidates, reserved, uid)
 
 
 def test_hundreds_of_different_requests_do_not_cost_a_search_each() -> None:
@@ -187,13 +192,11 @@ def test_the_queue_serves_the_request_that_an_exhaustive_search_finds(
     held = [lease(f"{gpu}-{slot}", device(gpu, slot)) for gpu, slot in sorted(taken)]
     ledger = Ledger([*held, *([] if taken or whole else [lease("before", device(0, 0, 2))])])
     waiting, allocator, expected = queue(ledger, *queued), Allocator(ledger), None
-    reserved = no_reservation()
+    earlier = no_reservation()
     for one in waiting.requests:
         try:
-            expected = (one, allocator.choose(one.request, candidates(2), reserved))
+            expected = (one, allocator.choose(one.request, candidates(2), earlier))
             break
         except NothingFreeError:
-            more = allocator.reserve(one.request, candidates(2), reserved)
-            reserved.devices.update(more.devices)
-            reserved.memory_mib.update(more.memory_mib)
+            earlier.add(reserved(ledger, one.request, candidates(2), earlier))
     assert waiting.next(candidates(2)) == expected

@@ -11,6 +11,8 @@ from yunion_mps.core.models import Holder, Lease
 from yunion_mps.core.reasons import CONTROL_DAEMON_SILENT, GPU_LOST, LEASE_OUTDATED, MIG_IN_USE, Reason
 from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.match import select
+from yunion_mps.leases.refusals import refuse_infeasible
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.queries import Queries
@@ -50,9 +52,10 @@ def test_a_request_for_a_gpu_that_never_served_waits_for_its_return() -> None:
     now = snapshot(P40, lost)
     assert lost.uuid not in now.plan.offered
     queries = Queries(lambda: now, 0.0, 1)
-    queries.feasible(LeaseRequest(gpu=H100.address))
+    request = queries.resolved(LeaseRequest(gpu=H100.address))
+    refuse_infeasible(select(request, queries.candidates()))
     with pytest.raises(NothingFreeError, match=r"cannot be allocated now: GPU 0001:e1:00\.0: it is lost"):
-        Allocator(Ledger()).choose(LeaseRequest(gpu=H100.address), queries.candidates())
+        Allocator(Ledger()).choose(request, queries.candidates())
 
 
 def test_a_lease_of_a_gpu_that_no_entry_divides_any_more_is_outdated() -> None:
