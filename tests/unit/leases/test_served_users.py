@@ -18,7 +18,7 @@ from yunion_mps.leases.queue import Queue
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, QueuedRequest
 from yunion_mps.leases.served_users import served_users
 
-from unit.leases.shares import device, lease
+from unit.leases.shares import device, lease, pool
 
 ALICE, BOB, CAROL = 1001, 1002, 1003
 SLOTS = 2
@@ -265,6 +265,18 @@ def test_the_reason_names_the_user_who_keeps_a_free_device() -> None:
     with pytest.raises(NothingFreeError) as refusal:
         host.queue.choose(QueuedRequest(ONE_DEVICE, Holder("process", BOB, 1)), host.candidates)
     assert refusal.value.code == OTHER_USER
+
+
+def test_memory_of_a_pool_is_kept_for_the_next_user_of_its_control_daemon() -> None:
+    queue = Queue(Allocator(Ledger()), clock=lambda: 0.0)
+    there = Candidates(pools=[pool(0)], users={"host": [ServedUser(ALICE, 0.0, server=77)]})
+    waiting = QueuedRequest(LeaseRequest(memory_mib=100), Holder("process", BOB, 1))
+    queue.add(waiting)
+    assert queue.next(there) is None
+    assert queue.promised == {"host": BOB}
+    error = queue.why_not(waiting, there)
+    assert error.code == OTHER_USER
+    assert f"now uid {ALICE} (jobs on the MPS server (PID 77)" in str(error)
 
 
 def test_a_server_that_ends_for_another_user_serves_nobody_new() -> None:
