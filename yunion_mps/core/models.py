@@ -448,6 +448,14 @@ class Event(NamedTuple):
     consequence: str = ""
     #: The reason code of a warning or an error.
     code: str = ""
+    #: What its repetitions have in common, if not its texts: a user may choose these. It is not stored.
+    common: str = ""
+
+    def stored(self) -> dict[str, str]:
+        """Return what is stored and answered of it: all but `common`."""
+        fields = self._asdict()
+        del fields["common"]
+        return fields
 
 
 class Owner(NamedTuple):

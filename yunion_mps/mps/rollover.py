@@ -169,6 +169,7 @@ class Rollover:
             cause=cause,
             consequence=consequence,
             code=code,
+            common=what if code == reasons.LIMITS_OVERWRITTEN else "",  # the cause has the limits
         )
         self._emit(event)
 
@@ -375,7 +376,7 @@ class OrphanedServers:
         code = "" if severity == "info" else reasons.SERVERS_ORPHANED
         event = Event(
             severity=severity,
-            kind="client",
+            kind="domain",  # no user can cause it
             subject=self._domain,
             what=what,
             cause=cause,

@@ -20,7 +20,7 @@ from yunion_mps.core.enums import (
 )
 from yunion_mps.core.errors import ShortageError, YunionError
 from yunion_mps.core.models import Event
-from yunion_mps.core.reasons import NO_REASON, Reason
+from yunion_mps.core.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT, NO_REASON, Reason
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ class StateMachine:
             cause=reason,
             consequence=effect,
             code=reason.code,
+            common=_common(f"{self.state} -> {state}", reason),
         )
         is_repeated = self.state == state and self.reason == reason
         self.state = state
@@ -125,8 +126,22 @@ class StateMachine:
             self.reason = reason
             log.warning("domain %s: %s", self._name, reason)
             still = f"still {self.state}"
-            self._emit(Event("warning", "domain", self._name, still, reason, code=reason.code))
+            event = Event(
+                severity="warning",
+                kind="domain",
+                subject=self._name,
+                what=still,
+                cause=reason,
+                code=reason.code,
+                common=_common(still, reason),
+            )
+            self._emit(event)
             self._changed()
+
+
+def _common(what: str, reason: Reason) -> str:
+    """Return what repeated events have in common if their reasons name a process: its user chose the name."""
+    return what if reason.code in (CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT) else ""
 
 
 def after_failure(count: int, error: YunionError, *, lasting: bool) -> tuple[str, float]:

@@ -232,6 +232,7 @@ class Terminator:
             what=what,
             cause=cause,
             code=order.code,
+            common=f"jobs of {client['user']} terminated for {user_name(order.uid)}",
         )
         self._supervisor.event_log.record(event)
         return termination_json(client, how, ended=ended)

@@ -4,11 +4,12 @@ An event is written to a copy in the run directory first, then to the state file
 nor a damaged file loses it. Events that cannot be written immediately are written later, in order; nothing
 waits for them.
 
-Users can cause events at will: leases, processes that fail. Such events displace only their like, because
-the number of events is bounded for each kind and severity; and frequent ones of one cause are counted in one
-row. A warning or an error that is counted takes an id, too, so that those who follow the events hear of it.
-Nor do such events hide warnings and errors in a list of the newest events that is asked for with those first
-(`event_rank`).
+Users can cause events at will: leases, processes that fail, connections to a control daemon. Such events
+displace only their like, because the number of events is bounded for each kind and severity, and apart from
+those that no user can cause. Frequent ones of one cause are counted in one row, whatever texts a user has
+chosen (`Event.common`). A warning or an error that is counted takes an id, too, so that those who follow the
+events hear of it. Nor do such events hide warnings and errors in a list of the newest events that is asked
+for with those first (`event_rank`).
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from yunion_mps.core.enums import EVENT_KINDS, SEVERITIES
 from yunion_mps.core.errors import HostError, LockedError
 from yunion_mps.core.models import Event
 from yunion_mps.host.store import Store
-from yunion_mps.supervisor.event_rank import OF_USERS, RANK, RECENT_S, rank_of
+from yunion_mps.supervisor.event_rank import OF_USERS, RANK, RECENT_S, is_of_users, rank_of
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: How many events of each kind and severity are kept, and for how long.
+#: How many events of each kind and severity are kept, of what users can cause and of what they cannot, and
+#: for how long.
 MAX_EVENTS = 5000
 OLDEST_EVENT_S = 30 * 86_400.0
 _PRUNE_EVERY = 256
@@ -54,14 +56,14 @@ _MAX_UNWRITTEN = 1000
 _MAX_COPY_BYTES = 512 * 1024
 #: A larger id is not ours, and would leave SQLite no room for later ids.
 _MAX_EVENT_ID = 1 << 62
+#: The fields of an event that are stored (`Event.stored`).
+_FIELDS = ("severity", "kind", "subject", "what", "cause", "consequence", "code")
 #: The columns of the table, by name, because a newer version's may have more.
-_COLUMNS = "id, time_s, severity, kind, subject, what, cause, consequence, code"
+_COLUMNS = f"id, time_s, {', '.join(_FIELDS)}"
 _INSERT = f"INSERT OR IGNORE INTO event ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _SELECT = f"SELECT {_COLUMNS}, count, last_s FROM event LEFT JOIN event_repeat ON event = id"
 #: Which events are among the newest: with an id below one, since a time, and of a kind.
 _NEWEST = "id < ? AND COALESCE(last_s, time_s) >= ? AND (? = '' OR kind = ?)"
-#: How many fields a line of the copy has.
-_FIELDS = 2 + len(Event._fields)
 #: What it means that the state file was rebuilt, with copies of its records and without.
 REBUILT = (
     "it was rebuilt from copies: the events since boot, the leases, the original settings of GPUs, and which "
@@ -94,7 +96,7 @@ class EventRecord(NamedTuple):
 
     def rank(self, recent_since_s: float) -> int:
         last_s = self.time_s if self.last_s is None else self.last_s
-        return rank_of(self.event.severity, self.event.kind, last_s, recent_since_s)
+        return rank_of(self.event, last_s, recent_since_s)
 
 
 class Repeat(NamedTuple):
@@ -143,15 +145,20 @@ def _cause_of(event: Event) -> Event:
 
     An event that users can cause names its user, so that one user's events are not counted in another's row.
     """
+    if event.common:
+        return Event(event.severity, event.kind, event.subject, "", code=event.code, common=event.common)
     return event._replace(what=_PID.sub("PID", event.what), cause=_PID.sub("PID", event.cause))
 
 
 def _shorten(events: list[T], event_of: Callable[[T], Event]) -> None:
-    """Remove the oldest events of the most frequent kind and severity until there are not too many."""
+    """Remove the oldest events of the most frequent group (see `EventTable`) until there are not too many."""
     while len(events) > _MAX_UNWRITTEN:
-        kinds = [(event_of(one).kind, event_of(one).severity) for one in events]
-        frequent, _ = Counter(kinds).most_common(1)[0]
-        del events[kinds.index(frequent)]
+        groups: list[tuple[str, str, bool]] = []
+        for element in events:
+            event = event_of(element)
+            groups.append((event.kind, event.severity, is_of_users(event)))
+        frequent, _ = Counter(groups).most_common(1)[0]
+        del events[groups.index(frequent)]
 
 
 class EventLog:
@@ -379,7 +386,7 @@ class EventLog:
 
 
 class EventTable:
-    """The events in a state file, bounded in age and, for each kind and severity, in number.
+    """The events in a state file, bounded in age and, for each kind and severity, in number (`_prune`).
 
     Every method raises HostError.
     """
@@ -391,7 +398,7 @@ class EventTable:
         """Add all of the events or none; events already present are skipped."""
         if not events:
             return
-        rows = [(record.id, record.time_s, *record.event) for record in events]
+        rows = [(record.id, record.time_s, *record.event.stored().values()) for record in events]
         before = self.last_id()
         self._store.write(_INSERT, rows)
         self._prune_if_due(before)
@@ -466,12 +473,15 @@ class EventTable:
 
     def _prune(self) -> None:
         """Delete old events, by number first, because a clock set ahead makes new events look old."""
-        kinds = [(kind, severity) for kind in EVENT_KINDS for severity in SEVERITIES]
-        statement = f"""DELETE FROM event WHERE kind = ?1 AND severity = ?2 AND id <= (
-            SELECT id FROM event WHERE kind = ?1 AND severity = ?2
+        groups: list[tuple[str, str, bool]] = []
+        for kind in EVENT_KINDS:
+            for severity in SEVERITIES:
+                groups += [(kind, severity, True), (kind, severity, False)]
+        statement = f"""DELETE FROM event WHERE kind = ?1 AND severity = ?2 AND {OF_USERS} = ?3 AND id <= (
+            SELECT id FROM event WHERE kind = ?1 AND severity = ?2 AND {OF_USERS} = ?3
             ORDER BY id DESC LIMIT 1 OFFSET {MAX_EVENTS}
         )"""
-        self._store.write(statement, kinds)
+        self._store.write(statement, groups)
         oldest_s = time.time() - OLDEST_EVENT_S
         statement = """DELETE FROM event WHERE time_s < ?1
             AND id NOT IN (SELECT event FROM event_repeat WHERE last_s >= ?1)"""
@@ -491,7 +501,7 @@ def _records(rows: Iterable[Sequence[Any]]) -> list[EventRecord]:
 
 def _record(row: Sequence[Any]) -> EventRecord:
     number, time_s, *fields, times, last_s = row
-    event = Event(*map(str, fields))
+    event = Event(**dict(zip(_FIELDS, map(str, fields))))
     return EventRecord(int(number), float(time_s), event, int(times or 1), last_s)
 
 
@@ -508,7 +518,7 @@ class EventCopy:
     def add(self, events: Iterable[EventRecord]) -> None:
         by_file: dict[str, list[EventRecord]] = {}
         for record in events:
-            file = self._of_users if record.event.kind in OF_USERS else self.file
+            file = self._of_users if is_of_users(record.event) else self.file
             by_file.setdefault(file, []).append(record)
         for file, records in by_file.items():
             _append(file, records)
@@ -524,8 +534,10 @@ class EventCopy:
 
 def _append(name: str, events: Iterable[EventRecord]) -> None:
     """Append the events to a file, and rename it once it is large."""
-    rows = ([record.id, record.time_s, *record.event] for record in events)
-    lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+    lines = ""
+    for record in events:
+        row = {"id": record.id, "time_s": record.time_s, **record.event.stored()}
+        lines += json.dumps(row, separators=(",", ":")) + "\n"
     with contextlib.suppress(OSError):
         os.makedirs(os.path.dirname(name), mode=0o755, exist_ok=True)
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -541,7 +553,11 @@ def _append(name: str, events: Iterable[EventRecord]) -> None:
 def _readable(lines: Iterable[str]) -> Iterator[tuple[int, EventRecord]]:
     """Yield the events of the lines that can be read, with their ids."""
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
-            number, time_s, *fields = json.loads(line)[:_FIELDS]
-            if 0 < int(number) < _MAX_EVENT_ID:
-                yield int(number), EventRecord(int(number), float(time_s), Event(*map(str, fields)))
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, list):  # as earlier versions have written it
+                row = dict(zip(("id", "time_s", *_FIELDS), row))
+            number = int(row["id"])
+            if 0 < number < _MAX_EVENT_ID:
+                event = Event(**{name: str(row[name]) for name in _FIELDS})
+                yield number, EventRecord(number, float(row["time_s"]), event)

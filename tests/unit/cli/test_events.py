@@ -199,10 +199,10 @@ def test_top_shows_the_events_of_an_earlier_daemon(earlier: Cli) -> None:
 def test_events_are_printed_for_programs_too(happened: Cli) -> None:
     answer, (header, *rows) = happened.read("events")
     times = {"time": rfc3339(THEN_S), "last_time": rfc3339(THEN_S)}
-    assert answer["events"][0] == {"id": 1, **times, "count": 1, "rank": 4, **DIED._asdict()}
+    assert answer["events"][0] == {"id": 1, **times, "count": 1, "rank": 4, **DIED.stored()}
     names = ["time", "severity", "kind", "subject", "what", "cause", "consequence", "code"]
     assert header == [*names, "count", "last_time"]
-    assert rows[1] == [rfc3339(THEN_S + 3600), *BACK, "1", rfc3339(THEN_S + 3600)]
+    assert rows[1] == [rfc3339(THEN_S + 3600), *BACK.stored().values(), "1", rfc3339(THEN_S + 3600)]
     assert rows[2][-5] == "a.conf:3: x is 0; b.yml:2: y is 1"
     assert len(rows) == 4
 

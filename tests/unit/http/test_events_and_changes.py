@@ -56,7 +56,7 @@ def test_events_are_asked_for_by_time_kind_and_number(host: ServerHost) -> None:
         host.record(event, now_s - before_s)
     times = {"time": rfc3339(now_s - 100), "last_time": rfc3339(now_s - 100)}
     assert host.ask("GET", "/v1/events?limit=1").json() == {
-        "events": [{"id": 3, **times, **BACK._asdict(), "count": 1, "rank": 4}],
+        "events": [{"id": 3, **times, **BACK.stored(), "count": 1, "rank": 4}],
         "last": 3,
         "omitted": 0,
     }

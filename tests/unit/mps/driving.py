@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import select
 import shutil
 import signal
@@ -183,7 +184,8 @@ class DomainRun:
     @property
     def told(self) -> list[str]:
         """What its events other than changes of the state say."""
-        return [event.what for event in self.events if event.kind != "domain"]
+        changes = re.compile(r"\w+ -> \w+|still \w+")
+        return [event.what for event in self.events if not changes.fullmatch(event.what)]
 
     @property
     def pending(self) -> str:

@@ -36,7 +36,7 @@ def test_servers_of_a_control_daemon_that_died_are_events_and_shown(run: DomainR
     (event,) = [event for event in run.events if "still running" in event.what]
     assert event == Event(
         "warning",
-        "client",
+        "domain",
         "host",
         f"the MPS server (PID {server}) is still running without its control daemon",
         f"the control daemon (PID {first}) was killed by signal 9",

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from yunion_mps.core.enums import EVENT_KINDS, SEVERITIES
 from yunion_mps.core.models import Event
 from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT, LIMITS_OVERWRITTEN
 from yunion_mps.host.store import Store
 from yunion_mps.supervisor.event_log import (
     MAX_EVENTS,
@@ -31,7 +32,7 @@ from yunion_mps.supervisor.event_log import (
     EventTable,
     Repeat,
 )
-from yunion_mps.supervisor.event_rank import OF_USERS
+from yunion_mps.supervisor.event_rank import is_of_users
 
 
 def event(what: str, kind: str = "domain") -> Event:
@@ -312,13 +313,47 @@ def test_what_users_cause_comes_after_errors_and_warnings(event_log: EventLog, n
         event_log.record(Event(severity, kind, "host", "x"))
     events = event_log.newest(0.0, 100)
     ranked = sorted(events, key=lambda record: (record.rank(now_s[0]), -record.id))
-    by_rank = [(record.event.kind in OF_USERS, record.event.severity) for record in ranked]
+    by_rank = [(is_of_users(record.event), record.event.severity) for record in ranked]
     others = [(False, "error")] * 14 + [(False, "warning")] * 14
     of_users = [(True, "error")] * 4 + [(True, "warning")] * 4
     assert by_rank[: len(others + of_users)] == others + of_users
     for limit in range(1, len(events) + 1):
         chosen = event_log.newest(0.0, limit, severe_first=True)
         assert {record.id for record in chosen} == {record.id for record in ranked[:limit]}
+
+
+@pytest.mark.parametrize("code", [CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT, LIMITS_OVERWRITTEN])
+def test_what_any_user_can_do_to_a_control_daemon_hides_no_warning(event_log: EventLog, code: str) -> None:
+    """They can connect to it and say nothing, under any name, and command it."""
+    fallen = Event("warning", "gpu", "00:06.0", "Xid 79", code="xid")
+    event_log.record(fallen)
+    for number in range(110):
+        event_log.record(Event("error", "domain", "host", "ready -> wedged", f"job-{number}", code=code))
+    assert event_log.newest(0.0, 3, severe_first=True)[0].event == fallen
+
+
+def test_events_with_texts_of_users_are_counted_by_what_is_common(event_log: EventLog) -> None:
+    for number in range(30):
+        what = f"job-{number} (PID 5) of bob: terminated"
+        event_log.record(Event("warning", "client", "host", what, common="jobs of bob"))
+    event_log.record(Event("warning", "client", "host", "job of eve: ended", common="jobs of eve"))
+    records = event_log.newest(0.0, 100)
+    assert [record.occurrences for record in records] == [*[1] * 9, 21, 1]
+
+
+def test_the_log_keeps_what_no_user_can_cause(event_log: EventLog, disk: Disk) -> None:
+    failed = Event("error", "domain", "host", "ready -> failed", code="domain_failed")
+    event_log.record(failed)
+    wedged = Event("error", "domain", "host", "ready -> wedged", code=CONTROL_DAEMON_SILENT)
+    EventTable(disk.store).add([EventRecord(number, 1e9, wedged) for number in range(2, 6000)])
+    assert failed in [record.event for record in event_log.newest(0.0, 10_000)]
+
+
+def test_a_copy_of_an_earlier_version_can_be_read(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.write_text('[3,5.0,"error","gpu","00:06.0","gone","a cause","a consequence","gpu_lost"]\n')
+    event = Event("error", "gpu", "00:06.0", "gone", "a cause", "a consequence", "gpu_lost")
+    assert EventCopy(str(copy)).read() == [EventRecord(3, 5.0, event)]
 
 
 def test_terminated_jobs_hide_no_death_of_a_server(event_log: EventLog) -> None:
