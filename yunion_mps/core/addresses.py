@@ -3,6 +3,8 @@
 A PCI address is spelt as in sysfs: `0000:00:06.0`, or `10003:00:00.0`, because a domain can have up to eight
 digits. Outputs omit domain 0000, as Cloudpods does. `00:06.0-g1` is a MIG instance, `00:06.0-3` and
 `00:06.0-g1-3` are devices, and `00:06.0-m3` is a device of a pool.
+
+Source: Linux, Documentation/PCI/sysfs-pci.rst; for what NVML writes, NVML API Reference, nvmlPciInfo_t.
 """
 
 from __future__ import annotations

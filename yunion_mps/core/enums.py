@@ -25,8 +25,8 @@ BINDINGS = ("process", "connection", "name", "container")
 BINPACK = "binpack"
 SPREAD = "spread"
 PLACEMENTS = (BINPACK, SPREAD)
-#: Client priorities; their indices are the values of CUDA_MPS_CLIENT_PRIORITY (nvidia-cuda-mps-control(1),
-#: set_default_client_priority). They are hints to the CUDA driver.
+#: Client priorities; their indices are the values of CUDA_MPS_CLIENT_PRIORITY. They are hints to the driver.
+#: Source: nvidia-cuda-mps-control(1), set_default_client_priority.
 NORMAL = "normal"
 PRIORITIES = (NORMAL, "below_normal")
 CHANGE_KINDS = (
@@ -40,6 +40,7 @@ SIGNAL_KILL = "kill"
 CLIENT_SIGNALS = (NO_SIGNAL, SIGNAL_TERM, SIGNAL_KILL)
 
 #: The ways of sharing a GPU, as NVIDIA's label nvidia.com/gpu.sharing-strategy names them.
+#: Source: NVIDIA's k8s-device-plugin, docs/gpu-feature-discovery/README.md, section "Generated Labels".
 MPS = "mps"
 TIME_SLICING = "time-slicing"
 NOT_SHARED = "none"
@@ -54,6 +55,7 @@ DEV_TYPES = {**ENTRY_TYPES, NOT_SHARED: "NVIDIA_GPU"}
 #: Why a GPU that is shared in this way may not enforce budgets.
 WHY_UNENFORCED = {MPS: "older than Volta or of unknown compute capability", TIME_SLICING: "time-sliced"}
 #: The time slices of a GPU, in the order of the values of nvidia-smi compute-policy --set-timeslice.
+#: Source: nvidia-smi compute-policy --help.
 TIME_SLICES = ("default", "short", "medium", "long")
 
 #: The states of a GPU.
@@ -140,7 +142,8 @@ BUDGET_VARIABLES = (
 )  # fmt: skip
 DEVICE_VARIABLES = (*BUDGET_VARIABLES, "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES")
 
-#: The state of an MPS server that has failed, as NVIDIA's control daemon reports it.
+#: The state of an MPS server that a fault of a client blocks, until all clients with the fault have ended.
+#: Source: NVIDIA: Multi-Process Service, section "Provisioning Sequence", Server.
 SERVER_FAULT = "FAULT"
 
 #: The media type of the metrics that Prometheus asks for; others get text.

@@ -22,6 +22,8 @@ class GpuPath(NamedTuple):
     """What a path of an entry names; equal for all spellings of the same thing.
 
     A link of /dev/dri/by-path names a PCI address.
+
+    Source: systemd, rules.d/60-drm.rules, for these links; nvidia-smi(1), --list-gpus, for UUIDs.
     """
 
     #: One of `RENDER_NODE`, `ADDRESS` and `UUID`.

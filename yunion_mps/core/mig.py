@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 #: Names of layouts, as NVIDIA's mig-parted has them: the one that switches MIG mode off, the mixed one, and
 #: what comes before a profile of which a GPU has as many instances as fit.
+#: Source: github.com/NVIDIA/mig-parted, pkg/mig/builder.
 DISABLED = "all-disabled"
 BALANCED = "all-balanced"
 ALL = "all-"
@@ -14,7 +15,7 @@ ALL = "all-"
 class MigProfile(NamedTuple):
     """A kind of GPU instance that the GPU can have, as its driver reports it.
 
-    That is what NVML's nvmlGpuInstanceProfileInfo_t and nvmlGpuInstancePlacement_t have.
+    Source: NVML API Reference, nvmlGpuInstanceProfileInfo_t and nvmlGpuInstancePlacement_t.
     """
 
     id: int
@@ -32,7 +33,10 @@ class MigProfile(NamedTuple):
 
 
 class MigInstance(NamedTuple):
-    """A GPU instance that exists."""
+    """A GPU instance that exists.
+
+    Source: NVIDIA: Multi-Instance GPU User Guide, section "MIG Device Names", for GPU and compute instances.
+    """
 
     id: int
     #: The name of its profile.

@@ -26,6 +26,8 @@ from yunion_mps.core.reasons import NO_REASON, Reason
 if TYPE_CHECKING:
     from yunion_mps.core.conditions import Condition
 
+#: Compute modes, as nvidia-smi prints them: contexts of one process are allowed, of any number, or of none.
+#: Source: nvidia-smi(1), section "GPU ATTRIBUTES", Compute Mode.
 EXCLUSIVE_PROCESS = "Exclusive_Process"
 DEFAULT = "Default"
 PROHIBITED = "Prohibited"
@@ -416,23 +418,27 @@ class Plan(NamedTuple):
 
 
 class DomainStatus(NamedTuple):
-    """The state of a domain, its reason, and the control daemon's PID.
+    """The status of a domain at one moment, which `Domain.status` returns and snapshots have."""
 
-    `plan` is in effect: what its clients get. `pending` says what will change, if anything, and what it waits
-    for; `waits_for` has the PIDs of the MPS servers that have to end first. `failing_users` has the users
-    (uids) for whom MPS servers do not start, and why, while they start for others. `orphans` has the PIDs of
-    servers that have outlived their control daemon.
-    """
-
+    #: The plan in effect: what its clients get.
     plan: DomainPlan
+    #: One of `DOMAIN_STATES`.
     state: str
+    #: Why it is in this state; empty if it is ready.
     reason: Reason
+    #: The PID of its control daemon; None if it has none.
     pid: int | None
+    #: When it came into this state, by the monotonic clock; 0 if it was never started.
     since_s: float
+    #: How often it has failed since this daemon started; each time its next start was scheduled.
     restarts: int
+    #: What will change, and what the change waits for; empty if nothing is pending.
     pending: str = ""
+    #: The PIDs of the MPS servers that have to end first, orphans among them.
     waits_for: tuple[int, ...] = ()
+    #: The users (uids) for whom MPS servers do not start, and why, while they start for others.
     failing_users: Mapping[int, Reason] = {}
+    #: The PIDs of servers that have outlived their control daemon.
     orphans: tuple[int, ...] = ()
 
 
@@ -573,17 +579,20 @@ class ServedUser(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """The state in effect, read back from NVML and the control daemons.
+    """The state in effect, read back from NVML and the control daemons; `Supervisor.snapshot` makes it."""
 
-    `conditions` has everything that is wrong or pending on the host, as far as that does not depend on leases
-    and on what processes do.
-    """
-
+    #: The number of this snapshot since the daemon started; another state has a higher one.
     version: int
+    #: Whether MPS is enabled (`enable_cuda_mps`).
     enabled: bool
+    #: The plan in effect, as clients get it.
     plan: Plan
+    #: The GPUs at the last poll, each with the reason why it cannot be used, if any.
     inventory: Inventory
+    #: The domains in the order of their first GPUs, with those that wait for the end of another one.
     domains: tuple[DomainStatus, ...]
+    #: Everything that is wrong or pending on the host, as far as that does not depend on leases and on what
+    #: processes do.
     conditions: tuple[Condition, ...] = ()
 
     @property

@@ -1,6 +1,8 @@
 """The compute policy of a GPU: its time slice, by NVIDIA's `nvidia-smi compute-policy`.
 
 NVML has no documented call for it; NVIDIA's own DRA driver also runs this program.
+
+Source: nvidia-smi compute-policy --help; github.com/NVIDIA/k8s-dra-driver-gpu, setTimeSlice.
 """
 
 from __future__ import annotations

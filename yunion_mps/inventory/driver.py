@@ -38,7 +38,8 @@ class _Meaning(NamedTuple):
         return DriverError(self.message, self.hint or hint_of(self.code), self.code)
 
 
-#: The meanings of NVML's errors (NVML API Reference, nvmlReturn_t).
+#: The meanings of NVML's errors.
+#: Source: NVML API Reference, nvmlReturn_t.
 _MEANINGS = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: _Meaning(
         "the NVIDIA driver's library libnvidia-ml.so.1 is not installed", reasons.DRIVER_MISSING

@@ -1,8 +1,10 @@
 """Events of the driver: Xids and lost GPUs, from NVML as they happen and from the kernel's log.
 
-An Xid is the number of an error. Which ones are fatal follows NVIDIA's catalogue
-(https://docs.nvidia.com/deploy/xid-errors): those that need a GPU reset or a reboot. Others end a job at
-most; an Xid that is not listed here is reported as not fatal.
+An Xid is the number of an error. Which ones are fatal follows NVIDIA's catalogue: those that need a GPU reset
+or a reboot. Others end a job at most; an Xid that is not listed here is reported as not fatal.
+
+Source: NVIDIA: Xid Errors (docs.nvidia.com/deploy/xid-errors), section "Analyzing Xid Errors with the Xid
+Catalog".
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _OTHER_XIDS = {
 
 #: `NVRM: Xid (PCI:0000:c6:00): 31, pid=1234, name=python, ...`; the PID may be quoted or unknown.
 _XID_RECORD = rb"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+), pid='?(\d+)"
-#: The kernel keeps a ring of records, each read separately (dmesg(1)).
+#: The kernel keeps a ring of records, each read separately.
 _MAX_RECORDS = 20_000
 
 #: The longest wait in the driver, and so for `renew` and the thread's end: each wait wakes a processor.
@@ -69,6 +71,8 @@ class EventWatch:
 
     on_event: called on the thread.
     wait_s: within how long `renew` and `stop` take effect.
+
+    Source: NVML API Reference, section "Event Handling Methods".
     """
 
     def __init__(self, nvml: Nvml, on_event: OnEvent, wait_s: float = _WAIT_S) -> None:
@@ -186,7 +190,10 @@ def processes_of_xids(paths: Paths) -> list[tuple[str, int, int]]:
 
 
 def kernel_records(path: str) -> list[bytes] | None:
-    """Return the log's records, oldest first; None if it cannot be read."""
+    """Return the log's records, oldest first; None if it cannot be read.
+
+    Source: Linux, Documentation/ABI/testing/dev-kmsg.
+    """
     try:
         log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -2,6 +2,9 @@
 
 An instance is listed as a GPU of its own if it is one MIG device, that is if its only compute instance has
 all of its slices.
+
+Source: NVML API Reference, section "Multi Instance GPU Management"; NVIDIA: Multi-Instance GPU User Guide,
+section "MIG Device Names".
 """
 
 from __future__ import annotations
@@ -33,7 +36,10 @@ _PREFIX = "MIG "
 
 
 class MigMode(NamedTuple):
-    """Whether MIG mode is on (NVML API Reference, nvmlDeviceGetMigMode)."""
+    """Whether MIG mode is on.
+
+    Source: NVML API Reference, nvmlDeviceGetMigMode, for `enabled` and `pending`.
+    """
 
     enabled: bool
     #: The mode after a reset of the GPU; it differs from `enabled` while a change of it waits.
@@ -70,7 +76,11 @@ class Mig:
 
     @bounded
     def set_mode(self, uuid: str, enabled: bool) -> MigMode:  # noqa: FBT001 - NVML's call
-        """Set the mode and read it back; it stays pending if the GPU is in use or needs a reset."""
+        """Set the mode and read it back; it stays pending if the GPU is in use or needs a reset.
+
+        Source: NVML API Reference, nvmlDeviceSetMigMode; NVIDIA: Multi-Instance GPU User Guide, section
+        "Enable MIG Mode".
+        """
         handle = handle_of(uuid)
         what = f"MIG mode cannot be switched {'on' if enabled else 'off'}"
         status = _change(what, pynvml.nvmlDeviceSetMigMode, handle, int(enabled))
@@ -85,7 +95,12 @@ class Mig:
 
     @bounded
     def create(self, uuid: str, profile: MigProfile, start: int) -> int:
-        """Create a GPU instance at this place and return its id; it has no compute instance yet."""
+        """Create a GPU instance at this place and return its id; it has no compute instance yet.
+
+        start: the first memory slice that it occupies.
+
+        Source: NVML API Reference, nvmlDeviceCreateGpuInstanceWithPlacement.
+        """
         place = pynvml.c_nvmlGpuInstancePlacement_t(start, profile.size)
         handle = handle_of(uuid)
         what = f"instance {profile.name} cannot be created at slice {start}"
@@ -95,7 +110,10 @@ class Mig:
 
     @bounded
     def create_compute(self, uuid: str, instance: int) -> None:
-        """Create the compute instance that has all slices of the GPU instance."""
+        """Create the compute instance that has all slices of the GPU instance, without which no job runs.
+
+        Source: NVIDIA: Multi-Instance GPU User Guide, section "Creating GPU Instances".
+        """
         handle = call_driver(pynvml.nvmlDeviceGetGpuInstanceById, handle_of(uuid), instance)
         largest = max(_compute_profiles(handle), key=lambda profile: int(profile.sliceCount))
         what = f"the compute instance of g{instance} cannot be created"
@@ -124,8 +142,8 @@ class Mig:
         return pids
 
 
-#: What the refusals of changes mean, and their reason codes (NVML API Reference, Multi Instance GPU
-#: Management).
+#: What the refusals of changes mean, and their reason codes.
+#: Source: NVML API Reference, section "Multi Instance GPU Management".
 _REFUSALS = {
     pynvml.NVML_ERROR_IN_USE: ("a process uses it", reasons.MIG_IN_USE),
     pynvml.NVML_ERROR_RESET_REQUIRED: ("the GPU must be reset first", reasons.MIG_RESET_REQUIRED),

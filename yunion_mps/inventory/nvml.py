@@ -1,4 +1,7 @@
-"""NVML: the GPUs, their processes, load and compute modes."""
+"""NVML: the GPUs, their processes, load and compute modes.
+
+Source: NVML API Reference, sections "Device Queries" and "Device Commands".
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from yunion_mps.inventory.running import MPS_CLIENTS, running_processes
 
 T = TypeVar("T")
 
-#: Compute modes by NVML's number, with nvidia-smi's names.
+#: Compute modes by NVML's number (NVML API Reference, nvmlComputeMode_t), with nvidia-smi's names.
 COMPUTE_MODES = {
     pynvml.NVML_COMPUTEMODE_DEFAULT: DEFAULT,
     pynvml.NVML_COMPUTEMODE_PROHIBITED: PROHIBITED,
@@ -63,7 +66,7 @@ class Load(NamedTuple):
     #: The load of each GPU that answers, by UUID.
     gpus: Mapping[str, GpuLoad] = {}
     #: The SM utilization in percent by GPU UUID and PID. Processes without a sample are missing: the driver
-    #: only samples those that have run kernels.
+    #: only samples those that have run kernels (NVML API Reference, nvmlDeviceGetProcessUtilization).
     processes: Mapping[str, Mapping[int, int]] = {}
 
     def with_idle(self, processes: Mapping[str, Iterable[int]]) -> Load:
@@ -142,7 +145,10 @@ class Nvml:
 
     @bounded
     def driver(self) -> Driver:
-        """Return the versions of the driver and its CUDA driver API, e.g. 535.261.03 and 12.2."""
+        """Return the versions of the driver and its CUDA driver API, e.g. 535.261.03 and 12.2.
+
+        Source: NVML API Reference, section "System Queries": 12020 is CUDA 12.2.
+        """
         cuda = optional(pynvml.nvmlSystemGetCudaDriverVersion)
         version = printable_text(call_driver(pynvml.nvmlSystemGetDriverVersion))
         return Driver(version, f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None)
@@ -176,6 +182,8 @@ class Nvml:
         """Return the memory in MiB (None if unknown) of each process, by GPU UUID and PID.
 
         GPUs that do not answer are missing.
+
+        Source: NVML API Reference, nvmlDeviceGetComputeRunningProcesses and nvmlProcessInfo_t.
         """
         memory_mib: dict[str, dict[int, int | None]] = {}
         for uuid, processes in _of_each_gpu(running_processes).items():
@@ -206,7 +214,10 @@ class Nvml:
 
     @bounded
     def set_compute_mode(self, uuid: str, mode: str) -> None:
-        """Set the GPU's compute mode and read it back; raises DriverError if it is not in effect."""
+        """Set the GPU's compute mode and read it back; raises DriverError if it is not in effect.
+
+        Source: NVML API Reference, nvmlDeviceSetComputeMode: at once, and until the next reboot.
+        """
         _set_mode(handle_of(uuid), mode)
 
     def compute_mode_of(self, uuid: str) -> str:
@@ -283,6 +294,8 @@ def _of_each_gpu(function: Callable[[Any], T], *, whole: bool = False) -> dict[s
     """Return the call's result for each GPU and MIG device that answers, by UUID.
 
     A GPU with MIG devices is left out, unless `whole`, because NVML adds up what is theirs.
+
+    Source: NVML API Reference, nvmlDeviceGetComputeRunningProcesses, on MIG mode.
     """
     results: dict[str, T] = {}
     for index in range(call_driver(pynvml.nvmlDeviceGetCount)):
@@ -297,7 +310,10 @@ def _of_each_gpu(function: Callable[[Any], T], *, whole: bool = False) -> dict[s
 
 
 def mig_devices(handle: Any) -> Iterator[Any]:
-    """Yield the handles of a GPU's MIG devices; none if it is not in MIG mode."""
+    """Yield the handles of a GPU's MIG devices; none if it is not in MIG mode.
+
+    Source: NVML API Reference, nvmlDeviceGetMaxMigDeviceCount and nvmlDeviceGetMigDeviceHandleByIndex.
+    """
     absent = (
         pynvml.NVML_ERROR_NOT_FOUND,
         pynvml.NVML_ERROR_NOT_SUPPORTED,
@@ -324,7 +340,8 @@ def handle_of(uuid: str) -> Any:
 
 def _load(handle: Any) -> GpuLoad:
     rates = optional(pynvml.nvmlDeviceGetUtilizationRates, handle)
-    # Without the memory that the driver reserves, like nvidia-smi; before 510 there is only version 1.
+    # Without the memory that the driver reserves (nvmlMemory_v2_t), like nvidia-smi; before 510 there is only
+    # version 1.
     memory = optional(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
     memory = memory or optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
     power_mw = optional(pynvml.nvmlDeviceGetPowerUsage, handle)

@@ -3,6 +3,9 @@
 pynvml asks for the number of processes with an empty buffer, and takes Success for "there are none". Some
 drivers answer Success with a count, so here the first call has room already. pynvml also knows only the
 newest version of a call, which some drivers do not support although an older one works.
+
+Source: NVML API Reference, nvmlDeviceGetComputeRunningProcesses, nvmlDeviceGetMPSComputeRunningProcesses and
+nvmlProcessInfo_t.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from yunion_mps.inventory.driver import MIB, pynvml
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses"
 MPS_CLIENTS = "nvmlDeviceGetMPSComputeRunningProcesses"
 
-#: MPS allows 60 clients of a GPU at most, so one call is usually enough.
+#: MPS allows 60 clients of a GPU at most (`MPS_CLIENTS` of planning/division), so one call is usually enough.
 FIRST_ROOM = 128
 #: The room is doubled as long as processes are added; no host has a million.
 _MOST_ROOM = 1 << 20

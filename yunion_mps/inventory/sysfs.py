@@ -1,4 +1,7 @@
-"""What sysfs and udev report about PCI devices."""
+"""What sysfs and udev report about PCI devices.
+
+Source: Linux, Documentation/PCI/sysfs-pci.rst and drivers/pci/pci-sysfs.c.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from yunion_mps.host.files import read_text
 
 NVIDIA_VENDOR = "0x10de"
 
-#: PCI Express versions by the transfer rate that sysfs prints, and GB/s of one lane (after encoding).
+#: PCI Express versions by the transfer rate that sysfs prints, and GB/s of one lane after encoding: 8 of 10
+#: bits up to 2.0, 128 of 130 up to 5.0, and 242 of 256 bytes from 6.0 on (PCI Express Base Specification).
 _VERSIONS = {
     "2.5": ("1.0", 0.25),
     "5": ("2.0", 0.5),
@@ -76,7 +80,10 @@ def max_link(paths: Paths, address: str) -> PcieLink | None:
 
 
 def render_nodes(paths: Paths) -> dict[str, str]:
-    """Return render nodes (`/dev/dri/renderD128`) by PCI address, from udev's links."""
+    """Return render nodes (`/dev/dri/renderD128`) by PCI address, from udev's links.
+
+    Source: systemd, rules.d/60-drm.rules.
+    """
     nodes = {}
     for name in _listing(paths.render_nodes):
         address = normalise_address(name.removeprefix("pci-").removesuffix("-render"))

@@ -2,7 +2,8 @@
 
 An entry divides a GPU into equal devices, slices or a pool.
 
-Thread percentages are counted in tenths of a percent, as integers: NVIDIA's programs are no more precise.
+Thread percentages are counted in tenths of a percent, as integers: NVIDIA's programs are no more precise
+(measured with 535).
 Invariant, held by property tests: as long as every client gets at most `free_units`, the memory of a pool's
 devices, each with its reserve, never exceeds the GPU's memory.
 """
@@ -32,12 +33,16 @@ from yunion_mps.core.models import (
 from yunion_mps.core.reasons import NO_REASON, Reason
 from yunion_mps.core.settings import Config, DeviceEntry, Mistake, SliceEntry
 
+#: From this compute capability on, MPS limits the memory and the threads of clients.
+#: Source: nvidia-cuda-mps-control(1), "Commands available to Volta MPS control daemon".
 VOLTA = (7, 0)
-#: MPS needs compute capability 3.5 (nvidia-cuda-mps-control(1)).
+#: MPS needs compute capability 3.5 (nvidia-cuda-mps-control(1), section "DESCRIPTION").
 _FIRST_WITH_MPS = (3, 5)
 
-#: Clients that MPS serves on one GPU (NVIDIA's MPS documentation), by minimum compute capability and driver
-#: release. The first matching row applies.
+#: Clients that MPS serves on one GPU, by minimum compute capability and driver release. The first matching
+#: row applies.
+#: Source: nvidia-cuda-mps-control(1), section "DESCRIPTION", for 16 and 48; NVIDIA: Multi-Process Service,
+#: section "Client-Server Connection Limits", for 60.
 MPS_CLIENTS = ((VOLTA, 590, 60), (VOLTA, 0, 48), (_FIRST_WITH_MPS, 0, 16))
 
 #: Measured with 535: a control daemon keeps memory limits of devices 0 to 31, and ignores others silently.
@@ -66,7 +71,7 @@ def max_clients(gpu: Gpu, driver: Driver, override: int | None) -> int:
 
 
 def enforces_budgets(gpu: Gpu) -> bool:
-    """Whether memory limits and percentages are enforced; no GPU older than Volta does that."""
+    """Whether memory limits and percentages are enforced; no GPU older than Volta does that (`VOLTA`)."""
     return gpu.compute_capability is not None and gpu.compute_capability >= VOLTA
 
 
@@ -90,7 +95,10 @@ def keeps_mode(entry: DeviceEntry, config: Config) -> bool:
 def unusable_reason(gpu: Gpu, sharing: str = MPS, *, keeps_mode: bool = False) -> Reason:
     """Return why the GPU cannot be shared in this way; empty if it can.
 
-    `keeps_mode`: its compute mode is left as it is, as configured.
+    keeps_mode: its compute mode is left as it is, as configured.
+
+    Source: NVIDIA: Multi-Instance GPU User Guide, sections "MIG with CUDA MPS", for the compute mode, and
+    "Creating GPU Instances": no program can use a GPU in MIG mode as a whole; nvidia-smi(1), Compute Mode.
     """
     if gpu.reason:
         return gpu.reason
@@ -182,6 +190,8 @@ def share_percentage(part: int, whole: int, overcommit: float | None) -> float:
 
     That is 100/n for one of n equal devices, and with an `overcommit` of 2 twice as much; None: 100. NVIDIA
     suggests the first for clients that are always busy, the second to let them use idle time.
+
+    Source: NVIDIA: Multi-Process Service, section "Dynamic Execution Resource Provisioning".
     """
     return _share_tenths(part, whole, overcommit) / 10
 

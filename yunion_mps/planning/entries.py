@@ -29,7 +29,8 @@ from yunion_mps.planning.division import (
 )
 from yunion_mps.planning.mig import LayoutError, layout_of
 
-#: Where CUDA looks for a control daemon unless CUDA_MPS_PIPE_DIRECTORY is set (NVIDIA's MPS documentation).
+#: Where CUDA looks for a control daemon unless CUDA_MPS_PIPE_DIRECTORY is set.
+#: Source: nvidia-cuda-mps-control(1), section "ENVIRONMENT".
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 
 

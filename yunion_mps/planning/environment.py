@@ -12,7 +12,8 @@ from yunion_mps.core.reasons import LIMITS_PENDING, hint_of
 
 #: Lists the addresses of the devices that a process uses; CUDA ignores it.
 DEVICE_VARIABLE = "YUNION_MPS_DEVICE"
-#: Variables of MPS clients (NVIDIA's MPS documentation, "Environment Variables").
+#: Variables of MPS clients.
+#: Source: NVIDIA: Multi-Process Service, section "Appendix: Environment Variables".
 _THREADS_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 _MEMORY_LIMIT_VARIABLE = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
@@ -40,6 +41,8 @@ def sharing_of(devices: Sequence[Device]) -> str:
     """Return how the devices of one process are shared; not at all only if each is a whole MIG instance.
 
     A process can use whole instances together with time-sliced devices, but neither together with MPS.
+
+    Source: NVIDIA: Multi-Instance GPU User Guide, section "CUDA Device Enumeration".
     """
     for device in devices:
         if device.sharing != NOT_SHARED:
@@ -51,8 +54,13 @@ def client_environment(devices: Sequence[Device], domain: DomainPlan | None) -> 
     """Return the environment of a process that uses these devices; it can only tighten the domain's limits.
 
     Devices of one GPU add up to one budget. The process sees only their GPUs, in this order, and has one
-    thread percentage and one priority: the lowest among them. `domain` is None if the GPUs are shared without
-    MPS. If nothing enforces the budgets, frameworks are told what they may use.
+    thread percentage and one priority: the lowest among them. If nothing enforces the budgets, frameworks are
+    told what they may use.
+
+    domain: None if the GPUs are shared without MPS.
+
+    Source: NVIDIA: Multi-Process Service, section "Appendix: Environment Variables"; for the order, CUDA
+    Programming Guide, section "CUDA Environment Variables".
     """
     environment = {**_mps_variables(devices, domain), **_advice(devices)}
     return dict(sorted(environment.items()))
@@ -80,7 +88,7 @@ def _mps_variables(devices: Sequence[Device], domain: DomainPlan | None) -> dict
 
 
 def _memory_limits(limits_mib: Iterable[int]) -> str:
-    """Return `0=4096M,1=8192M`: the limits of the visible GPUs by their CUDA ordinals."""
+    """Return `0=4096M,1=8192M`: the limits of the visible GPUs by their CUDA ordinals, from 0."""
     return ",".join(f"{ordinal}={limit_mib}M" for ordinal, limit_mib in enumerate(limits_mib))
 
 
@@ -172,5 +180,5 @@ def require_one_budget(
 
 
 def decimal(percentage: float) -> str:
-    """Format a percentage for NVIDIA's programs: `25`, `33.3`."""
+    """Format a percentage for NVIDIA's programs, which keep one decimal (measured with 535): `25`, `33.3`."""
     return f"{percentage:.1f}".removesuffix(".0")

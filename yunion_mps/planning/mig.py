@@ -4,6 +4,9 @@ Which profiles a GPU has, and where their instances can be, is always what its d
 layouts are those of NVIDIA's mig-parted. Invariants, held by property tests: no two instances of a layout
 overlap, there are never more than the GPU has room for, the order in which they are written does not matter,
 and a layout that is in effect needs no change.
+
+Source: NVIDIA: Multi-Instance GPU User Guide, sections "Partitioning" and "List GPU Instance Profiles"; for
+the layouts, github.com/NVIDIA/mig-parted, pkg/mig/builder.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from yunion_mps.core.reasons import MIG_PENDING, Reason
 from yunion_mps.core.settings import DeviceEntry
 from yunion_mps.core.text import count
 
-#: The slices of the instances of `all-balanced`, by those of the whole GPU (mig-parted's balancedFormula).
+#: The slices of the instances of `all-balanced`, by those of the whole GPU.
+#: Source: github.com/NVIDIA/mig-parted, pkg/mig/builder/balanced.go, balancedFormula.
 _BALANCED_SLICES = {7: (3, 2, 1, 1), 4: (2, 1, 1)}
 
 
@@ -374,7 +378,10 @@ def _without(desired: Iterable[MigProfile], keep: Iterable[MigInstance]) -> list
 def _place(
     desired: Sequence[MigProfile], occupied: Sequence[MigInstance] = ()
 ) -> tuple[Placement, ...] | None:
-    """Return a place for each, the first in order of starts; None if they do not fit beside those there."""
+    """Return a place for each, the first in order of starts; None if they do not fit beside those there.
+
+    Source: NVML API Reference, nvmlDeviceGetGpuInstancePossiblePlacements: instances do not overlap.
+    """
     counts = Counter[str]()
     taken: set[int] = set()
     for instance in occupied:
@@ -440,7 +447,10 @@ def _as_many_as_fit(profile: MigProfile) -> list[MigProfile]:
 
 
 def _balanced(gpu: Gpu) -> list[MigProfile]:
-    """Return the profiles of `all-balanced`: of each size the plain one that most instances can have."""
+    """Return the profiles of `all-balanced`: of each size the plain one that most instances can have.
+
+    Source: github.com/NVIDIA/mig-parted, pkg/mig/builder/balanced.go, groupProfilesByDevice.
+    """
     plain = [profile for profile in gpu.mig_profiles if re.fullmatch(r"\d+g\.\d+gb", profile.name)]
     by_slices: dict[int, MigProfile] = {}
     for profile in sorted(plain, key=lambda profile: (profile.max_count, profile.name)):

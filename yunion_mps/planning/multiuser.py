@@ -1,7 +1,10 @@
 """Which users a control daemon serves at once: one, or all of them in multiuser mode.
 
 Before Volta, NVIDIA's control program accepts multiuser mode, and then refuses the clients of every user
-except root (CUDA_ERROR_NOT_PERMITTED). So GPUs that are not known to be Volta or newer do without it.
+except root (CUDA_ERROR_NOT_PERMITTED), as users have reported. So GPUs that are not known to be Volta or
+newer do without it.
+
+Source: NVIDIA: Multi-Process Service, section "Provisioning Sequence", Server.
 """
 
 from __future__ import annotations

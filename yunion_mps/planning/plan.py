@@ -320,8 +320,9 @@ def _domains(
 ) -> tuple[DomainPlan, ...]:
     """Return the control daemons for these GPUs: one for all, or one each, in a directory named by UUID.
 
-    A MIG instance always has its own, because one control daemon cannot serve several (NVIDIA's MPS
-    documentation).
+    A MIG instance always has its own, because one control daemon cannot serve several.
+
+    Source: NVIDIA: Multi-Instance GPU User Guide, section "MIG with CUDA MPS".
     """
     of_host: list[Gpu] = []
     alone: list[Gpu] = []

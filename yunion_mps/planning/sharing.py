@@ -33,8 +33,11 @@ _CHANGES = {
 def mode_for(gpu: Gpu, way: str) -> tuple[str, str]:
     """Return the UUID of the whole GPU, and the compute mode that this way of sharing requires of it.
 
-    MPS requires that only its server creates contexts (NVIDIA's MPS documentation, which recommends
-    EXCLUSIVE_PROCESS); MIG instances and time slices are shared in the mode Default.
+    Under MPS, only its server should create contexts, for which NVIDIA recommends EXCLUSIVE_PROCESS. Time
+    slices are shared in the mode Default, and so are MIG instances: MIG does not support EXCLUSIVE_PROCESS.
+
+    Source: NVIDIA: Multi-Process Service, section "GPU Compute Modes"; Multi-Instance GPU User Guide, section
+    "MIG with CUDA MPS".
     """
     is_exclusive = way == MPS and not gpu.parent
     return gpu.parent or str(gpu.uuid), EXCLUSIVE_PROCESS if is_exclusive else DEFAULT
