@@ -18,7 +18,7 @@ from yunion_mps.inventory.driver import MIB, pynvml
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses"
 MPS_CLIENTS = "nvmlDeviceGetMPSComputeRunningProcesses"
 
-#: MPS allows 60 clients of a GPU at most (`MPS_CLIENTS` of planning/division), so one call is usually enough.
+#: MPS allows 60 clients of a GPU at most, so one call is usually enough.
 FIRST_ROOM = 128
 #: The room is doubled as long as processes are added; no host has a million.
 _MOST_ROOM = 1 << 20

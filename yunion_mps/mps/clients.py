@@ -2,6 +2,8 @@
 
 They are queried only on request: `ps` waits in the control daemon's only thread for its servers, so a hung
 server blocks it for every other process (measured). A stopped server is not queried.
+
+Source: nvidia-cuda-mps-control(1), ps and terminate_client.
 """
 
 from __future__ import annotations
@@ -86,7 +88,10 @@ def _is_unknown(line: str) -> bool:
 
 
 def server_state(program: str, plan: DomainPlan, server: int) -> str | None:
-    """Return `INITIALIZING`, `ACTIVE` or `FAULT`; None if the driver (before 550) does not report it."""
+    """Return `INITIALIZING`, `ACTIVE` or `FAULT`; None if the driver (before 550) does not report it.
+
+    Source: NVIDIA: Multi-Process Service, section "Provisioning Sequence", Server.
+    """
     answer = _run_command(program, plan, f"get_server_status {server}")
     state = answer[0].strip() if answer else ""
     return state if state.isalpha() and state.isupper() else None
@@ -96,6 +101,8 @@ def terminate(program: str, plan: DomainPlan, server: int, client: int) -> bool:
     """Have the server disconnect the client, which is then safe to kill; False if it has no such client.
 
     Raises ControlError if the server refuses, and BusyServerError if it cannot now.
+
+    Source: NVIDIA: Multi-Process Service, section "Client Early Termination": the answer is 0 for success.
     """
     _refuse_stopped([server])
     answer = _run_command(program, plan, f"terminate_client {server} {client}")
@@ -177,6 +184,8 @@ def waiting_clients(plan: DomainPlan, servers: Sequence[int]) -> list[WaitingCli
 
     Clients in containers are included, because the log has their PIDs on the host. A client that gave up
     without exiting is still listed.
+
+    Source: nvidia-cuda-mps-control(1), section "DESCRIPTION": a server has the clients of one user.
     """
     owners = {pid: uid for pid in servers if (uid := uid_of(pid)) is not None}
     if plan.multiuser or not owners:

@@ -38,6 +38,7 @@ from yunion_mps.mps.processes import (
 log = logging.getLogger(__name__)
 
 #: Makes the control daemon serve all users with one server; unknown before 570.
+#: Source: NVIDIA: Multi-Process Service, section "Provisioning Sequence", Server.
 MULTIUSER = "-multiuser-server"
 
 
@@ -47,7 +48,13 @@ class ControlDaemon:
     def __init__(
         self, plan: DomainPlan, program: str, emit: Callable[[Event], None], *, is_recorded: bool
     ) -> None:
-        """`is_recorded`: the limits of its servers are recorded."""
+        """Neither find nor start a process yet.
+
+        plan: what its next server is to have.
+        program: the path of NVIDIA's control program.
+        emit: called with each event that its log tells.
+        is_recorded: whether the limits of its servers are recorded.
+        """
         self.program = program
         #: The plan for its next server, with the GPUs in its own order.
         self.target = plan
@@ -350,10 +357,12 @@ def create_adoption_order(
 def _served_gpus(
     pid: int, environment: Mapping[str, str], host_gpus: Sequence[str | None]
 ) -> tuple[tuple[str, ...], bool]:
-    """Return the UUIDs of its GPUs, and whether it numbers them in this order (CUDA C++ Programming Guide).
+    """Return the UUIDs of its GPUs, and whether it numbers them in this order.
 
     CUDA_VISIBLE_DEVICES determines the order; without it, CUDA uses its own order, which is the PCI order
     only if CUDA_DEVICE_ORDER says so.
+
+    Source: CUDA Programming Guide, section "CUDA Environment Variables".
     """
     host_uuids = tuple(uuid for uuid in host_gpus if uuid is not None)
     if len(host_uuids) < len(host_gpus):
@@ -377,7 +386,10 @@ def _adoption_error(pid: int, why: str) -> HostError:
 
 
 def start(program: str, plan: DomainPlan) -> Process:
-    """Start NVIDIA's control daemon in the foreground, appending to its log; raises HostError."""
+    """Start NVIDIA's control daemon in the foreground, appending to its log; raises HostError.
+
+    Source: nvidia-cuda-mps-control(1), -f: what it logs goes to its standard output.
+    """
     _prepare(plan)
     with directories.use(plan.log_directory) as directory:
         output = directories.open_log(directory, plan.log_directory, LOG_NAME)

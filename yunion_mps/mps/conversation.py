@@ -129,12 +129,22 @@ class Conversation:
     """Sends commands to a control daemon, through one process of NVIDIA's own front-end.
 
     The front-end exits 0 whatever the control daemon answers, so success is known only from reading back.
+
+    Source: nvidia-cuda-mps-control(1), section "OPTIONS", no arguments.
     """
 
     def __init__(
         self, program: str, pipe_directory: str, commands: Sequence[str], now_s: float, timeout_s: float
     ) -> None:
-        """Raises HostError if the front-end cannot be started."""
+        """Start the front-end.
+
+        program: the path of NVIDIA's control program.
+        commands: what it sends, in this order; the first one names the conversation in errors.
+        now_s: the time, by the clock that `poll` is called with.
+        timeout_s: how long the answer may take from then on.
+
+        Raises HostError if the front-end cannot be started.
+        """
         self._commands = commands
         #: By the clock that `poll` is called with.
         self.deadline_s = now_s + timeout_s
@@ -224,7 +234,12 @@ class Probe:
     """
 
     def __init__(self, pipe_directory: str, pid: int, now_s: float, timeout_s: float) -> None:
-        """Connect; raises UnresponsiveError if the socket is gone or another process's, and ShortageError."""
+        """Connect; raises UnresponsiveError if the socket is gone or another process's, and ShortageError.
+
+        pid: that of the control daemon to which the socket has to belong.
+        now_s: the time, by the clock that `poll` is called with.
+        timeout_s: how long the greeting may take from then on.
+        """
         self.began_s = now_s
         self.deadline_s = now_s + timeout_s
         self._timeout_s = timeout_s

@@ -63,9 +63,12 @@ class Domain(StateMachine):
         changed: Callable[[], None],
         recorded: LimitsInEffect | None = None,
     ) -> None:
-        """Every event goes to `emit`, and `changed` is called when the status has changed.
+        """Neither find nor start a control daemon yet.
 
-        `recorded` is what an earlier daemon recorded as in effect.
+        program: the path of NVIDIA's control program.
+        emit: called with each event.
+        changed: called without arguments when the status has changed.
+        recorded: what an earlier daemon recorded as in effect; None if it recorded nothing.
         """
         super().__init__(plan.name, emit, changed)
         self.desired = plan

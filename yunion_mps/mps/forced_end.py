@@ -15,6 +15,8 @@ ends. There, a job that attaches after the log was read and before `-f` arrives 
 the time in which a front-end starts, some milliseconds. So the log is read once more after `-f`, and what has
 attached meanwhile is reported. If `-f` is not received, because another front-end is connected, the clients
 are listed again.
+
+Source: nvidia-cuda-mps-control(1), shutdown_server, which says something else from 550 on.
 """
 
 from __future__ import annotations
@@ -82,6 +84,8 @@ class ForcedEnd(ControlTask):
     """Ends those servers by force that only have clients that may be ended.
 
     The others end after their clients; so does a server that lists none.
+
+    servers: the PIDs of those that a change waits for.
     """
 
     def __init__(self, control: ControlDaemon, servers: Sequence[int], order: EndOrder) -> None:

@@ -34,7 +34,10 @@ class LimitsChangedError(ControlError):
 
 
 class HealthMonitor(ControlTask):
-    """Checks that a control daemon answers and still has our limits, and bounds its logs."""
+    """Checks that a control daemon answers and still has our limits, and bounds its logs.
+
+    now_s: when its limits were last read back, by the clock that `tick` is called with.
+    """
 
     def __init__(self, control: ControlDaemon, now_s: float) -> None:
         super().__init__(control)

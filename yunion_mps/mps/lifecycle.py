@@ -26,7 +26,7 @@ from yunion_mps.mps.processes import GRACE_S, UNKILLABLE_S, running_servers, sig
 
 log = logging.getLogger(__name__)
 
-#: It listens after about 2 ms.
+#: It listens after about 2 ms (measured).
 START_TIMEOUT_S = 10.0
 _FIRST_POLL_S = 0.0002
 _MAX_POLL_S = 0.05
@@ -43,7 +43,10 @@ _FOREIGN_REJECTIONS = 2
 
 
 class Startup(ControlTask):
-    """Waits until a new control daemon listens, by polling, because no descriptor signals that."""
+    """Waits until a new control daemon listens, by polling, because no descriptor signals that.
+
+    now_s: when it was started, by the clock that `tick` is called with.
+    """
 
     def __init__(self, control: ControlDaemon, now_s: float) -> None:
         super().__init__(control)
@@ -67,10 +70,16 @@ class Shutdown(ControlTask):
 
     A signal ends only the control daemon: its servers would continue without it and keep their GPUs
     (measured). So they get the signals as well.
+
+    Source: nvidia-cuda-mps-control(1), quit.
     """
 
     def __init__(self, control: ControlDaemon, now_s: float, *, timeout_s: int | None) -> None:
-        """`timeout_s` is how long clients have before their servers end; None sends signals at once."""
+        """Send `quit` at once, unless there is no timeout.
+
+        now_s: the time, by the clock that `tick` is called with.
+        timeout_s: how long clients have before their servers end; None sends signals instead of `quit`.
+        """
         super().__init__(control)
         #: Whether it has received `quit`, and presumably waits for its servers.
         self._quit_requested = False
@@ -172,6 +181,9 @@ class Recovery(ControlTask):
     It and its servers, which it waits for, get SIGCONT in case one was only stopped, and it is probed
     repeatedly. It is replaced only if that does not help and none of its servers may have jobs. If other
     processes keep it from answering, that happens only once, because they can block its replacement too.
+
+    error: what showed that it does not serve; it is the reason if no cause is found.
+    now_s: the time, by the clock that `tick` is called with.
     """
 
     def __init__(self, control: ControlDaemon, error: UnresponsiveError, now_s: float) -> None:

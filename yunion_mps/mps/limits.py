@@ -4,6 +4,9 @@ New limits apply only to the next MPS server. So an adopted control daemon is qu
 the limits of its servers are known only from its answers and from what was recorded.
 
 A limit of None belongs to a GPU that the control daemon serves and the plan does not; it is left unchanged.
+
+Source: nvidia-cuda-mps-control(1), set_default_active_thread_percentage and
+set_default_device_pinned_mem_limit.
 """
 
 from __future__ import annotations
@@ -57,13 +60,19 @@ class LimitsInEffect(NamedTuple):
 
 
 class LimitsSetter(ControlTask):
-    def __init__(self, control: ControlDaemon, known: LimitsInEffect, *, set_first: bool, idle: bool) -> None:
-        """`known` is what is in effect as far as we know.
+    """Brings the limits of a control daemon's plan into effect, and finds out which servers have others.
 
-        `set_first`: set the limits without reading them first. `idle`: no job uses its GPUs, so servers with
-        other limits may be shut down. If the limits of another program's servers were never recorded, and the
-        answer is not the desired one, the servers count as having other limits. Commands are retried without
-        end while another front-end is connected.
+    If the limits of another program's servers were never recorded, and the answer is not the desired one, the
+    servers count as having other limits. Commands are retried without end while another front-end is
+    connected.
+    """
+
+    def __init__(self, control: ControlDaemon, known: LimitsInEffect, *, set_first: bool, idle: bool) -> None:
+        """Do nothing before the first tick.
+
+        known: what is in effect, as far as we know.
+        set_first: set the limits without reading them first.
+        idle: no job uses its GPUs, so servers with other limits may be shut down.
         """
         super().__init__(control)
         self._known = known
@@ -193,7 +202,10 @@ class LimitsSetter(ControlTask):
 
 
 def set_commands(plan: DomainPlan) -> list[str]:
-    """Return the commands that set every limit; only the first of them answers, with one line."""
+    """Return the commands that set every limit; only the first of them answers, with one line.
+
+    Source: nvidia-cuda-mps-control(1), for the commands; what they answer was measured with 535.
+    """
     commands = [f"set_default_active_thread_percentage {decimal(plan.thread_percentage)}"]
     for device, memory_mib in enumerate(plan.memory_limits_mib):
         if memory_mib is not None:
@@ -204,8 +216,8 @@ def set_commands(plan: DomainPlan) -> list[str]:
 def get_commands(plan: DomainPlan) -> list[str]:
     """Return the commands that query every limit.
 
-    The percentage is queried after each memory limit, because a limit that is not set has no answer at all:
-    so every answer can be matched to its command.
+    The percentage is queried after each memory limit, because a limit that is not set has no answer at all
+    (measured with 535): so every answer can be matched to its command.
     """
     commands = []
     for device, memory_mib in enumerate(plan.memory_limits_mib):
@@ -245,7 +257,10 @@ def check_percentage(plan: DomainPlan, answer: str | None) -> None:
 
 
 def parse_servers(answer: Sequence[str]) -> list[int]:
-    """Parse the PIDs at the start of an answer whose first command was `get_server_list`."""
+    """Parse the PIDs at the start of an answer whose first command was `get_server_list`.
+
+    Source: nvidia-cuda-mps-control(1), get_server_list.
+    """
     pids = []
     for line in answer:
         if not line.isdigit():
@@ -255,7 +270,10 @@ def parse_servers(answer: Sequence[str]) -> list[int]:
 
 
 def client_commands(servers: Iterable[int]) -> list[str]:
-    """Return the commands that list the clients of these servers, for `servers_without_clients`."""
+    """Return the commands that list the clients of these servers, for `servers_without_clients`.
+
+    Source: nvidia-cuda-mps-control(1), get_client_list.
+    """
     commands: list[str] = []
     for pid in servers:
         commands += (PING, f"get_client_list {pid}")
@@ -291,7 +309,10 @@ def parse_client_lists(servers: Sequence[int], answer: Sequence[str]) -> dict[in
 
 
 def memory_text(memory_mib: int) -> str:
-    """Return a memory limit as the control daemon prints it: in whole G from 1 GiB on, so 5760M is `5G`."""
+    """Return a memory limit as the control daemon prints it: in whole G from 1 GiB on, so 5760M is `5G`.
+
+    What it prints was measured with 535.
+    """
     return f"{memory_mib // 1024}G" if memory_mib >= 1024 else f"{memory_mib}M"
 
 

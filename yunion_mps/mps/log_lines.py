@@ -6,7 +6,9 @@ header nor a newline, such as `ERROR: init 250 result=11`, so a header may follo
 
 Only the beginning of a message counts, because the control daemon repeats the commands of every user after
 `Cmd:`. What the control daemons of 535 and 550 write was measured; lines of other releases (470 to 595) and
-of MPS servers are from NVIDIA's documentation ("Multi-Process Service", Logging) and from public reports.
+of MPS servers are from NVIDIA's documentation and from public reports.
+
+Source: NVIDIA: Multi-Process Service, section "MPS Logging Format" (later "Appendix: Logging").
 """
 
 from __future__ import annotations

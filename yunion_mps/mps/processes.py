@@ -47,6 +47,7 @@ MARK = "YUNION_MPS_DOMAIN"
 #: The server's name as the kernel truncates it (TASK_COMM_LEN less its NUL), as it does the control daemon's.
 _NAME = SERVER[:15]
 #: Where NVIDIA's control daemon serves without CUDA_MPS_PIPE_DIRECTORY.
+#: Source: nvidia-cuda-mps-control(1), section "ENVIRONMENT".
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 #: Where a control daemon writes its logs by default.
 DEFAULT_LOG_DIRECTORY = "/var/log/nvidia-mps"
@@ -77,7 +78,10 @@ def client_variables(pipe_directory: str) -> dict[str, str]:
 
 
 def control_environment(plan: DomainPlan, program: str = "") -> dict[str, str]:
-    """Return the control daemon's environment, built from scratch: only these GPUs, in NVML's order."""
+    """Return the control daemon's environment, built from scratch: only these GPUs, in NVML's order.
+
+    Source: NVIDIA: Multi-Process Service, section "Appendix: Environment Variables", CUDA_VISIBLE_DEVICES.
+    """
     root = Paths.from_environment().root
     return {
         **client_variables(plan.pipe_directory),
@@ -105,7 +109,10 @@ def pipe_directory_in(environment: Mapping[str, str]) -> str:
 
 
 def log_directory_in(environment: Mapping[str, str]) -> str:
-    """Return where a control daemon writes its logs (man nvidia-cuda-mps-control, CUDA_MPS_LOG_DIRECTORY)."""
+    """Return where a control daemon writes its logs.
+
+    Source: nvidia-cuda-mps-control(1), section "ENVIRONMENT", CUDA_MPS_LOG_DIRECTORY.
+    """
     return os.path.normpath(environment.get("CUDA_MPS_LOG_DIRECTORY") or DEFAULT_LOG_DIRECTORY)
 
 

@@ -2,6 +2,9 @@
 
 A server keeps the limits that it was started with, stays after its last client has ended, and may outlive its
 control daemon. So a change of limits is in effect only when the servers from before it have ended.
+
+Source: nvidia-cuda-mps-control(1), set_default_active_thread_percentage and shutdown_server; NVIDIA:
+Multi-Process Service, section "Provisioning Sequence", Server.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ _POLL_SOON_S = 0.05
 
 
 class Rollover:
+    """Knows which limits the servers of a domain have, and which servers have to end; the domain ticks it."""
+
     def __init__(
         self,
         limits_in_effect: LimitsInEffect,
@@ -51,9 +56,12 @@ class Rollover:
         emit: Callable[[Event], None],
         changed: Callable[[], None],
     ) -> None:
-        """`limits_in_effect` are the limits that an earlier daemon recorded, or the desired limits.
+        """Know of no orphans yet.
 
-        `servers` returns the PIDs of the control daemon's servers, at any time.
+        limits_in_effect: what an earlier daemon recorded, or the desired limits.
+        servers: returns the PIDs of the control daemon's servers, at any time.
+        emit: called with each event.
+        changed: called without arguments when the limits in effect or the orphans have changed.
         """
         self._limits = limits_in_effect
         self._servers = servers
@@ -300,6 +308,11 @@ class OrphanedServers:
     They get no new jobs, cannot be controlled, and keep their GPUs, which no other server can use meanwhile
     in exclusive-process mode. So each is reported, and ended once no job uses its GPUs any more, or at the
     deadline of a stop. Nothing here blocks.
+
+    domain: the name of their domain.
+    emit: called with each event.
+
+    Source: NVIDIA: Multi-Process Service, section "Limitations": exclusive modes apply to servers.
     """
 
     def __init__(self, domain: str, emit: Callable[[Event], None]) -> None:

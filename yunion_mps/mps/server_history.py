@@ -7,6 +7,9 @@ the control daemon tries six times within milliseconds and then refuses the clie
 A server never ends by itself, and its status says little: 535 and 550 log 0 even for one that was killed by a
 signal (measured). So an end with status 0 is unexpected unless something ordered it: a command, or a client
 or a start of another user.
+
+Source: NVIDIA: Multi-Process Service, sections "Provisioning Sequence", Server, and "Memory Protection and
+Error Containment".
 """
 
 from __future__ import annotations

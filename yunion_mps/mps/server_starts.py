@@ -32,6 +32,8 @@ What was measured with the control daemons of 535 and 550 and stand-ins for serv
   immediately before, shows a client; and as soon as it is ready, because it occupies its GPUs.
 - `get_client_list` alone proves nothing: while another user waits, 535 answers nothing for a server with
   clients.
+
+Source: nvidia-cuda-mps-control(1), section "DESCRIPTION", for the user of a server; start_server.
 """
 
 from __future__ import annotations
@@ -76,7 +78,10 @@ class ServerStarts:
     """Decides from what became of the servers; it neither reads the log nor sends the commands."""
 
     def __init__(self, own_uid: int = 0) -> None:
-        """`own_uid` is the user of the control daemon."""
+        """Know of no failure yet.
+
+        own_uid: the user of the control daemon, which is ours.
+        """
         self._own_uid = own_uid
         #: By user (uid); those that start are not here.
         self._servers: dict[int, _Servers] = {}

@@ -71,7 +71,12 @@ STABLE_S = 60.0
 
 
 class StateMachine:
-    """Has one of the states, changes it in one place, and emits an event for every change."""
+    """Has one of the states, changes it in one place, and emits an event for every change.
+
+    name: that of the domain.
+    emit: called with each event.
+    changed: called without arguments after each change of the state or of its reason.
+    """
 
     def __init__(self, name: str, emit: Callable[[Event], None], changed: Callable[[], None]) -> None:
         self.state = STOPPED
