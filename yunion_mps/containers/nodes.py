@@ -1,4 +1,7 @@
-"""The driver's device nodes that containers get, also those of MIG instances."""
+"""The driver's device nodes that containers get, also those of MIG instances.
+
+Source: NVIDIA: Multi-Instance GPU User Guide, section "Device Nodes and Capabilities".
+"""
 
 from __future__ import annotations
 
@@ -70,10 +73,7 @@ def missing_nodes(paths: Paths, gpus: Iterable[Gpu]) -> dict[str, MissingNodes]:
 
 
 def capability_nodes(paths: Paths, minor: int, pci_address: str) -> list[str]:
-    """Return the nodes, below /dev, that a process has to read to use a MIG instance; none for a GPU.
-
-    Source: NVIDIA: Multi-Instance GPU User Guide, section "Device Nodes and Capabilities".
-    """
+    """Return the nodes, below /dev, that a process has to read to use a MIG instance; none for a GPU."""
     return list(_capability_files(paths, minor, pci_address).values())
 
 

@@ -137,7 +137,10 @@ def _library_findings(host: Host) -> list[Finding]:
 
 @host_check("device nodes", DEVICE_NODES)
 def nodes(host: Host) -> Findings:
-    """The device nodes: an MPS server runs as its client's user, so all users must have access."""
+    """The device nodes: an MPS server runs as its client's user, so all users must have access.
+
+    Source: NVIDIA: Multi-Process Service, section "Provisioning Sequence", Server; nvidia-modprobe(1).
+    """
     ours = [gpu for gpu in host.our_gpus() if gpu.reason.code not in (GPU_GONE, GPU_OTHER_DRIVER)]
     if not ours:
         raise SkipError("no divided GPU answers")

@@ -31,7 +31,8 @@ from yunion_mps.mps.directory_access import find_access_problems
 
 #: A control daemon empties its log at 1 MiB; NVIDIA's server log and the sockets need little more.
 _LEAST_FREE_BYTES = 16 << 20
-#: Each server creates small files there, and its clients' queues some more; containers get 64 MiB by default.
+#: Each server creates small files there, and its clients' queues some more; containers get 64 MiB by default
+#: (docker run and podman-run(1), --shm-size).
 _LEAST_SHM_BYTES = 64 << 20
 _LEAST_SHM_FREE_BYTES = 8 << 20
 

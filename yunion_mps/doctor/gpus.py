@@ -77,7 +77,8 @@ _OF_HARDWARE = (GPU_LOST, GPU_FAULT, GPU_ERROR)
 _SEE_KERNEL_LOG = "see: yunion-mps gpus; dmesg | grep -iE 'nvrm|xid'"
 #: A warning is given from this share of the limit.
 _WARNING_SHARE = 0.9
-#: Profile in a vGPU's name inside a virtual machine: `GRID T4-16C`, `NVIDIA A40-48Q`, `A100-1-5C`.
+#: Profile in a vGPU's name inside a virtual machine: `GRID T4-16C`, `NVIDIA A40-48Q`, `A100-1-5C` (NVIDIA:
+#: Virtual GPU Software User Guide).
 _VGPU = re.compile(r"-(?:\d-)?\d+(?:ME)?[ABCQ]$")
 
 
@@ -165,7 +166,10 @@ def _missing_entries(plan: Plan) -> list[Finding]:
 
 @host_check("MIG", MIG_ENABLED, "off on every GPU that is divided as a whole")
 def mig(host: Host) -> Findings:
-    """MIG mode, now and after the next reset."""
+    """MIG mode, now and after the next reset.
+
+    Source: NVML API Reference, section "Multi Instance GPU Management", nvmlDeviceGetMigMode.
+    """
     modes = {layout.gpu_uuid: layout.enabled for layout in host.plan()[0].layouts}
     _refuse_if_none_answers(host.our_gpus())
     for gpu in host.our_gpus():
@@ -298,6 +302,8 @@ def compute_mode(host: Host) -> Findings:
     """The compute modes, which decide what programs outside MPS can do.
 
     While leases delay a change of how a GPU is shared, the GPU has the mode of its current way of sharing.
+
+    Source: NVIDIA: Multi-Process Service, section "GPU Compute Modes".
     """
     plan = host.plan()[0]
     of_the_daemon = host.conditions(ABOUT_COMPUTE_MODE)
@@ -449,7 +455,10 @@ def _is_served(host: Host) -> bool:
 
 
 def _virtual_machines(host: Host, gpu: Gpu) -> str:
-    """Describe the GPU's use by virtual machines, as sysfs shows it; empty if there is none."""
+    """Describe the GPU's use by virtual machines, as sysfs shows it; empty if there is none.
+
+    Source: Linux, Documentation/ABI/testing/sysfs-bus-vfio-mdev and Documentation/PCI/pci-iov-howto.rst.
+    """
     folder = os.path.join(host.paths.pci_devices, gpu.pci_address)
     mediated = glob.glob(os.path.join(folder, "mdev_supported_types/*/devices/*"))
     if mediated:

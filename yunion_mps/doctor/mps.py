@@ -155,7 +155,11 @@ class _OtherControlDaemon(NamedTuple):
 
 @host_check("other control daemons", OTHER_CONTROL_DAEMON, "no other control daemon is running")
 def others(host: Host) -> Findings:
-    """Other control daemons on this host: in NVIDIA's default directory, or for the same GPUs."""
+    """Other control daemons on this host: in NVIDIA's default directory, or for the same GPUs.
+
+    Source: nvidia-cuda-mps-control(1), section "ENVIRONMENT", CUDA_MPS_PIPE_DIRECTORY; NVIDIA: Multi-Process
+    Service, section "GPU Compute Modes".
+    """
     for other in _others(host):
         directory = other.pipe_directory
         variable = f"CUDA_MPS_PIPE_DIRECTORY={directory or 'DIRECTORY'}"
@@ -228,6 +232,8 @@ def _option_count(pid: int) -> int | None:
     """Return the number of options of an nvidia-cuda-mps-control: 0 for a front-end, None for other programs.
 
     It is taken from the command line, which all users may read.
+
+    Source: nvidia-cuda-mps-control(1), section "OPTIONS".
     """
     argv = read_text(f"/proc/{pid}/cmdline", 4096).split("\0")
     if os.path.basename(argv[0]) != PROGRAM:
@@ -340,7 +346,10 @@ def user_switching(host: Host) -> Findings:
 
 
 def _waiting_for_others(host: Host, domains: Iterable[DomainPlan], ours: set[int]) -> Iterator[Finding]:
-    """Yield the clients that wait for the jobs of another user; `ours` are the PIDs of yunion-mps."""
+    """Yield the clients that wait for the jobs of another user; `ours` are the PIDs of yunion-mps.
+
+    Source: NVIDIA: Multi-Process Service, sections "Limitations" and "Provisioning Sequence", Server.
+    """
     servers: dict[DomainPlan, list[int]] = {}
     for domain in domains:
         control_pid = None if domain.multiuser else host.control_pid(domain)

@@ -18,7 +18,8 @@ ORDER = "CUDA_DEVICE_ORDER"
 MEMORY = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
-#: Variables that decide what an MPS client gets (appendix of NVIDIA's MPS documentation).
+#: Variables that decide what an MPS client gets (NVIDIA: Multi-Process Service, section "Appendix:
+#: Environment Variables"; CUDA Programming Guide, section "CUDA Environment Variables").
 RELEVANT = (
     PIPE,
     VISIBLE,
@@ -67,6 +68,9 @@ def check_values(variables: Mapping[str, str], domain: DomainPlan, hint: str) ->
     """Find values that give a client of the domain something other than was likely meant.
 
     `hint`: how to start it with the right ones, from `start_hint`.
+
+    Source: NVIDIA: Multi-Process Service, section "Appendix: Environment Variables"; CUDA Programming Guide,
+    section "CUDA Environment Variables".
     """
     visible = _visible_gpus(variables.get(VISIBLE), domain)
     yield from _check_visible(variables, domain, hint)
@@ -200,7 +204,7 @@ _SHM = "/dev/shm"
 def sharing_problems(words: Sequence[str]) -> list[Finding]:
     """Return what keeps a container from sharing memory and the pipe directory.
 
-    words: those that follow `docker run`.
+    words: those that follow `docker run`, whose --ipc decides which /dev/shm the container has.
     """
     mounts = mounts_in(words)
     findings = []

@@ -39,9 +39,11 @@ _KEY_OF = {MPS: "resource", TIME_SLICING: "timeSlicedResource", NOT_SHARED: "gpu
 #: What is added to the name of a MIG profile's resource if its instances are shared. NVIDIA's device plugin
 #: has the same names, except for MPS, which it does not offer on instances.
 _SUFFIXES = {MPS: ".mps", TIME_SLICING: ".shared", NOT_SHARED: ""}
-#: The longest name after the domain in Kubernetes' qualified names, and the longest value of a label.
+#: The longest name after the domain in Kubernetes' qualified names, and the longest value of a label
+#: (Kubernetes: Labels and Selectors, section "Syntax and character set").
 _MAX_NAME = 63
-#: The longest domain and the longest name of a node, which are DNS subdomains.
+#: The longest domain and the longest name of a node, which are DNS subdomains (Kubernetes: Object Names and
+#: IDs, section "DNS Subdomain Names").
 _MAX_DOMAIN = 253
 #: Set in a pod, where `metricsAddress` is in the cluster's network and not in the host's.
 CLUSTER_VARIABLE = "KUBERNETES_SERVICE_HOST"

@@ -33,12 +33,13 @@ log = logging.getLogger(__name__)
 
 #: How long before the end of the grace period clients are terminated, in s; at most half of it.
 _MARGIN_S = 3.0
-#: Kubernetes' own default.
+#: Kubernetes' own default (Pod Lifecycle, section "Pod Termination Flow").
 _GRACE_S = 30
 #: How often, and until how long after the end of the grace period, a termination is retried, in s.
 _RETRY_S = 0.5
 _LATE_S = 60.0
-#: Marks the mirror of a static pod, which continues when this object is deleted.
+#: Marks the mirror of a static pod, which continues when this object is deleted (Kubernetes: Create static
+#: Pods, section "Observe static pod behavior").
 _MIRROR = "kubernetes.io/config.mirror"
 _ENDED = ("Succeeded", "Failed")
 

@@ -25,6 +25,7 @@ from yunion_mps.kubernetes.options import PluginOptions
 
 log = logging.getLogger(__name__)
 
+#: Source: NVIDIA's k8s-device-plugin, README.md, section "Updating Per-Node Configuration With a Node Label".
 CONFIG_LABEL = "nvidia.com/device-plugin.config"
 _DEFAULT = "default"
 _POLL_S = 1.0

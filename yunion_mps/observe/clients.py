@@ -50,7 +50,11 @@ class ClientService:
 
 
 class XidAnalyzer:
-    """Records Xids, the process that caused each, and MPS servers that accept no more jobs because of it."""
+    """Records Xids, the process that caused each, and MPS servers that accept no more jobs because of it.
+
+    Source: NVIDIA: Xid Errors; NVIDIA: Multi-Process Service, section "Memory Protection and Error
+    Containment".
+    """
 
     def __init__(self, paths: Paths, supervisor: Supervisor, clients: ClientService) -> None:
         self._paths = paths

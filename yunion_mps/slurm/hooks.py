@@ -35,7 +35,7 @@ from yunion_mps.slurm.node import SlurmError, SlurmNode, counts_of
 if TYPE_CHECKING:
     from yunion_mps.answers import DeviceJson, LeaseDetailsJson
 
-#: Slurm ends a health check after 60 s.
+#: Slurm ends a health check after 60 s (slurm.conf(5), HealthCheckProgram).
 _LONGEST_CHECK_S = 60.0
 
 

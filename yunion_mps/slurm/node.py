@@ -38,8 +38,8 @@ def drain_reason(reason: Reason) -> str:
     return f"{PREFIX}{reason.code}: {text}"[:_LONGEST_REASON].rstrip()
 
 
-#: The lines of a job's allocation, and the name, type and number in a gres: `shard:2(IDX:0)` (22.05),
-#: `shard:2(2/4,0/4)` (24.11), or `gpu:mps:2(IDX:0-1),gpu:time-sliced:0(IDX:)`.
+#: The lines of a job's allocation, and the name, type and number in a gres: `shard:2(IDX:0)` (measured with
+#: 22.05), `shard:2(2/4,0/4)` (with 24.11), or `gpu:mps:2(IDX:0-1),gpu:time-sliced:0(IDX:)`.
 _ALLOCATION = re.compile(r"^ *Nodes=(\S+) .*GRES=(\S*)$", re.MULTILINE)
 _GRES = re.compile(r"(?:^|,)(\w+):(?:([^:,()]+):)?([0-9]{1,9})(?=[(,]|$)")
 
@@ -54,7 +54,10 @@ def counts_of(gres: str, name: str) -> dict[str, int]:
 
 
 class NodeState(NamedTuple):
-    """The state of a node in Slurm. A node that is down does not count as drained."""
+    """The state of a node in Slurm. A node that is down does not count as drained.
+
+    Source: sinfo(1), section "NODE STATE CODES".
+    """
 
     is_drained: bool
     #: Why the node is drained or down; other states may have one, too.

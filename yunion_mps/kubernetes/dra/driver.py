@@ -45,9 +45,11 @@ from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, KUBELET, REF
 
 log = logging.getLogger(__name__)
 
-#: How long the API server has for a claim, in s: the kubelet waits for 45 s.
+#: How long the API server has for a claim, in s: the kubelet waits for 45 s (pkg/kubelet/cm/dra/plugin,
+#: defaultClientCallTimeout).
 _CLAIM_S = 10.0
-#: How often the health is sent to the kubelet, which forgets it after 30 s, in s.
+#: How often the health is sent to the kubelet, which forgets it after 30 s (pkg/kubelet/cm/dra/healthinfo.go,
+#: DefaultHealthTimeout), in s.
 _HEALTH_S = 10.0
 _RECONCILE_S = 60.0
 _MAX_MESSAGE = 1024

@@ -11,7 +11,8 @@ import signal
 
 from yunion_mps.core.errors import HostError
 
-#: The mode with which the kubelet creates the directory.
+#: The mode with which the kubelet creates the directory (its pkg/kubelet/cm/devicemanager/plugin/v1beta1,
+#: server.go).
 _MODE = 0o750
 #: How often a change is assumed even if none is reported, in s.
 _POLL_S = 1.0
