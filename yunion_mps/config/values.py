@@ -16,7 +16,8 @@ from yunion_mps.core.units import mebibytes
 #: The most devices that any known driver allows on a GPU; planning.MPS_CLIENTS has the details.
 MAX_DEVICES_PER_GPU = 60
 #: The most devices of a time-sliced GPU: the driver has 2048 channels for each GPU (Linux' nouveau, rm/r535),
-#: and a CUDA process takes CUDA_DEVICE_MAX_CONNECTIONS of them, by default 8; after that, it gets no context.
+#: and a CUDA process takes CUDA_DEVICE_MAX_CONNECTIONS of them, by default 8 (CUDA Programming Guide, section
+#: "CUDA Environment Variables"); after that, it gets no context.
 MAX_TIME_SLICED_DEVICES = 256
 
 #: Directories of the system, or shared by several programs: hier(7), file-hierarchy(7).

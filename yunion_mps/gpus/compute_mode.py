@@ -1,4 +1,8 @@
-"""The compute mode: Exclusive_Process where MPS serves, so that no process bypasses the control daemon."""
+"""The compute mode: Exclusive_Process where MPS serves, so that no process bypasses the control daemon.
+
+Source: NVIDIA: Multi-Process Service, section "GPU Compute Modes"; for GPUs in MIG mode, NVIDIA:
+Multi-Instance GPU User Guide, section "MIG with CUDA MPS".
+"""
 
 from __future__ import annotations
 

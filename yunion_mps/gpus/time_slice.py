@@ -1,4 +1,7 @@
-"""The time slice of a GPU that is shared without MPS, as nvidia-smi compute-policy sets it."""
+"""The time slice of a GPU that is shared without MPS, as nvidia-smi compute-policy sets it.
+
+Source: nvidia-smi compute-policy --help.
+"""
 
 from __future__ import annotations
 

@@ -348,8 +348,9 @@ def group_by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
 def combinable_kind(device: Device) -> tuple[bool, str]:
     """Return what all devices of a lease have in common: whether they are on MIG instances, and their domain.
 
-    A process sees one MIG instance or whole GPUs (NVIDIA MIG User Guide, CUDA Device Enumeration), and
-    connects to one control daemon.
+    A process sees one MIG instance or whole GPUs, and connects to one control daemon.
+
+    Source: NVIDIA: Multi-Instance GPU User Guide, section "CUDA Device Enumeration".
     """
     return device.is_on_instance, device.domain
 

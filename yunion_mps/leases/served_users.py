@@ -3,6 +3,9 @@
 A control daemon serves a user who has a lease on its devices, or jobs on its MPS server. A job of anybody
 else would wait without a word until these have ended, and delay the next jobs of the first user as well
 (measured with releases 535 and 550). So its devices are granted only to that user.
+
+Source: nvidia-cuda-mps-control(1), section "DESCRIPTION"; NVIDIA: Multi-Process Service, section
+"Provisioning Sequence", Server.
 """
 
 from __future__ import annotations

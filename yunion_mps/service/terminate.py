@@ -2,6 +2,8 @@
 
 A client that is killed while it uses the GPU can take its MPS server and all of that server's clients with
 it. So its server disconnects it first (`terminate_client`), and only then is it signalled.
+
+Source: NVIDIA: Multi-Process Service, sections "Limitations" and "Client Early Termination".
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A GPU with a fatal Xid still answers NVML. The fault is kept until the GPU is reset or the operator runs a
 reload, and survives restarts of the daemon until the next boot.
+
+Source: NVIDIA: Xid Errors, section "Analyzing Xid Errors with the Xid Catalog".
 """
 
 from __future__ import annotations

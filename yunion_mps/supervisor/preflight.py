@@ -212,10 +212,10 @@ def supports_multiuser(paths: Paths) -> bool | None:
 def knows_multiuser(program: str, run_directory: str, deadline_s: float = _TRIAL_S) -> bool:
     """Whether the program can serve all users at once; may block until the deadline, so call it on a thread.
 
-    Programs before 570 start as a front-end if they get an unknown flag, and versions are unreliable because
-    vendors backport changes. So the program is tried in a temporary directory below `run_directory`, whose
-    path must be short, because it holds a socket. The result is cached until the program changes. Raises
-    HostError if it cannot be tried.
+    Programs before 570 start as a front-end if they get an unknown flag (measured with 535), and versions are
+    unreliable because vendors backport changes. So the program is tried in a temporary directory below
+    `run_directory`, whose path must be short, because it holds a socket. The result is cached until the
+    program changes. Raises HostError if it cannot be tried.
     """
     try:
         info = os.stat(program)
