@@ -96,6 +96,68 @@ def test_what_is_slow_to_read_is_counted() -> None:
     }
 
 
+#: Where an attribute of another library's object is set; ours have attributes of the same name.
+_SET_IN_LIBRARIES = {
+    ("yunion_mps/cli/root.py", "error.message"),
+    ("yunion_mps/core/exposition.py", "family.type"),
+}
+
+
+def own_attributes(module: ast.Module) -> set[str]:
+    """The attributes that the module's classes declare, or set in their own objects."""
+    names: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef):
+            for statement in node.body:
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    names.add(statement.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node):
+            names.add(node.attr)
+    return names
+
+
+def is_own(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def set_from_outside(module: ast.Module) -> Iterator[str]:
+    """The attributes that the module sets in objects of classes that are not its own, such as `x.y.z`."""
+    own = own_attributes(module)
+    in_new: set[ast.AST] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef) and node.name == "__new__":
+            in_new.update(ast.walk(node))
+        if not isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Load) or node in in_new:
+            continue
+        if not is_own(node) and node.attr not in own:
+            yield ast.unparse(node)
+
+
+def test_no_object_is_wired_by_assignment_after_its_construction() -> None:
+    """What an object works with is an argument of its constructor, or of the call that needs it."""
+    modules = list(package_modules())
+    ours: set[str] = set()
+    for _, module in modules:
+        ours |= own_attributes(module)
+    assert len(ours) > 1000
+    found = set()
+    for path, module in modules:
+        for name in set_from_outside(module):
+            if name.rpartition(".")[2] in ours:
+                found.add((path, name))
+    assert found == _SET_IN_LIBRARIES
+
+
+def test_attributes_that_are_set_from_outside_are_found() -> None:
+    method = "    def f(self) -> None:\n        self.b = self.c.d = 1\n        self.c.b.x += 1\n"
+    construction = "    def __new__(cls) -> A:\n        one.j = 1\n"
+    code = f"class A:\n    a: int\n{method}{construction}one.a = one.b = one.e = 1\n"
+    code += "one.f, [one.g] = 1, [2]\ndel one.h\none.i[0] = 1\n"
+    assert sorted(set_from_outside(ast.parse(code))) == [
+        "one.e", "one.f", "one.g", "one.h", "self.c.b.x", "self.c.d",
+    ]  # fmt: skip
+
+
 def test_docstrings_of_public_functions_say_which_error_they_raise() -> None:
     """A command's docstring is its help text: its exit statuses say it. Any check of doctor may skip."""
     errors = error_classes()

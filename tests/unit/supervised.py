@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
 from yunion_mps.core.conditions import Condition
 from yunion_mps.core.enums import FREE, WARNING
-from yunion_mps.core.models import Event, Snapshot
+from yunion_mps.core.models import Event, Lease, Snapshot
 from yunion_mps.core.paths import ROOT_VARIABLE, Paths
 from yunion_mps.gpus.mig_steps import Losses
 from yunion_mps.host.processes import Watchable, drive
@@ -20,7 +20,6 @@ from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.supervisor import Change, Supervisor
-from yunion_mps.supervisor.changes import FindLeaseWaits
 from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.views.devices import devices_json
 
@@ -52,7 +51,6 @@ class Supervised:
         self.paths = Paths(str(host.root))
         self.preflight = run_preflight(self.paths, creates_directories=True).for_start()
         self.supervisor = Supervisor(self.paths, self.preflight)
-        self.lease_waits: FindLeaseWaits = lambda _: {}
         self._has_nvml = True
 
     @property
@@ -73,6 +71,14 @@ class Supervised:
         drive(self.supervisor, lambda: self.supervisor.fleet.started)
         return self
 
+    def hold(self, leases: Iterable[Lease] = ()) -> Ledger:
+        """Have these leases and no others, as the lease service restores them."""
+        ledger, held = self.supervisor.ledger, list(leases)
+        ledger.clear()
+        for lease in held:
+            ledger.add(lease)
+        return ledger
+
     def next(self) -> Supervised:
         """Return the next supervisor of the host, not started."""
         return self._make(self.host)
@@ -89,7 +95,7 @@ class Supervised:
         """Read the files again, and aim at what they say."""
         nvml = self.supervisor.nvml
         preflight = run_preflight(self.paths, nvml, confirms_replacements=True, creates_directories=True)
-        changes = self.supervisor.accept(preflight, self.lease_waits)
+        changes = self.supervisor.accept(preflight)
         self.reconcile()
         self.supervisor.apply(time.monotonic())
         return changes

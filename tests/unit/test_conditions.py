@@ -331,8 +331,7 @@ class Outputs(NamedTuple):
 
 
 def outputs_of(host: Host, root: Path) -> Outputs:
-    queries = Queries(lambda: host.snapshot, 0.0, 4200)
-    queries.set_leases(Ledger(host.leased), str)
+    queries = Queries(lambda: host.snapshot, 0.0, 4200, ledger=Ledger(host.leased))
     service = services_of_status(queries, host.leases, host.waiting)
     status, devices, gpus = service.of(host.clients), queries.all_devices(), queries.gpus()["gpus"]
     answers = HostAnswers(status, gpus, devices, host.leases, host.waiting, host.clients)

@@ -98,16 +98,16 @@ def add_option_hints(request: RequestMembers, wait_s: int = 0) -> Iterator[None]
         yield
     except YunionError as error:
         if error.code == BUDGET_NOT_ENFORCED:
-            error.hint = "use it anyway: --allow-unlimited"
+            error.replace_hint("use it anyway: --allow-unlimited")
         elif error.code in NOT_FREE:
             hints = [error.hint]
             if not wait_s:
                 hints.insert(0, "wait for it: --wait")
             if not request.get("allow_unlimited") and _is_free({**request, "allow_unlimited": True}):
                 hints.append("use a GPU that does not enforce budgets: --allow-unlimited")
-            error.hint = "; ".join(hints)
+            error.replace_hint("; ".join(hints))
         elif error.code == INFEASIBLE and _may_be_spread(request):
-            error.hint += "; for different GPUs: --across"
+            error.replace_hint(f"{error.hint}; for different GPUs: --across")
         raise
 
 

@@ -26,6 +26,10 @@ class YunionError(Exception):
         self.hint = hint
         self.code = code or self.code
 
+    def replace_hint(self, hint: str) -> None:
+        """Say what to do otherwise, because who raises the error again knows more."""
+        self.hint = hint
+
     @property
     def reason(self) -> Reason:
         return Reason(self.message, self.code)
@@ -40,6 +44,14 @@ class YunionError(Exception):
         """What a program prints: the message with the reason code, unless it is `failed`, and the hint."""
         reason_code = "" if self.code == reasons.FAILED else f" [{self.code}]"
         return f"{self.message}{reason_code}".split("\n") + (self.hint.split("\n") if self.hint else [])
+
+
+class WrongUsageError(YunionError):
+    """A command line is wrong; a command ends with this exit status."""
+
+    def __init__(self, message: str, hint: str, exit_code: int) -> None:
+        super().__init__(message, hint)
+        self.exit_code = exit_code
 
 
 class Problem(NamedTuple):

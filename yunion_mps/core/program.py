@@ -10,7 +10,7 @@ from typing import Any, TypeVar, Union
 import click
 
 from yunion_mps import version_line
-from yunion_mps.core.errors import YunionError
+from yunion_mps.core.errors import WrongUsageError, YunionError
 from yunion_mps.core.text import printable
 
 F = TypeVar("F", bound=Union[Callable[..., Any], click.Command])
@@ -80,9 +80,7 @@ def wrong_usage(error: click.ClickException, program: str) -> YunionError:
         words = words.removesuffix(".")
     if not words[:2].isupper():  # unlike DEVICE
         words = words[:1].lower() + words[1:]
-    usage_error = YunionError(words, f"see: {path} --help")
-    usage_error.exit_code = error.exit_code
-    return usage_error
+    return WrongUsageError(words, f"see: {path} --help", error.exit_code)
 
 
 def suggestion(word: str, words: Sequence[str]) -> str:

@@ -9,7 +9,6 @@ import gc
 import logging
 import os
 import select
-import threading
 from collections.abc import Callable, Mapping
 
 from yunion_mps.core.errors import HostError, YunionError
@@ -22,7 +21,7 @@ from yunion_mps.host.systemd import watchdog_interval_s
 from yunion_mps.http.client import Exchange
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.operations import GET_HEALTH
-from yunion_mps.http.router import Router
+from yunion_mps.http.router import RequestCounter, Router
 from yunion_mps.http.server import Server
 from yunion_mps.metrics.exporter import Exporter, Textfile
 from yunion_mps.service.facts import collect_facts
@@ -61,7 +60,6 @@ class _Loop:
         self._paths = parts.paths
         self._listener = parts.listener
         self._supervisor = parts.supervisor
-        self._queries = parts.queries
         self._notifier = parts.notifier
         self._signals = parts.signals
         self._loop = asyncio.get_running_loop()
@@ -87,11 +85,13 @@ class _Loop:
         )
         self._poll_now = control.poll_now
         self._cdi = CdiPublisher(self._paths, self._supervisor)
-        services = Services.of(self._paths, self._supervisor, self._queries, self._cdi, control)
+        services = Services.of(self._paths, self._supervisor, self._cdi, control, started_s=parts.started_s)
         self._services = services
+        self._queries = services.queries
         self._monitor = Monitor(self._paths, services, control)
-        exporter = Exporter(lambda: collect_facts(services, router.request_counts()))
-        router = Router(Handlers(services, exporter.render))
+        requests = RequestCounter()
+        exporter = Exporter(lambda: collect_facts(services, requests.counts()))
+        router = Router(Handlers(services, exporter.render), requests)
         self._textfile = Textfile(self._paths, self._supervisor, exporter)
         self._server = Server(router)
         self._watchdog = Watchdog(parts, self._server, self._overdue_text)
@@ -99,7 +99,6 @@ class _Loop:
     async def run(self) -> bool:
         self._loop.set_exception_handler(_report)
         self._services.leases.restore()
-        self._supervisor.use_ledger(self._services.leases.ledger)
         # Not loop.add_signal_handler: once the loop has ended, a second signal would interrupt the stop.
         self._loop.add_reader(self._signals.fileno(), self._guard, self._handle_signals)
         self._loop.add_reader(self._watch.fileno(), self._schedule_tick)
@@ -107,17 +106,10 @@ class _Loop:
         tasks = [asyncio.create_task(part.run()) for part in (self._watchdog, self._monitor, self._textfile)]
         for task in tasks:
             task.add_done_callback(self._task_ended)
-        store = self._supervisor.store()
-        store.loop_thread = threading.get_ident()
-        self._supervisor.event_log.not_written = self._schedule_tick
-        self._guard(self._tick)
-        self._guard(self._handle_signals)
         is_reexec = False
         try:
-            is_reexec = await self._end
+            is_reexec = await self._until_end()
         finally:
-            store.loop_thread = None
-            self._supervisor.event_log.not_written = lambda: None
             await cancel(tasks, _CANCEL_RETRY_S)
             if self._timer:
                 self._timer.cancel()
@@ -137,6 +129,14 @@ class _Loop:
         if not is_reexec:  # and not after a crash: then the next daemon takes the files as they are
             self._cdi.remove()
         return is_reexec
+
+    async def _until_end(self) -> bool:
+        """Tick and handle signals until the end; return whether a re-exec is requested."""
+        store, event_log = self._supervisor.store(), self._supervisor.event_log
+        with store.without_waiting(), event_log.retried_by(self._schedule_tick):
+            self._guard(self._tick)
+            self._guard(self._handle_signals)
+            return await self._end
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Do `work`; an unexpected exception ends the loop and the daemon, which systemd restarts.

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from yunion_mps.core.paths import Paths
     from yunion_mps.host.systemd import Notifier
     from yunion_mps.http.listener import Listener
-    from yunion_mps.service.queries import Queries
     from yunion_mps.supervisor import Supervisor
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
@@ -76,9 +75,10 @@ class DaemonParts(NamedTuple):
     paths: Paths
     listener: Listener
     supervisor: Supervisor
-    queries: Queries
     notifier: Notifier
     signals: Signals
+    #: The daemon's first start, in s since 1970.
+    started_s: float
 
 
 class ReexecState(NamedTuple):

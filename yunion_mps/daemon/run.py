@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from yunion_mps import __version__
 from yunion_mps.core.enums import WARNING
@@ -27,9 +27,6 @@ from yunion_mps.mps import directories
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.supervisor.unit_access import own_unit_problems
-
-if TYPE_CHECKING:
-    from yunion_mps.service.queries import Queries
 
 log = logging.getLogger("yunion_mps.daemon")
 
@@ -171,16 +168,16 @@ class DaemonLife:
         """Notify READY, because every limit was read back, the socket listens, and all modules are there."""
         publish_addresses(self._paths, self._supervisor.config)
         try:
-            queries = self._queries()
-            self._notifier.ready(queries.summary)
-            self._announce(queries)
+            summary = self._summary()
+            self._notifier.ready(summary)
+            self._announce(summary)
             parts = DaemonParts(
                 paths=self._paths,
                 listener=listener,
                 supervisor=self._supervisor,
-                queries=queries,
                 notifier=self._notifier,
                 signals=self._signals,
+                started_s=self._started_s,
             )
             assert self._serve_requests
             while self._serve_requests(parts):
@@ -195,24 +192,21 @@ class DaemonLife:
         finally:
             listener.close()
 
-    def _queries(self) -> Queries:
-        """Return what answers queries, with the recorded leases."""
+    def _summary(self) -> str:
+        """Return the status in one line, with the recorded leases."""
         from yunion_mps.service.queries import Queries
 
-        queries = Queries(self._supervisor.snapshot, self._started_s, os.getpid())
-        # Only numbers are shown of them; the lease service replaces them.
-        queries.set_leases(self._supervisor.desired.ledger, str)
-        return queries
+        ledger = self._supervisor.ledger
+        return Queries(self._supervisor.snapshot, self._started_s, os.getpid(), ledger=ledger).summary
 
-    def _announce(self, queries: Queries) -> None:
+    def _announce(self, summary: str) -> None:
         """Log and record that the daemon is ready, and what is not as it should be."""
-        line = queries.summary
         state = "is running" if self._supervisor.snapshot().notice else "is ready"
-        log.info("yunion-mps %s %s: %s", __version__, state, line)
+        log.info("yunion-mps %s %s: %s", __version__, state, summary)
         for condition in self._supervisor.snapshot().conditions:
             if condition.level == WARNING:
                 log.warning("%s", condition.text)
-        self._record("info", f"ready, {__version__}", consequence=line)
+        self._record("info", f"ready, {__version__}", consequence=summary)
 
     def stop(self, *, spare_adopted: bool = False) -> bool:
         """Stop the control daemons and restore the compute modes; return whether their originals are known.

@@ -1,7 +1,7 @@
 """Blockers: the one answer to the question who keeps a GPU as it is.
 
-These are leases, MPS servers, control daemons and other processes. They are known from the ledger (before
-there is one, from the state file: `recorded_ledger` of `leases/storage`), from domains, and from the driver.
+These are leases, MPS servers, control daemons and other processes. They are known from the ledger (at a stop,
+from the state file: `recorded_ledger` of `leases/storage`), from domains, and from the driver.
 """
 
 from __future__ import annotations

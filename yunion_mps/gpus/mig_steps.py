@@ -49,7 +49,11 @@ class ConfirmedLosses:
     """
 
     def __init__(self) -> None:
-        self.by_layout: dict[MigLayout, Losses] = {}
+        self.by_layout: Mapping[MigLayout, Losses] = {}
+
+    def replace(self, by_layout: Mapping[MigLayout, Losses]) -> None:
+        """Forget what was confirmed before, and count what is confirmed for each of these layouts."""
+        self.by_layout = by_layout
 
     @property
     def uuids(self) -> set[str]:

@@ -18,7 +18,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from yunion_mps.core.errors import HostError, LockedError, ShortageError
@@ -187,8 +187,8 @@ class Store:
         """Open the file, and create it if it is missing; raises HostError."""
         self._clock = clock
         self._sleep = sleep
-        #: The thread of the event loop, which never waits for the file; None while there is no loop.
-        self.loop_thread: int | None = None
+        #: The thread that never waits for the file; None if every thread does.
+        self._impatient_thread: int | None = None
         #: Until when another process may lock the file in this outage; None if none does.
         self._lock_deadline_s: float | None = None
         self._lock_seen_s = 0.0
@@ -244,6 +244,20 @@ class Store:
                 return refusal if isinstance(refusal, LockedError) else None
             self._lock_deadline_s = None
             return None
+
+    @contextlib.contextmanager
+    def without_waiting(self) -> Iterator[None]:
+        """Let no call on this thread, which is that of the event loop, wait for the file in the block."""
+        self._impatient_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._impatient_thread = None
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether calls on this thread wait while another process locks the file."""
+        return threading.get_ident() != self._impatient_thread
 
     async def until_unlocked(self) -> None:
         """Wait while another process locks the file; raises LockedError after the outage's deadline."""
@@ -577,8 +591,7 @@ class Store:
                 try:
                     return self._retry_if_damaged(what, work)
                 except LockedError as error:
-                    is_on_loop = threading.get_ident() == self.loop_thread
-                    if is_within_another or is_on_loop or not error.is_brief:
+                    if is_within_another or not self.may_wait or not error.is_brief:
                         raise
                 finally:
                     self._depth -= 1

@@ -51,42 +51,50 @@ class _Match(NamedTuple):
     arguments: Mapping[str, Value]
 
 
+class RequestCounter:
+    """Counts the answered requests, and how long they took."""
+
+    def __init__(self) -> None:
+        self._responses: Counter[tuple[str, str, int]] = Counter()
+        self._latencies = Histogram(_BOUNDS_S)
+
+    def counts(self) -> RequestCounts:
+        return RequestCounts(dict(self._responses), list(self._latencies.samples()))
+
+    def count(self, route: str, request: Request, response: Response, took_s: float) -> None:
+        """Count an answered request; `took_s` is how long that took."""
+        method = request.method if request.method in _METHODS else OTHER
+        self._responses[route, method, response.status] += 1
+        self._latencies.observe((route,), took_s)
+
+
 class Router:
     """Handles requests; a cached response is reused until the snapshot changes."""
 
-    def __init__(self, handlers: Handlers) -> None:
+    def __init__(self, handlers: Handlers, counter: RequestCounter) -> None:
         self._handlers = handlers
+        self.counter = counter
         self._handler_of = {operation.name: getattr(handlers, operation.name) for operation in OPERATIONS}
         self._cached: dict[str, tuple[str, Response]] = {}
         self._cached_for = -1
         self._cached_bytes = 0
         self._uninterruptible: set[asyncio.Task[Response]] = set()
-        self._responses: Counter[tuple[str, str, int]] = Counter()
-        self._latencies = Histogram(_BOUNDS_S)
 
     def handle(self, request: Request) -> EventualResponse:
         """Return the response, or an awaitable one; never raises."""
         began_s = time.perf_counter()
         route, response = self._dispatch(request)
         if isinstance(response, Response):
-            self._count(route, request, response, time.perf_counter() - began_s)
+            self.counter.count(route, request, response, time.perf_counter() - began_s)
             return response
 
         def count(answered: asyncio.Future[Response]) -> None:
             if not answered.cancelled() and not answered.exception():  # otherwise there is no answer
-                self._count(route, request, answered.result(), time.perf_counter() - began_s)
+                self.counter.count(route, request, answered.result(), time.perf_counter() - began_s)
 
         pending = asyncio.ensure_future(response)
         pending.add_done_callback(count)
         return pending
-
-    def request_counts(self) -> RequestCounts:
-        return RequestCounts(dict(self._responses), list(self._latencies.samples()))
-
-    def _count(self, route: str, request: Request, response: Response, took_s: float) -> None:
-        method = request.method if request.method in _METHODS else OTHER
-        self._responses[route, method, response.status] += 1
-        self._latencies.observe((route,), took_s)
 
     def _dispatch(self, request: Request) -> tuple[str, EventualResponse]:
         version = self._handlers.version

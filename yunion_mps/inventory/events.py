@@ -91,7 +91,7 @@ class EventWatch:
         Raises ShortageError if that is impossible.
         """
         threads.start_thread(self._run, lambda _, __: self._ended.set())
-        self._nvml.watch_ended = self._ended
+        self._nvml.watch_started(self._ended)
 
     def renew(self) -> None:
         """Enumerate the GPUs again, because others answer than before."""

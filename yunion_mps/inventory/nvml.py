@@ -89,9 +89,9 @@ class Nvml:
 
     def __init__(self, timeout_s: float = TIMEOUT_S, deadline: Deadline | None = None) -> None:
         self.deadline = deadline or Deadline(timeout_s)
-        #: Whether the thread that was last started to wait in NVML for events has ended.
-        self.watch_ended = threading.Event()
-        self.watch_ended.set()
+        #: Set once the thread has ended that was last started to wait in NVML for events.
+        self._watch_ended = threading.Event()
+        self._watch_ended.set()
         self._is_kept = False
         self._is_initialised = False
         self.deadline.call(self._initialise)
@@ -108,6 +108,10 @@ class Nvml:
         if not self._is_initialised:
             self.deadline.call(self._initialise)
 
+    def watch_started(self, ended: threading.Event) -> None:
+        """Note that a thread waits in NVML for events, which sets `ended` when it ends."""
+        self._watch_ended = ended
+
     def initialise_again(self) -> bool:
         """Have NVML find the GPUs that have come since it was initialised; return whether that was possible.
 
@@ -115,7 +119,7 @@ class Nvml:
         meanwhile, and an `EventWatch` must have been stopped. Raises DriverError if the driver does not work
         anymore: then NVML is not initialised, and this can be repeated.
         """
-        if not self.watch_ended.wait(_WATCH_ENDS_WITHIN_S):
+        if not self._watch_ended.wait(_WATCH_ENDS_WITHIN_S):
             return False
 
         def work() -> None:

@@ -42,18 +42,19 @@ class Hold(NamedTuple):
 
 
 class Ledger:
-    """The leases and what they take of each GPU; the lease service is the only one that changes it.
+    """The leases and what they take of each GPU.
 
-    changed: called whenever a lease is added, replaced or removed.
+    The supervisor has the daemon's only one. At its start it has the leases that the state file has; from
+    then on the lease service is the only one that changes it.
     """
 
-    def __init__(self, leases: Iterable[Lease] = (), *, changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, leases: Iterable[Lease] = ()) -> None:
         self.leases: dict[str, Lease] = {}
         #: Lease ids by device id.
         self.lease_of: dict[str, str] = {}
         #: Incremented whenever a lease is added, replaced or removed.
         self.version = 0
-        self._changed = changed
+        self._listeners: list[Callable[[], None]] = []
         #: The leases (ids) whose rows cannot be read, and the GPUs (UUIDs) that these rows name.
         self._unreadable: dict[str, tuple[str, ...]] = {}
         self._memory_mib: Counter[str] = Counter()
@@ -63,6 +64,21 @@ class Ledger:
         self._thread_tenths: Counter[str] = Counter()
         for lease in leases:
             self.add(lease)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever a lease was added, replaced or removed."""
+        self._listeners.append(listener)
+
+    def clear(self) -> None:
+        """Forget all leases, those that cannot be read included."""
+        self.leases.clear()
+        self.lease_of.clear()
+        self._unreadable.clear()
+        self._memory_mib.clear()
+        self._unknown_budgets.clear()
+        self._clients.clear()
+        self._thread_tenths.clear()
+        self._note_change()
 
     def add(self, lease: Lease) -> None:
         """Add a lease.
@@ -88,7 +104,8 @@ class Ledger:
 
     def _note_change(self) -> None:
         self.version += 1
-        self._changed()
+        for listener in self._listeners:
+            listener()
 
     def remove(self, lease_id: str) -> Lease:
         """Remove the lease of this id, and return it."""

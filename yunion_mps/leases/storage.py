@@ -105,11 +105,20 @@ class LeaseStorage:
 
 
 def recorded_ledger(store: Store) -> Ledger:
-    """Return the leases in the state file, except those whose process has ended; raises HostError.
+    """Return the leases in the state file, except those whose process has ended; raises HostError."""
+    ledger = Ledger()
+    add_recorded(ledger, store)
+    return ledger
+
+
+def add_recorded(ledger: Ledger, store: Store) -> None:
+    """Add the leases in the state file, except those whose process has ended, to an empty ledger.
 
     They keep GPUs as they are before the event loop watches the leases and reports problems, and after it.
+
+    Raises HostError, with nothing added, if the state file cannot be used.
     """
-    ledger, storage = Ledger(), LeaseStorage(store)
+    storage = LeaseStorage(store)
     for lease in storage.read(of_every_boot=True):
         holder = lease.holder
         is_kept = holder.binding == "name" or holder.pid is None
@@ -121,4 +130,3 @@ def recorded_ledger(store: Store) -> Ledger:
         else:
             storage.named.pop(lease.id, None)
     ledger.set_unreadable(storage.named)
-    return ledger

@@ -95,6 +95,10 @@ class ControlDaemon:
         """Whether another program started it, and the limits of its servers were never recorded."""
         return self.order is not None and not self._is_recorded
 
+    def use_program(self, program: str) -> None:
+        """Run this program at the next start."""
+        self.program = program
+
     def servers(self, *, at_last_tick: bool = False) -> tuple[int, ...]:
         """Return the PIDs of its servers: the last known ones if they cannot be read now, or suffice."""
         last_known = self._known_servers

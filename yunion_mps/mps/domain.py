@@ -172,7 +172,8 @@ class Domain(StateMachine):
 
     def configure(self, program: str, stop_timeout_s: int) -> None:
         """Use this program, if it is not empty, and this stop timeout from now on."""
-        self.control.program = program or self.control.program
+        if program:
+            self.control.use_program(program)
         self.stop_timeout_s = stop_timeout_s
 
     def start(self, now_s: float, ours: Sequence[MpsProcess] | None = None) -> None:
@@ -221,7 +222,8 @@ class Domain(StateMachine):
 
         A drain lasts as long as the change that it was requested for `waits_for_leases`.
         """
-        self._rollover.drains &= self._waits_for_leases and waits_for_leases
+        if not (self._waits_for_leases and waits_for_leases):
+            self._rollover.end_drain()
         self.retiring, self._waits_for_leases = False, waits_for_leases
         if self.state in (BACKOFF, FAILED):
             self._deadline_s = now_s  # an operator may have fixed what kept it from starting
@@ -238,7 +240,8 @@ class Domain(StateMachine):
 
     def retire(self) -> None:
         """End it once its servers have ended."""
-        self._rollover.drains &= self.retiring or self._waits_for_leases
+        if not (self.retiring or self._waits_for_leases):
+            self._rollover.end_drain()
         self.retiring, self._waits_for_leases = True, False
         self._changed()
 
@@ -448,7 +451,7 @@ class Domain(StateMachine):
     def _change_by_starts(self, now_s: float) -> None:
         """Be ready or degraded, depending on whether servers start, and tell for whom they do not."""
         failure = self._starts.failure
-        self.control.log.quiet_users = self._starts.tried_users
+        self.control.log.note_failing_users(self._starts.tried_users)
         self._change_failing_users()
         if failure is None:
             if self.state != READY:

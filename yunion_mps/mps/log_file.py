@@ -189,13 +189,17 @@ class LogReader:
         self._rest = b""
         self._history = ServerHistory()
         self._outcomes: list[Outcome] = []
-        #: The users (uids) whose servers' failed starts are no events, because they are known to fail.
-        self.quiet_users: Collection[int] = ()
+        #: The users (uids) whose servers are known to fail, so that this is no event.
+        self._failing_users: Collection[int] = ()
         if is_new:
             with contextlib.suppress(OSError):  # there is none yet
                 self.size = os.stat(self._path).st_size
         else:
             self._outcomes += _recent_failures(self.read().outcomes)
+
+    def note_failing_users(self, uids: Collection[int]) -> None:
+        """Emit no events of failed starts of these users' servers."""
+        self._failing_users = uids
 
     def report(self) -> bool:
         """Read what is new, and emit its events; return whether something has become of a server."""
@@ -203,7 +207,7 @@ class LogReader:
         self._outcomes += news.outcomes
         outcomes: list[Outcome] = []
         for outcome in news.outcomes:
-            if outcome.kind != NOT_STARTED or outcome.uid not in self.quiet_users:
+            if outcome.kind != NOT_STARTED or outcome.uid not in self._failing_users:
                 outcomes.append(outcome)
         news = news._replace(outcomes=outcomes)
         for event in events_of(news, self._plan, self._servers()) if any(news) else ():

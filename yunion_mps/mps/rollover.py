@@ -217,6 +217,10 @@ class Rollover:
         self.drains = True
         self._drained = set(servers)
 
+    def end_drain(self) -> None:
+        """Shut down no more servers that start from now on."""
+        self.drains = False
+
     def commands(self, now_s: float, *, every: bool) -> list[str]:
         """Return the commands to send to the control daemon until they are delivered.
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 from yunion_mps.containers.lookup import Containers
@@ -26,7 +26,6 @@ from yunion_mps.core.models import (
     Owner,
     Plan,
 )
-from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import LEASE_UNREADABLE, NO_REASON, Reason, hint_of
 from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.holders import (
@@ -36,7 +35,6 @@ from yunion_mps.leases.holders import (
     lease_json,
     queued_json,
     renew,
-    short_holder_label,
     with_container,
     with_time_left,
 )
@@ -86,28 +84,30 @@ class LeaseService:
 
     def __init__(
         self,
-        paths: Paths,
         supervisor: Supervisor,
         queries: Queries,
+        *,
+        ledger: Ledger,
+        containers: Containers,
         cdi: CdiPublisher,
         users: ServerUsers,
         instances: InstanceCheck,
     ) -> None:
-        """Raises HostError if the state file cannot be used."""
+        """Raises HostError if the state file cannot be used.
+
+        ledger: that of the supervisor, which the queries show
+        """
         self._supervisor = supervisor
         self._queries = queries
         self._publisher = cdi
         self._users = users
         self.instances = instances
-        self.containers = Containers(paths)
+        self.containers = containers
         self._store = supervisor.store()
         self._storage = LeaseStorage(self._store)
         self._positions = QueuePositions(supervisor.store())
         self.holders = HolderWatch(self.end)
-        self.ledger = Ledger(changed=queries.changes.notify)
-        # Cached, because the devices are listed again after each change: a container keeps its first name.
-        name_holder = lru_cache(4096)(partial(short_holder_label, containers=self.containers))
-        queries.set_leases(self.ledger, name_holder)
+        self.ledger = ledger
         self.peaks = MemoryPeaks(self.ledger, supervisor.store())
         self._allocator = Allocator(self.ledger)
         self.queue = Queue(self._allocator)
@@ -127,9 +127,11 @@ class LeaseService:
     def restore(self) -> None:
         """Restore the previous daemon's leases, and end those whose holder has ended meanwhile.
 
-        Raises HostError if they cannot be read; no lease may be granted then.
+        What the supervisor has read of them for its start is replaced. Raises HostError if they cannot be
+        read; no lease may be granted then.
         """
         saved = self._storage.read()
+        self.ledger.clear()
         since_s = {lease.addresses: lease.since_s for lease in saved}
         lost = self._supervisor.event_log.not_recorded("lease", since_s)
         for stored in saved:

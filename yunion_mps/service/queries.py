@@ -70,7 +70,21 @@ class Filters(NamedTuple):
 class Queries:
     """Answers queries from the current snapshot; expensive answers are computed once for each snapshot."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot], started_s: float, pid: int) -> None:
+    def __init__(
+        self,
+        snapshot: Callable[[], Snapshot],
+        started_s: float,
+        pid: int,
+        *,
+        ledger: Ledger | None = None,
+        name_holder: Callable[[Holder], str] = str,
+    ) -> None:
+        """Answer for the daemon that started at `started_s` (s since 1970) as process `pid`.
+
+        snapshot: returns the state in effect
+        ledger: the leases to show; None for none
+        name_holder: describes a holder for people
+        """
         self._snapshot = snapshot
         self._started_s = started_s
         self._pid = pid
@@ -79,23 +93,19 @@ class Queries:
         self._conditions: tuple[Condition, ...] = ()
         #: The number of devices of each GPU (UUID), with those of its MIG instances.
         self._device_counts = Counter[str]()
-        self.ledger = Ledger()
+        self.ledger = Ledger() if ledger is None else ledger
         #: The whole MIG instances (UUIDs) that processes without a lease use, so they are not leased.
         self.used_by_others: Mapping[str, Reason] = {}
         self._candidates, self._candidates_version, self._users_version = Candidates(), -1, -1
         #: The users with jobs on the MPS servers, by domain name.
         self.users_with_jobs: Mapping[str, Sequence[ServedUser]] = {}
         self._promised: Mapping[str, int] = {}
-        self._name_holder: Callable[[Holder], str] = str
+        self._name_holder = name_holder
         self.usage = UsageHistory()
         self._use_version = 0
         #: The requests that wait for an answer to change.
         self.changes = LongPolls()
-
-    def set_leases(self, ledger: Ledger, name_holder: Callable[[Holder], str]) -> None:
-        """Show these leases from now on; `name_holder` describes a holder for people."""
-        self.ledger, self._name_holder = ledger, name_holder
-        self._cached_version = -1  # the versions of two ledgers may be equal
+        self.ledger.listen(self.changes.notify)
 
     def set_used(self, used: Mapping[str, Reason]) -> None:
         """Set which whole MIG instances (UUIDs) processes without a lease use."""

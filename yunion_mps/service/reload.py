@@ -305,7 +305,7 @@ class Reloader:
 
     def _accept(self, preflight: Preflight) -> list[Change]:
         try:
-            return self._supervisor.accept(preflight, self._ledger.lease_waits)
+            return self._supervisor.accept(preflight)
         except YunionError:
             self._close(preflight)
             raise
@@ -350,7 +350,7 @@ class Reloader:
 
     async def _foresee(self, preflight: Preflight) -> _Foreseen:
         """Return what a reload would change and, with `now`, what would be lost."""
-        plan, changes = self._supervisor.plan_for(preflight, self._ledger.lease_waits)
+        plan, changes = self._supervisor.plan_for(preflight)
         forecast = await self._forecast(plan, preflight)
         changes = with_layout_effects(changes, forecast.effects)
         losses = await self._losses_of_clients(changes)

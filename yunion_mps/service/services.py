@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from functools import lru_cache, partial
 from typing import NamedTuple
 
+from yunion_mps.containers.lookup import Containers
 from yunion_mps.core.paths import Paths
+from yunion_mps.leases.holders import short_holder_label
 from yunion_mps.observe.clients import ClientService
 from yunion_mps.observe.observer import Observer
 from yunion_mps.observe.usage import ProcessDevices, UsageSampler
@@ -45,30 +49,44 @@ class Services(NamedTuple):
         cls,
         paths: Paths,
         supervisor: Supervisor,
-        queries: Queries,
         publisher: CdiPublisher,
         control: LoopControl,
+        *,
+        started_s: float,
     ) -> Services:
-        """Return all services; raises HostError if the state file cannot be used."""
+        """Return all services; raises HostError if the state file cannot be used.
+
+        started_s: when the daemon started, in s since 1970
+        """
+        containers = Containers(paths)
+        queries = Queries(
+            supervisor.snapshot,
+            started_s,
+            os.getpid(),
+            ledger=supervisor.ledger,
+            # Cached, because devices are listed again after each change: a container keeps its first name.
+            name_holder=lru_cache(4096)(partial(short_holder_label, containers=containers)),
+        )
         conversation = asyncio.Lock()
         users = ServerUsers(supervisor, queries, conversation, control.tick)
         leases = LeaseService(
-            paths,
             supervisor,
             queries,
+            ledger=supervisor.ledger,
+            containers=containers,
             cdi=publisher,
             users=users,
             instances=InstanceCheck(supervisor, queries, control.poll),
         )
-        devices = ProcessDevices(supervisor, leases.ledger)
-        observer = Observer(paths, supervisor, devices, queries.usage, leases.ledger)
+        devices = ProcessDevices(supervisor, supervisor.ledger)
+        observer = Observer(paths, supervisor, devices, queries.usage, supervisor.ledger)
         clients = ClientService(observer, conversation)
         terminator = Terminator(supervisor, clients)
         reloader = Reloader(
             paths,
             supervisor,
-            ledger=leases.ledger,
-            containers=leases.containers,
+            ledger=supervisor.ledger,
+            containers=containers,
             clients=clients,
             control=control,
         )

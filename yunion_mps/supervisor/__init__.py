@@ -29,10 +29,10 @@ from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.storage import recorded_ledger
+from yunion_mps.leases.storage import add_recorded, recorded_ledger
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
-from yunion_mps.supervisor.changes import Change, DesiredState, FindLeaseWaits
+from yunion_mps.supervisor.changes import Change, DesiredState
 from yunion_mps.supervisor.condition_log import ConditionLog
 from yunion_mps.supervisor.event_log import RECORDS_LOST, EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
@@ -69,7 +69,17 @@ class Supervisor:
         self.event_log = EventLog(self.store, paths.events_copy, self._changed)
         self.fleet = Fleet(self.store, self._gpus, self.event_log.record, self._changed)
         confirmed = ConfirmedLosses()
-        self.desired = DesiredState(paths, preflight, self._gpus, self.fleet, confirmed)
+        #: The leases, which keep GPUs as they are: at first as the state file has them, then as the lease
+        #: service has restored and changed them.
+        self.ledger = Ledger()
+        self.desired = DesiredState(
+            paths,
+            preflight,
+            gpus=self._gpus,
+            fleet=self.fleet,
+            ledger=self.ledger,
+            confirmed=confirmed,
+        )
         self.jobs = Jobs(self.fleet, self._gpus, lambda: self.desired.plan.direct)
         self.layouts = MigLayouts(self._gpus, self.desired, self.event_log.record, confirmed)
         self.settings = GpuSettings(
@@ -375,8 +385,7 @@ class Supervisor:
             self._note_driver(error)
 
     def _note_driver(self, error: DriverError | None) -> None:
-        self._snapshots.driver_reason = error.reason if error else NO_REASON
-        self._changed()
+        self._snapshots.note_driver(error.reason if error else NO_REASON)
 
     def check_pipe_directories(self) -> None:
         """Check whether users can reach the pipe directories, and others cannot change them."""
@@ -447,16 +456,16 @@ class Supervisor:
 
     # -- reload
 
-    def plan_for(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> tuple[Plan, list[Change]]:
+    def plan_for(self, preflight: Preflight) -> tuple[Plan, list[Change]]:
         """Return the plan for a reloaded configuration, and its changes; raises YunionError if refused."""
-        return self.desired.plan_for(preflight, find_lease_waits, driver_worked=self.nvml is not None)
+        return self.desired.plan_for(preflight, driver_worked=self.nvml is not None)
 
-    def accept(self, preflight: Preflight, find_lease_waits: FindLeaseWaits) -> list[Change]:
+    def accept(self, preflight: Preflight) -> list[Change]:
         """Make the reloaded configuration the desired one; then carry out `settings_due` and call `apply`.
 
         Raises YunionError, with nothing changed, if it is refused.
         """
-        plan, changes = self.plan_for(preflight, find_lease_waits)
+        plan, changes = self.plan_for(preflight)
         self.fleet.refuse_if_any_cannot_start(self.desired.domains(plan))
         self.layouts.confirm({})  # before leases are considered
         self._gpus.set_meant(preflight.inventory.meant)
@@ -532,16 +541,12 @@ class Supervisor:
                 )
             )
 
-    def use_ledger(self, ledger: Ledger) -> None:
-        """Use the leases of the lease service, which are kept up to date, instead of the recorded ones."""
-        self.desired.ledger = ledger
-
     def _keep_leased_gpus(self) -> None:
         """Keep GPUs with leases of an earlier daemon as they are, until the leases are restored."""
         if Store.exists(self._paths):
             store = self.store()
-            ledger = self.desired.ledger = recorded_ledger(store)
-            if ledger.holds() or Originals(store).gpus():
+            add_recorded(self.ledger, store)
+            if self.ledger.holds() or Originals(store).gpus():
                 self.nvml = self.nvml or self._gpus.scan()
             self.desired.keep_leased(store)
 
@@ -552,7 +557,7 @@ class Supervisor:
         """
         if due := self.settings.to_set_before_layouts(self._store, used):
             self.settings.reconcile(due, self.nvml)
-        is_final = not (self.desired.ledger.leases or self.desired.ledger.unknown)
+        is_final = not (self.ledger.leases or self.ledger.unknown)
         tasks = self.layout_tasks(are_leases_known=is_final)
         if tasks:
             result = self.apply_layouts(tasks)
@@ -566,8 +571,7 @@ class Supervisor:
         """Find what an earlier daemon left behind, and restore the modes that none of it needs."""
         store = self.store() if Store.exists(self._paths) else None
         leftovers = find_leftovers(store, self.desired.domains())
-        self._snapshots.leftovers = leftovers.notice
-        self._changed()
+        self._snapshots.note_leftovers(leftovers.notice)
         if store and (due := self.settings.to_restore(store, gpus_of(leftovers.running))):
             self.settings.reconcile(due, self.nvml)
         return leftovers

@@ -6,7 +6,7 @@ Changes are shown in advance, and recorded when they begin.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps.config import KEYS
@@ -14,7 +14,7 @@ from yunion_mps.config.devices import MEMORY_UNITS
 from yunion_mps.core import reasons
 from yunion_mps.core.enums import NOT_SHARED
 from yunion_mps.core.errors import ConfigError
-from yunion_mps.core.models import Device, DomainPlan, Event, Gpu, Inventory, Plan
+from yunion_mps.core.models import DomainPlan, Event, Gpu, Inventory, Plan
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import Reason
 from yunion_mps.core.settings import Config
@@ -54,9 +54,6 @@ PLANNED_KEYS = {
     "over_budget",
 }
 
-#: Returns, by GPU UUID, which of a plan's devices wait for leases.
-FindLeaseWaits = Callable[[Sequence[Device]], Mapping[str, LeaseWait]]
-
 
 class Change(NamedTuple):
     """A change from `before` to `after`; `effect` says when it takes effect, and for which devices."""
@@ -89,7 +86,14 @@ class DesiredState:
     """
 
     def __init__(
-        self, paths: Paths, preflight: Preflight, gpus: Gpus, fleet: Fleet, confirmed: ConfirmedLosses
+        self,
+        paths: Paths,
+        preflight: Preflight,
+        *,
+        gpus: Gpus,
+        fleet: Fleet,
+        ledger: Ledger,
+        confirmed: ConfirmedLosses,
     ) -> None:
         self._paths = paths
         self._machine_id = preflight.machine_id
@@ -98,8 +102,7 @@ class DesiredState:
         self.config: Config = preflight.config
         self.plan: Plan = preflight.plan
         self._target: Plan = preflight.plan
-        #: The leases: at first those of an earlier daemon, as the state file has them.
-        self.ledger = Ledger()
+        self.ledger = ledger
         #: The GPUs and MIG devices whose leases MIG layouts do not wait for.
         self._confirmed = confirmed
         self._directories = preflight.directories
@@ -146,9 +149,7 @@ class DesiredState:
         awaited = [(domain, self.plan.pending.keys() & domain.gpu_uuids) for domain in domains]
         return {uuid: min(leased) for domain, leased in awaited if leased for uuid in domain.gpu_uuids}
 
-    def plan_for(
-        self, preflight: Preflight, find_lease_waits: FindLeaseWaits, *, driver_worked: bool = True
-    ) -> tuple[Plan, list[Change]]:
+    def plan_for(self, preflight: Preflight, *, driver_worked: bool = True) -> tuple[Plan, list[Change]]:
         """Return the plan for a reloaded configuration, and its changes to domains and leases.
 
         `driver_worked` is whether the driver has worked since the start. Raises YunionError if no plan is
@@ -163,7 +164,7 @@ class DesiredState:
         kept = self._keep_leased(plan).pending.keys() | {layout.gpu_uuid for layout in plan.layouts}
         whole = {uuid for uuid, way in self.ledger.ways_kept().items() if way == NOT_SHARED}
         kept |= whole - plan.offered  # which the plan removes, but which stay leased
-        leases, waiting = self.ledger.users_by_gpu(), find_lease_waits(plan.devices)
+        leases, waiting = self.ledger.users_by_gpu(), self.ledger.lease_waits(plan.devices)
         keeping = {uuid: users for uuid, users in leases.items() if uuid in kept}
         before, gpus, domains = self.in_effect(), self._gpus.inventory.gpus, self._fleet.domains
         plans = placed, before, preflight.plan_with_layouts()

@@ -187,12 +187,21 @@ class EventLog:
         self.counts: Counter[tuple[str, str]] = Counter()
         self._listeners: list[Callable[[], None]] = []
         self._retry_at_s = 0.0
-        #: Called when an event could not be written, so that `tick` is called soon.
-        self.not_written: Callable[[], None] = lambda: None
+        #: Those who call `tick` soon after they were told that an event could not be written.
+        self._retriers: list[Callable[[], None]] = []
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever events have been written."""
         self._listeners.append(listener)
+
+    @contextlib.contextmanager
+    def retried_by(self, request_tick: Callable[[], None]) -> Iterator[None]:
+        """Call `request_tick` if an event cannot be written in the block, so that `tick` follows soon."""
+        self._retriers.append(request_tick)
+        try:
+            yield
+        finally:
+            self._retriers.remove(request_tick)
 
     def record(self, event: Event) -> None:
         """Record the event with the current time; call it on the event loop's thread."""
@@ -206,7 +215,8 @@ class EventLog:
             _shorten(self._without_id, lambda one: one[1])
         self.flush()
         if self._has_more:
-            self.not_written()
+            for request_tick in self._retriers:
+                request_tick()
 
     @property
     def _has_more(self) -> bool:

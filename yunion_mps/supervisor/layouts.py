@@ -71,11 +71,12 @@ class MigLayouts:
         their GPUs, such as another program's, do not belong to this reload.
         """
         gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
-        self._confirmed.by_layout = {
-            one: losses[one.gpu_uuid]
-            for one in self._desired.plan.layouts
-            if one.gpu_uuid in losses and not self._is_in_effect(one, gpus.get(one.gpu_uuid))
-        }
+        confirmed = {}
+        for layout in self._desired.plan.layouts:
+            is_due = not self._is_in_effect(layout, gpus.get(layout.gpu_uuid))
+            if layout.gpu_uuid in losses and is_due:
+                confirmed[layout] = losses[layout.gpu_uuid]
+        self._confirmed.replace(confirmed)
 
     def in_effect(self) -> set[str]:
         """Return the GPUs (addresses) whose layouts are in effect."""
@@ -204,7 +205,7 @@ class MigLayouts:
         self._reasons = {uuid: why for uuid, why in {**self._reasons, **result.reasons}.items() if why}
         waiting = self._confirmed.by_layout.items()
         kept = {one: losses for one, losses in waiting if one.gpu_uuid in self._reasons}
-        self._confirmed.by_layout = kept
+        self._confirmed.replace(kept)
 
     def _report(self, gpu: Gpu, why: Reason) -> None:
         """Report that the layout is pending, or finally in effect; waiting for jobs is not a problem."""

@@ -39,8 +39,7 @@ class Snapshots:
         self._layouts = layouts
         self._plan = plan
         self._reported = reported
-        #: What the operator has to do about a control daemon of an earlier run.
-        self.leftovers = ""
+        self._leftovers = ""
         #: Why the driver has not worked since the daemon started; empty if it has.
         self.driver_reason = NO_REASON
         self._version = 0
@@ -48,6 +47,16 @@ class Snapshots:
 
     def changed(self) -> None:
         self._snapshot = None
+
+    def note_driver(self, reason: Reason) -> None:
+        """Note why the driver has not worked since the daemon started; empty if it has."""
+        self.driver_reason = reason
+        self.changed()
+
+    def note_leftovers(self, notice: str) -> None:
+        """Note what the operator has to do about a control daemon of an earlier run."""
+        self._leftovers = notice
+        self.changed()
 
     def get(self) -> Snapshot:
         """Return the current state; the same object as long as nothing changes."""
@@ -67,7 +76,7 @@ class Snapshots:
             layouts=self._layouts.pending,
             disabled=self._why_disabled(),
             driver=self.driver_reason,
-            leftovers=self.leftovers,
+            leftovers=self._leftovers,
             reported=(*warnings, *self._reported()),
         )
         return Snapshot(

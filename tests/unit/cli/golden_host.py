@@ -293,15 +293,10 @@ def golden_host() -> Iterator[Cli]:
     found = snapshots.snapshot(*H100, P40, LOST, replicas=4, multiuser=True)
     with _simulated() as sim, ServerHost(found, paths=Paths(str(sim.root))) as host:
         devices = {device.addr: device for device in found.plan.devices}
-        ledger = Ledger(
-            Lease(
-                one["id"],
-                tuple(devices[name] for name in one["devices"]),
-                Holder("process", one["uid"]),
-                NOW_S,
-            )
-            for one in LEASES
-        )
+        ledger = Ledger()
+        for one in LEASES:
+            leased = tuple(devices[name] for name in one["devices"])
+            ledger.add(Lease(one["id"], leased, Holder("process", one["uid"]), NOW_S))
         candidates = candidates_of(found, {str(gpu.uuid): NO_REASON for gpu in (*H100, P40)})
 
         def check(request: LeaseRequest) -> None:
@@ -309,8 +304,8 @@ def golden_host() -> Iterator[Cli]:
             Allocator(ledger).choose(request, candidates)
 
         names = {lease.holder: holder_label(one) for lease, one in zip(ledger.leases.values(), LEASES)}
-        host.become(pid=40001, started_s=NOW_S - 9 * _DAY - 4 * _HOUR)
-        host.service.set_leases(ledger, names.__getitem__)
+        began_s = NOW_S - 9 * _DAY - 4 * _HOUR
+        host.become(pid=40001, started_s=began_s, ledger=ledger, name_holder=names.__getitem__)
         host.leases.check = check
         load = {
             H100[0].uuid: GpuLoad(44, 35900, 58, 402.2, 700.0),

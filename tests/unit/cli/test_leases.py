@@ -8,7 +8,6 @@ import pytest
 from yunion_mps.cli.calls import warn_unenforced
 from yunion_mps.cli.lease import in_time
 from yunion_mps.core.models import Holder, Lease
-from yunion_mps.leases.ledger import Ledger
 
 from unit.cli.conftest import Cli
 from unit.cli.held import OVER, TWO, hold
@@ -55,7 +54,7 @@ def test_a_lease_of_a_former_division_is_pending_until_it_ends(own: Cli) -> None
     hold(own.host, LEASE, TWO)
     own.host.clients.found = clients(CLIENT)
     former = own.host.snapshot.plan.devices[1]._replace(memory_limit_mib=2880)
-    own.host.service.set_leases(Ledger([Lease(LEASE["id"], (former,), Holder("process", 0), 0.0)]), str)
+    own.host.service.ledger.add(Lease(LEASE["id"], (former,), Holder("process", 0), 0.0))
     first, second = listed(own)
     assert (first["state"], second["state"], second["reason"]) == ("pending", "idle", "")
     waits = "the new division of the GPU waits for lease 7c1f0e7a of root to end"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import threading
 import time
 from collections.abc import Collection
 
@@ -15,7 +14,6 @@ from yunion_mps.daemon.process import DaemonParts, Signals
 from yunion_mps.host.processes import Watchable, drive
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
-from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor import Supervisor
 
 from unit.supervised import MakeHost, Supervise, modes
@@ -25,11 +23,11 @@ class Faulty(Supervisor):
     """A supervisor with a fault in it, once it is told to have one."""
 
     fault = False
-    #: The thread that may not wait for the state file, at the last tick.
-    loop_thread: int | None = None
+    #: Whether the last tick could wait for the state file.
+    may_wait = False
 
     def tick(self, now_s: float, readable: Collection[Watchable] | None = None) -> float | None:
-        self.loop_thread = self.store().loop_thread
+        self.may_wait = self.store().may_wait
         if self.fault:
             raise ZeroDivisionError("a fault of our own")
         return super().tick(now_s, readable)
@@ -45,19 +43,18 @@ def test_a_fault_in_a_tick_ends_the_loop_and_no_control_daemon(
     pid = made.snapshot.domains[0].pid
     os.makedirs(made.paths.run_directory, exist_ok=True)
     signals = Signals()
-    faulty.fault = True
+    faulty.fault = faulty.may_wait = True
     try:
-        service = Queries(faulty.snapshot, time.time(), os.getpid())
         fault = pytest.raises(ZeroDivisionError, match="a fault of our own")
         with contextlib.closing(Listener(made.paths)) as listener, fault:
-            serve_until_stop(DaemonParts(made.paths, listener, faulty, service, Notifier(), signals))
+            serve_until_stop(DaemonParts(made.paths, listener, faulty, Notifier(), signals, time.time()))
     finally:
         signals.close()
         gc.unfreeze()
         faulty.fault = False
-    assert faulty.loop_thread == threading.get_ident()
+    assert not faulty.may_wait
     drive(faulty, lambda: True)
-    assert faulty.loop_thread is None, "a stop waits for a lock, until its deadline"
+    assert faulty.may_wait, "a stop waits for a lock, until its deadline"
     assert made.snapshot.domains[0].pid == pid
     assert made.snapshot.domains[0].state == "ready"
     assert modes(host) == ["exclusive_process"]

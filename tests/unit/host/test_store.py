@@ -287,8 +287,8 @@ def test_a_file_that_can_no_longer_be_written_is_an_error(paths: Paths, store: O
 
 def test_a_locked_file_is_kept_and_the_hint_is_to_end_its_lock(paths: Paths, store: OpenStore) -> None:
     opened = store()
-    opened.loop_thread = threading.get_ident()
-    with locked(paths), pytest.raises(LockedError, match="cannot be written: database is locked") as caught:
+    refusal = pytest.raises(LockedError, match="cannot be written: database is locked")
+    with opened.without_waiting(), locked(paths), refusal as caught:
         Originals(opened).remember("compute_mode", {"GPU-1": "Default"})
     hint = "end the other process that has locked it, and keep the file"
     assert caught.value.hint == f"{hint}: lslocks | grep {paths.store}"
@@ -337,8 +337,7 @@ def test_sqlite_itself_waits_for_no_lock(store: OpenStore) -> None:
 
 
 def test_the_event_loop_never_waits_for_a_lock(paths: Paths, timed: Store, clock: Clock) -> None:
-    timed.loop_thread = threading.get_ident()
-    with locked(paths):
+    with timed.without_waiting(), locked(paths):
         for _ in range(3):
             with pytest.raises(LockedError) as caught:
                 write_event(timed)
@@ -362,8 +361,7 @@ def test_all_calls_in_an_outage_wait_for_one_deadline(paths: Paths, timed: Store
         if outage == 1:
             write_event(timed)
         clock.now_s += 100 * (outage - 1)
-    with locked(paths):
-        timed.loop_thread = threading.get_ident()
+    with timed.without_waiting(), locked(paths):
         with pytest.raises(LockedError) as caught:
             write_event(timed)
         assert caught.value.is_brief, "another outage, although nothing was written between"

@@ -15,7 +15,7 @@ from yunion_mps.core.enums import OPENMETRICS
 from yunion_mps.core.errors import NotConfirmedError, YunionError
 from yunion_mps.core.models import Holder, Owner
 from yunion_mps.http.handlers import Handlers
-from yunion_mps.http.router import Router
+from yunion_mps.http.router import RequestCounter, Router
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.observe.clients import ClientService
@@ -312,7 +312,7 @@ def router(service: Queries) -> Router:
         listen=lambda _: None,
     )
     found = services(service, FakeReloader(), FakeClients(), FakeLeases(), EventService(log))
-    return Router(Handlers(found, metrics))
+    return Router(Handlers(found, metrics), RequestCounter())
 
 
 def status_of(service: Queries, *leases: Json, clients: ClientListJson = NO_CLIENTS) -> Any:

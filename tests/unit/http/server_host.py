@@ -25,14 +25,15 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from yunion_mps.core.models import Event, Snapshot
+from yunion_mps.core.models import Event, Holder, Snapshot
 from yunion_mps.core.paths import Paths
 from yunion_mps.host.store import Store
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.listener import Listener
 from yunion_mps.http.pool import Limits
-from yunion_mps.http.router import Router
+from yunion_mps.http.router import RequestCounter, Router
 from yunion_mps.http.server import Server
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.event_log import EventLog
 
@@ -191,14 +192,20 @@ class ServerHost(Closes):
 
         self.call(answer_who_waits())
 
-    def become(self, pid: int, started_s: float) -> None:
-        """Answer from now on as a daemon with this PID that began then."""
-        self.service = Queries(lambda: self.snapshot, started_s, pid)
+    def become(
+        self,
+        pid: int,
+        started_s: float,
+        ledger: Ledger | None = None,
+        name_holder: Callable[[Holder], str] = str,
+    ) -> None:
+        """Answer from now on as a daemon with this PID and these leases that began then."""
+        self.service = Queries(lambda: self.snapshot, started_s, pid, ledger=ledger, name_holder=name_holder)
         self.server.pool.application = self._router()
 
     def _router(self) -> Router:
         found = services(self.service, self.reloader, self.clients, self.leases, self.events)
-        return Router(Handlers(found, lambda accept: self.metrics(accept)))
+        return Router(Handlers(found, lambda accept: self.metrics(accept)), RequestCounter())
 
     def record(self, event: Event, time_s: float | None = None) -> None:
         """An event comes now; with `time_s`, there is one of then."""

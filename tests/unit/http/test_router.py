@@ -60,7 +60,7 @@ def test_each_path_of_the_api_is_a_route(router: Router, operation: Operation[An
     target = re.sub(r"{\w+}", "4260", operation.path)
     for shown in (target, f"{target}?x=1", f"http://localhost{target}"):
         ask(router, shown, operation.method)
-    assert {route for route, _, _ in router.request_counts().answers} == {operation.path}
+    assert {route for route, _, _ in router.counter.counts().answers} == {operation.path}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_unknown_paths_share_one_route(router: Router, target: str) -> None:
         else:
             assert (status, hint) == (404, "see the paths: /v1/openapi.json")
             assert detail == f"no such path: {target[:200]!r}"
-    assert [route for (route,), *_ in router.request_counts().latencies] == [OTHER]
+    assert [route for (route,), *_ in router.counter.counts().latencies] == [OTHER]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
@@ -331,7 +331,7 @@ def test_answers_are_counted_by_route_method_and_status(router: Router) -> None:
         ask(router, f"/v1/devices/{device}")
     ask(router, "/v1/events?limit=0")
     ask(router, "/v1/status", "BREW")
-    assert router.request_counts().answers == {
+    assert router.counter.counts().answers == {
         ("/v1/devices/{id}", "GET", 200): 2,
         ("/v1/devices/{id}", "GET", 404): 1,
         ("/v1/events", "GET", 400): 1,
@@ -342,7 +342,7 @@ def test_answers_are_counted_by_route_method_and_status(router: Router) -> None:
 def test_each_answers_time_is_in_one_bucket(router: Router) -> None:
     for _ in range(3):
         ask(router, "/v1/clients")
-    ((labels, buckets, sum_s),) = router.request_counts().latencies
+    ((labels, buckets, sum_s),) = router.counter.counts().latencies
     assert labels == ("/v1/clients",)
     assert buckets[-1] == ("+Inf", 3)
     assert sum_s > 0
@@ -360,7 +360,7 @@ def test_an_answer_that_was_cancelled_is_not_counted(router: Router) -> None:
 
     asyncio.run(go_away())
     assert errors == []
-    assert router.request_counts().answers == {}
+    assert router.counter.counts().answers == {}
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,13 @@ def device(gpu: int, slot: int, number: int = 4) -> Device:
     )
 
 
-def ledger_on(*gpu_uuids: str, sharing: str = NOT_SHARED) -> Ledger:
+def leases_on(*gpu_uuids: str, sharing: str = NOT_SHARED) -> list[Lease]:
     """Leases, taken by name, of one device of each of these GPUs or MIG instances."""
-    ledger = Ledger()
+    leases = []
     for uuid in gpu_uuids:
         leased = device(0, 0)._replace(id=uuid, gpu_uuid=uuid, sharing=sharing)
-        ledger.add(Lease(uuid, (leased,), Holder("name", 0, name="job"), 0.0))
-    return ledger
+        leases.append(Lease(uuid, (leased,), Holder("name", 0, name="job"), 0.0))
+    return leases
 
 
 def candidates(gpus: int, number: int = 4, reason: Reason = NO_REASON, **most_mib: int) -> Candidates:

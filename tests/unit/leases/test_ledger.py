@@ -172,6 +172,17 @@ def test_names_and_keys_of_another_owner_do_not_conflict(holder: Holder, key: st
     Ledger(LEASES).refuse_duplicate(holder, key)
 
 
+def test_a_cleared_ledger_is_empty_and_those_who_listen_are_told() -> None:
+    ledger, told = Ledger([lease("a", unknown(0, 0))]), list[int]()
+    ledger.set_unreadable({"b": ["GPU-1"]})
+    ledger.listen(lambda: told.append(ledger.version))
+    before = ledger.version
+    ledger.clear()
+    assert (ledger.leases, ledger.holds(), ledger.unknown) == ({}, [], set())
+    assert ledger.free_by_gpu([unknown(0, 0)]) == {"GPU-0": [unknown(0, 0)]}
+    assert told == [before + 1]
+
+
 def unknown(gpu: int, slot: int) -> Device:
     """A device of a time-sliced GPU whose memory the driver does not report."""
     shared = device(gpu, slot)._replace(domain="", sharing="time-slicing", budget_enforced=False)

@@ -8,7 +8,6 @@ import pytest
 from yunion_mps.core.conditions import Condition
 from yunion_mps.service.job_warnings import QUIET_S, JobWarnings
 from yunion_mps.service.publisher import CdiPublisher
-from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services
 from yunion_mps.service.status import StatusService
@@ -40,8 +39,7 @@ class Reported:
         supervisor, paths = made.supervisor, made.paths
         control = LoopControl((), None, lambda: None, lambda: None)  # type: ignore[arg-type]
         publisher = CdiPublisher(paths, supervisor)
-        queries_ = Queries(supervisor.snapshot, 0.0, 1)
-        services = Services.of(paths, supervisor, queries_, publisher, control)
+        services = Services.of(paths, supervisor, publisher, control, started_s=0.0)
         self.warnings = JobWarnings(supervisor, services.status)
         self._log, self._caplog = supervisor.event_log, caplog
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing, contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from yunion_mps.answers import LeaseRecordJson
+from yunion_mps.containers.lookup import Containers
 from yunion_mps.core.errors import HostError, InfeasibleError, LockedError, NotAllowedError, NothingFreeError
 from yunion_mps.core.models import ALL, Event, Holder, Owner
 from yunion_mps.core.paths import Paths
@@ -22,6 +22,7 @@ from yunion_mps.core.units import seconds
 from yunion_mps.host import store
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.host.store import Store
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.leases.storage import LeaseStorage
 from yunion_mps.service import leases
@@ -61,12 +62,19 @@ class LeaseHost:
         self.leases = self._daemon()
 
     def _daemon(self) -> LeaseService:
-        queries = Queries(lambda: self.snapshot, 0.0, 1)
+        ledger = Ledger()
+        queries = Queries(lambda: self.snapshot, 0.0, 1, ledger=ledger)
         publisher = CdiPublisher(self.paths, self.supervisor)
         users = ServerUsers(self.supervisor, queries, asyncio.Lock(), lambda: None)
         instances = InstanceCheck(self.supervisor, queries, poll=lambda: asyncio.sleep(0))
         return LeaseService(
-            self.paths, self.supervisor, queries, cdi=publisher, users=users, instances=instances
+            self.supervisor,
+            queries,
+            ledger=ledger,
+            containers=Containers(self.paths),
+            cdi=publisher,
+            users=users,
+            instances=instances,
         )
 
     @property
@@ -190,8 +198,8 @@ def test_a_lease_whose_end_was_not_stored_takes_no_device_after_a_crash(host: Le
 @contextmanager
 def locked(host: LeaseHost) -> Iterator[None]:
     """Another process locks the state file, and this thread is that of the event loop."""
-    host.store.loop_thread = threading.get_ident()
-    with closing(sqlite3.connect(host.paths.store, isolation_level=None)) as other:
+    other = sqlite3.connect(host.paths.store, isolation_level=None)
+    with host.store.without_waiting(), closing(other):
         other.execute("BEGIN IMMEDIATE")
         yield
 

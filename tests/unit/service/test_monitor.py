@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
 
 import pytest
 from yunion_mps.core.reasons import GPU_FAULT, TIME_SLICE_CHANGED
@@ -14,7 +13,6 @@ from yunion_mps.observe.usage import LatestPoll, UsageHistory
 from yunion_mps.service import monitor
 from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.publisher import CdiPublisher
-from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services
 
@@ -26,15 +24,18 @@ TWO = [{"kind": "v100"}, {"kind": "a100"}]
 PATIENCE_S = 60.0
 
 
-def monitor_of(
-    made: Supervised, poll_now: asyncio.Event, polled: asyncio.Event, history: UsageHistory | None = None
-) -> Monitor:
+def monitor_of(made: Supervised, poll_now: asyncio.Event, polled: asyncio.Event) -> Monitor:
+    return measuring_monitor(made, poll_now, polled)[0]
+
+
+def measuring_monitor(
+    made: Supervised, poll_now: asyncio.Event, polled: asyncio.Event
+) -> tuple[Monitor, UsageHistory]:
+    """A monitor, and what it measures."""
     paths, supervisor = made.paths, made.supervisor
-    queries = Queries(supervisor.snapshot, 0.0, os.getpid())
-    queries.usage = history or queries.usage
     control = LoopControl((), poll_now, polled.set, lambda: None)
-    services = Services.of(paths, supervisor, queries, CdiPublisher(paths, supervisor), control)
-    return Monitor(paths, services, control)
+    services = Services.of(paths, supervisor, CdiPublisher(paths, supervisor), control, started_s=0.0)
+    return Monitor(paths, services, control), services.queries.usage
 
 
 def test_without_any_event_the_gpus_are_polled_regularly(
@@ -122,31 +123,29 @@ def test_the_load_is_known_at_the_start_and_0_for_idle_processes(
 ) -> None:
     monkeypatch.setattr(monitor, "POLL_S", 3600.0)
     host = make_host([{"kind": "v100", "processes": [{"pid": os.getpid(), "used_mib": 5}]}])
-    made, recorded = supervise(host).start(), asyncio.Event()
+    made = supervise(host).start()
     uuid = host.gpus[0].uuid
 
-    class History(UsageHistory):
-        def record(self, now_s: float, used: Mapping[str, tuple[int, int | None]]) -> None:
-            super().record(now_s, used)
-            recorded.set()
-
-    history = History()
-
-    async def follow() -> None:
-        task = asyncio.create_task(monitor_of(made, asyncio.Event(), asyncio.Event(), history).run())
-        await asyncio.wait_for(recorded.wait(), PATIENCE_S)
+    async def follow() -> LatestPoll:
+        made_monitor, history = measuring_monitor(made, asyncio.Event(), asyncio.Event())
+        task = asyncio.create_task(made_monitor.run())
+        end_s = time.monotonic() + PATIENCE_S
+        while history.latest == LatestPoll():
+            assert time.monotonic() < end_s
+            await asyncio.sleep(0.01)
         await cancel([task])
+        return history.latest
 
-    asyncio.run(follow())
-    assert history.latest.load.gpus[uuid].utilization == 0
-    assert history.latest.load.processes == {uuid: {os.getpid(): 0}}
+    latest = asyncio.run(follow())
+    assert latest.load.gpus[uuid].utilization == 0
+    assert latest.load.processes == {uuid: {os.getpid(): 0}}
 
 
 def test_a_poll_measures_and_a_driver_that_fails_makes_it_unknown(
     make_host: MakeHost, supervise: Supervise
 ) -> None:
     host = make_host([{"kind": "v100", "processes": [{"pid": os.getpid(), "used_mib": 5, "sm": 40}]}])
-    made, history = supervise(host).start(), UsageHistory()
+    made = supervise(host).start()
     uuid = host.gpus[0].uuid
 
     async def follow() -> None:
@@ -157,7 +156,8 @@ def test_a_poll_measures_and_a_driver_that_fails_makes_it_unknown(
             poll_now.set()
             await asyncio.wait_for(polled.wait(), PATIENCE_S)
 
-        task = asyncio.create_task(monitor_of(made, poll_now, polled, history).run())
+        made_monitor, history = measuring_monitor(made, poll_now, polled)
+        task = asyncio.create_task(made_monitor.run())
         await poll()
         assert history.latest.load.gpus[uuid].utilization == 40
         assert history.latest.load.processes == {uuid: {os.getpid(): 40}}

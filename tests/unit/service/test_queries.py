@@ -63,8 +63,8 @@ def test_a_lease_of_a_gpu_that_no_entry_divides_any_more_is_outdated() -> None:
     before = snapshot(P40, H100)
     device = next(one for one in before.plan.devices if one.gpu_uuid == H100.uuid)
     now = snapshot(P40)._replace(inventory=before.inventory)
-    queries = Queries(lambda: now, 0.0, 1)
-    queries.set_leases(Ledger([Lease("a", (device,), Holder("name", 0, name="job"), 0.0)]), str)
+    ledger = Ledger([Lease("a", (device,), Holder("name", 0, name="job"), 0.0)])
+    queries = Queries(lambda: now, 0.0, 1, ledger=ledger)
     (row,) = (one for one in queries.all_devices() if one["lease"])
     assert (row["addr"], row["state"], row["reason_code"]) == (device.addr, "unavailable", LEASE_OUTDATED)
 

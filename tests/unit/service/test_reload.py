@@ -15,7 +15,6 @@ from yunion_mps.host.proc import started_s, user_name
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.log_file import LOG_NAME
 from yunion_mps.service.publisher import CdiPublisher
-from yunion_mps.service.queries import Queries
 from yunion_mps.service.reload import LoopControl, confirmed_client
 from yunion_mps.service.reload_losses import client_name
 from yunion_mps.service.services import Services
@@ -57,7 +56,6 @@ def answer_of_reload(made: Supervised, *, now: bool = False) -> ChangeListJson:
     supervisor = made.supervisor
 
     async def answer() -> ChangeListJson:
-        queries = Queries(supervisor.snapshot, 0.0, os.getpid())
         loop = asyncio.get_running_loop()
 
         def tick() -> None:
@@ -65,7 +63,8 @@ def answer_of_reload(made: Supervised, *, now: bool = False) -> ChangeListJson:
             loop.call_later(0.002, tick)
 
         control = LoopControl((), asyncio.Event(), tick, lambda: None)
-        services = Services.of(made.paths, supervisor, queries, CdiPublisher(made.paths, supervisor), control)
+        publisher = CdiPublisher(made.paths, supervisor)
+        services = Services.of(made.paths, supervisor, publisher, control, started_s=0.0)
         confirmation = (await services.reloader.plan())["confirmation"] if now else ""
         return await services.reloader.reload(now=now, confirmation=confirmation)
 

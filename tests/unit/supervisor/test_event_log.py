@@ -6,7 +6,6 @@ import logging
 import os
 import sqlite3
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -145,10 +144,10 @@ def test_a_row_with_a_damaged_number_hides_no_other_event(disk: Disk, event_log:
 
 def test_events_are_written_by_a_timer_once_they_can_be(disk: Disk, event_log: EventLog) -> None:
     asked: list[str] = []
-    event_log.not_written = lambda: asked.append("x")
     assert event_log.tick(0.0) is None
     disk.fill()
-    event_log.record(event("a"))
+    with event_log.retried_by(lambda: asked.append("x")):
+        event_log.record(event("a"))
     assert asked == ["x"]
     assert event_log.tick(5.0) == 5.0 + RETRY_S
     disk.free()
@@ -162,8 +161,7 @@ def test_a_short_lock_of_the_state_file_is_not_reported(
     disk: Disk, event_log: EventLog, paths: Paths, caplog: pytest.LogCaptureFixture
 ) -> None:
     event_log.record(event("a"))
-    disk.store.loop_thread = threading.get_ident()
-    with closing(sqlite3.connect(paths.store, isolation_level=None)) as other:
+    with disk.store.without_waiting(), closing(sqlite3.connect(paths.store, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         event_log.record(event("b"))
     assert (event_log.write_error, caplog.records) == ("", [])

@@ -19,7 +19,7 @@ from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.views.devices import devices_json
 
 from simhost import Description, SimHost
-from unit.leases.shares import ledger_on
+from unit.leases.shares import leases_on
 from unit.supervised import MakeHost, Supervise, Supervised
 
 H100 = [{"kind": "h100"}]
@@ -36,7 +36,7 @@ def apply_layouts(made: Supervised, leased: set[str] | None = None, *, now: bool
     `leased` has the GPUs and instances (UUIDs) that are leased; without it, the ledger stays as it is.
     """
     if leased is not None:
-        made.supervisor.use_ledger(ledger_on(*leased))
+        made.hold(leases_on(*leased))
     made.rescan()
     if now is not None:
         made.supervisor.layouts.confirm(made.losses() if now else {})
@@ -246,7 +246,7 @@ def test_a_reload_changes_the_layout_of_free_instances_only(begun: Begun) -> Non
 def test_a_mode_that_another_program_switched_off_is_switched_on_again(begun: Begun) -> None:
     """Although an instance that was destroyed with it is leased: it is created again."""
     host, made = begun(MIG)
-    made.supervisor.use_ledger(ledger_on(devices(made)[0].gpu_uuid))
+    made.hold(leases_on(devices(made)[0].gpu_uuid))
     host.gpus[0].mig = False
     apply_layouts(made)
     assert waits(made) == ""
@@ -260,7 +260,7 @@ def test_what_can_be_leased_meanwhile_is_never_destroyed(begun: Begun) -> None:
     made.accept()
     (offered,) = devices(made)
     leased = by_start[5].uuid  # a 3g.40gb fits beside it, in the place of what is offered
-    made.supervisor.use_ledger(ledger_on(leased))
+    made.hold(leases_on(leased))
     (task,) = made.supervisor.layout_tasks()
     made.supervisor.apply_layouts([task])
     assert {offered.gpu_uuid, leased} <= {one.uuid for one in host.gpus[0].mig_devices()}

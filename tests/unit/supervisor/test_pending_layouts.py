@@ -11,7 +11,6 @@ from yunion_mps.core.enums import FREE, LEASED, PENDING
 from yunion_mps.core.models import Holder, Lease
 from yunion_mps.core.reasons import MIG_IN_USE, MIG_PENDING
 from yunion_mps.gpus.blockers import Blockers
-from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, candidates_of
 from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.views.devices import devices_json, unusable_reasons
@@ -33,12 +32,10 @@ class Work:
 
     def __init__(self, host: SimHost, made: Supervised, stand_ins: MakeStandIns) -> None:
         self.host, self.made, self.jobs = host, made, stand_ins(host)
-        self.ledger = Ledger()
+        self.ledger = made.supervisor.ledger
 
     def start(self) -> Work:
         self.made.start()
-        self.made.supervisor.use_ledger(self.ledger)
-        self.made.lease_waits = self.ledger.lease_waits
         self.apply()
         return self
 
@@ -171,7 +168,7 @@ def test_a_plan_lists_no_losses_of_a_gpu_that_was_just_lost(begin: Begun) -> Non
     work.host.gpus[1].lose()  # since the last poll
     configured(work.host, MIG, MIG)
     preflight = run_preflight(work.made.paths, supervisor.nvml)
-    plan, _ = supervisor.desired.plan_for(preflight, work.ledger.lease_waits)
+    plan, _ = supervisor.desired.plan_for(preflight)
     assert supervisor.nvml
     store = supervisor.originals()
     losses = supervisor.layouts.forecast(plan, preflight.inventory, Blockers(), supervisor.nvml, store).losses

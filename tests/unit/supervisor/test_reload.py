@@ -6,7 +6,7 @@ import time
 
 import pytest
 from yunion_mps.core.errors import HostError
-from yunion_mps.core.waits import LeaseWait, Users
+from yunion_mps.core.models import Holder, Lease
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import our_processes
 from yunion_mps.supervisor.preflight import run_preflight
@@ -161,7 +161,7 @@ def test_a_plan_shows_changes_without_applying_them(begin: Begin) -> None:
     host.divide(4)
     configure(host, cuda_mps_stop_timeout_s="60")
     preflight = run_preflight(made.paths, made.supervisor.nvml)
-    _, changes = made.supervisor.desired.plan_for(preflight, lambda _: {})
+    _, changes = made.supervisor.desired.plan_for(preflight)
     assert [change[:4] for change in changes] == [
         ("setting", "cuda_mps_stop_timeout_s", "10", "60"),
         ("budget", "00:06.0", "2 x 8192 MiB, 50 %", "4 x 4096 MiB, 25 %"),
@@ -222,12 +222,12 @@ V100 = [{"kind": "v100"}]
 def test_a_budget_that_also_waits_for_leases_says_so(put_to_work: PutToWork) -> None:
     host, jobs, made, _ = put_to_work(V100, 2)
     (server,) = jobs.servers()
-    wait = LeaseWait(frozenset({"x"}), 4, ("id",), Users(("lease old of root",)))
-    made.lease_waits = lambda _: {host.gpus[0].uuid: wait}
+    device = made.snapshot.plan.devices[0]
+    made.hold([Lease("a", (device,), Holder("name", 0, name="old"), 0.0)])
     host.divide(4)
     (change,) = made.reload()
     ended = f"once the MPS server (PID {server}) has ended"
-    assert change.effect == f"{ended}; 1 of 4 devices once lease old of root has ended"
+    assert change.effect == f"{ended}; 2 of 4 devices once lease old of root has ended"
 
 
 def test_a_pending_budget_is_still_pending_for_the_next_daemon(put_to_work: PutToWork) -> None:

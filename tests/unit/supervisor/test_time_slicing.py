@@ -50,10 +50,7 @@ def lease_of(made: Supervised, address: str = "00:07.0-0") -> Lease:
 
 def lease(made: Supervised) -> Ledger:
     """Lease the first device of the second GPU."""
-    ledger = Ledger([lease_of(made)])
-    made.supervisor.use_ledger(ledger)
-    made.lease_waits = ledger.lease_waits
-    return ledger
+    return made.hold([lease_of(made)])
 
 
 def test_a_time_sliced_gpu_serves_beside_one_with_a_control_daemon(begin: Begin) -> None:
@@ -211,7 +208,7 @@ def test_a_restart_finds_leases_that_no_control_daemon_serves(begin: Begin) -> N
     host.divide(4, 4)
     made = first.again()
     assert (modes(host), of_second(made)) == (["exclusive_process", "default"], [])
-    made.supervisor.use_ledger(Ledger())
+    made.hold()
     made.rescan()
     made.until(lambda: made.available == 8)
     made.reconcile()
@@ -275,7 +272,7 @@ def test_a_leased_gpu_keeps_its_time_slice_until_the_lease_ends(begin: Begin, af
     assert slices(host)[1] == "long"
     again = made.again()
     assert slices(host)[1] == "long"
-    again.supervisor.use_ledger(Ledger())
+    again.hold()
     LeaseStorage(again.supervisor.store()).delete("0" * 36)
     again.rescan()
     again.reconcile()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pytest
 from yunion_mps.core.enums import FREE, LEASED, MPS, NOT_SHARED, PENDING, READY, TIME_SLICING
 from yunion_mps.core.models import Device, Holder, Lease
-from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import LeaseStorage
 from yunion_mps.supervisor import Change
 from yunion_mps.supervisor.preflight import run_preflight
@@ -73,15 +73,13 @@ class ChangingGpu:
     def __init__(self, made: Supervised, original: str) -> None:
         """`original` is the compute mode of the second GPU while the daemon sets none."""
         self.host, self.made, self.original = made.host, made, original
-        self.ledger = Ledger()
         self._begin(made)
 
-    def _begin(self, made: Supervised) -> None:
+    def _begin(self, made: Supervised, leases: Iterable[Lease] = ()) -> None:
         """Start a supervisor, and let it know the leases, as the daemon does."""
         self.made = made
         made.start()
-        made.lease_waits = self.ledger.lease_waits
-        made.supervisor.use_ledger(self.ledger)
+        self.ledger = made.hold(leases)
 
     @property
     def devices(self) -> list[Device]:
@@ -129,7 +127,7 @@ class ChangingGpu:
     def restart(self, *, is_crash: bool = False) -> None:
         if not is_crash:
             self.made.stop()
-        self._begin(self.made.next())
+        self._begin(self.made.next(), self.ledger.leases.values())
         self.poll()
 
     def check(self, before: Way, way: Way) -> None:
@@ -147,7 +145,7 @@ class ChangingGpu:
     def planned(self) -> list[object]:
         """What a reload of the same files would change."""
         preflight = run_preflight(self.made.paths, self.made.supervisor.nvml)
-        _, changes = self.made.supervisor.desired.plan_for(preflight, self.ledger.lease_waits)
+        _, changes = self.made.supervisor.desired.plan_for(preflight)
         return [*changes]
 
 
