@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from yunion_mps.client.overview import HostAnswers, HostOverview, page
 from yunion_mps.core import reasons
-from yunion_mps.core.conditions import Condition
+from yunion_mps.core.conditions import Condition, shown
 from yunion_mps.core.enums import (
     ABOUT_BUDGET,
     ABOUT_CDI_FILES,
@@ -54,13 +54,16 @@ from yunion_mps.core.enums import (
     TIME_SLICING,
     WARNING,
 )
-from yunion_mps.core.models import Holder, Lease, MissingGpu, Snapshot
+from yunion_mps.core.models import Gpu, Holder, Lease, MissingGpu, Snapshot
 from yunion_mps.core.reasons import GPU_NEEDS, LAYOUT_NEEDS, LAYOUT_WAITS, LIMITS_PENDING, Reason
+from yunion_mps.core.waits import NO_USERS, Servers, Users, wait_reason
 from yunion_mps.doctor.checks import Lazy
 from yunion_mps.kubernetes.devices import unhealthy_cause
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.service.queries import Queries
 from yunion_mps.slurm.devices import why_no_jobs
+from yunion_mps.supervisor.host_conditions import PendingSetting
+from yunion_mps.views.pending import pending_rows
 
 from unit import builders
 from unit.cli.held import OUTSIDE_MPS, OVER
@@ -173,6 +176,14 @@ def with_former_division() -> Host:
     return Host(sound, leased=[Lease("a", former.plan.devices[:1], Holder("name", 0, name="job"), 0.0)])
 
 
+def with_pending_setting(about: str, users: Users, **domain: Any) -> Host:
+    """A GPU with a setting that waits, and its domain."""
+    waits = wait_reason("the restoration of its time slice default", users, reasons.SETTING_PENDING)
+    sound = snapshot(GPU)
+    sound = sound._replace(domains=(sound.domains[0]._replace(**domain),))
+    return Host(with_conditions(sound, settings=[PendingSetting(about, str(GPU.uuid), waits)]))
+
+
 def with_gpu_not_served() -> Host:
     """The running control daemon serves only one of two GPUs."""
     sound = snapshot(GPU, OTHER)
@@ -259,6 +270,9 @@ def rows() -> Iterator[Row]:
     yield Row("a time slice", ABOUT_TIME_SLICE, reasons.TIME_SLICE_REFUSED, WARNING, refused)
     refused = reported(ABOUT_SETTING, REFUSED, reasons.COMPUTE_MODE_REFUSED, "06:00.0")
     yield Row("another setting", ABOUT_SETTING, reasons.COMPUTE_MODE_REFUSED, WARNING, refused)
+    for about in (ABOUT_COMPUTE_MODE, ABOUT_TIME_SLICE, ABOUT_SETTING):
+        waits_for_process = partial(with_pending_setting, about, Users(processes=(7,)))
+        yield Row(f"a {about} that waits", about, reasons.SETTING_PENDING, PENDING, waits_for_process)
     old = partial(gpu_with, compute_capability=(6, 1))
     yield Row("an old GPU", ABOUT_BUDGET, reasons.BUDGET_NOT_ENFORCED, WARNING, old)
     yield Row("an entry", ABOUT_ENTRY, reasons.GPU_MISSING, PROBLEM, with_missing_entry)
@@ -363,19 +377,74 @@ def test_a_healthy_host_has_no_condition(tmp_path: Path) -> None:
 def test_every_output_says_the_same_of_a_condition(row: Row, tmp_path: Path) -> None:
     outputs = outputs_of(row.make(), tmp_path)
     problems = outputs.status["problems"]
-    (shown,) = (one for one in problems if (one["kind"], one["code"]) == (row.kind, row.code))
-    assert shown["level"] == row.level
+    (problem,) = (one for one in problems if (one["kind"], one["code"]) == (row.kind, row.code))
+    assert problem["level"] == row.level
     degrades = row.level == PROBLEM
     assert (outputs.status["state"] in ("degraded", "failed")) >= degrades
     by_level = Counter((one["level"], one["code"]) for one in problems)
     for (level, code), number in by_level.items():
         assert value(outputs.metrics, "yunion_mps_problems", level=level, reason=code) == number
     titles = {(one["title"], one["text"]) for one in outputs.page["problems"]}
-    assert (row.level.capitalize(), shown["text"]) in titles
+    assert (row.level.capitalize(), problem["text"]) in titles
     expected = PROBLEM if row.level in (NOTICE, PROBLEM) else WARNING
     findings = [one for some in outputs.findings.values() for one in some if one.code == row.code]
     assert {finding.level for finding in findings} == {expected}, outputs.findings
-    assert shown["text"] in [finding.what for finding in findings]
+    assert problem["text"] in [finding.what for finding in findings]
+
+
+BOB, JOB = Users(("lease a of bob",)), Users(("lease job of root",))
+SERVER_4250 = Users(servers=(Servers((4250,)),))
+PROCESS = Users(processes=(7,))
+
+
+def beside(make: Callable[[], Host], users: Users, gpu: Gpu = GPU, **facts: Any) -> Host:
+    """The host, with the restoration of a compute mode that waits for these users."""
+    host = make()
+    why = wait_reason("the restoration of its compute mode Default", users, reasons.SETTING_PENDING)
+    settings = [PendingSetting(ABOUT_COMPUTE_MODE, str(gpu.uuid), why)]
+    return host._replace(snapshot=with_conditions(host.snapshot, settings=settings, **facts))
+
+
+def beside_layout(code: str) -> Host:
+    """The same of a GPU whose MIG layout is not in effect, for the reason with this code."""
+    layouts = {IN_MIG_MODE.uuid: Reason(WHY, code)}
+    return beside(partial(with_layout, code, serves=True), SERVER_4250, IN_MIG_MODE, layouts=layouts)
+
+
+@pytest.mark.parametrize(
+    ("host", "codes"),
+    [
+        (beside(healthy_host, JOB), [reasons.SETTING_PENDING]),
+        (beside(healthy_host, NO_USERS, leftovers=WHY), [reasons.CONTROL_DAEMON_LEFT]),
+        (beside(partial(with_domain, pending=WHY), SERVER_4250), [LIMITS_PENDING]),
+        (beside(partial(with_domain, pending=WHY), NO_USERS), [LIMITS_PENDING]),
+        (beside(partial(with_domain, pending=WHY), PROCESS), [LIMITS_PENDING, reasons.SETTING_PENDING]),
+        (beside(with_waiting_gpu, BOB), [reasons.LEASES_PENDING]),
+        (beside(with_waiting_gpu, PROCESS), [reasons.LEASES_PENDING, reasons.SETTING_PENDING]),
+        (beside(with_former_division, JOB), [reasons.LEASES_PENDING]),
+        (beside(with_former_division, PROCESS), [reasons.LEASES_PENDING, reasons.SETTING_PENDING]),
+        (beside(partial(now, compute_mode="Default"), JOB), [reasons.SETTING_PENDING]),
+        (
+            beside(partial(now, compute_mode="Prohibited"), JOB),
+            [reasons.COMPUTE_MODE_CHANGED, reasons.SETTING_PENDING],
+        ),
+        (
+            beside_layout(reasons.MIG_IN_USE),
+            [reasons.MIG_IN_USE],
+        ),
+        (
+            beside_layout(reasons.MIG_RESET_REQUIRED),
+            [reasons.MIG_RESET_REQUIRED, reasons.SETTING_PENDING],
+        ),
+    ],
+)
+def test_what_a_setting_waits_for_is_said_once(host: Host, codes: Sequence[str]) -> None:
+    queries = Queries(lambda: host.snapshot, 0.0, 4200, ledger=Ledger(host.leased))
+    assert [condition.reason.code for condition in shown(queries.conditions())] == codes
+    waits = queries.ledger.lease_waits(host.snapshot.plan.devices)
+    rows = pending_rows(host.snapshot, host.snapshot.plan, waits, (), lambda _: ())
+    settings = [row["pending"] for row in rows if "its compute mode Default" in row["pending"]]
+    assert len(settings) == codes.count(reasons.SETTING_PENDING)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

@@ -26,6 +26,7 @@ from yunion_mps.core.reasons import (
     LIMITS_PENDING,
     MODE_NEEDS,
     NOT_CONFIRMED,
+    SETTING_PENDING,
     SETTLING,
     hint_of,
 )
@@ -226,13 +227,14 @@ def _with(answer: ChangeListJson | None, later: ChangeListJson) -> ChangeListJso
 def _in_effect(answer: ChangeListJson, status: StatusJson) -> ChangeListJson:
     """Return a reload's answer as it is once all of its changes are in effect.
 
-    GPUs that are missing, or whose modes the operator has to change, stay pending, but are no reason to fail.
+    GPUs that are missing, whose modes the operator has to change, or whose settings wait for jobs without MPS
+    stay pending, but are no reason to fail.
     """
     changes: list[ChangeJson] = [
         {**change, "effect": AT_ONCE, "at_once": True} for change in answer["changes"]
     ]
     pending: list[PendingJson] = []
-    for problem in _pending(status, MODE_NEEDS | GPU_NEEDS):
+    for problem in _pending(status, {*MODE_NEEDS, *GPU_NEEDS, SETTING_PENDING}):
         text = f"{problem['text']}; {problem['hint']}"
         pending.append({"domain": "", "pending": text, "leases": []})
     return {**answer, "changes": changes, "pending": pending}
@@ -328,7 +330,8 @@ def _wait(timeout_s: int | None) -> StatusJson:
         if not pending:
             _refuse_if_still_pending(status)
             if announced:
-                print_notice("all changes are in effect")
+                is_rest = bool(_pending(status, {SETTING_PENDING}))
+                print_notice(_REST if is_rest else "all changes are in effect")
             return status
         is_lasting = pending == before or any(wait["code"] in _AWAITED for wait in waits)
         if pending != announced and is_lasting:  # a start of a control daemon is over in a moment

@@ -281,6 +281,9 @@ LIMITS_OVERWRITTEN = _code("limits_overwritten",
 LIMITS_PENDING = _code("limits_pending",
     "New limits take effect once the MPS servers with the old ones have ended.",
     "list their jobs: yunion-mps who --clients; drain the servers: yunion-mps reload --drain")
+SETTING_PENDING = _code("setting_pending",
+    "A setting of a GPU, such as its time slice, is changed or restored once what uses the GPU has ended.",
+    "wait for the leases, MPS servers and processes that it names to end")
 
 #: Why devices cannot be leased yet after a change: a control daemon starts or ends, or a mode is being set.
 SETTLING = frozenset({

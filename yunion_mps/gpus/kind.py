@@ -49,8 +49,8 @@ class Kind(Protocol):
     #: The name of its records, and how messages call it, in the singular.
     name: str
     label: str
-    #: What the condition is about if the driver refuses a value, one of `CONDITION_KINDS`. The GPU serves
-    #: with the value that it has then.
+    #: What the condition is about if a value waits or the driver refuses it, one of `CONDITION_KINDS`. The
+    #: GPU serves with the value that it has then.
     about: str = ABOUT_SETTING
     #: The reason codes of a value that the driver refuses, and of one that another program has changed.
     refused_code: str

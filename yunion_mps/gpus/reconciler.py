@@ -162,7 +162,7 @@ class Reconciler:
         #: Why desired values were refused, until a reload or another value.
         self.refusals: dict[SettingKey, Reason] = {}
         #: What keeps settings as they are that should change.
-        self.pending: dict[SettingKey, KeptBy] = {}
+        self.pending: dict[Look, KeptBy] = {}
         #: Held while steps are made, and by a stop from its first look on.
         self._lock = threading.RLock()
         self._has_ended = False
@@ -239,7 +239,7 @@ class Reconciler:
             known = beside_processes if look.polled is None else blockers
             kept_by = known.against(look.uuid, look.kind.needs(step)) if step else None
             if kept_by:
-                self.pending[look.key] = kept_by
+                self.pending[look] = kept_by
             else:
                 free.append(look)
         return free
@@ -265,7 +265,7 @@ class Reconciler:
                 pending[look] = kept_by
             else:
                 steps[look] = step
-        self.pending.update((look.key, kept_by) for look, kept_by in pending.items())
+        self.pending.update(pending)
         return Decision(steps, tuple(unchanged), pending, failed)
 
     def corrections(
@@ -321,7 +321,7 @@ class Reconciler:
 
     def waiting_for_servers(self) -> set[str]:
         """Return the GPUs (UUIDs) whose original values are restored once their MPS servers have ended."""
-        return {uuid for (_, uuid), kept_by in self.pending.items() if kept_by.users.servers}
+        return {look.uuid for look, kept_by in self.pending.items() if kept_by.users.servers}
 
     # -- what is compared
 

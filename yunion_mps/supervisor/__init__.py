@@ -92,12 +92,12 @@ class Supervisor:
         )
         self.pipe_access = PipeAccess(self.fleet, paths.root, self._changed)
         self._snapshots = Snapshots(
-            self.desired,
-            self._gpus,
-            self.fleet,
-            self.layouts,
-            lambda: self.settings.in_effect(self.desired.in_effect()),
-            self._reported,
+            desired=self.desired,
+            gpus=self._gpus,
+            fleet=self.fleet,
+            layouts=self.layouts,
+            settings=self.settings,
+            reported=self._reported,
         )
         #: Whether a stop has begun.
         self.stopping = False

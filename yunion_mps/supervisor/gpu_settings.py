@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import NamedTuple
 
 from yunion_mps.core.models import Event, Gpu, Plan
-from yunion_mps.core.waits import AT_ONCE
+from yunion_mps.core.reasons import SETTING_PENDING, Reason
+from yunion_mps.core.waits import AT_ONCE, Users, wait_reason
 from yunion_mps.gpus.absent import gpu_label, report_absent
-from yunion_mps.gpus.blockers import Blockers, gpus_of
+from yunion_mps.gpus.blockers import Blockers, KeptBy, gpus_of
 from yunion_mps.gpus.compute_mode import COMPUTE_MODE, external_changes
 from yunion_mps.gpus.kind import Kind, Step
 from yunion_mps.gpus.originals import Originals
@@ -30,6 +31,7 @@ from yunion_mps.mps.domain import Domain
 from yunion_mps.supervisor.changes import Change, DesiredState
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
+from yunion_mps.supervisor.host_conditions import PendingSetting
 from yunion_mps.supervisor.preflight import left_running
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,17 @@ class Due(NamedTuple):
 
     looks: tuple[Look, ...]
     left: frozenset[str]
+
+
+def _reason_of_wait(look: Look, kept_by: KeptBy) -> Reason:
+    """Return why a setting does not change yet."""
+    what = f"its {look.kind.label} {look.target}"
+    if look.restores:
+        what = f"the restoration of {what}"
+    users: Users | str = kept_by.users
+    if not kept_by.users:
+        users = "its control daemon" if kept_by.control_daemon else "a control daemon of an earlier run"
+    return wait_reason(what, users, SETTING_PENDING)
 
 
 class GpuSettings:
@@ -71,6 +84,8 @@ class GpuSettings:
         #: The PIDs of all processes that used each GPU (UUID) at the last poll.
         self._processes: Mapping[str, Collection[int]] = {}
         self.reconciler = Reconciler()
+        #: Those that wait, as of the last time that all were looked at.
+        self.pending: tuple[PendingSetting, ...] = ()
 
     def note_processes(self, processes: Mapping[str, Collection[int]]) -> None:
         """Note the processes (PIDs by GPU UUID) that a poll has found; none if the driver did not answer."""
@@ -84,7 +99,10 @@ class GpuSettings:
         store: the state file; None if there is none, so that there is nothing to restore
         """
         gpus, originals = self._gpus.inventory.gpus, _originals(store)
-        return self._unblocked(self.reconciler.looks(self._desired.plan, gpus, originals), store)
+        due = self._unblocked(self.reconciler.looks(self._desired.plan, gpus, originals), store)
+        if due is None:
+            self._note_pending()
+        return due
 
     def to_set(self, store: Store | None) -> Due | None:
         """Return the settings that may have to be set, without those to restore."""
@@ -145,7 +163,18 @@ class GpuSettings:
     def decide(self, due: Due, observed: Observed) -> Decision:
         """Return the steps to carry out."""
         blockers = self._desired.blockers(left=due.left, processes=observed.processes)
-        return self.reconciler.decide(due.looks, observed, blockers)
+        decision = self.reconciler.decide(due.looks, observed, blockers)
+        self._note_pending()
+        return decision
+
+    def _note_pending(self) -> None:
+        """Note what waits, now that it is known of all settings that were looked at."""
+        pending = []
+        for look, kept_by in self.reconciler.pending.items():
+            pending.append(PendingSetting(look.kind.about, look.uuid, _reason_of_wait(look, kept_by)))
+        if tuple(pending) != self.pending:
+            self.pending = tuple(pending)
+            self._changed()
 
     def carry_out(self, decision: Decision, nvml: Nvml | None) -> Results:
         """Make the steps, unless a stop has begun; run it on a thread. Raises HostError."""

@@ -48,6 +48,15 @@ from yunion_mps.supervisor.serving import find_unusable, ways_in_effect
 _OF_LAYOUTS = LAYOUT_WAITS | LAYOUT_NEEDS
 
 
+class PendingSetting(NamedTuple):
+    """A setting of a GPU that changes once what uses the GPU has ended."""
+
+    #: What its condition is about, one of `CONDITION_KINDS`.
+    about: str
+    gpu_uuid: str
+    reason: Reason
+
+
 class ConditionFacts(NamedTuple):
     """The state in effect, from which the conditions follow."""
 
@@ -61,6 +70,8 @@ class ConditionFacts(NamedTuple):
     driver: Reason = NO_REASON
     #: What the operator has to do about a control daemon of an earlier run.
     leftovers: str = ""
+    #: The settings of GPUs that wait.
+    settings: Sequence[PendingSetting] = ()
     #: What other parts of the daemon have found.
     reported: Sequence[Condition] = ()
 
@@ -79,6 +90,7 @@ def conditions_of(facts: ConditionFacts) -> tuple[Condition, ...]:
         *_failing_users(facts.domains),
         *_pending_domains(facts.domains),
         *_pending_sharing(facts),
+        *_pending_settings(facts),
     )
 
 
@@ -216,6 +228,7 @@ def _budgets_and_modes(facts: ConditionFacts) -> Iterator[Condition]:
     for domain in facts.domains:
         served.update(domain.plan.gpu_uuids)
     leaving = {gpu.uuid for gpu in facts.plan.direct}  # MPS still has the mode that it needs
+    waiting = {setting.gpu_uuid for setting in facts.settings if setting.about == ABOUT_COMPUTE_MODE}
     for gpu in facts.inventory.gpus:
         if gpu.uuid not in served or gpu.reason:
             continue
@@ -231,6 +244,8 @@ def _budgets_and_modes(facts: ConditionFacts) -> Iterator[Condition]:
             status = IMPAIRED
             if gpu.compute_mode == PROHIBITED:
                 what, status = _PROHIBITED, BROKEN
+            elif gpu.uuid in waiting:
+                continue  # no other program has changed it
             yield _impaired(ABOUT_COMPUTE_MODE, gpu, Reason(what, reasons.COMPUTE_MODE_CHANGED), status)
 
 
@@ -285,6 +300,46 @@ def _pending_sharing(facts: ConditionFacts) -> Iterator[Condition]:
             gpu=gpu.address,
             follows_from="" if reason.code == reasons.LEASES_PENDING else ABOUT_DOMAIN,
         )
+
+
+def _pending_settings(facts: ConditionFacts) -> Iterator[Condition]:
+    """Yield the settings of GPUs that wait; a wait that another condition names follows from that."""
+    gpus = {gpu.uuid: gpu for gpu in facts.inventory.gpus}
+    for setting in facts.settings:
+        gpu = gpus.get(setting.gpu_uuid)
+        if gpu is None:
+            continue
+        yield Condition(
+            kind=setting.about,
+            subject=gpu.address,
+            status=PENDING,
+            reason=setting.reason,
+            waits_for=users_awaited(setting.reason),
+            name=f"GPU {gpu.address}",
+            gpu=gpu.address,
+            follows_from=_cause_of_wait(facts, gpu, setting.reason),
+        )
+
+
+def _cause_of_wait(facts: ConditionFacts, gpu: Gpu, reason: Reason) -> str:
+    """Return the kind and subject of the condition that says already what the GPU's setting waits for.
+
+    A layout that is in use names its users. The way of sharing names leases and servers, a domain only its
+    servers, and neither names other processes.
+    """
+    awaited = users_awaited(reason)
+    layout = facts.layouts.get(gpu.uuid or "", NO_REASON)
+    if layout.code == reasons.MIG_IN_USE:
+        return f"{ABOUT_MIG_LAYOUT} {gpu.address}"
+    if gpu.uuid in facts.plan.pending and not awaited.processes:
+        return f"{ABOUT_WAY_OF_SHARING} {gpu.address}"
+    if awaited.leases or awaited.more_leases or awaited.processes:
+        return ""
+    parts = {part.uuid for part in facts.inventory.gpus if gpu.uuid in (part.uuid, part.parent)}
+    for domain in facts.domains:
+        if domain.pending and not parts.isdisjoint(domain.plan.gpu_uuids):
+            return f"{ABOUT_DOMAIN} {domain.plan.name}"
+    return ABOUT_SERVICE if facts.leftovers and not awaited else ""
 
 
 # -- domains

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from yunion_mps.core import reasons
 from yunion_mps.core.conditions import Condition
 from yunion_mps.core.enums import STOPPED
-from yunion_mps.core.models import DomainPlan, DomainStatus, Gpu, Plan, Snapshot
+from yunion_mps.core.models import DomainPlan, DomainStatus, Gpu, Snapshot
 from yunion_mps.core.reasons import NO_REASON, Reason
 from yunion_mps.core.waits import wait_reason
 from yunion_mps.mps.domain import Domain
 from yunion_mps.supervisor.changes import DesiredState, order_of
 from yunion_mps.supervisor.fleet import Fleet
+from yunion_mps.supervisor.gpu_settings import GpuSettings
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.host_conditions import ConditionFacts, conditions_of, warnings_of_configuration
 from yunion_mps.supervisor.layouts import MigLayouts
@@ -25,19 +26,20 @@ class Snapshots:
 
     def __init__(
         self,
+        *,
         desired: DesiredState,
         gpus: Gpus,
         fleet: Fleet,
         layouts: MigLayouts,
-        plan: Callable[[], Plan],
+        settings: GpuSettings,
         reported: Callable[[], Iterable[Condition]],
     ) -> None:
-        """`plan` returns the plan in effect, `reported` what other parts of the supervisor have found."""
+        """`reported` returns what other parts of the supervisor have found."""
         self._desired = desired
         self._gpus = gpus
         self._fleet = fleet
         self._layouts = layouts
-        self._plan = plan
+        self._settings = settings
         self._reported = reported
         self._leftovers = ""
         #: Why the driver has not worked since the daemon started; empty if it has.
@@ -66,7 +68,7 @@ class Snapshots:
         return self._snapshot
 
     def _take(self) -> Snapshot:
-        plan, inventory = self._plan(), self._gpus.inventory
+        plan, inventory = self._settings.in_effect(self._desired.in_effect()), self._gpus.inventory
         domains = _statuses(self._fleet.domains, self._fleet.blocked, inventory.gpus)
         warnings = warnings_of_configuration([*self._desired.warnings, *plan.warnings])
         facts = ConditionFacts(
@@ -77,6 +79,7 @@ class Snapshots:
             disabled=self._why_disabled(),
             driver=self.driver_reason,
             leftovers=self._leftovers,
+            settings=self._settings.pending,
             reported=(*warnings, *self._reported()),
         )
         return Snapshot(

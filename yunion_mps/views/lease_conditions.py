@@ -76,6 +76,8 @@ def conditions_with_leases(
     for condition in snapshot.conditions:
         if condition.kind == ABOUT_WAY_OF_SHARING:
             changes.append(_unless_reported(condition, reported))
+        elif is_pending_setting(condition):
+            changes.append(unless_awaited(condition, divisions))
         elif condition.kind == ABOUT_MIG_LAYOUT and gpus[condition.subject].uuid not in serving:
             conditions.append(_serves_nothing(condition, gpus[condition.subject]))
         else:
@@ -93,6 +95,20 @@ def _unless_reported(condition: Condition, reported: Collection[str]) -> Conditi
     if {condition.subject, physical_gpu(condition.subject)}.isdisjoint(reported):
         return condition
     return condition._replace(follows_from=f"{ABOUT_DIVISION} {condition.subject}")
+
+
+def is_pending_setting(condition: Condition) -> bool:
+    """Whether it is about a setting of a GPU that waits for what uses the GPU."""
+    return condition.reason.code == reasons.SETTING_PENDING
+
+
+def unless_awaited(condition: Condition, divisions: Iterable[Condition]) -> Condition:
+    """Return the condition of a setting, as one that follows from devices that wait for the same leases."""
+    for division in divisions:
+        is_same_gpu = physical_gpu(division.gpu) == condition.gpu
+        if is_same_gpu and division.waits_for == condition.waits_for and not condition.follows_from:
+            return condition._replace(follows_from=f"{ABOUT_DIVISION} {division.subject}")
+    return condition
 
 
 def _pending_devices(devices: Iterable[answers.DeviceJson]) -> Iterator[Condition]:

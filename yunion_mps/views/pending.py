@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from yunion_mps.core.conditions import Condition
 from yunion_mps.core.enums import (
     ABOUT_DOMAIN,
     ABOUT_MIG_LAYOUT,
@@ -18,7 +19,7 @@ from yunion_mps.core.reasons import GPU_NEEDS, MODE_NEEDS
 from yunion_mps.core.waits import LeaseWait
 from yunion_mps.supervisor.host_conditions import conditions_of_entries, conditions_of_gpus
 from yunion_mps.supervisor.serving import domain_names
-from yunion_mps.views.lease_conditions import condition_of_wait
+from yunion_mps.views.lease_conditions import condition_of_wait, is_pending_setting, unless_awaited
 
 if TYPE_CHECKING:
     from yunion_mps import answers
@@ -49,7 +50,7 @@ def pending_rows(
             rows.append(_row(condition.text, names.get(uuid, ""), leases))
         elif condition.kind == ABOUT_MIG_LAYOUT:
             layouts.append(_row(condition.text))
-    return [*rows, *layouts, *_to_repair(snapshot, plan)]
+    return [*rows, *layouts, *_settings(snapshot, lease_waits), *_to_repair(snapshot, plan)]
 
 
 def _domains(snapshot: Snapshot) -> Iterator[answers.PendingJson]:
@@ -69,10 +70,25 @@ def _domains(snapshot: Snapshot) -> Iterator[answers.PendingJson]:
 def _divisions(snapshot: Snapshot, lease_waits: Mapping[str, LeaseWait]) -> Iterator[answers.PendingJson]:
     """Yield the GPUs with devices that wait for leases of a previous division."""
     names = domain_names(snapshot.plan)
+    for uuid, condition in _divisions_by_gpu(snapshot, lease_waits).items():
+        yield _row(condition.text, names[uuid], lease_waits[uuid].leases)
+
+
+def _divisions_by_gpu(snapshot: Snapshot, lease_waits: Mapping[str, LeaseWait]) -> dict[str, Condition]:
+    """Return the conditions of these devices, by GPU UUID."""
     addresses = {gpu.uuid: gpu.address for gpu in snapshot.inventory.gpus}
+    divisions = {}
     for uuid, wait in lease_waits.items():
-        condition = condition_of_wait(addresses.get(uuid, uuid), wait.reason, len(wait.pending))
-        yield _row(condition.text, names[uuid], wait.leases)
+        divisions[uuid] = condition_of_wait(addresses.get(uuid, uuid), wait.reason, len(wait.pending))
+    return divisions
+
+
+def _settings(snapshot: Snapshot, lease_waits: Mapping[str, LeaseWait]) -> Iterator[answers.PendingJson]:
+    """Yield the settings of GPUs that wait, except those whose wait another row names."""
+    divisions = _divisions_by_gpu(snapshot, lease_waits).values()
+    for condition in snapshot.conditions:
+        if is_pending_setting(condition) and not unless_awaited(condition, divisions).follows_from:
+            yield _row(condition.text)
 
 
 def _to_repair(snapshot: Snapshot, plan: Plan) -> Iterator[answers.PendingJson]:

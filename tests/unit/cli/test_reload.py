@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from yunion_mps import __version__
+from yunion_mps.core.enums import ABOUT_TIME_SLICE
 from yunion_mps.core.errors import ConfigError, Problem
 from yunion_mps.core.models import Event, Snapshot
 from yunion_mps.core.reasons import (
@@ -20,8 +22,11 @@ from yunion_mps.core.reasons import (
     DRIVER_HUNG,
     LAYOUT_NEEDS,
     MIG_IN_USE,
+    SETTING_PENDING,
     Reason,
 )
+from yunion_mps.core.waits import Users, wait_reason
+from yunion_mps.supervisor.host_conditions import PendingSetting
 
 from integration.daemon_host import eventually
 from unit.cli.conftest import Cli, Done
@@ -330,6 +335,17 @@ def test_a_reload_waits_for_layouts_too(own: Cli, option: str) -> None:
     assert done.err.startswith(
         f"yunion-mps: waiting: {why}\nyunion-mps: still pending after 1s: {why}; {REST} [mig_in_use]\n"
     )
+
+
+def test_a_drain_does_not_wait_for_settings_but_shows_them(own: Cli) -> None:
+    shown = snapshots.reference()
+    why = wait_reason("the restoration of its time slice", Users(processes=(7,)), SETTING_PENDING)
+    setting = PendingSetting(ABOUT_TIME_SLICE, str(snapshots.P40.uuid), why)
+    own.host.snapshot = snapshots.with_conditions(shown._replace(version=id(shown)), settings=[setting])
+    text = "GPU 00:06.0: the restoration of its time slice waits for the process (PID 7) to end"
+    hint = "wait for the leases, MPS servers and processes that it names to end"
+    (row,) = json.loads(own.good("reload", "--drain", "-o", "json"))["pending"]
+    assert row["pending"] == f"{text}; {hint}"
 
 
 @pytest.mark.parametrize("code", [*sorted(LAYOUT_NEEDS), DRIVER_HUNG])

@@ -14,7 +14,7 @@ from yunion_mps.core.errors import DriverError, ShortageError, YunionError
 from yunion_mps.core.models import Event, Gpu, Holder, Lease, Plan
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import GPU_OTHER_DRIVER, TIME_SLICE_CHANGED, TIME_SLICE_REFUSED, Reason
-from yunion_mps.gpus.blockers import WITHOUT_MPS, Blockers, Needs
+from yunion_mps.gpus.blockers import WITHOUT_MPS, Blockers, KeptBy, Needs
 from yunion_mps.gpus.kind import Kind, Step
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.gpus.reconciler import Look, Observed, Reconciler, Results, observe
@@ -79,6 +79,11 @@ class Fans:
         self.processes: dict[str, list[int]] = {}
         self.ledger = Ledger()
         self.events: list[Event] = []
+
+    @property
+    def blockers(self) -> dict[str, KeptBy]:
+        """What keeps fans as they are, by GPU UUID."""
+        return {look.uuid: kept_by for look, kept_by in self.reconciler.pending.items()}
 
     def due(self, gpus: Sequence[Gpu] = BOTH, **speeds: str) -> dict[str, str]:
         """Return what may have to change if the first (`a`) and second GPU (`b`) are to have these."""
@@ -215,16 +220,16 @@ def test_a_blocker_keeps_a_restoration_pending_and_is_named(fans: Fans) -> None:
     fans.ledger.add(Lease("a", (leased,), Holder("name", 0, name="job"), 0.0))
     reads = fans.kind.reads
     assert fans.apply() == Results()
-    assert str(fans.reconciler.pending["fan", "GPU-1"].users) == "lease job of root"
+    assert str(fans.blockers["GPU-1"].users) == "lease job of root"
     assert fans.kind.reads == reads, "the driver is not asked for what waits"
     fans.ledger.remove("a")
     fans.processes = {"GPU-1": [7]}
     fans.apply()
-    assert fans.reconciler.pending["fan", "GPU-1"].users.processes == (7,)
+    assert fans.blockers["GPU-1"].users.processes == (7,)
     assert fans.kind.speeds["GPU-1"] == "high"
     fans.processes = {}
     fans.apply()
-    assert (fans.reconciler.pending, fans.kind.speeds["GPU-1"]) == ({}, "low")
+    assert (fans.blockers, fans.kind.speeds["GPU-1"]) == ({}, "low")
 
 
 def test_a_value_is_not_read_while_processes_of_the_last_poll_keep_it(fans: Fans) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from yunion_mps.core.enums import ABOUT_SETTING, READY, WARNING
+from yunion_mps.core.enums import ABOUT_SETTING, PENDING, READY, WARNING
 from yunion_mps.core.errors import DriverError
 from yunion_mps.core.models import Gpu, Plan
 from yunion_mps.core.reasons import COMPUTE_MODE_CHANGED, COMPUTE_MODE_REFUSED
@@ -108,14 +108,15 @@ def test_what_keeps_it_is_named_and_restore_says_how(
     limit: PowerLimit, begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
     host, made = begin(TWO, 4, 4)
-    uuid = host.gpus[1].uuid
     host.gpus[1].add_process(os.getpid(), 100)
     host.divide(4)
     made.reload()
     made.until(lambda: len(made.snapshot.domains[0].plan.gpu_uuids) == 1)
     made.reconcile()
     assert watts(limit, host) == ["200", "200"]
-    assert made.supervisor.settings.reconciler.pending["power_limit", uuid].users.processes == (os.getpid(),)
+    (waiting,) = made.snapshot.conditions
+    assert (waiting.kind, waiting.subject, waiting.status) == (ABOUT_SETTING, "00:07.0", PENDING)
+    assert waiting.waits_for.processes == (os.getpid(),)
     made.stop()
     assert watts(limit, host) == ["300", "200"]
     assert "GPU 00:07.0 keeps its power limit, because jobs without MPS use it" in caplog.text
