@@ -8,17 +8,15 @@ import os
 import stat
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from yunion_mps.core.paths import Paths
 from yunion_mps.host import threads
 from yunion_mps.service.publisher import DEVICES_FILE, CdiPublisher, SpecDirectory, lease_file
 
-from unit.http.snapshots import snapshot
+from unit.supervised import Begin
 
 SPECS = st.dictionaries(st.text(max_size=10), st.text(max_size=200), max_size=20)
 
@@ -103,29 +101,32 @@ def test_only_our_files_are_ours(tmp_path: Path) -> None:
     assert SpecDirectory(str(tmp_path / "nowhere")).names() == []
 
 
-def test_a_shortage_of_threads_is_reported_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    supervisor: Any = SimpleNamespace(
-        snapshot=snapshot,
-        set_condition=lambda condition: told.append(condition.text),
-    )
+@pytest.mark.processes
+def test_a_shortage_of_threads_is_reported_in_words(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, made = begin([{"kind": "v100"}], 4)
+
+    def told() -> list[str]:
+        return [condition.text for condition in made.snapshot.conditions]
 
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
     async def refresh() -> None:
-        publisher = CdiPublisher(Paths(str(tmp_path)), supervisor)
+        publisher = CdiPublisher(made.paths, made.supervisor)
         publisher.refresh()
-        while not told:  # noqa: ASYNC110 - its task tells
+        while not told():  # noqa: ASYNC110 - its task tells
             await asyncio.sleep(0)
 
+    assert told() == []
     gate = threading.Event()
     for _ in range(20):  # idle threads of earlier tests would be reused
         threads.start_thread(gate.wait, threads.ignore_outcome)
-    monkeypatch.setattr("_thread.start_new_thread", refuse)
-    try:
-        asyncio.run(refresh())
-    finally:
-        gate.set()
+    with monkeypatch.context() as patch:
+        patch.setattr("_thread.start_new_thread", refuse)
+        try:
+            asyncio.run(refresh())
+        finally:
+            gate.set()
     short = "cannot start a thread: out of memory, processes or threads (can't start new thread)"
-    assert told == [f"containers cannot find the devices: {tmp_path}/run/cdi/{DEVICES_FILE}: {short}"]
+    file = f"{made.paths.root}/run/cdi/{DEVICES_FILE}"
+    assert told() == [f"containers cannot find the devices: {file}: {short}"]
