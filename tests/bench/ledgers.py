@@ -14,7 +14,7 @@ from yunion_mps.leases.queue import Queue
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, QueuedRequest
 
 from bench.values import BenchError, Line, Rounds, Settings
-from unit.leases.shares import HOLDER, device, lease
+from unit.leases.lease_builders import HOLDER, device, lease
 
 GPUS, OF_EACH = 200, 50
 #: As many requests as the daemon has connections for users.

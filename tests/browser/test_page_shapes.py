@@ -15,7 +15,7 @@ from browser.chromium import Chromium, Page
 from browser.scene import Scene, Served, scene_on, sticks_out
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon
-from posting import posted
+from request_bodies import request_body
 from simhost import SimHost
 
 GPUS_64 = [
@@ -132,7 +132,7 @@ def take(daemon: Daemon, count: int, request: str = "") -> list[str]:
     with closing(connection):
         for name in names:
             words = f"holder.ttl_s=3600&holder.name={name}{request}"
-            connection.request("POST", "/v1/leases", *posted(words))
+            connection.request("POST", "/v1/leases", *request_body(words))
             answer = connection.getresponse()
             body = answer.read()
             assert answer.status == 201, body

@@ -20,7 +20,7 @@ from containers.image import IMAGE
 from containers.podman_host import Podman, mps, reloads
 from integration.cdi_files import files_of, spec_of
 from integration.daemon_host import Daemon, eventually, is_running
-from integration.lease_host import ADDRESSES, given, leases_of, take, who_waits
+from integration.lease_host import ADDRESSES, leased_addresses, leases_of, queued_requests, take
 from simhost import SimHost
 from simhost.host import IN_UNITS
 from simhost.mps import ASK
@@ -79,9 +79,9 @@ def test_a_device_is_the_container_s_alone_until_it_ends(
         assert system_log.recv(4096).decode().endswith(f": {taken}")
     assert host.run(["yunion-mps", "run", "--device", ADDRESSES[1], "true"]).returncode == 5
     podman.good("stop", "--time", "0", "trainer")
-    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
     podman.good("start", "trainer")
-    assert given(ready_daemon) == [ADDRESSES[1]], "it is taken again at each start"
+    assert leased_addresses(ready_daemon) == [ADDRESSES[1]], "it is taken again at each start"
 
 
 def test_run_gives_a_container_a_lease_that_ends_with_it(ready_daemon: Daemon, podman: Podman) -> None:
@@ -89,7 +89,7 @@ def test_run_gives_a_container_a_lease_that_ends_with_it(ready_daemon: Daemon, p
     inside = "echo $YUNION_MPS_DEVICE; exit 7"
     done = host.run(["yunion-mps", "run", "--podman", "--", "--rm", IMAGE, "sh", "-c", inside])
     assert (done.returncode, done.stdout) == (7, f"{ADDRESSES[0]}\n"), done.stderr
-    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
     command = ["yunion-mps", "run", "--podman", "--gpu", "00:06.0", "--", "-d", "--name", "trainer"]
     done = host.run([*command, IMAGE, "sleep", "300"])
     assert done.returncode == 0, done.stderr
@@ -100,7 +100,7 @@ def test_run_gives_a_container_a_lease_that_ends_with_it(ready_daemon: Daemon, p
     assert "already belongs to a container" in refused.stderr
     assert "take another lease" in refused.stderr
     podman.good("rm", "--force", "--time", "0", "trainer")
-    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
     assert files_of(host) == ["yunion-mps.json"]
 
 
@@ -115,17 +115,17 @@ def test_the_lease_outlives_engine_client_and_daemon_not_the_container(
     client.kill()
     client.communicate()
     assert is_running(inside)
-    assert given(ready_daemon) == [ADDRESSES[0]]
+    assert leased_addresses(ready_daemon) == [ADDRESSES[0]]
     ready_daemon.kill()
     (kept, _) = files_of(ready_daemon.host)
     (ready_daemon.host.root / "run/cdi" / kept).unlink()
     (ready_daemon.host.root / "run/cdi/yunion-mps-lease-ended.json").write_text("{}")
     ready_daemon.start().wait_ready()
-    assert given(ready_daemon) == [ADDRESSES[0]]
+    assert leased_addresses(ready_daemon) == [ADDRESSES[0]]
     eventually(lambda: files_of(ready_daemon.host) == [kept, "yunion-mps.json"], "those of leases there are")
-    assert given(ready_daemon.reexec()) == [ADDRESSES[0]]
+    assert leased_addresses(ready_daemon.reexec()) == [ADDRESSES[0]]
     os.kill(inside, signal.SIGKILL)
-    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
     eventually(lambda: files_of(ready_daemon.host) == ["yunion-mps.json"], "the end of its file")
 
 
@@ -143,7 +143,7 @@ def test_several_devices_are_one_budget_by_run_and_refused_by_hand(
     ) in refused.stderr
     alone = ["yunion-mps", "run", "--podman", "--", "--rm", *mps("00:07.0-0"), IMAGE, "true"]
     assert re.search(r"[0-9a-f-]{36} and 00:07\.0-0 \(", host.run(alone).stderr), "the lease"
-    eventually(lambda: given(ready_daemon) == [], "that nothing is taken")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "that nothing is taken")
 
 
 def test_a_container_whose_domain_does_not_serve_does_not_start(ready_daemon: Daemon, podman: Podman) -> None:
@@ -174,7 +174,9 @@ def test_memory_in_units_is_a_device_while_its_lease_lives(daemon: Daemon, make_
             "run", "--rm", *mps(name), IMAGE, "sh", "-c", "echo $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
         )
         assert limit == "0=2048M"
-        assert given(daemon) == ["00:06.0-m0"], "a lease of a name outlives the containers that use it"
+        assert leased_addresses(daemon) == ["00:06.0-m0"], (
+            "a lease of a name outlives the containers that use it"
+        )
     assert daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     assert files_of(host) == []
 
@@ -215,7 +217,7 @@ def test_rootless_podman_does_the_same_for_a_user_of_the_socket_s_group(
     inside = ["sh", "-c", f"echo $YUNION_MPS_DEVICE; {ASK}"]
     done = podman.as_user(uid, "podman", "run", "--rm", *mps(ADDRESSES[1]), IMAGE, *inside)
     assert done.stdout.splitlines()[:2] == [ADDRESSES[1], "25.0"], done.stderr
-    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
     command = ["yunion-mps", "run", "--podman", "--", "-d", "--name", "theirs", IMAGE, "sleep", "300"]
     done = podman.as_user(uid, *command)
     assert done.returncode == 0, done.stderr
@@ -225,7 +227,7 @@ def test_rootless_podman_does_the_same_for_a_user_of_the_socket_s_group(
         assert lease["container"] == "theirs"
     done = podman.as_user(uid, "podman", "rm", "--force", "--time", "0", "theirs")
     assert done.returncode == 0, done.stderr
-    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
 
 
 def stand_in(host: SimHost, *, reads_cdi: bool) -> None:
@@ -263,7 +265,7 @@ def test_docker_s_container_keeps_its_lease_whatever_its_command_line_says(
         eventually(lambda: binding() != ["process"], "that the lease is bound, or lost")
         assert binding() == ["container"]
         podman.good("rm", "--force", "--time", "0", name)
-        eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+        eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
 
 
 def test_a_container_that_cannot_be_started_keeps_no_device(ready_daemon: Daemon, podman: Podman) -> None:
@@ -272,7 +274,7 @@ def test_a_container_that_cannot_be_started_keeps_no_device(ready_daemon: Daemon
         stand_in(host, reads_cdi=reads_cdi)
         done = host.run(["yunion-mps", "run", engine, "--", "--pull=never", "no/such:image", "true"])
         assert done.returncode == 125, "the engine's own"
-        eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+        eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
     assert files_of(host) == ["yunion-mps.json"]
     assert podman.good("ps", "--quiet") == ""
 
@@ -306,7 +308,7 @@ def test_a_queued_run_gets_what_a_container_leaves_ctrl_c_ends_its_wait(
     podman.good("run", "--detach", "--name", "trainer", *mps("all"), IMAGE, "sleep", "300")
 
     def waiting() -> int:
-        return len(who_waits(ready_daemon))
+        return len(queued_requests(ready_daemon))
 
     inside = ["sh", "-c", "echo $YUNION_MPS_DEVICE"]
     patient = host.popen([*RUN, "--wait", "--gpu", "00:06.0", "--", "--rm", IMAGE, *inside], stderr=-1)
@@ -320,7 +322,7 @@ def test_a_queued_run_gets_what_a_container_leaves_ctrl_c_ends_its_wait(
     podman.good("rm", "--force", "--time", "0", "trainer")
     told, _ = patient.communicate()
     assert (patient.returncode, told) == (0, f"{ADDRESSES[0]}\n")
-    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
 
 
 def test_input_signals_and_terminal_are_the_container_s(ready_daemon: Daemon, podman: Podman) -> None:
@@ -339,7 +341,7 @@ def test_input_signals_and_terminal_are_the_container_s(ready_daemon: Daemon, po
     begun.send_signal(signal.SIGTERM)
     assert set(begun.communicate()[0].splitlines()) == {"heard", "ended"}
     assert begun.returncode == 3
-    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
 
 
 def test_a_name_s_lease_that_has_ended_neither_ends_nor_begins_containers(
@@ -348,11 +350,11 @@ def test_a_name_s_lease_that_has_ended_neither_ends_nor_begins_containers(
     lease = take(ready_daemon, f"devices={ADDRESSES[1]}&holder.name=job-17&holder.ttl_s=600")
     for name in ("trainer", "teacher"):
         podman.good("run", "--detach", "--name", name, "--device", lease["cdi"], IMAGE, "sleep", "300")
-    assert given(ready_daemon) == [ADDRESSES[1]], "both share it"
+    assert leased_addresses(ready_daemon) == [ADDRESSES[1]], "both share it"
     podman.good("rm", "--force", "--time", "0", "teacher")
-    assert given(ready_daemon) == [ADDRESSES[1]]
+    assert leased_addresses(ready_daemon) == [ADDRESSES[1]]
     assert ready_daemon.host.run(["yunion-mps", "lease", "release", "job-17"]).returncode == 0
-    assert (given(ready_daemon), files_of(ready_daemon.host)) == ([], ["yunion-mps.json"])
+    assert (leased_addresses(ready_daemon), files_of(ready_daemon.host)) == ([], ["yunion-mps.json"])
     assert podman.good("ps", "--format", "{{.Names}}") == "trainer"
     refused = podman("restart", "--time", "0", "trainer")
     assert f"unresolvable CDI devices {lease['cdi']}" in refused.stderr

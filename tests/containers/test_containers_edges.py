@@ -17,7 +17,7 @@ from containers.image import IMAGE
 from containers.podman_host import Podman, mps, reloads
 from integration.cdi_files import files_of, spec_of
 from integration.daemon_host import Daemon, eventually, is_running
-from integration.lease_host import ADDRESSES, given, leases_of, take
+from integration.lease_host import ADDRESSES, leased_addresses, leases_of, take
 from simhost.mps import ASK
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -32,7 +32,7 @@ def test_a_container_of_a_job_with_env_host_gets_its_own_device(ready_daemon: Da
     own = ["podman", "run", "--rm", "--env-host", *mps(ADDRESSES[0]), IMAGE, "true"]
     refused = host.run(["yunion-mps", "run", "--device", ADDRESSES[0], "--", *own])
     assert f"device {ADDRESSES[0]} is in use: " in refused.stderr, "it is the job's"
-    eventually(lambda: given(ready_daemon) == [], "that nothing is taken")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "that nothing is taken")
 
 
 @pytest.mark.gpus({"kind": "tesla-p40"})
@@ -83,7 +83,7 @@ def test_a_file_from_before_a_new_pipe_directory_starts_no_container(
         in refused.stderr
     )
     assert podman.good("run", "--rm", *mps(ADDRESSES[1]), IMAGE, *inside).startswith("25.0")
-    assert set(given(ready_daemon)) == {ADDRESSES[0], ADDRESSES[2]}, "who has a device keeps it"
+    assert set(leased_addresses(ready_daemon)) == {ADDRESSES[0], ADDRESSES[2]}, "who has a device keeps it"
     podman.good("restart", "--time", "0", "trainer")
     eventually(lambda: podman.good("logs", "trainer").count("25.0") == 2, "that it finds the new one")
     old = json.loads(before)
@@ -95,7 +95,7 @@ def test_a_file_from_before_a_new_pipe_directory_starts_no_container(
         f"device {ADDRESSES[3]} changed while the container was starting (start the container again)"
         in refused.stderr
     )
-    eventually(lambda: ADDRESSES[3] not in given(ready_daemon), "that it is free again")
+    eventually(lambda: ADDRESSES[3] not in leased_addresses(ready_daemon), "that it is free again")
 
 
 def test_podman_exec_needs_the_devices_environment(ready_daemon: Daemon, podman: Podman) -> None:
@@ -158,7 +158,7 @@ def test_a_container_has_its_budget_and_mps_whatever_else_it_is_given(
     inside = f"{ASK}; echo $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
     told = podman.good("run", "--rm", *words, *mps(ADDRESSES[1]), IMAGE, "sh", "-c", inside).splitlines()
     assert (told[0], told[-1]) == ("25.0", "0=4096M")
-    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
 
 
 def test_a_container_of_a_pod_goes_by_its_own_name(ready_daemon: Daemon, podman: Podman) -> None:
@@ -167,7 +167,7 @@ def test_a_container_of_a_pod_goes_by_its_own_name(ready_daemon: Daemon, podman:
     podman.good(*begin, IMAGE, "sleep", "300")
     assert "trainer: sleep 300" in ready_daemon.host.run(["yunion-mps", "who"]).stdout
     podman.good("pod", "rm", "--force", "--time", "0", "pod")
-    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
 
 
 def test_the_file_is_written_only_when_it_changes_and_removed_at_the_stop(ready_daemon: Daemon) -> None:
@@ -225,7 +225,7 @@ def test_an_unwritable_cdi_directory_is_logged_once_and_retried(ready_daemon: Da
     status, answer = ready_daemon.ask("POST", "/v1/leases", "cdi=true")
     assert status == 409
     assert answer["detail"].startswith("containers cannot find the lease: ")
-    assert len(given(ready_daemon)) == 2
+    assert len(leased_addresses(ready_daemon)) == 2
     directory.unlink()
     reloads(ready_daemon)
     eventually(lambda: spec_of(host), "the file")
@@ -265,7 +265,7 @@ def test_a_missing_engine_is_one_line(ready_daemon: Daemon, engine: str) -> None
     hint = "install it, or run the command without a container: yunion-mps run COMMAND"
     lines = [f"yunion-mps: {engine} is not installed [program_missing]", f"yunion-mps: {hint}"]
     assert (done.returncode, done.stderr.splitlines()) == (1, lines)
-    assert given(ready_daemon) == []
+    assert leased_addresses(ready_daemon) == []
 
 
 def test_ctrl_c_while_an_engine_is_silent_leaves_nothing_leased(ready_daemon: Daemon, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from containers.image import IMAGE
 from containers.podman_host import Podman, mps
 from integration.daemon_host import Daemon, eventually
 from integration.device_nodes import nodes_in, nodes_of, nodes_of_instance, ready_daemon
-from integration.lease_host import given, leases_of
+from integration.lease_host import leased_addresses, leases_of
 from simhost.host import EACH_KIND
 
 __all__ = ["ready_daemon"]
@@ -71,7 +71,7 @@ def test_a_container_has_its_device_alone_and_nothing_of_the_others(
     refused = podman.run(*mps(device.address), IMAGE, "true")
     assert f"device {device.address} is in use: trainer of root" in refused.stderr
     podman.good("rm", "--force", "--time", "0", "trainer")
-    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
 
 
 @pytest.mark.parametrize(("kind", "options"), [("time-sliced", ["--allow-unlimited"]), ("instance", [])])
@@ -83,4 +83,4 @@ def test_run_gives_a_container_a_device_of_each_kind(
     ready_daemon.host.run([*command, "--detach", "--name", "trainer", IMAGE, "sleep", "300"], check=True)
     assert_has(podman.pid_of("trainer"), device)
     podman.good("rm", "--force", "--time", "0", "trainer")
-    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")

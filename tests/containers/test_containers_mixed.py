@@ -16,7 +16,7 @@ from containers.podman_host import Podman
 from integration.cdi_files import spec_of
 from integration.daemon_host import Daemon, eventually
 from integration.device_nodes import nodes_in, nodes_of, nodes_of_instance, publish_nodes
-from integration.lease_host import given
+from integration.lease_host import leased_addresses
 from simhost import SimHost
 from simhost.gpu import MigDevice
 from simhost.host import SHARED
@@ -83,7 +83,7 @@ def test_containers_of_each_kind_have_their_own_nodes_and_variables(
     }
     for address in expected:
         start(ready_daemon.host, engine, f"job-{address.replace(':', '-')}", "--device", address)
-    eventually(lambda: given(ready_daemon) == sorted(expected), "a lease for each")
+    eventually(lambda: leased_addresses(ready_daemon) == sorted(expected), "a lease for each")
     for address, (has, visible) in expected.items():
         pid = podman.pid_of(f"job-{address.replace(':', '-')}")
         environment = environment_of(pid)
@@ -105,7 +105,7 @@ def test_an_option_replaces_the_jax_variable_only_if_the_device_has_none(
         done = ready_daemon.host.run([*command, "--rm", "--env", option, IMAGE, "env"])
         assert (option in done.stdout.splitlines()) == is_replaced, done.stderr
         assert done.returncode == 0 or "would override the device's value" in done.stderr
-    eventually(lambda: given(ready_daemon) == [], "the end of the leases")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the leases")
 
 
 def test_a_container_with_two_instances_has_the_nodes_of_both(
@@ -137,7 +137,7 @@ def test_a_container_whose_instance_lacks_a_node_is_refused(
     assert f"MIG instance {address}: no such device node: /dev/{node}" in refused.stderr
     assert "create it: nvidia-modprobe -f " in refused.stderr
     assert refused.returncode != 0
-    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
     (host.root / "dev" / node).touch()
     publish_nodes(ready_daemon)
     eventually(lambda: MISSING_NODES_ARGUMENT not in json.dumps(spec_of(host)), "the file")

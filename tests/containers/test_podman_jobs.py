@@ -16,8 +16,8 @@ from containers.podman_host import mps
 from integration.cdi_files import spec_of
 from integration.daemon_host import Daemon, eventually, is_running
 from integration.device_nodes import publish_nodes
-from integration.lease_host import given, leases_of, take
-from integration.mps_jobs import JOB, STUBBORN_JOB, ended, started, terminations_of
+from integration.lease_host import leased_addresses, leases_of, take
+from integration.mps_jobs import JOB, STUBBORN_JOB, end_of, started_job, terminations_of
 from integration.test_job_budgets import termination
 from integration.test_leases_combined import SHARE, UNENFORCED, WHOLE, instances
 from integration.test_safe_stop import DISCONNECTED, KILLED
@@ -50,19 +50,19 @@ def test_a_container_over_its_budget_loses_its_newest_process_only(
     (daemon, _, neighbour), podman = make_podman_at_work(over_budget="terminate", over_budget_grace_s=1)
     host, gpu = daemon.host, daemon.host.gpus[0]
     run = ["yunion-mps", "run", "--podman", "--", *job_in_container("--name", "trainer")]
-    with started(host, *run):
+    with started_job(host, *run):
         (lease,) = leases_of(daemon)
         budget_mib, old = lease["budgets"][0]["memory_mib"], podman.pid_of("trainer")
         gpu.add_process(neighbour.pid, 4 * budget_mib, "M+C")
         gpu.add_process(old, budget_mib, "M+C")
         variables = [f"--env={name}={lease['environment'][name]}" for name in names]
-        with started(host, "podman", "exec", *variables, "trainer", *inside_container(JOB)) as newest:
+        with started_job(host, "podman", "exec", *variables, "trainer", *inside_container(JOB)) as newest:
             inside = [one for one in daemon.get("/v1/clients")[1]["clients"] if one["container"] == "trainer"]
             (pid,) = (one["pid"] for one in inside if one["pid"] != old)
             gpu.add_process(pid, 512, "M+C")
             eventually(lambda: daemon.polls() and not is_running(pid), "its end")
             gpu.remove_process(pid)
-            line = ended(newest)[2].splitlines()[0]
+            line = end_of(newest)[2].splitlines()[0]
         used = f"the processes of lease {lease['id'][:8]} together use {budget_mib + 512} of {budget_mib} MiB"
         assert line.startswith(f"yunion-mps: terminating PID {pid} because {used} ({lease['devices'][0]})")
         event = termination(daemon, gpu.uuid)
@@ -80,17 +80,17 @@ def test_clients_in_a_container_are_disconnected_before_it_is_killed(
 ) -> None:
     (daemon, *_), podman = make_podman_at_work()
     run = ["yunion-mps", "run", "--podman", "--safe-stop=0s", "--", *job_in_container("--name", "trainer")]
-    with started(daemon.host, *run) as job:
+    with started_job(daemon.host, *run) as job:
         if is_dead:
             daemon.kill()
         job.terminate()
-        status, _, err = ended(job)
+        status, _, err = end_of(job)
     assert status == KILLED, err
     state = podman.good("inspect", "--format", "{{.State.Status}} {{.State.ExitCode}}", "trainer")
     assert state == f"exited {KILLED}"
     if not is_dead:
         assert terminations_of(daemon) == [DISCONNECTED]
-        eventually(lambda: given(daemon) == [], "the end of the lease")
+        eventually(lambda: leased_addresses(daemon) == [], "the end of the lease")
 
 
 def test_a_container_with_an_instance_and_a_share_starts_with_a_log_line(

@@ -10,7 +10,7 @@ import pytest
 
 from engines.processes import ENGINES, kill_all_of, processes_of, with_engines
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
-from integration.lease_host import ADDRESSES, given, holders, leases_of, who_waits
+from integration.lease_host import ADDRESSES, holders, leased_addresses, leases_of, queued_requests
 from simhost import SimHost
 from simhost.host import Closes
 
@@ -88,7 +88,7 @@ def test_each_worker_of_dask_has_a_device_until_it_ends(engine: Engine, daemon: 
     client = engine.start(ENGINES / "python", "-c", DASK, scheduler)
     assert client.wait(4 * PATIENCE_S) == 0, engine.log()
     devices, device = json.loads((engine.folder / "devices.json").read_text())
-    assert devices == given(daemon) == ADDRESSES
+    assert devices == leased_addresses(daemon) == ADDRESSES
     assert device in devices
     assert holders(daemon) == {worker.pid for worker in workers}
     workers[0].kill()
@@ -97,8 +97,8 @@ def test_each_worker_of_dask_has_a_device_until_it_ends(engine: Engine, daemon: 
 
 def test_each_app_of_parsl_has_a_device_and_the_fifth_waits(engine: Engine, daemon: Daemon) -> None:
     program = engine.start(ENGINES / "python", "-c", PARSL)
-    eventually(lambda: len(who_waits(daemon)) == 1, "the fifth app", 4 * PATIENCE_S, engine.log)
-    assert given(daemon) == ADDRESSES
+    eventually(lambda: len(queued_requests(daemon)) == 1, "the fifth app", 4 * PATIENCE_S, engine.log)
+    assert leased_addresses(daemon) == ADDRESSES
     (engine.folder / "go").touch()
     assert program.wait(4 * PATIENCE_S) == 0, engine.log()
     found = [path.read_text().strip() for path in engine.folder.glob("*.txt")]

@@ -12,7 +12,7 @@ import pytest
 
 from engines.ray_cluster import Driver, Ray
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import ADDRESSES, leases_of, restart, take_all, wait_until_wait
+from integration.lease_host import ADDRESSES, await_queue, leases_of, restart, take_all
 from simhost import SimHost
 from simhost.host import IN_UNITS
 
@@ -102,7 +102,7 @@ def test_a_worker_waits_for_a_device_that_is_leased_outside_ray(cluster: Ray, ra
     daemon = cluster.daemons[0]
     take_all(daemon)
     ray("waiting = actor(**on(0)).here.remote()")
-    wait_until_wait(daemon, 1)
+    await_queue(daemon, 1)
     for lease in leases_of(daemon):
         daemon.ask("DELETE", f"/v1/leases/{lease['id']}")
     assert ray("ray.get(waiting)") in PLACES

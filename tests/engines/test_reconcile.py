@@ -9,7 +9,7 @@ import pytest
 
 from engines.attached import attach
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import ADDRESSES, given, leases_of
+from integration.lease_host import ADDRESSES, leased_addresses, leases_of
 from simhost.mps import StandIns
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -54,7 +54,7 @@ def test_a_repeated_take_returns_the_same_lease_of_several_devices(ready: Daemon
     assert take(ready, "slurm:17", *ADDRESSES[:2]) == lease
     assert take(ready, "slurm:17", *ADDRESSES[1:3]) == 1
     assert take(ready, "slurm:18", *ADDRESSES[1:3]) == 5
-    assert given(ready) == ADDRESSES[:2]
+    assert leased_addresses(ready) == ADDRESSES[:2]
 
 
 def test_the_leases_of_all_jobs_that_are_not_live_are_ended(ready: Daemon) -> None:
@@ -63,20 +63,20 @@ def test_the_leases_of_all_jobs_that_are_not_live_are_ended(ready: Daemon) -> No
     assert reconcile(ready, "18, 20") == ["slurm:17", "slurm:19"]
     assert reconcile(ready, "18") == []
     assert reconcile(ready, "") == ["slurm:18"]
-    assert given(ready) == ADDRESSES[3:]
+    assert leased_addresses(ready) == ADDRESSES[3:]
 
 
 def test_a_job_id_with_a_typo_ends_no_lease(ready: Daemon) -> None:
     take(ready, "slurm:17", ADDRESSES[0])
     for live in ("18,x", "18,,19", "slurm:18", "18 19"):
         assert reconcile(ready, live) == 2
-    assert given(ready) == ADDRESSES[:1]
+    assert leased_addresses(ready) == ADDRESSES[:1]
 
 
 def test_a_lease_is_kept_while_a_process_uses_its_device(jobs: StandIns, ready: Daemon) -> None:
     lease = take(ready, "slurm:17", ADDRESSES[0])
     with attach(jobs, ready, lease):
         assert reconcile(ready, "") == []
-        assert given(ready) == ADDRESSES[:1]
+        assert leased_addresses(ready) == ADDRESSES[:1]
     eventually(lambda: reconcile(ready, "") == ["slurm:17"], "the end of the lease")
     assert leases_of(ready) == []

@@ -10,7 +10,7 @@ from yunion_mps.core.enums import DEVICE_VARIABLES
 
 from engines.slurm import Slurm, environment, wait_unused
 from integration.daemon_host import Daemon
-from integration.lease_host import ADDRESSES, given, leases_of
+from integration.lease_host import ADDRESSES, leased_addresses, leases_of
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
@@ -37,7 +37,7 @@ def test_four_jobs_run_and_the_fifth_waits_for_a_device(slurm: Slurm, daemon: Da
     for job in jobs:
         slurm.wait_job(job, "RUNNING")
     slurm.wait(
-        lambda: given(daemon) == ADDRESSES, "the leases"
+        lambda: leased_addresses(daemon) == ADDRESSES, "the leases"
     )  # a batch job runs before its Prolog has ended
     slurm.wait(lambda: all(map(slurm.output, jobs)), "their output")
     assert {lease["name"] for lease in leases_of(daemon)} == {f"slurm:{job}" for job in jobs}
@@ -109,14 +109,14 @@ def test_a_device_is_released_however_its_job_ends(slurm: Slurm, daemon: Daemon,
     job = slurm.submit("exit 3" if end == "failure" else slurm.until_told, SHARE)
     if end != "failure":
         slurm.wait_job(job, "RUNNING")
-        slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "the lease")
+        slurm.wait(lambda: leased_addresses(daemon) == ADDRESSES[:1], "the lease")
     if end == "time limit":
         slurm.end_by_time_limit(job)
     elif end != "failure":
         slurm.ask(*(("scancel", job) if end == "scancel" else ("scontrol", "requeue", job)))
     if end == "requeue":
         slurm.start_again(job)
-        slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "another lease")
+        slurm.wait(lambda: leased_addresses(daemon) == ADDRESSES[:1], "another lease")
         slurm.ask("scancel", job)
     slurm.wait_job(job, "FAILED", "CANCELLED", "TIMEOUT")
     wait_unused(slurm, daemon)
@@ -127,7 +127,7 @@ def test_each_task_of_an_array_has_a_device_of_its_own(slurm: Slurm, daemon: Dae
     script = f"echo $YUNION_MPS_DEVICE; {slurm.until_told}"
     array = slurm.submit(script, SHARE, "--array=1-6")
     slurm.wait(lambda: len(slurm.output(array).split()) == 4, "the output of the first tasks")
-    assert sorted(slurm.output(array).split()) == given(daemon) == ADDRESSES
+    assert sorted(slurm.output(array).split()) == leased_addresses(daemon) == ADDRESSES
     slurm.tell_jobs()
     slurm.wait(lambda: len(slurm.output(array).split()) == 6, "the output of all tasks")
     wait_unused(slurm, daemon)
@@ -150,7 +150,7 @@ def test_beside_the_job_of_another_user_a_job_fails_with_the_reason(slurm: Slurm
     """Slurm knows only devices, not that MPS serves one user at a time. The node can run other jobs."""
     job = slurm.submit(slurm.until_told, SHARE)
     slurm.wait_job(job, "RUNNING")
-    slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "the lease")
+    slurm.wait(lambda: leased_addresses(daemon) == ADDRESSES[:1], "the lease")
     done = slurm.srun(SHARE, "true", user=1)
     assert done.returncode != 0
     assert f"now nobody (lease slurm:{job} on 00:06.0-0, since " in done.stdout, done

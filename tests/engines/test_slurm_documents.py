@@ -12,7 +12,7 @@ from documents import code_blocks
 from engines.slurm import HOOKS, Slurm
 from engines.test_slurm_mig import DIVISIONS
 from integration.daemon_host import Daemon
-from integration.lease_host import ADDRESSES, given
+from integration.lease_host import ADDRESSES, leased_addresses
 from simhost import SimHost
 from simhost.environment import CHECKOUT
 
@@ -111,7 +111,7 @@ def test_leases_are_taken_and_ended_by_hand_as_the_page_says(daemon: Daemon) -> 
     for _ in range(2):
         done = daemon.host.run([*take.split(), "-o", "json"], check=True)
         ids.add(json.loads(done.stdout)["id"])
-    assert (len(ids), given(daemon)) == (1, ADDRESSES[:1])
+    assert (len(ids), leased_addresses(daemon)) == (1, ADDRESSES[:1])
     for live, left in (("16,17", ADDRESSES[:1]), ("16,18", [])):
         daemon.host.run(reconcile.replace("JOB,JOB", live).split(), check=True)
-        assert given(daemon) == left
+        assert leased_addresses(daemon) == left

@@ -9,7 +9,7 @@ import pytest
 from engines.attached import attach
 from engines.slurm import NODE, Slurm, wait_unused
 from integration.daemon_host import PATIENCE_S, Daemon
-from integration.lease_host import ADDRESSES, given, leases_of, restart, take
+from integration.lease_host import ADDRESSES, leased_addresses, leases_of, restart, take
 from simhost.mps import StandIns
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -82,7 +82,7 @@ def test_a_lost_gpu_drains_the_node_with_its_code(slurm: Slurm, daemon: Daemon) 
 def test_a_node_is_not_drained_because_slurmctld_does_not_answer(slurm: Slurm, daemon: Daemon) -> None:
     """If it is overloaded, only some commands fail, and every node would be drained at the same time."""
     slurm.submit(f"{SHOW}; {slurm.until_told}", SHARE)
-    slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "its lease")
+    slurm.wait(lambda: leased_addresses(daemon) == ADDRESSES[:1], "its lease")
     folder = slurm.folder / "failing"
     slurm.write_hook("health-check", f"mkdir {folder}; ln -s /bin/false {folder}/squeue; PATH={folder}:$PATH")
     slurm.check_health()
@@ -126,7 +126,7 @@ def test_a_drain_by_the_administrator_is_left_alone(slurm: Slurm, daemon: Daemon
 def test_a_reboot_that_the_administrator_requests_is_not_cancelled(slurm: Slurm, daemon: Daemon) -> None:
     slurm.set(RebootProgram="/bin/true")
     slurm.submit(f"{SHOW}; {slurm.until_told}", SHARE)
-    slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "its lease")
+    slurm.wait(lambda: leased_addresses(daemon) == ADDRESSES[:1], "its lease")
     daemon.stop()
     slurm.check_health()
     assert slurm.state() == "draining"
@@ -143,7 +143,7 @@ def test_leases_of_jobs_that_slurm_does_not_know_are_released(slurm: Slurm, daem
         done = host.run(["yunion-mps", "lease", "take", name, *words, "--device", device])
         assert done.returncode == 0, done.stderr
     slurm.check_health()
-    assert given(daemon) == ADDRESSES[1:2]
+    assert leased_addresses(daemon) == ADDRESSES[1:2]
 
 
 def test_a_leftover_process_keeps_the_lease_and_drains_the_node(
@@ -152,7 +152,7 @@ def test_a_leftover_process_keeps_the_lease_and_drains_the_node(
     lease = take(daemon, f"devices={ADDRESSES[0]}&holder.name=slurm:999&holder.ttl_s=0&reserved_for=slurm")
     with attach(jobs, daemon, lease):
         slurm.check_health()
-        assert given(daemon) == ADDRESSES[:1]
+        assert leased_addresses(daemon) == ADDRESSES[:1]
         assert "a process of the ended job 999 still uses 00:06.0-0" in slurm.reason()
     slurm.wait(lambda: leases_of(daemon)[0]["state"] == "idle", "the end of its use")
     slurm.check_health()
@@ -258,7 +258,7 @@ def test_a_job_cancelled_during_its_prolog_leaves_no_lease(slurm: Slurm, daemon:
 
 def test_after_a_reboot_leases_of_ended_jobs_do_not_block_new_jobs(slurm: Slurm, daemon: Daemon) -> None:
     running = slurm.submit(f"{SHOW}; {slurm.until_told}", SHARE, "--no-requeue")
-    slurm.wait(lambda: given(daemon) == ADDRESSES[:1], "its lease")
+    slurm.wait(lambda: leased_addresses(daemon) == ADDRESSES[:1], "its lease")
     slurm.write_hook("epilog", "exit 0")  # at a boot, no Epilog runs
     slurm.kill("slurmd")
     daemon.kill()

@@ -9,7 +9,7 @@ import pytest
 
 from engines.slurm import Slurm, environment, wait_unused
 from integration.daemon_host import Daemon
-from integration.lease_host import given, leases_of
+from integration.lease_host import leased_addresses, leases_of
 from simhost import SimHost
 from simhost.host import SHARED
 
@@ -232,13 +232,13 @@ def test_a_change_that_waits_for_jobs_on_all_devices_drains_the_node(
     """The next job would be requeued: Slurm starts it as soon as a device is free."""
     for _ in TYPES[kind]:
         slurm.submit(slurm.until_told, f"--gres=gpu:{kind}:1")
-    slurm.wait(lambda: given(daemon) == TYPES[kind], "their leases")
+    slurm.wait(lambda: leased_addresses(daemon) == TYPES[kind], "their leases")
     daemon.host.divide(*(entry if index == gpu else one for index, one in enumerate(DIVISIONS)))
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     slurm.wait(lambda: daemon.get("/v1/status")[1]["problems"], "the change")
     slurm.check_health()
     assert slurm.reason().startswith(f"yunion-mps: {why}"), slurm.logs()
-    assert (slurm.state(), given(daemon)) == ("draining", TYPES[kind])
+    assert (slurm.state(), leased_addresses(daemon)) == ("draining", TYPES[kind])
     daemon.host.divide(*DIVISIONS)
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     slurm.check_health()
@@ -248,7 +248,7 @@ def test_a_change_that_waits_for_jobs_on_all_devices_drains_the_node(
 def test_a_pending_layout_is_the_drain_reason_until_the_job_ends(slurm: Slurm, daemon: Daemon) -> None:
     """The free instance no longer has a device, but gres.conf cannot be written before the job ends."""
     running = slurm.submit(slurm.until_told, "--gres=gpu:1g.10gb:1")
-    slurm.wait(lambda: given(daemon) == INSTANCES[:1], "its lease")
+    slurm.wait(lambda: leased_addresses(daemon) == INSTANCES[:1], "its lease")
     daemon.host.divide(*DIVISIONS[:2], "mig: 2g.20gb", DIVISIONS[3])
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     slurm.wait(lambda: daemon.get("/v1/status")[1]["problems"], "the change")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.rows import NOTHING, Fault, Row
+from faults.fault_table import NOTHING, Fault, Row
 from faults.scene import FORMER_MODE, INTERRUPTED, Scene, until
 from integration.daemon_host import control_daemons, is_running
 from simhost.mps import Client

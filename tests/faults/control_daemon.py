@@ -7,11 +7,11 @@ import shutil
 import signal
 from pathlib import Path
 
-from faults.hands import FailingProgram, Tracer
-from faults.rows import CONTROL_DAEMON, fault
+from faults.fault_table import CONTROL_DAEMON, fault
 from faults.scene import FORMER_MODE, Scene, until
+from faults.tampering import FailingProgram, Tracer
 from simhost.mps import CONTROL
-from unit.mps.front_ends import stop_process
+from unit.mps.other_processes import stop_process
 
 
 @fault(CONTROL_DAEMON, "it is killed (SIGKILL)")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from faults.hands import await_events, hang
-from faults.rows import GPUS, fault
+from faults.fault_table import GPUS, fault
 from faults.scene import FORMER_MODE, Scene, until
+from faults.tampering import await_events, hang
 from simhost import SimGpu
 
 _MANY = [{"kind": "v100", "count": 64, "virtual_number": 4}]

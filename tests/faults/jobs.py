@@ -6,9 +6,9 @@ import os
 import signal
 from typing import Any
 
-from faults.rows import JOBS, fault
+from faults.fault_table import JOBS, fault
 from faults.scene import FORMER_MODE, Scene, shown_s, until
-from unit.mps.front_ends import stop_process
+from unit.mps.other_processes import stop_process
 
 OTHER_USER = 65534
 

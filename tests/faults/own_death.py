@@ -13,11 +13,11 @@ import time
 
 from yunion_mps.core.units import seconds
 
-from faults.hands import Levers
-from faults.rows import OURSELVES, fault
+from faults.fault_table import OURSELVES, fault
 from faults.scene import FORMER_MODE, Scene, shown_s, until
+from faults.tampering import Levers
 from integration.daemon_host import control_daemons
-from unit.mps.front_ends import STRANGER, flood, full_queue, stop_process
+from unit.mps.other_processes import STRANGER, flood, full_queue, stop_process
 
 DAY_S = 86_400
 _ADOPTED = "adopted the running control daemon"

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 from yunion_mps.core import reasons
 
-from faults.hands import await_events
-from faults.rows import SHARING, fault
+from faults.fault_table import SHARING, fault
 from faults.scene import FORMER_MODE, Scene, shown, until
+from faults.tampering import await_events
 from simhost.gpu import MigDevice
 from simhost.host import SHARED
 

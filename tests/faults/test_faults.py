@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from faults import control_daemon, crowds, gpus, jobs, own_death, places, sharing
-from faults import rows as table
-from faults.rows import FAULTS, Fault, Row
+from faults import connections, control_daemon, files_and_disks, gpus, jobs, own_death, sharing
+from faults import fault_table as table
+from faults.fault_table import FAULTS, Fault, Row
 
 #: Each has registered its faults when it was imported.
-SCENARIOS = (control_daemon, jobs, own_death, places, gpus, sharing, crowds)
+SCENARIOS = (control_daemon, jobs, own_death, files_and_disks, gpus, sharing, connections)
 
 #: Those that take no time of their own first, while the others wait.
 _PLAYED = sorted(FAULTS, key=lambda fault: fault.takes_s)
@@ -27,10 +27,10 @@ def test_each_fault_is_survived_as_the_page_says(fault: Fault, row: Callable[[Fa
 
 
 @as_root
-def test_the_page_tells_what_was_seen(rows: list[Row]) -> None:
-    if len(rows) < len(FAULTS):
+def test_the_page_tells_what_was_seen(fault_table: list[Row]) -> None:
+    if len(fault_table) < len(FAULTS):
         pytest.skip("not every fault was played")
     if os.environ.get(table.WRITE_VARIABLE):
-        table.write(rows)
+        table.write(fault_table)
     told = table.fixed(table.on_page())
-    assert told == table.fixed(table.render(rows)), f"rewrite it with {table.WRITE_VARIABLE}=1"
+    assert told == table.fixed(table.render(fault_table)), f"rewrite it with {table.WRITE_VARIABLE}=1"

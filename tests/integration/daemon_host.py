@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import pytest
 
 from control_groups import unique_name
-from posting import posted
+from request_bodies import request_body
 from simhost import SimHost
 from simhost.host import Closes
 from simhost.mps import CONTROL, PING, is_rejected
@@ -219,7 +219,7 @@ class Daemon(Closes):
 
     def ask(self, method: str, path: str, words: str = "") -> tuple[int, Any]:
         """Status and answer; `words` are the body, as `posting` has it."""
-        body, headers = posted(words) if method == "POST" else (None, {})
+        body, headers = request_body(words) if method == "POST" else (None, {})
         connection = http.client.HTTPConnection("localhost", timeout=PATIENCE_S)
         connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.closing(connection):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from integration.daemon_host import Daemon, eventually
-from posting import posted
+from request_bodies import request_body
 from simhost import SimHost
 from unit.http.server_host import as_user
 
@@ -46,24 +46,24 @@ class Connection(http.client.HTTPConnection):
 
     def post(self, target: str, words: str) -> None:
         """Send a request whose body has these members."""
-        self.request("POST", target, *posted(words))
+        self.request("POST", target, *request_body(words))
 
     def answer(self) -> tuple[int, Any]:
         response = self.getresponse()
         return response.status, json.loads(response.read())
 
 
-class Asker(Connection):
+class Requester(Connection):
     def __init__(self, daemon: Daemon, query: str) -> None:
         super().__init__(daemon)
         self.post("/v1/leases", query)
 
 
-def queued(daemon: Daemon, query: str, position: int = 1) -> Asker:
-    """One who asks for a lease, and waits in this position of the queue."""
-    asker = Asker(daemon, f"wait_s=600&{query}")
-    wait_until_wait(daemon, position)
-    return asker
+def queued(daemon: Daemon, query: str, position: int = 1) -> Requester:
+    """Ask for a lease, and wait until that is in this position of the queue."""
+    requester = Requester(daemon, f"wait_s=600&{query}")
+    await_queue(daemon, position)
+    return requester
 
 
 def restart(daemon: Daemon) -> None:
@@ -97,7 +97,7 @@ def leases_of(daemon: Daemon) -> list[dict[str, Any]]:
     return list(daemon.get("/v1/leases")[1]["leases"])
 
 
-def given(daemon: Daemon) -> list[str]:
+def leased_addresses(daemon: Daemon) -> list[str]:
     """The addresses of the leased devices."""
     return sorted(address for lease in leases_of(daemon) for address in lease["devices"])
 
@@ -106,19 +106,19 @@ def holders(daemon: Daemon) -> set[int]:
     return {lease["pid"] for lease in leases_of(daemon)}
 
 
-def who_waits(daemon: Daemon) -> list[dict[str, Any]]:
+def queued_requests(daemon: Daemon) -> list[dict[str, Any]]:
     return list(daemon.get("/v1/leases")[1]["waiting"])
 
 
-def wait_until_wait(daemon: Daemon, number: int) -> None:
-    eventually(lambda: len(who_waits(daemon)) == number, f"{number} that wait")
+def await_queue(daemon: Daemon, number: int) -> None:
+    eventually(lambda: len(queued_requests(daemon)) == number, f"{number} that wait")
 
 
-def run(host: SimHost, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+def run_job(host: SimHost, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
     return host.run(["yunion-mps", "run", *arguments], **more)
 
 
-def start(host: SimHost, *arguments: str) -> subprocess.Popen[str]:
+def start_job(host: SimHost, *arguments: str) -> subprocess.Popen[str]:
     """A job that says when it has begun, and runs until its standard input is closed."""
     job = host.popen(
         ["yunion-mps", "run", *arguments, "--", "sh", "-c", "echo begun; exec cat"],
@@ -130,6 +130,6 @@ def start(host: SimHost, *arguments: str) -> subprocess.Popen[str]:
     return job
 
 
-def end(job: subprocess.Popen[str]) -> None:
+def end_job(job: subprocess.Popen[str]) -> None:
     job.kill()
     job.communicate()

@@ -17,7 +17,7 @@ STUBBORN_JOB = (*JOB, "stubborn")
 
 
 @contextmanager
-def started(
+def started_job(
     host: SimHost, *command: str, variables: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
     """A command with one client, which is attached; both are killed at the end."""
@@ -33,7 +33,7 @@ def started(
         job.communicate(timeout=PATIENCE_S)
 
 
-def ended(job: subprocess.Popen[str]) -> tuple[int, list[str], str]:
+def end_of(job: subprocess.Popen[str]) -> tuple[int, list[str], str]:
     """Wait for its end; return the exit status, the client's last output, and the command's stderr."""
     out, err = job.communicate(timeout=PATIENCE_S)
     assert not is_running(job.pid)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import STRANGER, needs_root, queued, run, stranger
+from integration.lease_host import STRANGER, needs_root, queued, run_job, stranger
 from simhost.mps import StandIns
 
 JOB = "holder.name=job&holder.ttl_s=600"
@@ -40,7 +40,7 @@ def test_a_gpu_whose_servers_fail_gets_no_jobs_until_one_starts(
         assert [device["state"] for device in devices] == ["unavailable"] * 4 + ["free"] * 4
         assert devices[0]["reason"].startswith("its domain is degraded: MPS servers fail to start: ")
 
-        refused = run(host, "--gpu", "00:06.0", "true")
+        refused = run_job(host, "--gpu", "00:06.0", "true")
         assert refused.returncode == 5, "as whenever no device is free"
         assert "MPS servers fail to start" in refused.stderr
         assert "[server_start_failed]" in refused.stderr
@@ -70,7 +70,7 @@ def test_servers_that_fail_for_one_user_keep_only_him_out(
             assert found["code"] == "server_start_failed"
             assert "MPS servers of nobody fail to start: the server exited with status 1" in found["text"]
             assert host.run(["yunion-mps", "list"]).stdout.count("free, not for nobody") == 8, "for both GPUs"
-            assert run(host, "true").returncode == 0
+            assert run_job(host, "true").returncode == 0
             status, problem = other.ask("POST", "/v1/leases", JOB)
             assert (status, problem["code"]) == (423, "server_start_failed")
             assert f"{directory.parent}/log/server.log" in problem["hint"]

@@ -16,7 +16,7 @@ from yunion_mps.host.proc import children_of
 from integration.conftest import AtWork, MakeAtWork
 from integration.daemon_host import Daemon, eventually, is_running
 from integration.lease_host import take
-from integration.mps_jobs import JOB, started
+from integration.mps_jobs import JOB, started_job
 from integration.test_metrics import value
 
 DEVICE = "00:06.0-1"
@@ -25,7 +25,7 @@ DEVICE = "00:06.0-1"
 @contextlib.contextmanager
 def process_of(work: AtWork, lease: Any, used_mib: int) -> Iterator[subprocess.Popen[str]]:
     """A client that was started with the lease, at work, and uses so much memory."""
-    with started(work.daemon.host, *JOB, variables=lease["environment"]) as client:
+    with started_job(work.daemon.host, *JOB, variables=lease["environment"]) as client:
         work.daemon.host.gpus[0].add_process(client.pid, used_mib, "M+C")
         yield client
 
@@ -83,7 +83,7 @@ def child_of_holder(
     work: AtWork, device: str, variables: Mapping[str, str], used_mib: int
 ) -> Iterator[tuple[Any, int]]:
     """A lease whose holder, with these variables, has a client as its child; both, the client by its PID."""
-    with started(work.daemon.host, "sh", "-c", f"{shlex.join(JOB)}; true", variables=variables) as holder:
+    with started_job(work.daemon.host, "sh", "-c", f"{shlex.join(JOB)}; true", variables=variables) as holder:
         lease = take(work.daemon, f"devices={device}&holder.pid={holder.pid}")
         (child,) = children_of(holder.pid)
         work.daemon.host.gpus[0].add_process(child, used_mib, "M+C")

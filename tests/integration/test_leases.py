@@ -13,16 +13,16 @@ from integration.daemon_host import Daemon, eventually
 from integration.lease_host import (
     ADDRESSES,
     Connection,
-    end,
-    given,
+    await_queue,
+    end_job,
+    leased_addresses,
     leases_of,
     needs_root,
-    run,
-    start,
+    queued_requests,
+    run_job,
+    start_job,
     stranger,
     take,
-    wait_until_wait,
-    who_waits,
 )
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -30,13 +30,13 @@ pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 def test_a_command_has_a_device_for_as_long_as_it_runs(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
-    job = start(host)
+    job = start_job(host)
     (lease,) = leases_of(ready_daemon)
     assert (lease["devices"], lease["pid"], lease["binding"]) == ([ADDRESSES[0]], job.pid, "process")
     assert ready_daemon.get("/v1/devices")[1]["isolated_devices"][0]["lease"] == lease["id"]
     assert ready_daemon.get("/v1/devices?unused=true")[1]["total"] == 3
     job.communicate()
-    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
     assert ready_daemon.get("/v1/devices?unused=true")[1]["total"] == 4
     told = [event["what"] for event in ready_daemon.get("/v1/events?kind=lease")[1]["events"]]
     assert [what.partition(" ")[0] for what in told] == ["granted", "ended,"]
@@ -47,16 +47,16 @@ def test_a_command_that_cannot_be_started_keeps_no_device(ready_daemon: Daemon) 
         ("/nosuch/program", 127, "/nosuch/program cannot be started: No such file or directory"),
         ("/etc", 126, "/etc cannot be started: Permission denied"),
     ):
-        done = run(ready_daemon.host, command)
+        done = run_job(ready_daemon.host, command)
         assert (done.returncode, done.stderr.splitlines()[-1]) == (status, f"yunion-mps: {why}")
-        eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+        eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
 
 
 def test_a_script_without_a_shebang_gets_a_hint(ready_daemon: Daemon, tmp_path: Path) -> None:
     script = tmp_path / "job"
     script.write_text("echo ran\n")
     script.chmod(0o755)
-    done = run(ready_daemon.host, str(script))
+    done = run_job(ready_daemon.host, str(script))
     what, hint = done.stderr.splitlines()
     assert (done.returncode, what) == (126, f"yunion-mps: {script} cannot be started: Exec format error")
     assert hint.startswith("yunion-mps: begin the script with #!")
@@ -64,9 +64,9 @@ def test_a_script_without_a_shebang_gets_a_hint(ready_daemon: Daemon, tmp_path: 
 
 def test_if_nothing_is_free_a_request_fails_or_queues(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
-    jobs = [start(host) for _ in ADDRESSES]
-    assert given(ready_daemon) == ADDRESSES
-    done = run(host, "true")
+    jobs = [start_job(host) for _ in ADDRESSES]
+    assert leased_addresses(ready_daemon) == ADDRESSES
+    done = run_job(host, "true")
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         5,
         "yunion-mps: 1 device cannot be allocated now: 4 of 4 leased [nothing_free]",
@@ -74,31 +74,31 @@ def test_if_nothing_is_free_a_request_fails_or_queues(ready_daemon: Daemon) -> N
     assert done.stderr.splitlines()[1] == (
         "yunion-mps: wait for it: --wait; see who holds the devices: yunion-mps who"
     )
-    late = run(host, "--wait=1", "true")
+    late = run_job(host, "--wait=1", "true")
     assert (late.returncode, late.stderr.splitlines()[-1]) == (
         5,
         "yunion-mps: see who holds the devices: yunion-mps who",
     )
     waiting = host.popen(["yunion-mps", "run", "--wait", "--", "printenv", "YUNION_MPS_DEVICE"], stdout=-1)
-    eventually(lambda: who_waits(ready_daemon), "that it waits")
+    eventually(lambda: queued_requests(ready_daemon), "that it waits")
     jobs[2].communicate()
     assert waiting.communicate()[0].strip() == ADDRESSES[2]
     for job in jobs:
-        end(job)
+        end_job(job)
 
 
 def test_a_holder_is_named_by_the_command_that_it_becomes(ready_daemon: Daemon) -> None:
     host, device = ready_daemon.host, ["--device", ADDRESSES[0]]
-    job = start(host, *device)
+    job = start_job(host, *device)
     waiting = host.popen(
         ["yunion-mps", "run", *device, "--wait", "sh", "-c", "exit\n" + "x" * 200], stderr=-1
     )
-    eventually(lambda: who_waits(ready_daemon), "that it waits")
-    assert who_waits(ready_daemon)[0]["command"] == "sh -c exit\\n" + "x" * 88
+    eventually(lambda: queued_requests(ready_daemon), "that it waits")
+    assert queued_requests(ready_daemon)[0]["command"] == "sh -c exit\\n" + "x" * 88
     assert leases_of(ready_daemon)[0]["command"] == "sh -c 'echo begun; exec cat'"
-    end(job)
+    end_job(job)
     waiting.communicate()
-    eventually(lambda: given(ready_daemon) == [], "that all is free")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "that all is free")
     user = user_name(os.geteuid())
     first, last = f"sh -c 'echo begun; exec cat' (PID {job.pid}, {user})", f"(PID {waiting.pid}, {user})"
     assert [event["what"] for event in ready_daemon.get("/v1/events?kind=lease")[1]["events"]] == [
@@ -112,9 +112,9 @@ def test_a_holder_is_named_by_the_command_that_it_becomes(ready_daemon: Daemon) 
 def test_without_a_control_daemon_nothing_is_started_unasked(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     ready_daemon.kill()
-    done = run(host, "echo", "ran")
+    done = run_job(host, "echo", "ran")
     assert (done.returncode, done.stdout) == (3, "")
-    done = run(host, "--allow-unlimited", "echo", "ran")
+    done = run_job(host, "--allow-unlimited", "echo", "ran")
     assert (done.returncode, done.stdout) == (0, "ran\n")
     what, hint = done.stderr.splitlines()
     assert what.startswith("yunion-mps: warning: echo runs without limits: the daemon is not running")
@@ -123,11 +123,11 @@ def test_without_a_control_daemon_nothing_is_started_unasked(ready_daemon: Daemo
 
 def test_leases_survive_the_daemon_and_end_with_what_had_them_meanwhile(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
-    stays, goes = start(host), start(host)
+    stays, goes = start_job(host), start_job(host)
     take(ready_daemon, "holder.name=job-17&holder.ttl_s=600")
     before = {one["id"]: one["devices"] for one in leases_of(ready_daemon)}
     ready_daemon.kill()
-    end(goes)
+    end_job(goes)
     ready_daemon.start().wait_ready()
     found = leases_of(ready_daemon)
     assert [(one["devices"], one["pid"], one["name"]) for one in found] == [
@@ -135,9 +135,9 @@ def test_leases_survive_the_daemon_and_end_with_what_had_them_meanwhile(ready_da
         ([ADDRESSES[2]], None, "job-17"),
     ]
     assert all(before[one["id"]] == one["devices"] for one in found)
-    assert given(ready_daemon.reexec()) == [ADDRESSES[0], ADDRESSES[2]]
-    end(stays)
-    eventually(lambda: given(ready_daemon) == [ADDRESSES[2]], "the end of the lease")
+    assert leased_addresses(ready_daemon.reexec()) == [ADDRESSES[0], ADDRESSES[2]]
+    end_job(stays)
+    eventually(lambda: leased_addresses(ready_daemon) == [ADDRESSES[2]], "the end of the lease")
 
 
 def test_a_connection_ends_its_lease_and_a_name_lives_while_renewed(ready_daemon: Daemon) -> None:
@@ -146,13 +146,13 @@ def test_a_connection_ends_its_lease_and_a_name_lives_while_renewed(ready_daemon
     assert (status, lease["binding"], lease["pid"]) == (201, "connection", os.getpid())
     assert connection.ask("GET", "/v1/leases")[1]["total"] == 1
     connection.close()
-    eventually(lambda: given(ready_daemon) == [], "its end")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "its end")
     named = take(ready_daemon, "holder.name=a&holder.ttl_s=1")
     for _ in range(3):
         status, renewed = ready_daemon.ask("POST", f"/v1/leases/{named['id']}/renew")
         assert status == 200
         assert renewed["expires"] > named["expires"]
-    eventually(lambda: given(ready_daemon) == [], "its end")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "its end")
     assert ready_daemon.ask("POST", f"/v1/leases/{named['id']}/renew")[0] == 404
 
 
@@ -167,7 +167,7 @@ def test_only_the_owner_and_root_end_a_lease(ready_daemon: Daemon) -> None:
         _, theirs = other.ask("POST", "/v1/leases", "holder.name=b&holder.ttl_s=600")
         assert other.ask("DELETE", f"/v1/leases/{theirs['id']}")[0] == 200
     assert ready_daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
-    assert given(ready_daemon) == []
+    assert leased_addresses(ready_daemon) == []
 
 
 @pytest.mark.gpus({"kind": "v100", "memory_mib": 23040})
@@ -179,7 +179,7 @@ def test_memory_in_units_as_ack_hands_it_out(daemon: Daemon) -> None:
     all_of_it = "23040 of 23040 MiB can be leased; to lease some: yunion-mps run --gpu-mem SIZE COMMAND"
     assert host.run(["yunion-mps", "list"]).stdout == f"No devices.\n00:06.0: {all_of_it}\n"
     assert "Devices:  created on request\n" in host.run(["yunion-mps", "status"]).stdout
-    done = run(host, "--gpu-mem-units", "16", "--print-env", "-o", "json")
+    done = run_job(host, "--gpu-mem-units", "16", "--print-env", "-o", "json")
     environment = json.loads(done.stdout)
     assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2048M"
     assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "8.8"
@@ -198,12 +198,12 @@ def test_memory_in_units_as_ack_hands_it_out(daemon: Daemon) -> None:
     left = "00:06.0: 0 of 23040 MiB can be leased; to lease some: yunion-mps run --gpu-mem SIZE COMMAND"
     for screen in ("gpus", "status", "list"):
         assert left in host.run(["yunion-mps", screen]).stdout
-    refused = run(host, "--gpu-mem-units", "1", "true")
+    refused = run_job(host, "--gpu-mem-units", "1", "true")
     assert refused.returncode == 5
     assert refused.stderr.startswith(
         "yunion-mps: 128 MiB cannot be allocated now: 0 MiB free on GPU 00:06.0 [nothing_free]\n"
     )
-    refused = run(host, "--gpu-mem", "30GiB", "true")
+    refused = run_job(host, "--gpu-mem", "30GiB", "true")
     why = "30720 MiB can never be allocated: the host has at most 23040 MiB of GPU 00:06.0 [infeasible]"
     assert (refused.returncode, refused.stderr.splitlines()[0]) == (1, f"yunion-mps: {why}")
     status, answer = daemon.ask("POST", "/v1/leases", "memory_units=1000")
@@ -222,11 +222,11 @@ def test_the_threads_of_a_pool_are_leased_and_waited_for(daemon: Daemon) -> None
     first = take(daemon, "memory_mib=1024&holder.name=first&holder.ttl_s=600")
     assert first["environment"]["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "40"
     memory = ("--gpu-mem", "1GiB", "--thread-percentage")
-    assert run(host, *memory, "60", "printenv", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE").stdout == "60\n"
+    assert run_job(host, *memory, "60", "printenv", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE").stdout == "60\n"
     (pool,) = daemon.get("/v1/pools")[1]["pools"]
     counted = {name: value for name, value in pool.items() if name.startswith("thread_percentage")}
     assert [*counted.values()] == [40, 100, 60]
-    refused = run(host, *memory, "61", "true")
+    refused = run_job(host, *memory, "61", "true")
     left = "15360 MiB and 60 % of the threads free on GPU 00:06.0 [nothing_free]"
     assert refused.returncode == 5
     assert refused.stderr.startswith(
@@ -236,6 +236,6 @@ def test_the_threads_of_a_pool_are_leased_and_waited_for(daemon: Daemon) -> None
     assert "0 of 16384 MiB can be leased" in host.run(["yunion-mps", "gpus"]).stdout
     assert daemon.ask("DELETE", f"/v1/leases/{second['id']}")[0] == 200
     with host.popen(["yunion-mps", "run", *memory, "61", "--wait=1h", "true"]) as waiting:
-        wait_until_wait(daemon, 1)
+        await_queue(daemon, 1)
         assert daemon.ask("DELETE", f"/v1/leases/{first['id']}")[0] == 200
     assert waiting.returncode == 0

@@ -15,7 +15,7 @@ from yunion_mps.host.store import Store
 from yunion_mps.leases.storage import LeaseStorage
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import ADDRESSES, Connection, given, restart, take
+from integration.lease_host import ADDRESSES, Connection, leased_addresses, restart, take
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
@@ -93,7 +93,7 @@ def test_the_same_request_has_one_lease_however_often_it_is_made(ready_daemon: D
         restart(ready_daemon)
         connection.close()
         assert connection.ask("POST", *request)[1]["id"] == lease["id"]
-        assert given(ready_daemon) == [ADDRESSES[0]]
+        assert leased_addresses(ready_daemon) == [ADDRESSES[0]]
         assert connection.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
         assert connection.ask("POST", *request)[1]["id"] != lease["id"]
 
@@ -118,8 +118,8 @@ def test_a_repeated_request_ties_the_lease_to_its_own_connection(ready_daemon: D
         restart(ready_daemon)
         connection.close()
         assert connection.ask("POST", *request)[0] == 200
-        assert given(ready_daemon) == [ADDRESSES[0]]
-    eventually(lambda: given(ready_daemon) == [], "its end")
+        assert leased_addresses(ready_daemon) == [ADDRESSES[0]]
+    eventually(lambda: leased_addresses(ready_daemon) == [], "its end")
 
 
 @pytest.mark.parametrize("crashes", [False, True], ids=["lost", "crashed"])

@@ -15,18 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from faults.hands import Levers
+from faults.tampering import Levers
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import (
     ADDRESSES,
-    Asker,
     Connection,
-    given,
+    Requester,
+    await_queue,
+    leased_addresses,
     queued,
+    queued_requests,
     restart,
     take,
-    wait_until_wait,
-    who_waits,
 )
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -53,17 +53,17 @@ def stopped(daemon: Daemon) -> Iterator[None]:
 
 
 def test_a_device_that_is_freed_just_when_a_wait_runs_out_is_given_or_free(ready_daemon: Daemon) -> None:
-    holder = Asker(ready_daemon, "holder.kind=connection&devices=00:06.0-0")
+    holder = Requester(ready_daemon, "holder.kind=connection&devices=00:06.0-0")
     assert holder.answer()[0] == 201
-    waiter = Asker(ready_daemon, "devices=00:06.0-0&holder.name=a&holder.ttl_s=600&wait_s=1")
+    waiter = Requester(ready_daemon, "devices=00:06.0-0&holder.name=a&holder.ttl_s=600&wait_s=1")
     end_s = time.monotonic() + 1.1
-    eventually(lambda: who_waits(ready_daemon) or time.monotonic() > end_s, "the wait")
+    eventually(lambda: queued_requests(ready_daemon) or time.monotonic() > end_s, "the wait")
     with stopped(ready_daemon):
         holder.close()
         eventually(lambda: time.monotonic() > end_s, "the end of the wait")
     status, answer = waiter.answer()
     assert status in (201, 423), answer
-    assert given(ready_daemon) == ([ADDRESSES[0]] if status == 201 else [])
+    assert leased_addresses(ready_daemon) == ([ADDRESSES[0]] if status == 201 else [])
     waiter.close()
 
 
@@ -79,8 +79,8 @@ def test_a_client_that_leaves_just_when_its_device_is_freed_has_none(
         sleeper.kill()
         sleeper.wait()
         waiter.close()
-    eventually(lambda: not who_waits(ready_daemon), "that the queue is empty")
-    eventually(lambda: given(ready_daemon) == [], "that all is free")
+    eventually(lambda: not queued_requests(ready_daemon), "that the queue is empty")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "that all is free")
 
 
 @pytest.mark.gpus({"kind": "v100", "count": 2})
@@ -104,15 +104,15 @@ def wrong_at(daemon: Daemon) -> list[str]:
 
 
 def test_the_next_daemon_ties_a_connection_s_lease_to_its_process(ready_daemon: Daemon) -> None:
-    holder = Asker(ready_daemon, "holder.kind=connection")
+    holder = Requester(ready_daemon, "holder.kind=connection")
     assert holder.answer()[0] == 201
     assert ready_daemon.ask("POST", "/v1/reexec")[0] == 200
     assert holder.sock.recv(1) == b""
-    assert given(ready_daemon) == [ADDRESSES[0]]
+    assert leased_addresses(ready_daemon) == [ADDRESSES[0]]
     holder.close()
     assert ready_daemon.stop() == 0
     ready_daemon.start().wait_ready()
-    assert given(ready_daemon) == [ADDRESSES[0]]
+    assert leased_addresses(ready_daemon) == [ADDRESSES[0]]
 
 
 def test_a_process_has_its_lease_until_all_its_threads_have_ended(ready_daemon: Daemon) -> None:
@@ -129,9 +129,9 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
         status = Path(f"/proc/{process.pid}/status")
         eventually(lambda: "\nState:\tZ" in status.read_text(), "the end of its first thread")
         restart(ready_daemon)
-        assert given(ready_daemon) == [ADDRESSES[0]]
+        assert leased_addresses(ready_daemon) == [ADDRESSES[0]]
         process.kill()
-        eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+        eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
 
 
 def test_a_shortage_of_descriptors_ends_no_running_process_s_lease(
@@ -149,7 +149,7 @@ def test_a_shortage_of_descriptors_ends_no_running_process_s_lease(
     assert "Too many open files" in daemon.log
     daemon.descriptor_limit = None
     daemon.start().wait_ready()
-    assert len(given(daemon)) == 48
+    assert len(leased_addresses(daemon)) == 48
 
 
 def test_a_shortage_of_descriptors_is_reported_and_nothing_granted(
@@ -180,7 +180,7 @@ def test_a_clock_that_is_set_back_changes_no_order(daemon: Daemon, tmp_path: Pat
             queued(daemon, f"devices=00:06.0-0&holder.name=w{number}&holder.ttl_s=600", number + 1)
         )
         levers.set_clock(-3600)
-    waiting = who_waits(daemon)
+    waiting = queued_requests(daemon)
     assert [one["name"] for one in waiting] == ["w0", "w1"]
     daemon.ask("DELETE", f"/v1/leases/{held['id']}")
     assert waiters[0].answer()[1]["name"] == "w0"
@@ -197,10 +197,10 @@ def test_an_unfinished_lease_copy_is_not_a_second_lease(ready_daemon: Daemon) ->
     for end in ("-wal", "-shm"):
         (ready_daemon.host.root / f"var/lib/yunion-mps/state.db{end}").unlink(missing_ok=True)
     ready_daemon.start().wait_ready()
-    assert given(ready_daemon) == [ADDRESSES[0]]
+    assert leased_addresses(ready_daemon) == [ADDRESSES[0]]
     assert ready_daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
     restart(ready_daemon)
-    assert given(ready_daemon) == []
+    assert leased_addresses(ready_daemon) == []
 
 
 @pytest.mark.gpus({"kind": "v100"}, {"kind": "a100"})
@@ -214,13 +214,15 @@ def test_a_request_waits_for_a_lost_gpu_and_gets_it_when_it_is_back(daemon: Daem
     daemon.start().wait_ready()
     host.gpus[1].lose()
     assert daemon.ask("POST", "/v1/reload")[0] == 200
-    with contextlib.closing(Asker(daemon, "gpu=00:07.0&holder.name=a&holder.ttl_s=600&wait_s=120")) as waiter:
-        wait_until_wait(daemon, 1)
+    with contextlib.closing(
+        Requester(daemon, "gpu=00:07.0&holder.name=a&holder.ttl_s=600&wait_s=120")
+    ) as waiter:
+        await_queue(daemon, 1)
         assert daemon.ask("POST", "/v1/reload")[0] == 200
         for domain in daemon.status()["domains"]:
             os.kill(domain["pid"], signal.SIGKILL)
         eventually(lambda: daemon.status()["domains"][0]["restarts"] == 1, "another control daemon")
-        wait_until_wait(daemon, 1)
+        await_queue(daemon, 1)
         host.gpus[1].restore()
         assert daemon.ask("POST", "/v1/reload")[0] == 200
         status, lease = waiter.answer()
@@ -238,4 +240,4 @@ def test_a_pid_of_another_pid_namespace_holds_no_lease(ready_daemon: Daemon) -> 
     inside = ["unshare", "--pid", "--fork", "--mount-proc"]
     done = ready_daemon.host.run([*inside, sys.executable, "-c", script])
     assert "NotFoundError: PID 1 belongs to the caller's PID namespace, not the daemon's" in done.stderr
-    assert given(ready_daemon) == []
+    assert leased_addresses(ready_daemon) == []

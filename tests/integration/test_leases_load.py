@@ -17,7 +17,15 @@ from yunion_mps.core.units import seconds
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import ADDRESSES, end, given, holders, start, wait_until_wait, who_waits
+from integration.lease_host import (
+    ADDRESSES,
+    await_queue,
+    end_job,
+    holders,
+    leased_addresses,
+    queued_requests,
+    start_job,
+)
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
@@ -71,7 +79,7 @@ class Order:
         self._daemons.append((time.time(), {}))
 
     def look(self, daemon: Daemon) -> None:
-        waiting = who_waits(daemon)
+        waiting = queued_requests(daemon)
         for one in waiting:
             since_s = self._since_s.setdefault(one["pid"], seconds(one["since"]))
             assert since_s == seconds(one["since"]), "a place that was kept, also by the next daemon"
@@ -117,7 +125,7 @@ def running() -> Iterator[dict[int, subprocess.Popen[str]]]:
     jobs: dict[int, subprocess.Popen[str]] = {}
     yield jobs
     for job in jobs.values():
-        end(job)
+        end_job(job)
 
 
 def test_60_jobs_on_8_devices_share_none_and_keep_their_order(
@@ -170,7 +178,7 @@ def test_60_jobs_on_8_devices_share_none_and_keep_their_order(
     assert len(died - killed_themselves) <= client_kills
     assert {status for number, status in statuses.items() if number not in died} == {0}
     assert not held
-    eventually(lambda: given(daemon) == [], "that all is free")
+    eventually(lambda: leased_addresses(daemon) == [], "that all is free")
     assert daemon.get("/v1/devices?unused=true&limit=0")[1]["total"] == _DEVICES
     assert order.longest > _AT_A_TIME // 4, "there was a queue"
     given_s = given_in_all(daemon)
@@ -182,11 +190,11 @@ def test_60_jobs_on_8_devices_share_none_and_keep_their_order(
 @pytest.mark.parametrize("how", ["kill", "re-exec", "restart"])
 def test_the_next_daemon_serves_the_queue_in_its_order(ready_daemon: Daemon, how: str) -> None:
     host = ready_daemon.host
-    jobs = [start(host) for _ in ADDRESSES]
+    jobs = [start_job(host) for _ in ADDRESSES]
     waiting: list[subprocess.Popen[str]] = []
     for _ in ADDRESSES:
         waiting.append(host.popen(["yunion-mps", "run", "--wait", "--", "cat"], stdin=-1, stderr=-1))
-        wait_until_wait(ready_daemon, len(waiting))
+        await_queue(ready_daemon, len(waiting))
     if how == "re-exec":
         ready_daemon.messages.clear()
         assert ready_daemon.ask("POST", "/v1/reexec")[0] == 200
@@ -195,12 +203,12 @@ def test_the_next_daemon_serves_the_queue_in_its_order(ready_daemon: Daemon, how
         ready_daemon.signal(signal.SIGKILL if how == "kill" else signal.SIGTERM)
         ready_daemon.wait()
         ready_daemon.start().wait_ready()
-    wait_until_wait(ready_daemon, len(waiting))
+    await_queue(ready_daemon, len(waiting))
     left = list(waiting)
     for job in jobs:
-        end(job)
+        end_job(job)
         first = left.pop(0).pid
         eventually(lambda: first in holders(ready_daemon), "that the next one is served")  # noqa: B023 - it is called at once
         assert holders(ready_daemon) & {one.pid for one in left} == set()
     for one in waiting:
-        end(one)
+        end_job(one)

@@ -14,9 +14,18 @@ import pytest
 
 from control_groups import ControlGroup, unique_name
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import STRANGER, Connection, given, leases_of, needs_root, restart, stranger, take
+from integration.lease_host import (
+    STRANGER,
+    Connection,
+    leased_addresses,
+    leases_of,
+    needs_root,
+    restart,
+    stranger,
+    take,
+)
 from packages.machine import systemd_hierarchies
-from posting import posted
+from request_bodies import request_body
 from simhost.host import Closes
 
 pytestmark = [needs_root, pytest.mark.gpus({"kind": "v100"})]
@@ -53,7 +62,7 @@ class Job(Closes):
 
     def ask(self, method: str, target: str, words: str = "", connects: str = "self") -> tuple[int, Any]:
         path, groups = str(self._daemon.socket_path), map(str, self.group.folders)
-        body = posted(words)[0].decode() if words else ""
+        body = request_body(words)[0].decode() if words else ""
         asked = [path, method, target, body, str(STRANGER), connects]
         command = [sys.executable, "-IS", "-c", _ASK, *asked, *groups]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
@@ -82,7 +91,7 @@ def test_a_name_given_by_root_never_finds_another_user_s_lease(ready_daemon: Dae
     assert ready_daemon.ask("DELETE", "/v1/leases/job")[1]["id"] == ours["id"]
     assert ready_daemon.ask("POST", "/v1/leases/job/renew")[0] == 404
     assert ready_daemon.ask("DELETE", "/v1/leases/job")[0] == 404
-    assert given(ready_daemon) == theirs["devices"]
+    assert leased_addresses(ready_daemon) == theirs["devices"]
     assert ready_daemon.ask("DELETE", f"/v1/leases/{theirs['id'][:8]}")[0] == 200
 
 
@@ -142,7 +151,7 @@ def test_no_job_passes_for_another_by_a_process_that_ended(
             assert test.ask(method, target, words, "child")[0] == 403, target
         status, answer = test.ask("POST", "/v1/leases", own)
         assert (status, answer["detail"]) == (403, f"PID {process.pid} belongs to another systemd unit")
-        assert given(ready_daemon) == lease["devices"]
+        assert leased_addresses(ready_daemon) == lease["devices"]
 
 
 def test_a_reload_sets_how_many_leases_and_how_long_ones_are_allowed(daemon: Daemon) -> None:
@@ -192,7 +201,7 @@ def test_it_ends_with_that_process_and_with_nothing_else_that_had_it(
     )
     inside.kill()
     inside.wait()
-    eventually(lambda: given(ready_daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "the end of the lease")
 
 
 def test_binding_to_a_container_leaves_a_named_lease_named(
@@ -206,7 +215,7 @@ def test_binding_to_a_container_leaves_a_named_lease_named(
     assert event["what"].startswith("used by ")
     inside.kill()
     inside.wait()
-    assert given(ready_daemon) == lease["devices"]
+    assert leased_addresses(ready_daemon) == lease["devices"]
 
 
 def test_it_cannot_pass_to_a_process_that_has_ended(ready_daemon: Daemon) -> None:
@@ -217,7 +226,7 @@ def test_it_cannot_pass_to_a_process_that_has_ended(ready_daemon: Daemon) -> Non
     status, answer = ready_daemon.ask("POST", f"/v1/leases/{lease['id']}/bind", f"pid={gone.pid}")
     assert (status, answer["detail"]) == (404, f"there is no process with PID {gone.pid}")
     assert ready_daemon.ask("POST", "/v1/leases/nothing/bind", f"pid={os.getpid()}")[0] == 404
-    assert given(ready_daemon) == lease["devices"], "as before"
+    assert leased_addresses(ready_daemon) == lease["devices"], "as before"
 
 
 def test_only_owner_and_root_bind_it_and_only_to_their_own_process(

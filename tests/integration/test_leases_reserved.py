@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from integration.daemon_host import Daemon
-from integration.lease_host import given, needs_root, run, stranger, take
+from integration.lease_host import leased_addresses, needs_root, run_job, stranger, take
 from simhost.host import IN_UNITS, SHARED
 
 pytestmark = pytest.mark.gpus({"kind": "v100", "count": 2})
@@ -25,9 +25,9 @@ def test_run_takes_no_reserved_device_and_says_why(reserving: Daemon) -> None:
     host = reserving.host
     for _ in range(4):
         assert take(reserving, "holder.kind=process")["gpus"] == ["00:06.0"]
-    done = run(host, "--", "true")
+    done = run_job(host, "--", "true")
     assert (done.returncode, "4 of 4 leased" in done.stderr) == (5, True), done.stderr
-    done = run(host, "--device", SECOND, "--", "true")
+    done = run_job(host, "--device", SECOND, "--", "true")
     assert (done.returncode, done.stderr.splitlines()) == (
         1,
         [
@@ -88,7 +88,7 @@ def test_only_root_may_ask_for_what_is_reserved(reserving: Daemon) -> None:
     with stranger(reserving) as connection:
         status, answer = connection.ask("POST", "/v1/leases", "reserved_for=kubernetes")
     assert (status, answer["code"]) == (403, "not_allowed")
-    assert given(reserving) == []
+    assert leased_addresses(reserving) == []
 
 
 @pytest.mark.gpus({"kind": "h100", "count": 2})
@@ -101,5 +101,5 @@ def test_a_gpu_stays_reserved_while_its_layout_is_pending(daemon: Daemon) -> Non
     done = daemon.host.run(["yunion-mps", "slurm", "gres-conf"])
     assert (done.returncode, done.stdout) == (1, ""), "not the devices of the other GPU"
     assert "[mig_foreign_instance]" in done.stderr
-    done = run(daemon.host, "--", "true")
+    done = run_job(daemon.host, "--", "true")
     assert (done.returncode, "--allow-unlimited" in done.stderr) == (1, True), done.stderr

@@ -13,7 +13,7 @@ from yunion_mps.core import reasons
 from integration.cdi_files import spec_of
 from integration.conftest import MakeDivided
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import end, leases_of, queued, run, start, take
+from integration.lease_host import end_job, leases_of, queued, run_job, start_job, take
 
 MIG = "mig: [3g.40gb, 2g.20gb]"
 OTHER = "mig: all-1g.10gb"
@@ -155,11 +155,11 @@ def test_a_host_whose_only_device_is_a_leased_instance_is_ready(make_divided: Ma
 
 def test_what_a_job_starts_later_has_the_instance_created_again(daemon: Daemon) -> None:
     device = device_of(daemon)
-    job = start(daemon.host, "--device", device["addr"])
+    job = start_job(daemon.host, "--device", device["addr"])
     before = environment(daemon)
     destroy(daemon)
     uuid = wait_for_new_instance(daemon, device["gpu_uuid"])
-    shown = run(
+    shown = run_job(
         daemon.host, "--inherit", "env", env={**daemon.host.env, **before}, check=True
     ).stdout.splitlines()
     assert f"CUDA_VISIBLE_DEVICES={uuid}" in shown
@@ -168,14 +168,14 @@ def test_what_a_job_starts_later_has_the_instance_created_again(daemon: Daemon) 
         for name, path in environment(daemon).items()
         if name == "CUDA_MPS_PIPE_DIRECTORY"
     }
-    end(job)
+    end_job(job)
     eventually(lambda: not leases_of(daemon), "the end of the lease")
 
 
 def test_a_request_waits_for_the_layout_of_its_gpu(make_divided: MakeDivided) -> None:
     daemon = make_divided([{"kind": "a100"}], "mig: all-balanced").start().wait_ready()
     why = daemon.get("/v1/gpus")[1]["gpus"][0]["reason"]
-    refused = run(daemon.host, "--gpu", "00:06.0", "true").stderr
+    refused = run_job(daemon.host, "--gpu", "00:06.0", "true").stderr
     assert f"cannot be allocated now: GPU 00:06.0: {why} [{reasons.MIG_RESET_REQUIRED}]" in refused
     waiting = queued(daemon, "gpu=00:06.0")
     daemon.host.gpus[0].reset()
@@ -185,20 +185,20 @@ def test_a_request_waits_for_the_layout_of_its_gpu(make_divided: MakeDivided) ->
 
 @pytest.mark.parametrize("daemon", [MIG], indirect=True)
 def test_a_stop_does_not_end_a_job_on_a_whole_instance(daemon: Daemon) -> None:
-    job = start(daemon.host)
+    job = start_job(daemon.host)
     assert daemon.stop(signal.SIGTERM) == 0
     assert job.poll() is None
-    end(job)
+    end_job(job)
 
 
 def test_run_across_uses_whole_gpus_and_warns_if_only_instances_are_left(make_divided: MakeDivided) -> None:
     daemon = make_divided([{"kind": "h100", "count": 4}], MIG, MIG, 2, 2).start().wait_ready()
     command = ("--count", "2", "--across", "printenv", "YUNION_MPS_DEVICE")
-    first = run(daemon.host, *command, check=True)
+    first = run_job(daemon.host, *command, check=True)
     assert (first.stdout, first.stderr) == ("00:08.0-0,00:09.0-0\n", "")
     for slot in range(2):
         take(daemon, f"holder.name=job{slot}&holder.ttl_s=600&devices=00:08.0-{slot}")
-    second = run(daemon.host, *command, check=True)
+    second = run_job(daemon.host, *command, check=True)
     gpus = {address.partition("-g")[0] for address in second.stdout.strip().split(",")}
     assert gpus == {"00:06.0", "00:07.0"}
     first_instance = second.stdout.partition(",")[0]

@@ -12,7 +12,7 @@ from yunion_mps.core import reasons
 
 from integration.conftest import MakeDivided
 from integration.daemon_host import Daemon, control_daemons, eventually
-from integration.lease_host import end, start
+from integration.lease_host import end_job, start_job
 from integration.mig_devices import devices, free, gpu, instances
 from integration.test_mig import MIG, daemon
 from simhost import SimHost
@@ -50,7 +50,7 @@ def test_a_start_with_mps_disabled_keeps_the_mode_of_a_leased_instance(daemon: D
     daemon.host.run(["nvidia-smi", "-i", 0, "-c", "PROHIBITED"], check=True)
     daemon.host.divide(MIG)
     daemon.start().wait_ready()
-    job = start(daemon.host)
+    job = start_job(daemon.host)
     daemon.configure(enable_cuda_mps=False)
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     assert daemon.stop(signal.SIGTERM) == 0
@@ -62,7 +62,7 @@ def test_a_start_with_mps_disabled_keeps_the_mode_of_a_leased_instance(daemon: D
     assert daemon.stop(signal.SIGTERM) == 0
     assert compute_mode(daemon.host) == "Default"
     daemon.start().wait_ready()
-    end(job)
+    end_job(job)
     wait_restored(daemon)
 
 
@@ -73,7 +73,7 @@ def test_a_job_that_delays_a_layout_keeps_its_compute_mode(daemon: Daemon, entry
     daemon.host.run(["nvidia-smi", "-i", 0, "-c", "PROHIBITED"], check=True)
     daemon.host.divide(MIG)
     daemon.start().wait_ready()
-    job = start(daemon.host)
+    job = start_job(daemon.host)
     daemon.host.divide(f"type: NVIDIA_GPU_SHARE\n  {entry}")
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     daemon.kill()
@@ -83,7 +83,7 @@ def test_a_job_that_delays_a_layout_keeps_its_compute_mode(daemon: Daemon, entry
     daemon.start().wait_ready()
     assert daemon.polls()
     assert compute_mode(daemon.host) == "Default"
-    end(job)
+    end_job(job)
     wait_restored(daemon)
 
 
@@ -91,7 +91,7 @@ def test_a_leased_device_with_mps_keeps_the_mode_of_its_instance(daemon: Daemon)
     daemon.host.run(["nvidia-smi", "-i", 0, "-c", "PROHIBITED"], check=True)
     daemon.host.divide(f"{MIG}\n  virtual_number: 2")
     daemon.start().wait_ready()
-    job = start(daemon.host)
+    job = start_job(daemon.host)
     daemon.host.divide("virtual_number: 2")
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     assert daemon.polls()
@@ -102,7 +102,7 @@ def test_a_leased_device_with_mps_keeps_the_mode_of_its_instance(daemon: Daemon)
     daemon.start().wait_ready()
     assert daemon.polls()
     assert (compute_mode(daemon.host), control_daemons(daemon.host.root)) == ("Default", before)
-    end(job)
+    end_job(job)
     wait_restored(daemon)
 
 
@@ -148,7 +148,7 @@ def test_a_leased_instance_keeps_its_mode_if_the_driver_fails_at_a_start(daemon:
     daemon.host.run(["nvidia-smi", "-i", 0, "-c", "PROHIBITED"], check=True)
     daemon.host.divide(MIG)
     daemon.start().wait_ready()
-    job = start(daemon.host)
+    job = start_job(daemon.host)
     daemon.configure(enable_cuda_mps=False)
     daemon.kill()
     daemon.host.fail("nvmlInit*", "driver_not_loaded", times=1)
@@ -158,7 +158,7 @@ def test_a_leased_instance_keeps_its_mode_if_the_driver_fails_at_a_start(daemon:
     assert compute_mode(daemon.host) == "Default"
     assert daemon.stop(signal.SIGTERM) == 0
     assert compute_mode(daemon.host) == "Default"
-    end(job)
+    end_job(job)
     assert daemon.run("--restore") == 0, daemon.log
     assert compute_mode(daemon.host) == "Prohibited"
 
@@ -167,12 +167,12 @@ def test_a_leased_instance_keeps_its_mode_if_the_driver_fails_in_restore(daemon:
     daemon.host.run(["nvidia-smi", "-i", 0, "-c", "PROHIBITED"], check=True)
     daemon.host.divide(MIG)
     daemon.start().wait_ready()
-    job = start(daemon.host)
+    job = start_job(daemon.host)
     daemon.kill()
     daemon.host.fail("nvmlInit*", "driver_not_loaded", times=3)  # until the mode would be restored
     assert daemon.run("--restore") == 1, daemon.log
     assert compute_mode(daemon.host) == "Default"
-    end(job)
+    end_job(job)
     assert daemon.run("--restore") == 0, daemon.log
     assert compute_mode(daemon.host) == "Prohibited"
 
@@ -251,11 +251,11 @@ def test_restore_restores_the_layout_even_if_mps_is_disabled(daemon: Daemon) -> 
 def test_a_lease_whose_process_has_ended_does_not_prevent_a_restore(daemon: Daemon) -> None:
     daemon.host.divide(f"{MIG}\n  mig_restore: true")
     daemon.start().wait_ready()
-    job = start(daemon.host)
+    job = start_job(daemon.host)
     daemon.kill()
     assert daemon.run("--restore") == 1, daemon.log
     assert "not restored: that would end lease" in daemon.log
-    end(job)
+    end_job(job)
     assert daemon.run("--restore") == 0, daemon.log
     assert not daemon.host.gpus[0].mig
 

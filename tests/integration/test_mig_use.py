@@ -11,7 +11,7 @@ import pytest
 from yunion_mps.core import reasons
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import leases_of, queued, run, take
+from integration.lease_host import leases_of, queued, run_job, take
 from integration.mig_devices import devices, instances
 from simhost import SimHost
 from simhost.gpu import MigDevice
@@ -52,13 +52,13 @@ def destroy(daemon: Daemon) -> tuple[str, str]:
 def test_a_whole_instance_that_another_program_uses_is_not_leased(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     address = use(daemon)
-    refused = run(daemon.host, "--gpu", address, "true")
+    refused = run_job(daemon.host, "--gpu", address, "true")
     why = f"PID {os.getpid()} of root"
     assert (why in refused.stderr, refused.returncode) == (True, 5)
     row = devices(daemon)[address]
     assert (row["state"], row["reason_code"]) == ("unavailable", reasons.PROCESS_WITHOUT_LEASE)
     assert leases_of(daemon) == []
-    other = run(daemon.host, "printenv", "YUNION_MPS_DEVICE", check=True).stdout.strip()
+    other = run_job(daemon.host, "printenv", "YUNION_MPS_DEVICE", check=True).stdout.strip()
     assert other in devices(daemon).keys() - {address}
     waiting = queued(daemon, f"gpu={address}")
     daemon.host.gpus[0].remove_process(os.getpid())
@@ -124,7 +124,7 @@ def test_no_lease_has_an_instance_that_was_just_destroyed(daemon: Daemon, more: 
     daemon.start().wait_ready()
     before, _ = destroy(daemon)
     wait = ("--wait=1m",) if more else ()  # until its control daemon is ready
-    there = run(daemon.host, *wait, "--gpu", "00:06.0", "printenv", "CUDA_VISIBLE_DEVICES", check=True)
+    there = run_job(daemon.host, *wait, "--gpu", "00:06.0", "printenv", "CUDA_VISIBLE_DEVICES", check=True)
     assert there.stdout.strip() in {one.uuid for one in instances(daemon)} - {before}
 
 
@@ -132,10 +132,10 @@ def test_a_destroyed_instance_that_cannot_be_created_again_is_refused(daemon: Da
     daemon.start().wait_ready()
     daemon.host.fail("nvmlDeviceCreateGpuInstanceWithPlacement", "insufficient_resources")
     _, address = destroy(daemon)
-    refused = run(daemon.host, "--device", address, "true")
+    refused = run_job(daemon.host, "--device", address, "true")
     assert (refused.returncode != 0, reasons.MIG_INSTANCE_GONE in refused.stderr) == (True, True)
     assert leases_of(daemon) == []
-    other = run(daemon.host, "printenv", "CUDA_VISIBLE_DEVICES", check=True).stdout.strip()
+    other = run_job(daemon.host, "printenv", "CUDA_VISIBLE_DEVICES", check=True).stdout.strip()
     assert other in {one.uuid for one in instances(daemon)}
 
 
@@ -195,7 +195,7 @@ def test_a_leased_gpu_put_in_mig_mode_while_stopped_outdates_its_lease(daemon: D
 def inherit(daemon: Daemon, lease: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     """Run a command that prints the instance, in the environment that the lease had when it was granted."""
     environment = {**daemon.host.env, **lease["environment"]}
-    return run(daemon.host, "--inherit", "printenv", "CUDA_VISIBLE_DEVICES", env=environment)
+    return run_job(daemon.host, "--inherit", "printenv", "CUDA_VISIBLE_DEVICES", env=environment)
 
 
 def test_inherit_gets_the_instance_that_is_created_again(daemon: Daemon) -> None:

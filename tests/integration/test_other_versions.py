@@ -12,7 +12,7 @@ import pytest
 from yunion_mps.core.paths import Paths
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import ADDRESSES, given, take
+from integration.lease_host import ADDRESSES, leased_addresses, take
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
@@ -85,7 +85,7 @@ def test_a_lease_of_another_version_continues(
     assert _problems(ready_daemon) == []
     assert ready_daemon.ask("POST", "/v1/leases/a/renew")[0] == 200
     take(ready_daemon, "holder.name=b&holder.ttl_s=600")
-    assert given(ready_daemon) == [*ADDRESSES[:2]]
+    assert leased_addresses(ready_daemon) == [*ADDRESSES[:2]]
 
 
 @pytest.mark.parametrize("change", [_new_binding, _other_budget, _other_devices])

@@ -20,7 +20,7 @@ from yunion_mps import AsyncClient, Client
 from yunion_mps.client import AsyncHeldLease, DeviceInfo, GpuInfo, QueuedRequestInfo, Status
 
 from integration.daemon_host import PATIENCE_S, Daemon, eventually
-from integration.lease_host import ADDRESSES, given
+from integration.lease_host import ADDRESSES, leased_addresses
 from simhost import SimHost
 from simhost.host import IN_UNITS
 
@@ -60,7 +60,7 @@ def test_both_clients_answer_the_same(ready_daemon: Daemon) -> None:
     blocking = Client()
     devices, gpus, status, queue = asyncio.run(answers())
     assert (devices, len(gpus), status.state, queue) == (blocking.devices(), 1, "ready", [])
-    assert given(ready_daemon) == []
+    assert leased_addresses(ready_daemon) == []
 
 
 def test_both_clients_tell_the_free_memory_of_pools(daemon: Daemon) -> None:
@@ -89,7 +89,7 @@ def test_a_task_that_is_cancelled_while_it_waits_leaves_the_queue(ready_daemon: 
             await lease.release()
 
     asyncio.run(cancelled())
-    assert given(ready_daemon) == []
+    assert leased_addresses(ready_daemon) == []
 
 
 async def _held(client: AsyncClient) -> None:
@@ -248,7 +248,7 @@ def test_each_dataloader_worker_has_a_device_of_its_own(ready_daemon: Daemon, tm
     lines = done.stdout.splitlines()
     assert sorted(re.findall(r"worker \d: (\S+) with 4096 MiB", done.stdout)) == ADDRESSES[:2]
     assert {line.rpartition(" ")[2] for line in lines if "prepared on" in line} == {*ADDRESSES[:2]}
-    eventually(lambda: given(ready_daemon) == [], "that all is free")
+    eventually(lambda: leased_addresses(ready_daemon) == [], "that all is free")
 
 
 def test_a_service_holds_a_device_until_its_gpu_is_lost(ready_daemon: Daemon, tmp_path: Path) -> None:
@@ -256,10 +256,10 @@ def test_a_service_holds_a_device_until_its_gpu_is_lost(ready_daemon: Daemon, tm
     with ready_daemon.host.popen([sys.executable, "-c", SERVER], env=env, stdout=subprocess.PIPE) as server:
         assert server.stdout
         assert server.stdout.readline() == f"{{'device': '{ADDRESSES[0]}'}}\n"
-        assert given(ready_daemon) == [ADDRESSES[0]]
+        assert leased_addresses(ready_daemon) == [ADDRESSES[0]]
         ready_daemon.host.gpus[0].lose()
         assert re.search(r"is unavailable: .* \[gpu_(lost|fault)\]", server.stdout.readline())
-    assert (server.returncode, given(ready_daemon)) == (0, [])
+    assert (server.returncode, leased_addresses(ready_daemon)) == (0, [])
 
 
 def test_servers_share_a_gpu_until_one_of_them_ends(ready_daemon: Daemon) -> None:
@@ -270,4 +270,4 @@ def test_servers_share_a_gpu_until_one_of_them_ends(ready_daemon: Daemon) -> Non
     lines = {f"port {8000 + number}: {address} with 4096 MiB" for number, address in enumerate(ADDRESSES[:2])}
     lines |= {f"{8000 + number} on {address}" for number, address in enumerate(ADDRESSES[:2])}
     assert set(done.stdout.splitlines()) == lines
-    assert given(ready_daemon) == []
+    assert leased_addresses(ready_daemon) == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import ADDRESSES, given, run, start
+from integration.lease_host import ADDRESSES, leased_addresses, run_job, start_job
 from integration.tmux import Tmux
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -23,7 +23,7 @@ def test_a_command_does_not_inherit_what_python_changes(shared_daemon: Daemon) -
     closed = ["bash", "-c", "set -o pipefail; yunion-mps run yes 2>/dev/null | head -1; exit $?"]
     assert host.run(closed).returncode == 128 + signal.SIGPIPE
     look = ["grep", "SigIgn", "/proc/self/status"]
-    assert run(host, *look).stdout == host.run(look).stdout
+    assert run_job(host, *look).stdout == host.run(look).stdout
     bare = {name: value for name, value in host.env.items() if not name.startswith(("LC_", "LANG"))}
     assert "LC_CTYPE" not in host.run(["yunion-mps", "run", "env"], env=bare).stdout
     inner = {**host.env, "CUDA_MPS_CLIENT_PRIORITY": "1"}
@@ -57,7 +57,7 @@ def test_a_gpu_that_enforces_no_budget_is_leased_only_on_request(ready_daemon: D
         "budgets are not enforced on GPU 00:06.0, which is older than Volta or of unknown compute "
         "capability: a job can use all of its memory"
     )
-    done = run(daemon.host, "--allow-unlimited", "printenv", "YUNION_MPS_DEVICE")
+    done = run_job(daemon.host, "--allow-unlimited", "printenv", "YUNION_MPS_DEVICE")
     assert (done.stdout, done.stderr) == ("00:06.0-0\n", f"yunion-mps: {said}\n")
     done = daemon.host.run([*take, "--allow-unlimited"])
     assert (done.returncode, done.stderr) == (0, f"yunion-mps: {said}\n")
@@ -80,39 +80,39 @@ def test_the_warning_names_only_gpus_that_enforce_no_budget(ready_daemon: Daemon
 def test_of_unlike_gpus_a_command_gets_one_that_enforces_its_budget(ready_daemon: Daemon) -> None:
     host, daemon = ready_daemon.host, ready_daemon
     any_gpu = ["--allow-unlimited", "printenv", "YUNION_MPS_DEVICE"]
-    assert run(host, *any_gpu).stdout == "00:07.0-0\n"
-    jobs = [start(host) for _ in range(4)]
-    assert given(daemon) == [f"00:07.0-{slot}" for slot in range(4)]
-    done = run(host, "true")
+    assert run_job(host, *any_gpu).stdout == "00:07.0-0\n"
+    jobs = [start_job(host) for _ in range(4)]
+    assert leased_addresses(daemon) == [f"00:07.0-{slot}" for slot in range(4)]
+    done = run_job(host, "true")
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         5,
         "yunion-mps: 1 device cannot be allocated now: 4 of 4 leased [nothing_free]",
     )
     assert done.stderr.endswith("; use a GPU that does not enforce budgets: --allow-unlimited\n")
-    assert run(host, *any_gpu).stdout == "00:06.0-0\n"
-    assert "GPU 00:08.0 (Tesla P40)" in run(host, "--gpu", "00:08.0", "true").stderr
+    assert run_job(host, *any_gpu).stdout == "00:06.0-0\n"
+    assert "GPU 00:08.0 (Tesla P40)" in run_job(host, "--gpu", "00:08.0", "true").stderr
     for job in jobs:
         job.communicate()
 
 
 def test_options_after_the_command_belong_to_the_command(shared_daemon: Daemon) -> None:
     for before in ([], ["--"], ["--wait"], ["--wait", "--"], ["--count", "1", "--wait=5s"]):
-        assert run(shared_daemon.host, *before, "echo", "--wait", "5").stdout == "--wait 5\n", before
+        assert run_job(shared_daemon.host, *before, "echo", "--wait", "5").stdout == "--wait 5\n", before
 
 
 def test_a_command_without_limits_takes_no_device(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     (ready_daemon.pipe_directory / "control").rename(ready_daemon.pipe_directory / "aside")
-    done = run(host, "--allow-unlimited", "sh", "-c", "env; yunion-mps list --free")
+    done = run_job(host, "--allow-unlimited", "sh", "-c", "env; yunion-mps list --free")
     assert "without limits" in done.stderr
     assert "CUDA_MPS" not in done.stdout
     assert "\n00:06.0-3  " in done.stdout
-    assert run(host, "true").returncode == 1
+    assert run_job(host, "true").returncode == 1
 
 
 def test_an_unknown_device_does_not_run_without_limits(shared_daemon: Daemon) -> None:
     for option, name in (("--device", "00:06.0-9"), ("--gpu", "00:09.0")):
-        done = run(shared_daemon.host, "--allow-unlimited", option, name, "echo", "ran")
+        done = run_job(shared_daemon.host, "--allow-unlimited", option, name, "echo", "ran")
         assert (done.returncode, done.stdout) == (1, "")
         assert name in done.stderr
 
@@ -120,7 +120,7 @@ def test_an_unknown_device_does_not_run_without_limits(shared_daemon: Daemon) ->
 @pytest.mark.gpus({"kind": "v100"}, {"kind": "tesla-p40"})
 def test_an_infeasible_request_does_not_run_without_limits(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
-    jobs = [start(host) for _ in range(4)]
+    jobs = [start_job(host) for _ in range(4)]
     for exit_status, options in (
         (5, ["--device", "00:06.0-0"]),
         (5, ["--gpu", "00:06.0"]),
@@ -128,7 +128,7 @@ def test_an_infeasible_request_does_not_run_without_limits(ready_daemon: Daemon)
         (1, ["--gpu-mem", "2GiB"]),
         (1, ["--count", "2", "--gpu", "00:07.0"]),
     ):
-        done = run(host, "--allow-unlimited", *options, "echo", "ran")
+        done = run_job(host, "--allow-unlimited", *options, "echo", "ran")
         assert (done.returncode, done.stdout) == (exit_status, ""), options
     for job in jobs:
         job.communicate()
@@ -137,10 +137,10 @@ def test_an_infeasible_request_does_not_run_without_limits(ready_daemon: Daemon)
 def test_with_mps_disabled_a_command_may_run_without_a_device(daemon: Daemon) -> None:
     daemon.configure(enable_cuda_mps=False)
     daemon.start().wait_ready()
-    done = run(daemon.host, "true")
+    done = run_job(daemon.host, "true")
     assert (done.returncode, "MPS is disabled" in done.stderr) == (1, True)
     assert daemon.ask("POST", "/v1/leases", "")[1]["code"] == "disabled"
-    done = run(daemon.host, "--allow-unlimited", "echo", "ran")
+    done = run_job(daemon.host, "--allow-unlimited", "echo", "ran")
     assert (done.returncode, done.stdout) == (0, "ran\n")
     assert "echo runs without limits: MPS is disabled" in done.stderr
 
@@ -172,14 +172,14 @@ def test_empty_and_surplus_arguments_are_usage_errors(shared_daemon: Daemon, wro
     assert (done.returncode, done.stderr.startswith(f"yunion-mps: {why}")) == (2, True), done.stderr
     subcommand = " ".join(wrong.split()[: 1 + wrong.startswith("lease")])
     assert done.stderr.splitlines()[1:] == [f"yunion-mps: see: yunion-mps {subcommand} --help"]
-    assert given(shared_daemon) == []
+    assert leased_addresses(shared_daemon) == []
 
 
 @pytest.mark.gpus({"kind": "v100", "count": 2})
 def test_a_job_with_several_devices_is_asked_which_one_it_means(ready_daemon: Daemon) -> None:
     host = ready_daemon.host
     for word, printed in (("show", ""), ("env", "false\n")):
-        done = run(host, "--count", "2", "--across", "yunion-mps", word)
+        done = run_job(host, "--count", "2", "--across", "yunion-mps", word)
         assert (done.returncode, done.stdout) == (2, printed)
         assert done.stderr.startswith(
             "yunion-mps: DEVICE is 00:06.0-0,00:07.0-0: name one of these devices\n"
@@ -214,7 +214,7 @@ def test_names_may_be_cut_as_elsewhere_and_a_name_has_one_lease(shared_daemon: D
         ["--gpu", "0000:00:06.0"],
         ["--gpu", host.gpus[0].uuid[:12]],
     ):
-        assert run(host, *words, "true").returncode == 0, words
+        assert run_job(host, *words, "true").returncode == 0, words
     first = host.run(["yunion-mps", "lease", "take", "job-1", "--ttl", "600", "-o", "json"])
     again = host.run(["yunion-mps", "lease", "take", "job-1", "--ttl", "600", "-o", "json"])
     other = host.run(["yunion-mps", "lease", "take", "job-1", "--ttl", "601"])
@@ -227,7 +227,7 @@ def test_names_may_be_cut_as_elsewhere_and_a_name_has_one_lease(shared_daemon: D
     missing = host.run(["yunion-mps", "lease", "release", "job-1"])
     what = "there is no lease job-1 [not_found]"
     assert (missing.returncode, missing.stderr.splitlines()[0]) == (1, f"yunion-mps: {what}")
-    assert given(shared_daemon) == []
+    assert leased_addresses(shared_daemon) == []
 
 
 def test_a_lease_of_any_valid_name_is_renewed_and_released_by_it(shared_daemon: Daemon) -> None:
@@ -253,7 +253,7 @@ def test_a_signal_that_is_sent_to_it_is_the_command_s(shared_daemon: Daemon, num
         said = job.stdout.read()
         job.communicate()
         assert (job.returncode, said) == expected
-    eventually(lambda: given(shared_daemon) == [], "the end of the leases")
+    eventually(lambda: leased_addresses(shared_daemon) == [], "the end of the leases")
 
 
 def test_the_command_is_the_same_process_in_the_same_group_and_session(shared_daemon: Daemon) -> None:
@@ -285,12 +285,12 @@ def test_on_a_terminal_it_is_in_the_foreground_and_keys_are_its_own(shared_daemo
         screen.wait("^second")  # another word, for what was said before may not be cleared away yet
         screen.type("C-z")
         screen.wait("Stopped")
-        assert given(shared_daemon) == ["00:06.0-0"], "who is stopped still has its device"
+        assert leased_addresses(shared_daemon) == ["00:06.0-0"], "who is stopped still has its device"
         screen.type("fg", "Enter")
         screen.type("again", "Enter")
         eventually(lambda: screen.lines().count("again") == 2, "that it goes on")
         screen.type("C-d")
-        eventually(lambda: given(shared_daemon) == [], "the end of the lease")
+        eventually(lambda: leased_addresses(shared_daemon) == [], "the end of the lease")
 
 
 def test_a_pipeline_ends_as_its_commands_do(shared_daemon: Daemon) -> None:

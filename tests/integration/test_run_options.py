@@ -10,7 +10,7 @@ import pytest
 
 from integration.conftest import MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import given, run, start
+from integration.lease_host import leased_addresses, run_job, start_job
 from simhost import SimHost
 
 _DEVICES = """\
@@ -72,8 +72,8 @@ def test_every_option_gives_its_own_environment_and_nothing_else(divided: Daemon
     assert divided.control("get_default_device_pinned_mem_limit 0") == ["8G"], "what two may have together"
     before = dict(host.env)
     for options, expected in _GIVEN.items():
-        taken = start(host, "--device", "00:06.0-3") if "--spread" in options else None
-        done = run(host, *options.split(), "--", "env", "-0")
+        taken = start_job(host, "--device", "00:06.0-3") if "--spread" in options else None
+        done = run_job(host, *options.split(), "--", "env", "-0")
         if taken:
             taken.communicate()
         found = dict(entry.partition("=")[::2] for entry in done.stdout.split("\0") if entry)
@@ -89,17 +89,17 @@ def test_every_option_gives_its_own_environment_and_nothing_else(divided: Daemon
             "YUNION_MPS_DEVICE": devices,
             **({"CUDA_MPS_CLIENT_PRIORITY": priority} if priority else {}),
         }, options
-        eventually(lambda: given(divided) == [], "that all is free")
+        eventually(lambda: leased_addresses(divided) == [], "that all is free")
 
 
 def test_dry_run_and_print_env_say_the_same_and_take_nothing(divided: Daemon) -> None:
     host = divided.host
-    said = run(host, "--count", "2", "--dry-run").stdout
+    said = run_job(host, "--count", "2", "--dry-run").stdout
     assert said == "would use 00:06.0-0, 00:06.0-1: 8192 MiB of memory, 50 % of the SM threads\n"
-    across = run(host, "--count", "2", "--across", "--dry-run").stdout
+    across = run_job(host, "--count", "2", "--across", "--dry-run").stdout
     of_each = "8192 MiB of 00:08.0 and 4096 MiB of 00:06.0"
     assert across == f"would use 00:08.0-0, 00:06.0-0: {of_each}, 25 % of the SM threads\n"
-    printed = json.loads(run(host, "--count", "2", "--print-env", "-o", "json").stdout)
+    printed = json.loads(run_job(host, "--count", "2", "--print-env", "-o", "json").stdout)
     assert printed["YUNION_MPS_DEVICE"] == "00:06.0-0,00:06.0-1"
     assert "YUNION_MPS_LEASE" not in printed
     assert divided.get("/v1/events?kind=lease")[1]["events"] == []
@@ -120,7 +120,7 @@ def test_env_prints_a_device_s_environment_for_its_holder(divided: Daemon) -> No
     shell = 'eval "$(yunion-mps env 00:06.0-1)"; env -0'
     found = host.run(["sh", "-c", shell]).stdout.split("\0")
     assert {f"{name}={value}" for name, value in expected.items()} <= {*found}
-    assert given(divided) == []
+    assert leased_addresses(divided) == []
 
 
 def test_an_eval_without_an_environment_fails_and_no_job_behind_it_runs(divided: Daemon) -> None:
@@ -143,7 +143,7 @@ def test_a_request_waits_until_its_domain_serves_and_is_started_then(divided: Da
     logs.write_text("")
     os.kill(divided.control_pid(), signal.SIGKILL)
     eventually(lambda: divided.status()["state"] == "failed", "that it does not")
-    done = run(host, "--device", "00:06.0-0", "echo", "ran")
+    done = run_job(host, "--device", "00:06.0-0", "echo", "ran")
     assert (done.returncode, done.stdout) == (5, "")
     assert (
         "device 00:06.0-0 cannot be allocated now: 1 unavailable (GPU 00:06.0: its domain is " in done.stderr

@@ -13,8 +13,8 @@ from yunion_mps.host.proc import parent_of
 
 from integration.conftest import AtWork
 from integration.daemon_host import PATIENCE_S, Daemon, eventually, is_running
-from integration.lease_host import given, holders, leases_of
-from integration.mps_jobs import JOB, STUBBORN_JOB, ended, started, terminations_of
+from integration.lease_host import holders, leased_addresses, leases_of
+from integration.mps_jobs import JOB, STUBBORN_JOB, end_of, started_job, terminations_of
 from integration.tmux import Tmux
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -27,27 +27,27 @@ DISCONNECTED = "its MPS server disconnected it"
 
 def test_a_stubborn_client_is_disconnected_before_it_is_killed(at_work: AtWork) -> None:
     daemon, servers = at_work.daemon, at_work.jobs.servers()
-    with started(daemon.host, *AT_ONCE, *STUBBORN_JOB) as job:
+    with started_job(daemon.host, *AT_ONCE, *STUBBORN_JOB) as job:
         job.terminate()
-        assert ended(job)[::2] == (KILLED, "")
+        assert end_of(job)[::2] == (KILLED, "")
     assert terminations_of(daemon) == [DISCONNECTED]
     assert (at_work.jobs.servers(), is_running(at_work.job.pid)) == (servers, True)
-    eventually(lambda: given(daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(daemon) == [], "the end of the lease")
 
 
 def test_a_client_that_would_die_of_a_signal_is_disconnected_before_it(at_work: AtWork) -> None:
-    with started(at_work.daemon.host, *RUN, "--", *JOB) as job:
+    with started_job(at_work.daemon.host, *RUN, "--", *JOB) as job:
         job.terminate()
-        assert ended(job)[2] == ""
+        assert end_of(job)[2] == ""
     (how,) = terminations_of(at_work.daemon)
     assert how.startswith(DISCONNECTED)
 
 
 @pytest.mark.parametrize("number", [signal.SIGXCPU, signal.SIGRTMIN], ids=str)
 def test_the_signals_of_batch_systems_harm_no_other_job(at_work: AtWork, number: int) -> None:
-    with started(at_work.daemon.host, *RUN, "--", *JOB) as job:
+    with started_job(at_work.daemon.host, *RUN, "--", *JOB) as job:
         job.send_signal(number)
-        ended(job)
+        end_of(job)
     (how,) = terminations_of(at_work.daemon)
     assert how.startswith(DISCONNECTED)
 
@@ -83,27 +83,27 @@ def test_the_command_is_killed_even_if_nobody_reads_a_full_stderr(at_work: AtWor
 
 @pytest.mark.parametrize("kind", ["careful", "waiting"])
 def test_a_client_that_handles_sigterm_and_ends_in_time_is_left_alone(at_work: AtWork, kind: str) -> None:
-    with started(at_work.daemon.host, *RUN, "--", *JOB, kind) as job:
+    with started_job(at_work.daemon.host, *RUN, "--", *JOB, kind) as job:
         job.terminate()
-        assert ended(job) == (0, ["saved"], "")
+        assert end_of(job) == (0, ["saved"], "")
     assert terminations_of(at_work.daemon) == []
 
 
 def test_processes_that_outlive_the_command_are_terminated(at_work: AtWork) -> None:
     script = f"{shlex.join(STUBBORN_JOB)} & exec sleep 600"
-    with started(at_work.daemon.host, *AT_ONCE, "sh", "-c", script) as job:
+    with started_job(at_work.daemon.host, *AT_ONCE, "sh", "-c", script) as job:
         job.terminate()
-        assert ended(job)[::2] == (TERMINATED, "")
+        assert end_of(job)[::2] == (TERMINATED, "")
     assert terminations_of(at_work.daemon) == [DISCONNECTED]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "hanging"])
 def test_the_command_is_killed_even_without_the_daemon(at_work: AtWork, number: signal.Signals) -> None:
     daemon = at_work.daemon
-    with started(daemon.host, *AT_ONCE, *STUBBORN_JOB) as job:
+    with started_job(daemon.host, *AT_ONCE, *STUBBORN_JOB) as job:
         daemon.signal(number)
         job.terminate()
-        status, said, err = ended(job)
+        status, said, err = end_of(job)
         daemon.signal(signal.SIGCONT)
     assert (status, said, err.count("\n")) == (KILLED, [], 1)
     assert err.startswith("yunion-mps: COMMAND was not disconnected from MPS before its signal: the daemon ")
@@ -111,11 +111,11 @@ def test_the_command_is_killed_even_without_the_daemon(at_work: AtWork, number: 
 
 def test_the_daemon_may_restart_during_a_safe_stop(at_work: AtWork) -> None:
     daemon = at_work.daemon
-    with started(daemon.host, *AT_ONCE, *STUBBORN_JOB) as job:
+    with started_job(daemon.host, *AT_ONCE, *STUBBORN_JOB) as job:
         daemon.kill()
         job.terminate()
         daemon.start()
-        assert ended(job)[::2] == (KILLED, "")
+        assert end_of(job)[::2] == (KILLED, "")
     assert terminations_of(daemon) == [DISCONNECTED]
 
 
@@ -134,7 +134,7 @@ def test_the_command_outlives_its_parent_and_keeps_the_device(shared_daemon: Dae
     assert job.stdout.readline() == "typed\n"
     assert holders(shared_daemon) == {command}
     job.communicate()
-    eventually(lambda: given(shared_daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(shared_daemon) == [], "the end of the lease")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
@@ -164,13 +164,13 @@ def test_on_a_terminal_keys_reach_the_command_once(shared_daemon: Daemon) -> Non
         screen.wait("caught")
         screen.type("C-z")
         screen.wait("Stopped")
-        assert given(shared_daemon) == ["00:06.0-0"]
+        assert leased_addresses(shared_daemon) == ["00:06.0-0"]
         screen.type("fg", "Enter")
         screen.type("word", "Enter")
         lines = screen.wait("^got word")
         assert sum(line.endswith("caught") for line in lines) == 1
         screen.type("enough", "Enter")
-        eventually(lambda: given(shared_daemon) == [], "the end of the lease")
+        eventually(lambda: leased_addresses(shared_daemon) == [], "the end of the lease")
 
 
 @pytest.mark.parametrize(("command", "status"), [(["sh", "-c", "exit 3"], 3), (["/no/such/program"], 127)])
@@ -218,16 +218,16 @@ def test_in_another_pid_namespace_a_safe_stop_is_refused(shared_daemon: Daemon) 
     done = shared_daemon.host.run([*inside, *RUN, "--", "echo", "begun"])
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("yunion-mps: --safe-stop: the daemon is in another PID namespace, so ")
-    assert given(shared_daemon) == []
+    assert leased_addresses(shared_daemon) == []
     done = shared_daemon.host.run([*inside, "yunion-mps", "run", "--", "echo", "begun"])
     assert (done.returncode, done.stdout) == (0, "begun\n"), done.stderr
 
 
 def test_a_command_may_use_a_pid_namespace_of_its_own(at_work: AtWork) -> None:
     inside = ["unshare", "--pid", "--fork", "--mount-proc"]
-    with started(at_work.daemon.host, *AT_ONCE, *inside, *STUBBORN_JOB) as job:
+    with started_job(at_work.daemon.host, *AT_ONCE, *inside, *STUBBORN_JOB) as job:
         job.terminate()
-        assert ended(job)[2] == ""
+        assert end_of(job)[2] == ""
     assert terminations_of(at_work.daemon) == [DISCONNECTED]
 
 

@@ -16,10 +16,10 @@ from yunion_mps.core.units import rfc3339
 
 from integration.daemon_host import eventually
 from integration.tmux import Tmux
+from unit.cli.busy_host import CAROLS_REQUEST, OUTSIDE_MPS, OVER_BUDGET, TWO_DEVICES, hold_leases, make_busy
 from unit.cli.conftest import PROGRAM
-from unit.cli.held import CAROL, OUTSIDE_MPS, OVER, TWO, busy, hold
 from unit.http import snapshots
-from unit.http.by_hand import LEASE, clients
+from unit.http.fake_services import LEASE, clients
 from unit.http.server_host import ServerHost
 
 TOP = "yunion-mps top --interval 1"
@@ -56,8 +56,10 @@ def host() -> Iterator[ServerHost]:
     with ServerHost(snapshots.reference()) as host:
         now_s = time.time()
         one = {**LEASE, "since": rfc3339(now_s - 7205)}
-        hold(host, one, {**TWO, "since": rfc3339(now_s - 5 * 86400 - 60)}, waiting=(CAROL,))
-        host.clients.found = clients(OVER, {**OUTSIDE_MPS, "started": rfc3339(now_s - 10805)})
+        hold_leases(
+            host, one, {**TWO_DEVICES, "since": rfc3339(now_s - 5 * 86400 - 60)}, waiting=(CAROLS_REQUEST,)
+        )
+        host.clients.listed = clients(OVER_BUDGET, {**OUTSIDE_MPS, "started": rfc3339(now_s - 10805)})
         host.record(Event("warning", "domain", "host", "ready -> backoff", "killed by signal 9"))
         host.record(Event("info", "domain", "host", "applying -> ready"))
         yield host
@@ -142,8 +144,8 @@ def test_keys_sort_and_choose_what_is_to_be_seen(screen: Tmux) -> None:
 
 def test_keys_scroll_through_3072_devices() -> None:
     with ServerHost(snapshots.large(3072)) as many, terminal(many) as screen:
-        many.clients.found = clients()
-        hold(many)
+        many.clients.listed = clients()
+        hold_leases(many)
         screen.type(TOP, "Enter")
         screen.wait(r"DEVICE 1-(\d+)/3072")
         screen.type("s")
@@ -239,7 +241,7 @@ def test_a_fault_of_its_own_leaves_the_terminal_as_before(
 ) -> None:
     screen.resize(120, 60)
     start(screen)
-    host.events.given = answer
+    host.events.answer = answer
     screen.wait("^left with 1$")
     assert any("KeyError" in line for line in left(screen))
 
@@ -273,15 +275,15 @@ def test_nothing_is_written_while_nothing_changes_but_the_clock(screen: Tmux, ho
 
 
 def test_top_continues_while_the_clients_are_unknown(screen: Tmux, host: ServerHost) -> None:
-    host.clients.found = clients(errors=("the driver is slow to answer",))
+    host.clients.listed = clients(errors=("the driver is slow to answer",))
     screen.type(TOP, "Enter")
     screen.wait("1 GPU; 4 devices: 3 used, 1 free; 2 leases, 1 request queued; 0 processes")
     screen.wait("^Incomplete: the driver is slow to answer$")
-    hold(host)
+    hold_leases(host)
     screen.wait("1 GPU; 4 devices: 0 used, 4 free; 0 leases; 0 processes")
     screen.type("s")
     screen.wait("sort: device")
-    busy(host)
+    make_busy(host)
     screen.wait("; 2 leases, 1 request queued; 2 processes")
     screen.wait_without("Incomplete")
 

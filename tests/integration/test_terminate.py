@@ -14,8 +14,8 @@ import pytest
 from control_groups import ControlGroup, unique_name
 from integration.conftest import AtWork, MakeDaemon, MakeHost
 from integration.daemon_host import Daemon, eventually, is_running
-from integration.lease_host import STRANGER, given, needs_root, stranger, take
-from integration.mps_jobs import JOB, STUBBORN_JOB, ended, started, terminations_of
+from integration.lease_host import STRANGER, leased_addresses, needs_root, stranger, take
+from integration.mps_jobs import JOB, STUBBORN_JOB, end_of, started_job, terminations_of
 from packages.machine import systemd_hierarchies
 from simhost import SimHost
 from simhost.mps import StandIns
@@ -39,7 +39,7 @@ class Jobs:
         return take(self.daemon, f"holder.name={name}&{words}")
 
     def begin(self, lease: dict[str, Any], *command: str) -> Job:
-        entered = started(self.host, *(command or JOB), variables=lease["environment"])
+        entered = started_job(self.host, *(command or JOB), variables=lease["environment"])
         return self._stack.enter_context(entered)
 
     def terminate(self, target: str, *words: str) -> tuple[int, list[tuple[int, str]], str]:
@@ -63,10 +63,10 @@ def test_only_the_processes_of_the_lease_or_device_are_terminated(jobs: Jobs, ki
     status, done, _ = jobs.terminate(target)
     assert (status, done) == (0, sorted((job.pid, BY_TERM) for job in ours))
     for job in ours:
-        ended(job)
+        end_of(job)
     assert is_running(theirs.pid)
     assert is_running(jobs.bystander.pid)
-    assert len(given(jobs.daemon)) == 2, "a named lease continues"
+    assert len(leased_addresses(jobs.daemon)) == 2, "a named lease continues"
     assert jobs.terminate(target) == (0, [], f"yunion-mps: {target_name(kind, lease)} has no processes\n")
 
 
@@ -101,8 +101,8 @@ def test_a_client_that_ignores_sigterm_is_killed_only_with_force(jobs: Jobs) -> 
 def test_a_released_lease_leaves_nothing_behind_if_requested(jobs: Jobs) -> None:
     job = jobs.begin(jobs.lease("job-17"), *STUBBORN_JOB)
     jobs.host.run(["yunion-mps", "lease", "release", "job-17", "--terminate"], check=True)
-    assert ended(job)[:2] == (-signal.SIGKILL, ["terminated"])
-    assert given(jobs.daemon) == []
+    assert end_of(job)[:2] == (-signal.SIGKILL, ["terminated"])
+    assert leased_addresses(jobs.daemon) == []
     (event,) = jobs.daemon.get("/v1/events?kind=client")[1]["events"]
     assert event["what"].endswith(BY_KILL)
     assert event["cause"] == "its lease job-17 was released"
@@ -114,7 +114,7 @@ def test_the_end_of_a_lease_is_not_that_of_a_neighbour_without_one(jobs: Jobs) -
     without = {name: value for name, value in lease["environment"].items() if name != "YUNION_MPS_LEASE"}
     ours, neighbour = jobs.begin(lease), jobs.begin({"environment": without})
     jobs.host.run(["yunion-mps", "lease", "release", "job-17", "--terminate"], check=True)
-    ended(ours)
+    end_of(ours)
     assert terminations_of(jobs.daemon) == [BY_TERM]
     assert is_running(neighbour.pid)
     assert jobs.terminate(lease["devices"][0])[:2] == (0, [(neighbour.pid, BY_TERM)])
@@ -122,10 +122,10 @@ def test_the_end_of_a_lease_is_not_that_of_a_neighbour_without_one(jobs: Jobs) -
 
 def test_an_expired_lease_leaves_its_processes_alone(jobs: Jobs) -> None:
     job = jobs.begin(jobs.lease("job-17", "holder.ttl_s=1"))
-    eventually(lambda: given(jobs.daemon) == [], "the end of the lease")
+    eventually(lambda: leased_addresses(jobs.daemon) == [], "the end of the lease")
     assert terminations_of(jobs.daemon) == []
     assert jobs.terminate(str(job.pid))[0] == 0
-    ended(job)
+    end_of(job)
 
 
 @needs_root
@@ -146,7 +146,7 @@ def test_the_name_of_a_control_group_gives_no_right_over_a_container(
         lease = take(other, f"holder.kind=container&holder.pid={sleeper.pid}")
         variables = dict(lease["environment"])
         del variables["YUNION_MPS_LEASE"]
-        victim = stack.enter_context(started(host, *JOB, variables=variables))
+        victim = stack.enter_context(started_job(host, *JOB, variables=variables))
         top.below("system.slice").below(name).add(victim.pid)
         status, answer = other.ask("POST", f"/v1/leases/{lease['id']}/terminate")
         assert (status, answer["terminations"]) == (200, [])

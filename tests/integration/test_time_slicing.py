@@ -11,7 +11,7 @@ import pytest
 from yunion_mps.core import reasons
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import end, leases_of, start, take
+from integration.lease_host import end_job, leases_of, start_job, take
 from simhost.host import SHARED
 
 ADDRESS = "00:07.0-0"
@@ -153,11 +153,11 @@ def test_restore_keeps_the_settings_of_a_leased_job_without_a_context(daemon: Da
     daemon.host.divide(4, f"{SHARED}; time_slice: short")
     daemon.start().wait_ready()
     sliced = daemon.host.gpus[1]
-    job = start(daemon.host, "--allow-unlimited", "--gpu", sliced.uuid)
+    job = start_job(daemon.host, "--allow-unlimited", "--gpu", sliced.uuid)
     daemon.kill()
     assert daemon.run("--restore") == 1, daemon.log
     assert (sliced.compute_mode, sliced.time_slice) == ("default", "short")
-    end(job)
+    end_job(job)
     assert daemon.run("--restore") == 0, daemon.log
     assert (sliced.compute_mode, sliced.time_slice) == ("exclusive_process", "default")
 

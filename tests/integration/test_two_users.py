@@ -15,13 +15,13 @@ from integration.conftest import AtWork, MakeAtWork, MakeDivided
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import (
     STRANGER,
-    Asker,
     Connection,
+    Requester,
+    await_queue,
     leases_of,
     needs_root,
     stranger,
     take,
-    wait_until_wait,
 )
 from unit.http.server_host import as_user
 
@@ -51,11 +51,11 @@ def devices(daemon: Daemon) -> list[dict[str, Any]]:
     return list(daemon.get("/v1/devices?limit=0")[1]["isolated_devices"])
 
 
-def ask_and_wait(daemon: Daemon, words: str) -> Asker:
+def ask_and_wait(daemon: Daemon, words: str) -> Requester:
     """Request devices as another user, and wait in the queue."""
     with as_user(STRANGER):
-        asker = Asker(daemon, f"wait_s=600&{words}")
-    wait_until_wait(daemon, 1)
+        asker = Requester(daemon, f"wait_s=600&{words}")
+    await_queue(daemon, 1)
     return asker
 
 
@@ -226,7 +226,7 @@ def test_no_later_request_overtakes_another_user_s_after_a_restart(idle: AtWork)
         command = ["yunion-mps", "run", "--wait=600", "--gpu", SECOND_GPU, "sleep", "600"]
         other = jobs.enter_context(daemon.host.popen(command, **member))
         jobs.callback(other.kill)
-        wait_until_wait(daemon, 1)
+        await_queue(daemon, 1)
         daemon.kill()
         own.kill()
         own.wait()

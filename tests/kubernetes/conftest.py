@@ -16,8 +16,8 @@ from integration.conftest import daemon, host, make_daemon, make_host, ready_dae
 from integration.daemon_host import Daemon, eventually
 from kubernetes.cluster import Cluster
 from kubernetes.dra_kubelet import DraKubelet, DraPlugin, DriverInThread, add_node
+from kubernetes.grpc_peers import Loop
 from kubernetes.kubelet import Container, Kubelet, KubeletPlugin, Pod
-from kubernetes.peers import Loop
 from simhost import SimHost
 
 __all__ = ["daemon", "host", "make_daemon", "make_host", "ready_daemon"]

@@ -29,8 +29,8 @@ from yunion_mps.kubernetes.metrics import Counts
 
 from integration.daemon_host import eventually
 from kubernetes.cluster import Cluster
+from kubernetes.grpc_peers import PATIENCE_S, Loop, channel, their_server
 from kubernetes.kubelet import KubeletPlugin
-from kubernetes.peers import PATIENCE_S, Loop, channel, their_server
 from kubernetes.slice_rules import wrong_with
 from simhost import SimHost
 from simhost.host import Closes

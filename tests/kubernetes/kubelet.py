@@ -31,7 +31,7 @@ from yunion_mps.kubernetes.kubelet.protobuf import Message
 from yunion_mps.kubernetes.kubelet.rpc import AnswerT, Rpc
 
 from integration.daemon_host import eventually, state_of
-from kubernetes.peers import PATIENCE_S, channel, their_server
+from kubernetes.grpc_peers import PATIENCE_S, channel, their_server
 from simhost import SimHost
 from simhost.host import Closes
 

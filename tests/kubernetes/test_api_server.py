@@ -22,7 +22,7 @@ from yunion_mps.kubernetes.dra.slices import SLICES
 from yunion_mps.kubernetes.received import MAX_HELD_BYTES, MAX_MESSAGE_BYTES, OF_PROCESS
 
 from kubernetes.cluster import Cluster, RefusalError
-from kubernetes.peers import Loop
+from kubernetes.grpc_peers import Loop
 
 PODS = Resource("/api/v1", "pods", ApiObject)
 COLLECTION = PODS.path()

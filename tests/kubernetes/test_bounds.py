@@ -41,8 +41,8 @@ from yunion_mps.kubernetes.pod_deletions import PodDeletionWatch
 
 from clocks import SkippingLoop, StoppedLoop
 from integration.daemon_host import eventually
-from kubernetes.offers import share, shares
-from kubernetes.peers import their_server
+from kubernetes.grpc_peers import their_server
+from kubernetes.offered_devices import share, shares
 
 T = TypeVar("T")
 #: By when the kubelet has to be told of a change, and after which it takes DRA devices for unhealthy, in s.

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import ADDRESSES, given
+from integration.lease_host import ADDRESSES, leased_addresses
 from kubernetes.conftest import StartContainer
+from kubernetes.grpc_peers import PATIENCE_S
 from kubernetes.kubelet import Kubelet, KubeletPlugin
-from kubernetes.peers import PATIENCE_S
 from simhost import SimHost
 from simhost.environment import CHECKOUT
 
@@ -102,7 +102,7 @@ def test_the_plugin_serves_from_the_container_of_the_daemonset(
         assert kubelet.wait_healthy(4) == ADDRESSES, plugin.log
         pod = kubelet.run_pod("trainer", 1)
         assert start_container(pod).environment["YUNION_MPS_DEVICE"] == pod.devices[0]
-        assert given(ready_daemon) == list(pod.devices)
+        assert leased_addresses(ready_daemon) == list(pod.devices)
         ready_daemon.kill()
         kubelet.wait_healthy(0)
         ready_daemon.start().wait_ready()

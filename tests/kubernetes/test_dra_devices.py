@@ -19,7 +19,7 @@ from yunion_mps.kubernetes.dra.devices import (
 )
 from yunion_mps.kubernetes.dra.objects import AllocatedDevice
 
-from kubernetes.offers import H100, V100, facts, instance, lease, mig_uuid_of, pool, share, uuid_of
+from kubernetes.offered_devices import H100, V100, facts, instance, lease, mig_uuid_of, pool, share, uuid_of
 from kubernetes.slice_rules import check_policy
 
 

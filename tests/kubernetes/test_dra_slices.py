@@ -24,8 +24,8 @@ from yunion_mps.kubernetes.metrics import API_SERVER, Counts
 from integration.daemon_host import eventually
 from kubernetes.cluster import Cluster
 from kubernetes.dra_kubelet import NODE, SLICES, add_node
-from kubernetes.offers import facts, pool, shares
-from kubernetes.peers import Loop
+from kubernetes.grpc_peers import Loop
+from kubernetes.offered_devices import facts, pool, shares
 from kubernetes.slice_rules import wrong_with
 
 #: The nodes of a cluster: enough that a write too many, or one too few, of each would show.

@@ -15,7 +15,7 @@ from yunion_mps.kubernetes.options import read_options
 
 from integration.daemon_host import Daemon, eventually
 from kubernetes.kubelet import KubeletPlugin
-from kubernetes.offers import instance, share
+from kubernetes.offered_devices import instance, share
 from simhost.host import IN_UNITS
 
 FILE = "etc/features.d/yunion-mps"

@@ -26,7 +26,7 @@ from yunion_mps.kubernetes.kubelet.grpc import (
 from yunion_mps.kubernetes.received import MAX_HELD_BYTES, MAX_MESSAGE_BYTES, OF_PROCESS
 
 from integration.daemon_host import eventually
-from kubernetes.peers import PATIENCE_S, Loop, channel, our_server, their_server
+from kubernetes.grpc_peers import PATIENCE_S, Loop, channel, our_server, their_server
 
 pytestmark = pytest.mark.processes
 

@@ -12,7 +12,7 @@ from yunion_mps.kubernetes.dra.devices import offered_devices
 from yunion_mps.kubernetes.dra.slices import slices_of
 from yunion_mps.kubernetes.kubelet import device_plugin_api as api
 
-from kubernetes.offers import facts, share
+from kubernetes.offered_devices import facts, share
 
 PAGE = (Path(__file__).parents[2] / "docs/kubernetes-scale.md").read_text()
 MAX_MESSAGE_BYTES = 4 << 20

@@ -12,7 +12,7 @@ from yunion_mps.metrics.exporter import text_of
 from yunion_mps.mps.states import LEGAL_CHANGES
 
 from monitoring.tools import CHECKOUT, promtool
-from unit.metrics.scene import ALL
+from unit.metrics.metric_facts import ALL
 
 DASHBOARD: dict[str, Any] = json.loads((CHECKOUT / "etc/grafana/yunion-mps.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]

@@ -10,7 +10,7 @@ import pytest
 
 from packages.versions import REQUIRED_MIB
 from unit.hostile_names import WORST
-from unit.mps.front_ends import STRANGER
+from unit.mps.other_processes import STRANGER
 
 from .conftest import ROOT, Host
 

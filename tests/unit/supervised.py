@@ -79,12 +79,12 @@ class Supervised:
             ledger.add(lease)
         return ledger
 
-    def next(self) -> Supervised:
+    def next_supervisor(self) -> Supervised:
         """Return the next supervisor of the host, not started."""
         return self._make(self.host)
 
-    def again(self) -> Supervised:
-        return self.next().start()
+    def start_next(self) -> Supervised:
+        return self.next_supervisor().start()
 
     def rescan(self) -> Snapshot:
         assert isinstance(self.preflight.nvml, Nvml)

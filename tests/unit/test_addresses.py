@@ -28,10 +28,10 @@ from yunion_mps.service.queries import Filters, Queries
 from yunion_mps.slurm.devices import gres_lines, record_of
 
 from unit import builders
-from unit.containers.specs import HOST, plan_of
-from unit.http.by_hand import status_of
+from unit.containers.cdi_specs import HOST, plan_of
+from unit.http.fake_services import status_of
 from unit.http.snapshots import in_instances, snapshot
-from unit.metrics import scene
+from unit.metrics import metric_facts
 
 DOMAINS = st.one_of(
     st.sampled_from([0x0, 0x1, 0x3, 0xF, 0xFFFF, 0x10000, 0x10003, 0x20003, 0xFFFFFFFF]),
@@ -155,7 +155,7 @@ def environments(taken: Snapshot) -> Iterator[str]:
 
 
 def metrics(taken: Snapshot) -> Iterator[str]:
-    labels = [dict(pairs) for _, pairs in scene.values(scene.facts(taken))]
+    labels = [dict(pairs) for _, pairs in metric_facts.values(metric_facts.facts(taken))]
     return iter({one["device"] for one in labels if "device" in one})
 
 

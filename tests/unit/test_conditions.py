@@ -66,11 +66,19 @@ from yunion_mps.supervisor.host_conditions import PendingSetting
 from yunion_mps.views.pending import pending_rows
 
 from unit import builders
-from unit.cli.held import OUTSIDE_MPS, OVER
-from unit.doctor.hosts import found, host_of
-from unit.http.by_hand import CLIENT, LEASE, SERVER, WAITER, WAITING, clients, services_of_status
+from unit.cli.busy_host import OUTSIDE_MPS, OVER_BUDGET
+from unit.doctor.hosts import check_findings, host_of
+from unit.http.fake_services import (
+    CLIENT,
+    LEASE,
+    QUEUED_REQUEST,
+    SERVER,
+    WAITING_CLIENT,
+    clients,
+    services_of_status,
+)
 from unit.http.snapshots import H100, IN_MIG_MODE, MIG_ENTRIES, P40, in_instances, snapshot, with_conditions
-from unit.metrics.scene import facts, value
+from unit.metrics.metric_facts import facts, value
 
 #: The GPU of most rows: it enforces budgets, and has the mode that MPS should have.
 GPU = H100._replace(
@@ -314,18 +322,18 @@ def rows_of_use() -> Iterator[Row]:
     fault = clients(servers=({**SERVER, "state": SERVER_FAULT},))
     failed = partial(Host, snapshot(GPU), clients=fault)
     yield Row("a server", ABOUT_SERVER, reasons.SERVER_FAILED, PROBLEM, failed)
-    too_much = clients(on_gpu({**OVER, "memory_by_gpu_mib": [90000], "memory_used_mib": 90000}))
+    too_much = clients(on_gpu({**OVER_BUDGET, "memory_by_gpu_mib": [90000], "memory_used_mib": 90000}))
     over = partial(Host, snapshot(GPU), leases=[lease], clients=too_much)
     yield Row("over budget", ABOUT_PROCESS, reasons.OVER_BUDGET, PROBLEM, over)
     bypassing = clients(on_gpu(OUTSIDE_MPS))
     outside = partial(Host, snapshot(GPU), clients=bypassing)
     yield Row("outside MPS", ABOUT_PROCESS, reasons.PROCESS_OUTSIDE_MPS, PROBLEM, outside)
-    asking = clients(waiting=(on_gpu(WAITING),))
+    asking = clients(waiting=(on_gpu(WAITING_CLIENT),))
     client = partial(Host, snapshot(GPU), clients=asking)
     yield Row("a waiting client", ABOUT_PROCESS, reasons.CLIENT_WAITING, WARNING, client)
     unleased = reasons.PROCESS_WITHOUT_LEASE
     yield Row("unleased use", ABOUT_PROCESS, unleased, WARNING, with_sliced_use)
-    queued = {**WAITER, "reason": WHY, "reason_code": reasons.OTHER_USER}
+    queued = {**QUEUED_REQUEST, "reason": WHY, "reason_code": reasons.OTHER_USER}
     request = partial(Host, snapshot(GPU), waiting=[queued])
     yield Row("a request", ABOUT_REQUEST, reasons.OTHER_USER, WARNING, request)
 
@@ -357,7 +365,7 @@ def outputs_of(host: Host, root: Path) -> Outputs:
         devices=devices,
         metrics=facts(host.snapshot, status=status, gpus=gpus, devices=devices),
         page=page(HostOverview.of(answers)),
-        findings={check: found(doctor, check) for check in CHECKS},
+        findings={check: check_findings(doctor, check) for check in CHECKS},
         conditions=queries.conditions(),
     )
 

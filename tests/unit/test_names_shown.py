@@ -21,7 +21,7 @@ from yunion_mps.host.systemd import Notifier
 from yunion_mps.metrics.exporter import text_of
 
 from unit.hostile_names import HOSTILE, steers
-from unit.metrics.scene import facts
+from unit.metrics.metric_facts import facts
 
 # The library never closes its socket, which in the daemon lives as long as the process.
 pytestmark = [

@@ -205,20 +205,20 @@ def cli(serve: Serve) -> Cli:
 
 
 @pytest.fixture(scope="module")
-def troubled(serve: Serve) -> Cli:
+def troubled_cli(serve: Serve) -> Cli:
     """GPUs of every sort, and a control daemon that does not start."""
     return serve(snapshots.troubled())
 
 
 @pytest.fixture
-def own() -> Iterator[Cli]:
+def own_cli() -> Iterator[Cli]:
     """The reference case, for a test that changes something."""
     with ServerHost(snapshots.reference()) as host:
         yield Cli(host.paths.root, host)
 
 
 @pytest.fixture
-def alone() -> Iterator[Cli]:
+def without_daemon() -> Iterator[Cli]:
     """A host on which no daemon runs."""
     with short_root() as paths:
         yield Cli(paths.root)

@@ -36,9 +36,9 @@ from yunion_mps.service.facts import ClockReadings, LeaseFacts
 from simhost import SimHost
 from unit import builders
 from unit.cli.conftest import Cli, Done
-from unit.http import by_hand, snapshots
+from unit.http import fake_services, snapshots
 from unit.http.server_host import ServerHost
-from unit.metrics.scene import facts
+from unit.metrics.metric_facts import facts
 from waiting import readable
 
 if TYPE_CHECKING:
@@ -123,11 +123,11 @@ def _lease(number: int, user: str, ago_s: float, devices: dict[str, int], **more
     gpus = list(dict.fromkeys(address.rpartition("-")[0] for address in devices))
     enforced = gpus != [P40.address]
     found = {
-        **by_hand.LEASE,
+        **fake_services.LEASE,
         "id": f"{number}c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44",
         "user": user,
         "uid": 1000 + number,
-        **by_hand.lease_of(devices, _USE[number]),
+        **fake_services.lease_of(devices, _USE[number]),
         "thread_percentage": 25 * len(devices),
         "since": _ago(ago_s),
         "budget_enforced": enforced,
@@ -168,7 +168,7 @@ def _client(number: int, gpu: str, memory_mib: int, ago_s: float, **more: Json) 
     lease = LEASES[number - 1] if number else {}
     known = {name: lease.get(name) for name in ("pid", "uid", "user", "command", "container", "container_id")}
     return {
-        **by_hand.CLIENT,
+        **fake_services.CLIENT,
         **known,
         "started": _ago(ago_s),
         "mps": True,
@@ -193,16 +193,16 @@ CLIENTS = [
             server=None),
 ]  # fmt: skip
 WAITING = [
-    {**by_hand.WAITER, "pid": 61200, "uid": 1006, "user": "frank", "requested": "4 devices on one GPU",
-     "command": "yunion-mps run --count 4 --wait", "since": _ago(12 * _MINUTE),
-     "reason": "4 devices on one GPU cannot be allocated now: 2 of 4 leased"},
-    {**by_hand.WAITER, "pid": None, "uid": 1002, "user": "bob", "name": "job-18", "command": None,
-     "requested": "1 device of GPU 17:00.0", "since": _ago(50),
+    {**fake_services.QUEUED_REQUEST, "pid": 61200, "uid": 1006, "user": "frank",
+     "requested": "4 devices on one GPU", "command": "yunion-mps run --count 4 --wait",
+     "since": _ago(12 * _MINUTE), "reason": "4 devices on one GPU cannot be allocated now: 2 of 4 leased"},
+    {**fake_services.QUEUED_REQUEST, "pid": None, "uid": 1002, "user": "bob", "name": "job-18",
+     "command": None, "requested": "1 device of GPU 17:00.0", "since": _ago(50),
      "reason": "1 device of GPU 17:00.0 cannot be allocated now: 2 of 4 leased; 2 reserved for earlier "
                "requests"},
 ]  # fmt: skip
 WAITING_CLIENT = {
-    **by_hand.WAITING, "pid": 61310, "uid": 1007, "user": "grace", "command": "python eval.py",
+    **fake_services.WAITING_CLIENT, "pid": 61310, "uid": 1007, "user": "grace", "command": "python eval.py",
     "started": _ago(30), "since": _ago(25), "server": 40110, "server_user": "root", "domain": "host",
 }  # fmt: skip
 _EVENTS = [
@@ -313,12 +313,12 @@ def golden_host() -> Iterator[Cli]:
         }
         load[P40.uuid] = GpuLoad(99, 6301, 71, 187.6, 250.0)
         host.service.usage.latest = LatestPoll(Load({str(uuid): one for uuid, one in load.items()}), _USED)
-        host.leases.found = {"leases": LEASES, "waiting": WAITING, "total": len(LEASES)}
-        host.leases.given = LEASES[1]
+        host.leases.listed = {"leases": LEASES, "waiting": WAITING, "total": len(LEASES)}
+        host.leases.granted = LEASES[1]
         host.metrics = lambda _: _metrics(host)
-        server = {**by_hand.SERVER, "pid": 40110, "user": "root", "uid": 0, "started": _ago(_DAY)}
-        host.clients.found = by_hand.clients(*CLIENTS, servers=(server,), waiting=(WAITING_CLIENT,))
-        host.reloader.reloaded = json.loads(json.dumps(by_hand.PLANNED).replace("00:06.0", "17:00.0"))
+        server = {**fake_services.SERVER, "pid": 40110, "user": "root", "uid": 0, "started": _ago(_DAY)}
+        host.clients.listed = fake_services.clients(*CLIENTS, servers=(server,), waiting=(WAITING_CLIENT,))
+        host.reloader.reloaded = json.loads(json.dumps(fake_services.PLANNED).replace("00:06.0", "17:00.0"))
         ended = [client for client in CLIENTS if client["mps"]]
         host.reloader.planned = {
             **host.reloader.reloaded,
@@ -349,11 +349,11 @@ def golden_host() -> Iterator[Cli]:
 @contextmanager
 def leasing(cli: Cli, lease: Json) -> Iterator[None]:
     """Its requests get this lease, whose control daemon can be reached from inside."""
-    before = cli.host.leases.given
+    before = cli.host.leases.granted
     environment = {**lease["environment"], "CUDA_MPS_PIPE_DIRECTORY": "/mnt/pipe"}
-    cli.host.leases.given = {**lease, "environment": environment}
+    cli.host.leases.granted = {**lease, "environment": environment}
     yield
-    cli.host.leases.given = before
+    cli.host.leases.granted = before
 
 
 async def _metrics(host: ServerHost) -> tuple[str, bytes]:
@@ -367,7 +367,7 @@ async def _metrics(host: ServerHost) -> tuple[str, bytes]:
     found = facts(
         host.snapshot,
         now=ClockReadings(NOW_S, 9 * _DAY),
-        status=by_hand.status_of(service, *LEASES, clients=host.clients.found),
+        status=fake_services.status_of(service, *LEASES, clients=host.clients.listed),
         gpus=service.gpus()["gpus"],
         devices=service.all_devices(),
         unusable=service.unusable_gpus(),

@@ -67,8 +67,10 @@ def test_bash_completes_commands_options_and_devices(
     assert complete_in_bash(cli, line, script) == offered
 
 
-def test_without_the_daemon_bash_completes_no_device_and_stays_silent(alone: Cli, script: Path) -> None:
-    assert complete_in_bash(alone, "yunion-mps show ", script) == []
+def test_without_the_daemon_bash_completes_no_device_and_stays_silent(
+    without_daemon: Cli, script: Path
+) -> None:
+    assert complete_in_bash(without_daemon, "yunion-mps show ", script) == []
 
 
 def test_an_instance_of_another_program_is_not_completed(serve: Serve, script: Path) -> None:

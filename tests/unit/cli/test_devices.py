@@ -108,19 +108,19 @@ def test_past_the_last_device_there_is_a_header_and_the_total(cli: Cli) -> None:
     ],
 )
 def test_a_filter_shows_the_devices_that_it_names(
-    troubled: Cli, arguments: list[str], addresses: list[str]
+    troubled_cli: Cli, arguments: list[str], addresses: list[str]
 ) -> None:
-    assert [row[3] for row in rows_of(troubled.good(LIST, *arguments))] == addresses
+    assert [row[3] for row in rows_of(troubled_cli.good(LIST, *arguments))] == addresses
 
 
-def test_unused_devices_are_those_that_can_be_used_now(cli: Cli, troubled: Cli) -> None:
+def test_unused_devices_are_those_that_can_be_used_now(cli: Cli, troubled_cli: Cli) -> None:
     assert len(rows_of(cli.good(LIST, "--unused"))) == 4
     expected = "*** Total: 0 Pages: 0 Limit: 20 Offset: 0 Page: 1 ***\n"
-    assert troubled.good(LIST, "--unused").endswith(expected)
+    assert troubled_cli.good(LIST, "--unused").endswith(expected)
 
 
-def test_unknown_values_are_empty_cells_and_numa_nodes_numbers(troubled: Cli) -> None:
-    rows = rows_of(troubled.good(LIST, "--addr", "0001:e1:00.0-0"))
+def test_unknown_values_are_empty_cells_and_numa_nodes_numbers(troubled_cli: Cli) -> None:
+    rows = rows_of(troubled_cli.good(LIST, "--addr", "0001:e1:00.0-0"))
     assert [row[6:9] for row in rows] == [["1", H100, ""]]
 
 
@@ -155,9 +155,9 @@ def test_programs_read_what_the_daemon_answers_or_the_cells_of_the_table(cli: Cl
     ],
 )
 def test_people_list_the_devices_of_a_gpu_or_those_that_are_free(
-    troubled: Cli, arguments: list[str], addresses: list[str]
+    troubled_cli: Cli, arguments: list[str], addresses: list[str]
 ) -> None:
-    answer, (header, *rows) = troubled.read("list", *arguments)
+    answer, (header, *rows) = troubled_cli.read("list", *arguments)
     assert [one["addr"] for one in answer["isolated_devices"]] == [row[0] for row in rows] == addresses
     assert answer["total"] == len(addresses)
     assert header[:3] == ["addr", "model", "memory_mib"]
@@ -166,22 +166,22 @@ def test_people_list_the_devices_of_a_gpu_or_those_that_are_free(
 @pytest.mark.parametrize(
     ("name", "what"), [("0", "0 matches 2 GPUs"), ("00:09.0", "there is no GPU 00:09.0")]
 )
-def test_an_unknown_gpu_is_refused(troubled: Cli, name: str, what: str) -> None:
-    done = troubled("list", "--gpu", name)
+def test_an_unknown_gpu_is_refused(troubled_cli: Cli, name: str, what: str) -> None:
+    done = troubled_cli("list", "--gpu", name)
     hint = "yunion-mps: list the GPUs: yunion-mps gpus\n"
     assert (done.code, done.out, done.err) == (1, "", f"yunion-mps: {what} [not_found]\n{hint}")
 
 
-def test_the_reason_for_unavailable_devices_is_shown_once_per_gpu(troubled: Cli) -> None:
-    header, *rows, p40, h100 = troubled.good("list").splitlines()
+def test_the_reason_for_unavailable_devices_is_shown_once_per_gpu(troubled_cli: Cli) -> None:
+    header, *rows, p40, h100 = troubled_cli.good("list").splitlines()
     assert header.split("  ")[0] == "ADDRESS"
     assert {row.split()[-2] for row in rows} == {"unavailable"}
     why = "its domain is failed: nvidia-cuda-mps-control is missing"
     assert [p40, h100] == [f"00:06.0: {why}", f"0001:e1:00.0: {why}"]
 
 
-def test_an_empty_list_of_devices_is_a_sentence(troubled: Cli, serve: Serve) -> None:
-    assert troubled.good("list", "--free") == "No devices match.\n"
+def test_an_empty_list_of_devices_is_a_sentence(troubled_cli: Cli, serve: Serve) -> None:
+    assert troubled_cli.good("list", "--free") == "No devices match.\n"
     assert serve(snapshots.disabled()).good("list") == "No devices. See why: yunion-mps status\n"
     assert serve(snapshots.disabled()).good("gpus") == "No GPUs.\n"
 
@@ -252,14 +252,14 @@ def test_gpus_shows_the_way_of_sharing_of_each_gpu_and_instance(serve: Serve) ->
     assert ["04:00.0-g1", "MIG", "3g.40gb", "40448", "MiB", "2", "mps", "available"] in narrow
 
 
-def test_broken_gpus_have_their_reasons_whole_below_the_table(troubled: Cli) -> None:
-    answer, (header, *rows) = troubled.read("gpus")
+def test_broken_gpus_have_their_reasons_whole_below_the_table(troubled_cli: Cli) -> None:
+    answer, (header, *rows) = troubled_cli.read("gpus")
     assert (answer["total"], len(answer["gpus"])) == (4, 4)
     cells = {row[0]: dict(zip(header, row)) for row in rows}
     assert cells["10000:00:07.0"]["reason"] == "the GPU is lost"
     assert (cells["81:00.0"]["mig_enabled"], cells["81:00.0"]["state"]) == ("true", "unavailable")
     assert "MIG mode" in cells["81:00.0"]["reason"]
-    lines = troubled.good("gpus").splitlines()
+    lines = troubled_cli.good("gpus").splitlines()
     assert lines[-4:] == [f"{name}: {row['reason']}" for name, row in cells.items()]
 
 

@@ -54,12 +54,12 @@ def day(form: str = "%Y-%m-%d") -> str:
 
 
 @pytest.fixture
-def happened(own: Cli) -> Cli:
+def happened(own_cli: Cli) -> Cli:
     """A host on which four things happened yesterday from noon on, an hour apart."""
-    own.env["TZ"] = f"HERE{-EAST_H:+}"
+    own_cli.env["TZ"] = f"HERE{-EAST_H:+}"
     for hour, event in enumerate((DIED, BACK, REFUSED, GPU)):
-        own.host.record(event, THEN_S + 3600 * hour)
-    return own
+        own_cli.host.record(event, THEN_S + 3600 * hour)
+    return own_cli
 
 
 TEXT = f"""\
@@ -135,17 +135,17 @@ def test_if_there_may_be_more_it_says_so_and_shows_the_newest(happened: Cli) -> 
     assert happened.good("events", "--since", "yesterday").startswith(TEXT)
 
 
-def test_leases_hide_no_xid_and_it_says_how_many_are_left_out(own: Cli) -> None:
-    own.host.record(Event("warning", "gpu", "00:06.0", "Xid 48"))
+def test_leases_hide_no_xid_and_it_says_how_many_are_left_out(own_cli: Cli) -> None:
+    own_cli.host.record(Event("warning", "gpu", "00:06.0", "Xid 48"))
     for number in range(120):
-        own.host.record(Event("info", "lease", "00:06.0-1", f"granted to job-{number} of alice"))
-    newest, others, xid, *_ = own.good("events").splitlines()
+        own_cli.host.record(Event("info", "lease", "00:06.0-1", f"granted to job-{number} of alice"))
+    newest, others, xid, *_ = own_cli.good("events").splitlines()
     assert newest == "(showing the newest 100 events; for older ones, use --limit or --since)"
     where = "for those of a kind: yunion-mps events --kind KIND --limit 1000"
     assert others == f"(warnings and errors first: 21 other events of this time not shown; {where})"
     assert "WARNING  gpu 00:06.0: Xid 48" in xid
-    assert "Xid 48" in own.good("events", "--since", "1h", "--limit", "10")
-    assert own.good("events", "--kind", "lease", "--limit", "1000").count("granted to job-") == 120
+    assert "Xid 48" in own_cli.good("events", "--since", "1h", "--limit", "10")
+    assert own_cli.good("events", "--kind", "lease", "--limit", "1000").count("granted to job-") == 120
 
 
 class EarlierDaemon:
@@ -288,10 +288,10 @@ def test_a_program_that_follows_gets_each_event_whole(happened: Cli, output: str
     assert whats == [DIED.what, BACK.what, REFUSED.what, last, BACK.what, BACK.what]
 
 
-def test_follow_before_the_first_event_shows_what_comes(own: Cli) -> None:
+def test_follow_before_the_first_event_shows_what_comes(own_cli: Cli) -> None:
     for output, begin in (("json", "{"), ("yaml", "- id:"), ("csv", "time,")):
-        with following(own, "-o", output, "--since", "0s") as process:
-            own.host.record(BACK)
+        with following(own_cli, "-o", output, "--since", "0s") as process:
+            own_cli.host.record(BACK)
             assert lines_of(process, 1)[0].startswith(begin)
 
 

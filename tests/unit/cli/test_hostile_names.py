@@ -12,10 +12,10 @@ from yunion_mps.cli.output import FORMATS
 from yunion_mps.core.errors import NothingFreeError
 from yunion_mps.core.models import Event
 
+from unit.cli.busy_host import OUTSIDE_MPS, hold_leases
 from unit.cli.conftest import Cli
-from unit.cli.held import OUTSIDE_MPS, hold
 from unit.hostile_names import READABLE, WORST, steers
-from unit.http.by_hand import CLIENT, LEASE, SERVER, WAITER, WAITING, clients, lease_of
+from unit.http.fake_services import CLIENT, LEASE, QUEUED_REQUEST, SERVER, WAITING_CLIENT, clients, lease_of
 from unit.http.server_host import ServerHost
 from unit.http.snapshots import MACHINE_ID, P40, snapshot
 
@@ -50,19 +50,19 @@ def worst() -> Iterator[Cli]:
     """A host on which all that others may name has the worst name."""
     with ServerHost(snapshot(P40._replace(name=WORST), reason=WORST)) as host:
         names = {"user": WORST, "command": WORST}
-        server, waiting = {**SERVER, **names}, {**WAITING, **names, "server_user": WORST}
+        server, waiting = {**SERVER, **names}, {**WAITING_CLIENT, **names, "server_user": WORST}
         names["container"] = WORST
         jobs = {**CLIENT, **names, "device": WORST}, {**OUTSIDE_MPS, **names}
-        host.clients.found = clients(*jobs, servers=(server,), waiting=(waiting,), errors=(WORST,))
+        host.clients.listed = clients(*jobs, servers=(server,), waiting=(waiting,), errors=(WORST,))
         host.clients.how = WORST
         lease = {**LEASE, **names, "name": WORST, "environment": ENVIRONMENT}
-        hold(
+        hold_leases(
             host,
             lease,
             {**lease, "id": "b" * 36, **lease_of({"00:06.0-2": 5760})},
-            waiting=({**WAITER, **names},),
+            waiting=({**QUEUED_REQUEST, **names},),
         )
-        host.leases.given = lease
+        host.leases.granted = lease
         host.record(Event("error", "client", *[WHOLE] * 4))
         os.mkdir(host.paths.under("/etc"))
         os.mkdir(os.path.dirname(host.paths.host_conf))
@@ -82,9 +82,9 @@ def test_a_command_prints_no_control_characters(worst: Cli, command: list[str], 
     assert [line for line in printed.split("\n") if line.startswith(("STOPPING=1", "<2>"))] == []
 
 
-def test_a_refusal_has_no_control_characters(own: Cli) -> None:
-    own.host.leases.refusal = NothingFreeError(WORST, WORST)
-    done = own("run", "a")
+def test_a_refusal_has_no_control_characters(own_cli: Cli) -> None:
+    own_cli.host.leases.refusal = NothingFreeError(WORST, WORST)
+    done = own_cli("run", "a")
     assert done.code == 5
     assert steers(done.err) == set()
     assert [line for line in done.err.splitlines() if not line.startswith("yunion-mps: ")] == []
@@ -99,12 +99,12 @@ def test_events_that_are_followed_are_one_line_each(worst: Cli) -> None:
     assert json.loads(line)["what"] == WHOLE
 
 
-def test_readable_names_stay_as_they_are(own: Cli) -> None:
-    own.host.clients.found = clients(*({**CLIENT, "user": name, "command": name} for name in READABLE))
-    answer, (_, *rows) = own.read("who", "--clients")
+def test_readable_names_stay_as_they_are(own_cli: Cli) -> None:
+    own_cli.host.clients.listed = clients(*({**CLIENT, "user": name, "command": name} for name in READABLE))
+    answer, (_, *rows) = own_cli.read("who", "--clients")
     assert [one["user"] for one in answer["clients"]] == [row[1] for row in rows] == READABLE
-    table = own.good("who", "--clients")
+    table = own_cli.good("who", "--clients")
     assert [name for name in READABLE if f"  {name}  " not in table] == []
     for output in ("json", "yaml"):
-        text = own.good("who", "--clients", "-o", output)
+        text = own_cli.good("who", "--clients", "-o", output)
         assert [name for name in ("jürgen", "訓練.py", "😀") if name not in text] == []

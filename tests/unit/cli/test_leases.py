@@ -9,9 +9,9 @@ from yunion_mps.cli.calls import warn_unenforced
 from yunion_mps.cli.lease import in_time
 from yunion_mps.core.models import Holder, Lease
 
+from unit.cli.busy_host import OVER_BUDGET, TWO_DEVICES, hold_leases
 from unit.cli.conftest import Cli
-from unit.cli.held import OVER, TWO, hold
-from unit.http.by_hand import CLIENT, LEASE, clients
+from unit.http.fake_services import CLIENT, LEASE, clients
 
 FAILED = "GPU 00:06.0: its domain is failed: nvidia-cuda-mps-control is missing"
 
@@ -26,36 +26,36 @@ def states(cli: Cli) -> list[str | None]:
     return [one["state"] for one in listed(cli)]
 
 
-def test_a_lease_is_in_use_over_budget_or_idle(own: Cli) -> None:
-    hold(own.host, LEASE, TWO)
-    for client, state in ((CLIENT, "in use"), (OVER, "over budget")):
-        own.host.clients.found = clients(client)
-        assert states(own) == [state, "idle"]
-    own.host.clients.found = clients()
-    assert states(own) == ["idle", "idle"]
-    header, *rows = own.good("lease", "list").splitlines()
+def test_a_lease_is_in_use_over_budget_or_idle(own_cli: Cli) -> None:
+    hold_leases(own_cli.host, LEASE, TWO_DEVICES)
+    for client, state in ((CLIENT, "in use"), (OVER_BUDGET, "over budget")):
+        own_cli.host.clients.listed = clients(client)
+        assert states(own_cli) == [state, "idle"]
+    own_cli.host.clients.listed = clients()
+    assert states(own_cli) == ["idle", "idle"]
+    header, *rows = own_cli.good("lease", "list").splitlines()
     assert [row[header.index("STATE") :].split("  ")[0] for row in rows] == ["idle", "idle"]
 
 
-def test_a_lease_is_not_idle_if_clients_are_unknown(own: Cli) -> None:
-    hold(own.host, LEASE, TWO)
-    own.host.clients.found = clients(CLIENT, errors=("domain host: it does not answer",))
-    assert states(own) == ["in use", None]
-    assert own.good("lease", "list").splitlines()[-1] == "Incomplete: domain host: it does not answer"
+def test_a_lease_is_not_idle_if_clients_are_unknown(own_cli: Cli) -> None:
+    hold_leases(own_cli.host, LEASE, TWO_DEVICES)
+    own_cli.host.clients.listed = clients(CLIENT, errors=("domain host: it does not answer",))
+    assert states(own_cli) == ["in use", None]
+    assert own_cli.good("lease", "list").splitlines()[-1] == "Incomplete: domain host: it does not answer"
 
 
-def test_a_lease_on_an_unavailable_device_is_unavailable_with_the_reason(troubled: Cli) -> None:
-    hold(troubled.host, LEASE, TWO)
-    assert [(one["state"], one["reason"]) for one in listed(troubled)] == [("unavailable", FAILED)] * 2
-    assert troubled.good("lease", "list").count(f"{FAILED}\n") == 1
+def test_a_lease_on_an_unavailable_device_is_unavailable_with_the_reason(troubled_cli: Cli) -> None:
+    hold_leases(troubled_cli.host, LEASE, TWO_DEVICES)
+    assert [(one["state"], one["reason"]) for one in listed(troubled_cli)] == [("unavailable", FAILED)] * 2
+    assert troubled_cli.good("lease", "list").count(f"{FAILED}\n") == 1
 
 
-def test_a_lease_of_a_former_division_is_pending_until_it_ends(own: Cli) -> None:
-    hold(own.host, LEASE, TWO)
-    own.host.clients.found = clients(CLIENT)
-    former = own.host.snapshot.plan.devices[1]._replace(memory_limit_mib=2880)
-    own.host.service.ledger.add(Lease(LEASE["id"], (former,), Holder("process", 0), 0.0))
-    first, second = listed(own)
+def test_a_lease_of_a_former_division_is_pending_until_it_ends(own_cli: Cli) -> None:
+    hold_leases(own_cli.host, LEASE, TWO_DEVICES)
+    own_cli.host.clients.listed = clients(CLIENT)
+    former = own_cli.host.snapshot.plan.devices[1]._replace(memory_limit_mib=2880)
+    own_cli.host.service.ledger.add(Lease(LEASE["id"], (former,), Holder("process", 0), 0.0))
+    first, second = listed(own_cli)
     assert (first["state"], second["state"], second["reason"]) == ("pending", "idle", "")
     waits = "the new division of the GPU waits for lease 7c1f0e7a of root to end"
     assert first["reason"] == f"GPU 00:06.0: {waits}"

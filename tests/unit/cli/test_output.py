@@ -15,7 +15,7 @@ LIST = "isolated-device-list"
 
 
 @pytest.mark.parametrize("columns", [40, 80, 100, 132, 400])
-@pytest.mark.parametrize("name", ["cli", "troubled"])
+@pytest.mark.parametrize("name", ["cli", "troubled_cli"])
 def test_cloudpods_table_is_complete_on_every_terminal(
     request: pytest.FixtureRequest, name: str, columns: int
 ) -> None:
@@ -24,19 +24,19 @@ def test_cloudpods_table_is_complete_on_every_terminal(
 
 
 @pytest.mark.parametrize("command", ["list", "gpus", LIST, "list -o wide", "gpus -o wide"])
-def test_on_a_terminal_wide_enough_a_table_is_as_when_piped(troubled: Cli, command: str) -> None:
-    wide = troubled.on_terminal(500, *command.split())
-    assert wide == troubled.good(*command.split()).splitlines()
+def test_on_a_terminal_wide_enough_a_table_is_as_when_piped(troubled_cli: Cli, command: str) -> None:
+    wide = troubled_cli.on_terminal(500, *command.split())
+    assert wide == troubled_cli.good(*command.split()).splitlines()
     assert not [line for line in wide if "…" in line or "show all: -o csv" in line]
 
 
 @pytest.mark.parametrize("command", ["list", "gpus"])
 @pytest.mark.parametrize("columns", [50, 60, 80, 132])
-def test_a_table_fits_the_terminal_and_keeps_its_names(troubled: Cli, command: str, columns: int) -> None:
-    header, *lines = troubled.on_terminal(columns, *command.split())
+def test_a_table_fits_the_terminal_and_keeps_its_names(troubled_cli: Cli, command: str, columns: int) -> None:
+    header, *lines = troubled_cli.on_terminal(columns, *command.split())
     rows = [line for line in lines if re.match(r"[0-9a-f:.-]+ ", line)]
     assert max(map(len, (header, *rows))) <= columns
-    piped = troubled.good(*command.split()).splitlines()
+    piped = troubled_cli.good(*command.split()).splitlines()
     assert [row.split()[0] for row in rows] == [line.split()[0] for line in piped[1 : 1 + len(rows)]]
 
 
@@ -49,7 +49,7 @@ def test_omitted_columns_are_named_in_one_line_that_fits(cli: Cli, columns: int)
 
 
 @pytest.mark.parametrize("columns", [60, 80])
-def test_reasons_are_whole_on_every_terminal(troubled: Cli, columns: int) -> None:
+def test_reasons_are_whole_on_every_terminal(troubled_cli: Cli, columns: int) -> None:
     """What is too long for a line goes on below, indented, and breaks only between words or commands."""
 
     def told(lines: list[str]) -> list[str]:
@@ -57,9 +57,9 @@ def test_reasons_are_whole_on_every_terminal(troubled: Cli, columns: int) -> Non
         return [line for line in text.splitlines() if re.match(r"(\d\S+|Problem|Hint): +\S", line)]
 
     for command in ("gpus", "status", "who"):
-        lines = troubled.on_terminal(columns, command)
+        lines = troubled_cli.on_terminal(columns, command)
         reasons = told(lines)
-        assert reasons == told(troubled.good(command).splitlines())
+        assert reasons == told(troubled_cli.good(command).splitlines())
         assert reasons, command
         broad = [line for line in lines if len(line) > columns and line[:1] != "("]
         assert all(re.fullmatch(r" +(\S+|nvidia-smi .*)", line) for line in broad), "but a path or a command"

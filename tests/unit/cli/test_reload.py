@@ -30,13 +30,13 @@ from yunion_mps.supervisor.host_conditions import PendingSetting
 
 from integration.daemon_host import eventually
 from unit.cli.conftest import Cli, Done
-from unit.http import by_hand, snapshots
-from unit.http.by_hand import AT_ONCE, LATE, PLANNED, RELOADED, WAITS
+from unit.http import fake_services, snapshots
+from unit.http.fake_services import CHANGE_AT_ONCE, LATE_CHANGE, PENDING_REASON, PLANNED, RELOADED
 from unit.http.server_host import PATIENCE_S
 from unit.http.test_hand_over import go_on, hand_over
 
 #: A change that waits for the server of a job.
-ENDING: by_hand.Json = {**PLANNED, "clients": [by_hand.CLIENT], "confirmation": "70be"}
+ENDING: fake_services.Json = {**PLANNED, "clients": [fake_services.CLIENT], "confirmation": "70be"}
 TABLE = """\
 KIND     SUBJECT                  BEFORE              AFTER                EFFECT
 setting  cuda_mps_stop_timeout_s  10                  20                   at once
@@ -44,7 +44,7 @@ budget   00:06.0                  4 x 5760 MiB, 25 %  2 x 11520 MiB, 50 %  later
 budget 00:06.0: takes effect once the MPS server (PID 4250) has ended
 """
 IN_EFFECT = f"Reloaded with these changes:\n{TABLE.partition('later')[0]}at once\n"
-PENDING = f"Pending:  host: {WAITS}\n"
+PENDING = f"Pending:  host: {PENDING_REASON}\n"
 HINT = (
     "List the jobs that delay the change: yunion-mps who --clients; wait for them: --drain; end them: --now\n"
 )
@@ -69,7 +69,7 @@ DEVICE      LEASE     HOLDER
 """
 
 
-def pending(text: str = WAITS, state: str = "ready", reason: str = "") -> Snapshot:
+def pending(text: str = PENDING_REASON, state: str = "ready", reason: str = "") -> Snapshot:
     """The reference case, with something pending; a new version with each call."""
     shown = snapshots.reference()
     domain = shown.domains[0]._replace(
@@ -81,48 +81,57 @@ def pending(text: str = WAITS, state: str = "ready", reason: str = "") -> Snapsh
     return snapshots.with_conditions(shown._replace(version=id(domain), domains=(domain,)))
 
 
-def test_a_plan_that_changes_nothing_says_so_and_what_is_pending_already(own: Cli) -> None:
-    assert own.good("plan") == "A reload would change nothing.\n"
-    own.host.reloader.planned = {**by_hand.NOTHING, "pending": RELOADED["pending"]}
+def test_a_plan_that_changes_nothing_says_so_and_what_is_pending_already(own_cli: Cli) -> None:
+    assert own_cli.good("plan") == "A reload would change nothing.\n"
+    own_cli.host.reloader.planned = {**fake_services.NO_CHANGES, "pending": RELOADED["pending"]}
     title = "A reload would change nothing else; these changes are pending:\n"
-    assert own.good("plan") == title + PENDING
-    own.host.reloader.planned = RELOADED
+    assert own_cli.good("plan") == title + PENDING
+    own_cli.host.reloader.planned = RELOADED
     title = "These changes are pending, or would be made by a reload:\n"
-    assert own.good("plan") == title + TABLE + PENDING
+    assert own_cli.good("plan") == title + TABLE + PENDING
 
 
 @pytest.mark.parametrize(("scope", "servers"), [("host", 1), ("gpu", 1), ("host", 0)])
-def test_a_plan_names_every_gpu_that_a_drain_would_close(own: Cli, scope: str, servers: int) -> None:
-    own.host.snapshot = snapshots.snapshot(snapshots.P40, snapshots.H100, replicas=4, scope=scope)
-    own.host.clients.found = by_hand.clients(servers=(by_hand.SERVER,) * servers)
-    own.host.reloader.planned = {**by_hand.NOTHING, "changes": [LATE]}
+def test_a_plan_names_every_gpu_that_a_drain_would_close(own_cli: Cli, scope: str, servers: int) -> None:
+    own_cli.host.snapshot = snapshots.snapshot(snapshots.P40, snapshots.H100, replicas=4, scope=scope)
+    own_cli.host.clients.listed = fake_services.clients(servers=(fake_services.SERVER,) * servers)
+    own_cli.host.reloader.planned = {**fake_services.NO_CHANGES, "changes": [LATE_CHANGE]}
     gpus = "00:06.0, 0001:e1:00.0"
     told = f"With reload --drain, no GPU of domain host ({gpus}) would get new jobs until the changes take"
-    assert (told in own.good("plan")) is (scope == "host" and servers == 1)
+    assert (told in own_cli.good("plan")) is (scope == "host" and servers == 1)
 
 
-def test_a_missing_value_before_or_after_is_a_dash(own: Cli) -> None:
-    change = {**AT_ONCE, "kind": "control daemon", "subject": "host", "before": "", "after": "1 GPU in /p"}
-    own.host.reloader.planned = {**by_hand.NOTHING, "changes": [change]}
-    assert "control daemon  host     -       1 GPU in /p  at once\n" in own.good("plan")
+def test_a_missing_value_before_or_after_is_a_dash(own_cli: Cli) -> None:
+    change = {
+        **CHANGE_AT_ONCE,
+        "kind": "control daemon",
+        "subject": "host",
+        "before": "",
+        "after": "1 GPU in /p",
+    }
+    own_cli.host.reloader.planned = {**fake_services.NO_CHANGES, "changes": [change]}
+    assert "control daemon  host     -       1 GPU in /p  at once\n" in own_cli.good("plan")
 
 
 @pytest.mark.parametrize("command", ["plan", "reload"])
-def test_changes_are_printed_for_programs_too(own: Cli, command: str) -> None:
-    own.host.reloader.planned = own.host.reloader.reloaded = RELOADED
+def test_changes_are_printed_for_programs_too(own_cli: Cli, command: str) -> None:
+    own_cli.host.reloader.planned = own_cli.host.reloader.reloaded = RELOADED
     header = ["kind", "subject", "before", "after", "effect"]
-    assert own.read(command) == (RELOADED, [header, list(AT_ONCE.values())[:-1], list(LATE.values())[:-1]])
+    assert own_cli.read(command) == (
+        RELOADED,
+        [header, list(CHANGE_AT_ONCE.values())[:-1], list(LATE_CHANGE.values())[:-1]],
+    )
 
 
-def test_pending_changes_are_wrapped_on_a_narrow_terminal(own: Cli) -> None:
+def test_pending_changes_are_wrapped_on_a_narrow_terminal(own_cli: Cli) -> None:
     why = "the new division of the GPU waits for lease 7c1f0e7a of alice (PID 4260) to end"
     waits = f"GPU 00:06.0: 1 device pending: {why}"
-    own.host.reloader.planned = {
+    own_cli.host.reloader.planned = {
         "changes": [],
         "pending": [{"domain": "host", "pending": waits, "leases": []}],
         "losses": [],
     }
-    lines = own.on_terminal(80, "plan")
+    lines = own_cli.on_terminal(80, "plan")
     assert max(map(len, lines)) <= 80
     assert " ".join(" ".join(lines).split()).endswith(f"Pending: host: {waits}")
 
@@ -130,113 +139,113 @@ def test_pending_changes_are_wrapped_on_a_narrow_terminal(own: Cli) -> None:
 @pytest.mark.parametrize(
     "command", [["plan"], ["reload"], ["reload", "--drain"], ["reload", "--now", "--yes"]]
 )
-def test_bad_files_are_reported_and_change_nothing(own: Cli, command: list[str]) -> None:
-    own.host.reloader.error = BAD
-    assert own(*command) == (6, "", TOLD)
-    assert own.host.reloader.done == []
+def test_bad_files_are_reported_and_change_nothing(own_cli: Cli, command: list[str]) -> None:
+    own_cli.host.reloader.error = BAD
+    assert own_cli(*command) == (6, "", TOLD)
+    assert own_cli.host.reloader.done == []
 
 
-def test_a_reload_shows_what_it_changed_and_what_is_pending(own: Cli) -> None:
-    own.host.reloader.reloaded = RELOADED
-    own.host.snapshot = pending()
-    assert own.good("reload") == "Reloaded with these changes:\n" + TABLE + PENDING + HINT
-    assert own.host.reloader.done == ["reload"]
+def test_a_reload_shows_what_it_changed_and_what_is_pending(own_cli: Cli) -> None:
+    own_cli.host.reloader.reloaded = RELOADED
+    own_cli.host.snapshot = pending()
+    assert own_cli.good("reload") == "Reloaded with these changes:\n" + TABLE + PENDING + HINT
+    assert own_cli.host.reloader.done == ["reload"]
 
 
-def test_a_reload_that_waits_for_an_idle_server_says_what_ends_it(own: Cli) -> None:
-    own.host.reloader.reloaded = RELOADED
-    own.host.snapshot, own.host.clients.found = pending(), by_hand.clients()
+def test_a_reload_that_waits_for_an_idle_server_says_what_ends_it(own_cli: Cli) -> None:
+    own_cli.host.reloader.reloaded = RELOADED
+    own_cli.host.snapshot, own_cli.host.clients.listed = pending(), fake_services.clients()
     hint = "Wait a moment, or run: yunion-mps reload --drain; "
     hint += "the driver lists no job of the MPS server (PID 4250)\n"
-    assert own.good("reload").endswith(PENDING + hint)
+    assert own_cli.good("reload").endswith(PENDING + hint)
 
 
 @pytest.mark.parametrize("state", ["degraded", "failed", "backoff", "wedged"])
-def test_a_reload_after_which_something_does_not_serve_says_so_and_fails(own: Cli, state: str) -> None:
-    own.host.snapshot = pending("", state, "it does not start")
+def test_a_reload_after_which_something_does_not_serve_says_so_and_fails(own_cli: Cli, state: str) -> None:
+    own_cli.host.snapshot = pending("", state, "it does not start")
     told = f"yunion-mps: domain host is {state}: it does not start [control_daemon_error]\n"
     told += "yunion-mps: the configuration was reloaded; see: yunion-mps status\n"
-    assert own("reload") == (1, SAME, told)
+    assert own_cli("reload") == (1, SAME, told)
 
 
-def test_a_drain_waits_until_nothing_is_pending(own: Cli) -> None:
-    own.host.reloader.reloaded = RELOADED
-    own.host.snapshot = pending()
-    with own.start("reload", "--drain") as process:
+def test_a_drain_waits_until_nothing_is_pending(own_cli: Cli) -> None:
+    own_cli.host.reloader.reloaded = RELOADED
+    own_cli.host.snapshot = pending()
+    with own_cli.start("reload", "--drain") as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == f"yunion-mps: waiting: host: {WAITS}\n"
-        own.host.snapshot = pending("and then for this")
+        assert process.stderr.readline() == f"yunion-mps: waiting: host: {PENDING_REASON}\n"
+        own_cli.host.snapshot = pending("and then for this")
         assert process.stderr.readline() == "yunion-mps: waiting: host: and then for this\n"
         assert process.poll() is None
-        own.host.snapshot = pending("")
+        own_cli.host.snapshot = pending("")
         told = (IN_EFFECT, "yunion-mps: all changes are in effect\n")
         assert (process.communicate(timeout=PATIENCE_S), process.returncode) == (told, 0)
-    assert own.host.reloader.done == ["reload drain"]
+    assert own_cli.host.reloader.done == ["reload drain"]
 
 
-def test_a_drain_waits_until_the_devices_can_be_leased(own: Cli) -> None:
+def test_a_drain_waits_until_the_devices_can_be_leased(own_cli: Cli) -> None:
     shown = pending("", "applying")
     reason = Reason("its limits are being set", DOMAIN_APPLYING)
     applying = shown._replace(domains=(shown.domains[0]._replace(reason=reason),))
-    own.host.snapshot = snapshots.with_conditions(applying)
-    with own.start("reload", "--drain") as process:
+    own_cli.host.snapshot = snapshots.with_conditions(applying)
+    with own_cli.start("reload", "--drain") as process:
         assert process.stderr is not None
         waiting = "yunion-mps: waiting: domain host is applying: its limits are being set\n"
         assert process.stderr.readline() == waiting
         assert process.poll() is None
-        own.host.snapshot = pending("")
+        own_cli.host.snapshot = pending("")
         assert process.communicate(timeout=PATIENCE_S) == (SAME, "yunion-mps: all changes are in effect\n")
     assert process.returncode == 0
 
 
 @pytest.mark.parametrize("options", [[], ["--drain"]])
-def test_a_reload_without_changes_says_so_and_waits_for_nothing(own: Cli, options: list[str]) -> None:
-    assert own.good("reload", *options) == SAME
+def test_a_reload_without_changes_says_so_and_waits_for_nothing(own_cli: Cli, options: list[str]) -> None:
+    assert own_cli.good("reload", *options) == SAME
 
 
-def test_a_drain_that_takes_too_long_fails_and_says_what_it_waited_for(own: Cli) -> None:
-    own.host.snapshot = pending()
-    told = f"yunion-mps: waiting: host: {WAITS}\n"
-    told += f"yunion-mps: still pending after 1s: host: {WAITS}; {REST} [limits_pending]\n"
+def test_a_drain_that_takes_too_long_fails_and_says_what_it_waited_for(own_cli: Cli) -> None:
+    own_cli.host.snapshot = pending()
+    told = f"yunion-mps: waiting: host: {PENDING_REASON}\n"
+    told += f"yunion-mps: still pending after 1s: host: {PENDING_REASON}; {REST} [limits_pending]\n"
     told += "yunion-mps: it takes effect automatically; see: yunion-mps status\n"
-    assert own("reload", "--drain", "--timeout", "1") == (1, SAME, told)
+    assert own_cli("reload", "--drain", "--timeout", "1") == (1, SAME, told)
 
 
-def test_now_says_whom_it_ends_and_with_yes_does_not_ask(own: Cli) -> None:
-    own.host.reloader.planned, own.host.reloader.reloaded = ENDING, by_hand.NOTHING
-    done = own("reload", "--now", "--yes")
+def test_now_says_whom_it_ends_and_with_yes_does_not_ask(own_cli: Cli) -> None:
+    own_cli.host.reloader.planned, own_cli.host.reloader.reloaded = ENDING, fake_services.NO_CHANGES
+    done = own_cli("reload", "--now", "--yes")
     assert (done.code, done.out) == (0, SAME)
     assert re.fullmatch(CLIENTS, done.err)
-    assert own.host.reloader.done == ["plan", "reload", "reload now"]
-    started = by_hand.CLIENT["started"]  # so that no other process which gets its PID is terminated
-    assert f"terminate 4260 since {started} for {os.geteuid()}" in own.host.clients.done
+    assert own_cli.host.reloader.done == ["plan", "reload", "reload now"]
+    started = fake_services.CLIENT["started"]  # so that no other process which gets its PID is terminated
+    assert f"terminate 4260 since {started} for {os.geteuid()}" in own_cli.host.clients.done
 
 
-def test_now_shows_what_is_in_effect_when_it_ends(own: Cli) -> None:
-    own.host.reloader.reloaded, own.host.clients.found = RELOADED, by_hand.clients()
-    assert own.good("reload", "--now", "--yes") == IN_EFFECT
+def test_now_shows_what_is_in_effect_when_it_ends(own_cli: Cli) -> None:
+    own_cli.host.reloader.reloaded, own_cli.host.clients.listed = RELOADED, fake_services.clients()
+    assert own_cli.good("reload", "--now", "--yes") == IN_EFFECT
 
 
-def test_now_says_which_job_it_could_not_end(own: Cli) -> None:
-    own.host.reloader.planned, own.host.clients.ended = ENDING, False
-    done = own("reload", "--now", "--yes")
+def test_now_says_which_job_it_could_not_end(own_cli: Cli) -> None:
+    own_cli.host.reloader.planned, own_cli.host.clients.ended = ENDING, False
+    done = own_cli("reload", "--now", "--yes")
     assert done.err.endswith("PID 4260 is still running; end it: yunion-mps terminate 4260 --force\n")
 
 
-def test_reload_now_waits_for_the_jobs_up_to_its_timeout(own: Cli) -> None:
-    own.host.reloader.reloaded, own.host.snapshot = RELOADED, pending()
-    own.host.clients.found = by_hand.clients()
-    done = own("reload", "--now", "--yes", "--timeout", "1")
+def test_reload_now_waits_for_the_jobs_up_to_its_timeout(own_cli: Cli) -> None:
+    own_cli.host.reloader.reloaded, own_cli.host.snapshot = RELOADED, pending()
+    own_cli.host.clients.listed = fake_services.clients()
+    done = own_cli("reload", "--now", "--yes", "--timeout", "1")
     assert done.out == "Reloaded with these changes:\n" + TABLE + PENDING
-    assert (done.code, own.host.reloader.done) == (1, ["plan", "reload now"])
-    assert f"still pending after 1s: host: {WAITS}; {REST} [limits_pending]\n" in done.err
+    assert (done.code, own_cli.host.reloader.done) == (1, ["plan", "reload now"])
+    assert f"still pending after 1s: host: {PENDING_REASON}; {REST} [limits_pending]\n" in done.err
 
 
-def test_now_asks_also_if_not_all_clients_are_known(own: Cli) -> None:
+def test_now_asks_also_if_not_all_clients_are_known(own_cli: Cli) -> None:
     unknown = {"errors": ["domain host: it does not answer"], "confirmation": "4b1d"}
-    own.host.reloader.planned = {**PLANNED, **unknown}
-    code, text = own.answered(b"n\n", "reload", "--now")
-    assert (code, own.host.reloader.done) == (1, ["plan"])
+    own_cli.host.reloader.planned = {**PLANNED, **unknown}
+    code, text = own_cli.answered(b"n\n", "reload", "--now")
+    assert (code, own_cli.host.reloader.done) == (1, ["plan"])
     assert "yunion-mps: not all clients are known: domain host: it does not answer" in text
 
 
@@ -252,68 +261,72 @@ NOT_DONE = "yunion-mps: cancelled: nothing was changed, and no job was ended\n"
         (b"\x04", 130, ""),
     ],
 )
-def test_reload_now_asks_for_confirmation(own: Cli, answer: bytes, code: int, end: str) -> None:
-    own.host.reloader.planned = ENDING
-    status, text = own.answered(answer, "reload", "--now")
+def test_reload_now_asks_for_confirmation(own_cli: Cli, answer: bytes, code: int, end: str) -> None:
+    own_cli.host.reloader.planned = ENDING
+    status, text = own_cli.answered(answer, "reload", "--now")
     assert status == code
     assert text.startswith("These jobs would be ended:\n")
     assert text.endswith(end)
-    assert own.host.reloader.done == (["plan"] if code else ["plan", "reload", "reload now"])
+    assert own_cli.host.reloader.done == (["plan"] if code else ["plan", "reload", "reload now"])
 
 
-def test_nothing_is_asked_if_no_job_would_be_ended(own: Cli) -> None:
-    own.host.clients.found = by_hand.clients()
-    own.host.reloader.planned = PLANNED
-    with own.start("reload", "--now", "--yes", stdin=subprocess.DEVNULL) as process:
+def test_nothing_is_asked_if_no_job_would_be_ended(own_cli: Cli) -> None:
+    own_cli.host.clients.listed = fake_services.clients()
+    own_cli.host.reloader.planned = PLANNED
+    with own_cli.start("reload", "--now", "--yes", stdin=subprocess.DEVNULL) as process:
         assert process.communicate(timeout=PATIENCE_S) == (SAME, "")
-    code, text = own.answered(b"n\n", "reload", "--now")
+    code, text = own_cli.answered(b"n\n", "reload", "--now")
     assert (code, "Continue?" in text) == (0, False)
     assert text.endswith(SAME)
 
 
 FOREIGN = {"subject": "00:06.0-g5", "lease": None, "holder": "another program (3g.40gb)"}
-LOSING: by_hand.Json = {
-    **by_hand.NOTHING,
-    "losses": [by_hand.EXAMPLES["Loss"], FOREIGN],
+LOSING: fake_services.Json = {
+    **fake_services.NO_CHANGES,
+    "losses": [fake_services.EXAMPLES["Loss"], FOREIGN],
     "confirmation": "10ss",
 }
 
 
-def test_a_plan_names_the_leases_and_instances_that_now_would_take_away(own: Cli) -> None:
-    own.host.reloader.planned = LOSING
+def test_a_plan_names_the_leases_and_instances_that_now_would_take_away(own_cli: Cli) -> None:
+    own_cli.host.reloader.planned = LOSING
     title = "A reload would change nothing.\nA reload --now would also remove these:\n"
-    assert own.good("plan") == title + LOSSES
+    assert own_cli.good("plan") == title + LOSSES
 
 
-def test_reload_now_asks_before_it_takes_leased_instances_away(own: Cli) -> None:
-    own.host.reloader.planned = LOSING
-    code, text = own.answered(b"n\n", "reload", "--now")
-    assert (code, own.host.reloader.done) == (1, ["plan"])
+def test_reload_now_asks_before_it_takes_leased_instances_away(own_cli: Cli) -> None:
+    own_cli.host.reloader.planned = LOSING
+    code, text = own_cli.answered(b"n\n", "reload", "--now")
+    assert (code, own_cli.host.reloader.done) == (1, ["plan"])
     assert text == f"The MIG layouts would remove these:\n{LOSSES}Continue? [y/N]: n\n{NOT_DONE}"
-    done = own("reload", "--now", "--yes")
-    assert (done.code, own.host.reloader.done) == (0, ["plan", "plan", "reload now"])
+    done = own_cli("reload", "--now", "--yes")
+    assert (done.code, own_cli.host.reloader.done) == (0, ["plan", "plan", "reload now"])
     assert done.err == f"The MIG layouts will remove these:\n{LOSSES}"
 
 
-def test_now_lists_again_what_began_after_the_list(own: Cli) -> None:
+def test_now_lists_again_what_began_after_the_list(own_cli: Cli) -> None:
     """The daemon refuses the first confirmation, because it would lose more than was listed."""
-    later = {**ENDING, "confirmation": "70be2", "clients": [{**by_hand.CLIENT, "pid": 4270}]}
-    own.host.reloader.plans = [ENDING, later]
-    code, text = own.answered(b"y\nn\n", "reload", "--now")
-    assert (code, own.host.reloader.done) == (1, ["plan", "reload", "reload now", "plan"])
-    first, told, second = text.partition(f"yunion-mps: {by_hand.MORE}")
-    assert (told, "\n4260  " in first, "\n4270  " in second) == (f"yunion-mps: {by_hand.MORE}", True, True)
+    later = {**ENDING, "confirmation": "70be2", "clients": [{**fake_services.CLIENT, "pid": 4270}]}
+    own_cli.host.reloader.plans = [ENDING, later]
+    code, text = own_cli.answered(b"y\nn\n", "reload", "--now")
+    assert (code, own_cli.host.reloader.done) == (1, ["plan", "reload", "reload now", "plan"])
+    first, told, second = text.partition(f"yunion-mps: {fake_services.MORE_LOST}")
+    assert (told, "\n4260  " in first, "\n4270  " in second) == (
+        f"yunion-mps: {fake_services.MORE_LOST}",
+        True,
+        True,
+    )
     assert "the jobs that were listed before were ended, but no others" in second
-    assert [one for one in own.host.clients.done if "terminate" in one] == [
-        f"terminate 4260 since {by_hand.CLIENT['started']} for {os.geteuid()}"
+    assert [one for one in own_cli.host.clients.done if "terminate" in one] == [
+        f"terminate 4260 since {fake_services.CLIENT['started']} for {os.geteuid()}"
     ]
 
 
-def test_now_gives_up_if_new_jobs_begin_each_time(own: Cli) -> None:
-    own.host.reloader.plans = [{**ENDING, "confirmation": f"old{number}"} for number in range(5)]
-    own.host.reloader.planned = {**ENDING, "confirmation": "new"}
-    done = own("reload", "--now", "--yes")
-    assert (done.code, own.host.reloader.done.count("reload now")) == (1, 5)
+def test_now_gives_up_if_new_jobs_begin_each_time(own_cli: Cli) -> None:
+    own_cli.host.reloader.plans = [{**ENDING, "confirmation": f"old{number}"} for number in range(5)]
+    own_cli.host.reloader.planned = {**ENDING, "confirmation": "new"}
+    done = own_cli("reload", "--now", "--yes")
+    assert (done.code, own_cli.host.reloader.done.count("reload now")) == (1, 5)
     assert "5 times, more jobs or leases came after the list" in done.err
     assert "yunion-mps reload --drain" in done.err
 
@@ -327,31 +340,31 @@ def without_its_layout(reason: Reason) -> Snapshot:
 
 
 @pytest.mark.parametrize("option", ["--drain", "--now"])
-def test_a_reload_waits_for_layouts_too(own: Cli, option: str) -> None:
+def test_a_reload_waits_for_layouts_too(own_cli: Cli, option: str) -> None:
     why = "GPU 81:00.0: it waits for leases"
-    own.host.snapshot = without_its_layout(Reason("it waits for leases", MIG_IN_USE))
-    done = own("reload", option, *(["--yes"] if option == "--now" else []), "--timeout", "1")
+    own_cli.host.snapshot = without_its_layout(Reason("it waits for leases", MIG_IN_USE))
+    done = own_cli("reload", option, *(["--yes"] if option == "--now" else []), "--timeout", "1")
     assert done.code == 1
     assert done.err.startswith(
         f"yunion-mps: waiting: {why}\nyunion-mps: still pending after 1s: {why}; {REST} [mig_in_use]\n"
     )
 
 
-def test_a_drain_does_not_wait_for_settings_but_shows_them(own: Cli) -> None:
+def test_a_drain_does_not_wait_for_settings_but_shows_them(own_cli: Cli) -> None:
     shown = snapshots.reference()
     why = wait_reason("the restoration of its time slice", Users(processes=(7,)), SETTING_PENDING)
     setting = PendingSetting(ABOUT_TIME_SLICE, str(snapshots.P40.uuid), why)
-    own.host.snapshot = snapshots.with_conditions(shown._replace(version=id(shown)), settings=[setting])
+    own_cli.host.snapshot = snapshots.with_conditions(shown._replace(version=id(shown)), settings=[setting])
     text = "GPU 00:06.0: the restoration of its time slice waits for the process (PID 7) to end"
     hint = "wait for the leases, MPS servers and processes that it names to end"
-    (row,) = json.loads(own.good("reload", "--drain", "-o", "json"))["pending"]
+    (row,) = json.loads(own_cli.good("reload", "--drain", "-o", "json"))["pending"]
     assert row["pending"] == f"{text}; {hint}"
 
 
 @pytest.mark.parametrize("code", [*sorted(LAYOUT_NEEDS), DRIVER_HUNG])
-def test_a_reload_does_not_wait_for_what_needs_the_operator(own: Cli, code: str) -> None:
-    own.host.snapshot = without_its_layout(Reason("it needs a reset", code))
-    done = own("reload", "--drain")
+def test_a_reload_does_not_wait_for_what_needs_the_operator(own_cli: Cli, code: str) -> None:
+    own_cli.host.snapshot = without_its_layout(Reason("it needs a reset", code))
+    done = own_cli("reload", "--drain")
     why = "GPU 81:00.0: it needs a reset"
     assert done.code == 1
     assert done.err.startswith(f"yunion-mps: still pending: {why}; {REST} [{code}]\n")
@@ -376,15 +389,15 @@ def reexec(cli: Cli, between: Callable[[], Any] = lambda: None) -> Done:
     return done
 
 
-def test_it_tells_how_long_it_took_once_the_next_program_answers(own: Cli) -> None:
-    code, out, err = reexec(own)
+def test_it_tells_how_long_it_took_once_the_next_program_answers(own_cli: Cli) -> None:
+    code, out, err = reexec(own_cli)
     assert (code, err) == (0, "")
     how = rf"as PID {os.getpid()}; it did not answer for \d+\.\d\d s\n"
     told = rf"The daemon \({__version__}\) was re-executed {how}"
     assert re.fullmatch(told, out)
 
 
-def test_a_failed_re_exec_is_reported(own: Cli) -> None:
+def test_a_failed_re_exec_is_reported(own_cli: Cli) -> None:
     event = Event(
         "error",
         "daemon",
@@ -393,16 +406,16 @@ def test_a_failed_re_exec_is_reported(own: Cli) -> None:
         "",
         "the running daemon continues",
     )
-    own.host.record(event._replace(what="long ago"))
-    done = reexec(own, lambda: own.host.record(event))
+    own_cli.host.record(event._replace(what="long ago"))
+    done = reexec(own_cli, lambda: own_cli.host.record(event))
     told = f"yunion-mps: it cannot be executed: no\nyunion-mps: the running daemon continues; {LOOK}\n"
     assert done == (1, "", told)
 
 
-def test_a_restart_is_distinguished_from_a_re_exec(own: Cli) -> None:
+def test_a_restart_is_distinguished_from_a_re_exec(own_cli: Cli) -> None:
     def restart() -> None:
-        own.host.become(pid=1, started_s=time.time())
-        own.host.snapshot = own.host.snapshot._replace(version=2)
+        own_cli.host.become(pid=1, started_s=time.time())
+        own_cli.host.snapshot = own_cli.host.snapshot._replace(version=2)
 
     wrong = f"the daemon was restarted: its PID changed from {os.getpid()} to 1"
-    assert reexec(own, restart) == (1, "", f"yunion-mps: {wrong}\nyunion-mps: {LOOK}\n")
+    assert reexec(own_cli, restart) == (1, "", f"yunion-mps: {wrong}\nyunion-mps: {LOOK}\n")

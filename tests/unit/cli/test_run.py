@@ -15,7 +15,7 @@ from yunion_mps.cli.options import STYLES
 from yunion_mps.core.errors import HostError
 
 from unit.cli.conftest import Cli
-from unit.http.by_hand import LEASE
+from unit.http.fake_services import LEASE
 
 NAME = "CUDA_MPS_PIPE_DIRECTORY"
 #: How a shell takes each format from standard input; systemd itself cannot be asked.
@@ -76,10 +76,10 @@ def test_a_unit_gets_a_dollar_and_a_percent_sign_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_value_that_a_format_cannot_hold_fails_its_reader(own: Cli, style: str) -> None:
+def test_a_value_that_a_format_cannot_hold_fails_its_reader(own_cli: Cli, style: str) -> None:
     environment = {**LEASE["environment"], NAME: "/a\nLD_PRELOAD=/b"}
-    own.host.leases.given = {**LEASE, "environment": environment}
-    done = own("run", "--print-env", "-o", style)
+    own_cli.host.leases.granted = {**LEASE, "environment": environment}
+    done = own_cli("run", "--print-env", "-o", style)
     if style == "json":
         assert json.loads(done.out) == environment
         return
@@ -92,9 +92,9 @@ def test_a_value_that_a_format_cannot_hold_fails_its_reader(own: Cli, style: str
 
 @pytest.mark.parametrize("command", ["run --print-env", "lease take job-17 --ttl 1h"])
 @pytest.mark.parametrize("memory", ["--gpu-mem 3GiB", "--gpu-mem-units 3"])
-def test_memory_is_requested_for_each_of_several_devices(own: Cli, command: str, memory: str) -> None:
-    own.good(*command.split(), "--count", "2", "--across", *memory.split(), "--thread-percentage", "12")
-    ((request, _, _),) = own.host.leases.requested
+def test_memory_is_requested_for_each_of_several_devices(own_cli: Cli, command: str, memory: str) -> None:
+    own_cli.good(*command.split(), "--count", "2", "--across", *memory.split(), "--thread-percentage", "12")
+    ((request, _, _),) = own_cli.host.leases.requested
     assert (request.number, request.across, request.memory_mib) == (2, True, 3072)
     assert request.thread_percentage == 12
 
@@ -102,6 +102,6 @@ def test_memory_is_requested_for_each_of_several_devices(own: Cli, command: str,
 @pytest.mark.parametrize(
     ("sharing", "named"), [("none", "a whole MIG instance"), ("time-slicing", "time-slicing")]
 )
-def test_dry_run_says_how_a_device_without_mps_is_shared(own: Cli, sharing: str, named: str) -> None:
-    own.host.leases.given = {**LEASE, "environment": {}, "sharing": sharing}
-    assert own.good("run", "--dry-run").endswith(f" MiB of memory, {named}\n")
+def test_dry_run_says_how_a_device_without_mps_is_shared(own_cli: Cli, sharing: str, named: str) -> None:
+    own_cli.host.leases.granted = {**LEASE, "environment": {}, "sharing": sharing}
+    assert own_cli.good("run", "--dry-run").endswith(f" MiB of memory, {named}\n")

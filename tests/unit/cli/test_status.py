@@ -9,18 +9,18 @@ import pytest
 from yunion_mps.core.models import PlannedGpu, Snapshot
 from yunion_mps.core.reasons import GPU_LOST, LIMITS_PENDING, Reason
 
+from unit.cli.busy_host import hold_leases, make_busy
 from unit.cli.conftest import Cli, Serve
-from unit.cli.held import busy, hold
 from unit.http import snapshots
-from unit.http.by_hand import LEASE, SERVER, clients
+from unit.http.fake_services import LEASE, SERVER, clients
 from unit.http.snapshots import with_conditions
 
 MIG = "the GPU is in MIG mode, so MPS cannot serve it as a whole"
 
 
-def test_a_server_that_has_failed_is_shown(own: Cli) -> None:
-    own.host.clients.found = clients(servers=({**SERVER, "state": "FAULT"},))
-    assert own.good("status").splitlines()[:3] == [
+def test_a_server_that_has_failed_is_shown(own_cli: Cli) -> None:
+    own_cli.host.clients.listed = clients(servers=({**SERVER, "state": "FAULT"},))
+    assert own_cli.good("status").splitlines()[:3] == [
         "State:    degraded",
         "Problem:  MPS server (PID 4250), domain host: its jobs have failed",
         "Hint:     wait for its jobs to end; it then accepts new ones; list them: yunion-mps who --clients",
@@ -67,8 +67,8 @@ def test_pending_changes_are_shown_once_per_domain(serve: Serve) -> None:
     ]
 
 
-def test_the_status_of_a_troubled_host_says_what_is_amiss_and_what_to_do(troubled: Cli) -> None:
-    lines = troubled.good("status").splitlines()
+def test_the_status_of_a_troubled_host_says_what_is_amiss_and_what_to_do(troubled_cli: Cli) -> None:
+    lines = troubled_cli.good("status").splitlines()
     assert lines[:7] == [
         "State:    failed",
         "Problem:  domain host is failed: nvidia-cuda-mps-control is missing",
@@ -91,8 +91,8 @@ def test_the_memory_in_use_of_a_lost_gpu_is_unknown(serve: Serve) -> None:
     found = snapshots.reference()
     gpus = (snapshots.P40._replace(reason=reason),)
     lost = serve(with_conditions(found._replace(inventory=found.inventory._replace(gpus=gpus))))
-    hold(lost.host, LEASE)
-    lost.host.clients.found = clients()
+    hold_leases(lost.host, LEASE)
+    lost.host.clients.listed = clients()
     (gpu,) = (line.split() for line in lost.good("status").splitlines() if " unavailable  " in line)
     assert gpu[-1] == "-"
     assert " - / 5760 MiB " in lost.good("who")
@@ -104,8 +104,8 @@ def test_the_memory_in_use_of_a_lost_gpu_is_unknown(serve: Serve) -> None:
 
 def test_the_status_of_a_host_without_mps_says_why(serve: Serve) -> None:
     cli = serve(snapshots.disabled())
-    hold(cli.host)
-    cli.host.clients.found = clients()
+    hold_leases(cli.host)
+    cli.host.clients.listed = clients()
     assert cli.good("status").splitlines()[:7] == [
         "State:    disabled",
         "Notice:   enable_cuda_mps is false",
@@ -144,9 +144,9 @@ def test_the_exit_code_tells_the_state_if_that_is_asked_for(
     serve: Serve, snapshot: Snapshot, is_busy: bool, state: str, code: int
 ) -> None:
     cli = serve(snapshot)
-    hold(cli.host)
+    hold_leases(cli.host)
     if is_busy:
-        busy(cli.host)
+        make_busy(cli.host)
     told = cli("status", "--exit-code", "-o", "json")
     assert (told.code, told.err, json.loads(told.out)["state"]) == (code, "", state)
 
@@ -186,10 +186,10 @@ def test_a_host_of_many_gpus_is_one_screen_too(serve: Serve) -> None:
     assert lines[-1] == "Domains:  64 of 64 ready (list all: -o json)"
 
 
-def test_a_program_reads_what_the_daemon_answers_or_a_line_for_each_value(own: Cli) -> None:
-    busy(own.host)
-    answer, rows = own.read("status")
-    assert answer == own.host.ask("GET", "/v1/status").json()
+def test_a_program_reads_what_the_daemon_answers_or_a_line_for_each_value(own_cli: Cli) -> None:
+    make_busy(own_cli.host)
+    answer, rows = own_cli.read("status")
+    assert answer == own_cli.host.ask("GET", "/v1/status").json()
     pairs = dict(rows)
     assert (pairs["field"], pairs["state"], pairs["domains.0.memory_limits_mib"]) == (
         "value",
@@ -199,6 +199,6 @@ def test_a_program_reads_what_the_daemon_answers_or_a_line_for_each_value(own: C
 
 
 @pytest.mark.parametrize("command", ["status", "who", "who --clients", "top --once"])
-def test_what_is_incomplete_is_named_in_the_last_line(own: Cli, command: str) -> None:
-    own.host.clients.found = clients(errors=("domain host: it does not answer",))
-    assert own.good(*command.split()).splitlines()[-1] == "Incomplete: domain host: it does not answer"
+def test_what_is_incomplete_is_named_in_the_last_line(own_cli: Cli, command: str) -> None:
+    own_cli.host.clients.listed = clients(errors=("domain host: it does not answer",))
+    assert own_cli.good(*command.split()).splitlines()[-1] == "Incomplete: domain host: it does not answer"

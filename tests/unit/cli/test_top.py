@@ -18,10 +18,10 @@ from yunion_mps.core.units import rfc3339
 from yunion_mps.observe.holdings import NO_CLIENTS
 from yunion_mps.service.queries import Queries
 
+from unit.cli.busy_host import OUTSIDE_MPS, OVER_BUDGET, TWO_DEVICES, hold_leases
 from unit.cli.conftest import Cli
-from unit.cli.held import OUTSIDE_MPS, OVER, TWO, hold
 from unit.http import snapshots
-from unit.http.by_hand import CLIENT, LEASE, clients, lease_of, status_of
+from unit.http.fake_services import CLIENT, LEASE, clients, lease_of, status_of
 
 NOW_S = 1788007260.0
 INSTEAD = (
@@ -45,7 +45,9 @@ def poll(snapshot: Snapshot, *leases: Any, clients: Any = NO_CLIENTS, events: in
     return Poll(NOW_S, told, [event] * events, (), 0.0)
 
 
-BUSY = scene(poll(snapshots.reference(), LEASE, TWO, clients=clients(OVER, OUTSIDE_MPS), events=9))
+BUSY = scene(
+    poll(snapshots.reference(), LEASE, TWO_DEVICES, clients=clients(OVER_BUDGET, OUTSIDE_MPS), events=9)
+)
 MANY = scene(poll(snapshots.large(480), events=9))
 TROUBLED = scene(poll(snapshots.troubled()))
 DISABLED = scene(poll(snapshots.disabled()))
@@ -246,7 +248,7 @@ def test_a_bar_shows_the_share_and_whatever_is_not_nothing(share: float, blocks:
 
 def test_a_host_without_mps_has_its_notice(serve: Any) -> None:
     cli = serve(snapshots.disabled())
-    hold(cli.host)
+    hold_leases(cli.host)
     lines = cli.good("top", "--once").splitlines()
     assert lines[1:3] == [
         "0 GPUs; 0 devices: 0 used, 0 free; 0 leases; 1 process",
@@ -264,12 +266,12 @@ def test_a_host_without_mps_has_its_notice(serve: Any) -> None:
     ],
 )
 def test_without_a_terminal_to_draw_on_it_says_what_to_do_instead(
-    own: Cli, keys: bool, screen: bool, term: str, why: str
+    own_cli: Cli, keys: bool, screen: bool, term: str, why: str
 ) -> None:
     ours, theirs = pty.openpty()
     stdin, stdout = theirs if keys else subprocess.DEVNULL, theirs if screen else subprocess.PIPE
     try:
-        done = own.process("top", stdin=stdin, stdout=stdout, env={**own.env, "TERM": term})
+        done = own_cli.process("top", stdin=stdin, stdout=stdout, env={**own_cli.env, "TERM": term})
     finally:
         os.close(ours)
         os.close(theirs)

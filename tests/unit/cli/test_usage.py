@@ -91,8 +91,10 @@ START = (
 
 
 @pytest.mark.parametrize("command", ALL, ids=" ".join)
-def test_every_command_s_help_has_examples_and_fits_the_terminal(alone: Cli, command: list[str]) -> None:
-    out = alone.good(*command, "--help")
+def test_every_command_s_help_has_examples_and_fits_the_terminal(
+    without_daemon: Cli, command: list[str]
+) -> None:
+    out = without_daemon.good(*command, "--help")
     assert out.startswith(" ".join(["Usage: yunion-mps", *command]))
     examples = out.split("Examples:\n")[1] if command else out
     assert " ".join(["  yunion-mps", *command]) in examples
@@ -103,9 +105,9 @@ def test_every_command_s_help_has_examples_and_fits_the_terminal(alone: Cli, com
     assert "x>=" not in out, "bounds belong in the error"
 
 
-def test_the_first_help_tells_the_exit_codes_and_all_commands(alone: Cli) -> None:
-    out = alone.good()
-    assert out == alone.good("--help") == alone.good("-h")
+def test_the_first_help_tells_the_exit_codes_and_all_commands(without_daemon: Cli) -> None:
+    out = without_daemon.good()
+    assert out == without_daemon.good("--help") == without_daemon.good("-h")
     for title, section in SECTIONS.items():
         listed = out.split(f"\n{title}:\n")[1].split("\n\n")[0].splitlines()
         assert [line.split()[0] for line in listed] == list(section)
@@ -115,14 +117,18 @@ def test_the_first_help_tells_the_exit_codes_and_all_commands(alone: Cli) -> Non
     ) in out
 
 
-def test_commands_for_units_are_hidden_but_have_help(alone: Cli) -> None:
+def test_commands_for_units_are_hidden_but_have_help(without_daemon: Cli) -> None:
     hidden = set(COMMANDS) - {name for section in SECTIONS.values() for name in section}
     assert hidden == {"gateway", "daemon-reexec", "stop-job-unit"}
-    assert not any(name in alone.good("--help") for name in hidden)
+    assert not any(name in without_daemon.good("--help") for name in hidden)
 
 
-def test_a_group_without_a_command_is_its_help(alone: Cli) -> None:
-    assert alone.good("config") == alone.good("config", "--help") == alone.good("config", "-h")
+def test_a_group_without_a_command_is_its_help(without_daemon: Cli) -> None:
+    assert (
+        without_daemon.good("config")
+        == without_daemon.good("config", "--help")
+        == without_daemon.good("config", "-h")
+    )
 
 
 def test_the_largest_numbers_are_those_that_the_daemon_takes(cli: Cli) -> None:
@@ -136,8 +142,8 @@ def test_the_commands_wait_is_within_the_daemons_limit() -> None:
     assert WAIT_S <= MAX_EVENT_WAIT_S
 
 
-def test_the_version_is_one_line_with_the_revision(alone: Cli) -> None:
-    assert alone.good("--version") == f"yunion-mps {__version__} ({revision()})\n"
+def test_the_version_is_one_line_with_the_revision(without_daemon: Cli) -> None:
+    assert without_daemon.good("--version") == f"yunion-mps {__version__} ({revision()})\n"
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -256,21 +262,22 @@ def test_the_revision_is_that_of_the_checkout_or_worktree(tmp_path: Path, packed
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_usage_exits_with_2_and_says_what_would_be_right(
-    alone: Cli, arguments: list[str], error: str
+    without_daemon: Cli, arguments: list[str], error: str
 ) -> None:
     path = "yunion-mps"
     for name in arguments:
         path += f" {name}" if name in (*COMMANDS, "check", "renew", "take", "terminate") else ""
     told = f"yunion-mps: {error}\nyunion-mps: see: {path} --help\n"
-    assert alone(*arguments) == (2, "", told)
+    assert without_daemon(*arguments) == (2, "", told)
 
 
 @pytest.mark.parametrize("command", [*ASKING, *TELLING], ids=" ".join)
-def test_without_the_daemon_every_command_that_asks_it_exits_with_3(alone: Cli, command: list[str]) -> None:
-    wrong = (
-        f"yunion-mps: the daemon is not running: {alone.root}/{SOCKET} does not exist [daemon_unreachable]\n"
-    )
-    assert alone(*command) == (3, "", wrong + START)
+def test_without_the_daemon_every_command_that_asks_it_exits_with_3(
+    without_daemon: Cli, command: list[str]
+) -> None:
+    absent = f"{without_daemon.root}/{SOCKET} does not exist"
+    wrong = f"yunion-mps: the daemon is not running: {absent} [daemon_unreachable]\n"
+    assert without_daemon(*command) == (3, "", wrong + START)
 
 
 #: Loads all commands before it becomes another user, because not everyone may read the checkout.
@@ -315,16 +322,16 @@ def with_json(command: click.Command, *names: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("command", [*with_json(cli)], ids=" ".join)
-def test_every_command_that_prints_json_fails_in_json(alone: Cli, command: list[str]) -> None:
-    code, out, error = alone(*command, "--no-such-option", "--output", "json")
+def test_every_command_that_prints_json_fails_in_json(without_daemon: Cli, command: list[str]) -> None:
+    code, out, error = without_daemon(*command, "--no-such-option", "--output", "json")
     record = json.loads(error)
     assert (code, out, list(record)) == (2, "", ["code", "message", "hint", "exit_status"])
     assert record["message"] == "no such option: --no-such-option"
     assert record["exit_status"] == 2
 
 
-def test_an_error_in_json_has_the_reason_code_and_the_hint(alone: Cli) -> None:
-    code, out, error = alone("status", "-o", "json")
+def test_an_error_in_json_has_the_reason_code_and_the_hint(without_daemon: Cli) -> None:
+    code, out, error = without_daemon("status", "-o", "json")
     record = json.loads(error)
     assert (code, out, error.count("\n")) == (3, "", 1)
     assert (record["code"], record["exit_status"]) == ("daemon_unreachable", 3)
@@ -341,8 +348,10 @@ def test_an_error_in_json_has_the_reason_code_and_the_hint(alone: Cli) -> None:
         ["status", "--", "-o", "json"],
     ],
 )
-def test_an_error_is_text_unless_json_is_the_command_s_own_format(alone: Cli, words: list[str]) -> None:
-    _, _, error = alone(*words)
+def test_an_error_is_text_unless_json_is_the_command_s_own_format(
+    without_daemon: Cli, words: list[str]
+) -> None:
+    _, _, error = without_daemon(*words)
     assert error.startswith("yunion-mps: ")
 
 
@@ -396,13 +405,13 @@ def test_a_reader_that_has_enough_is_no_error(cli: Cli, command: list[str]) -> N
     assert (done.code, done.err) == (0, "")
 
 
-def test_an_interrupted_command_ends_without_a_word(alone: Cli) -> None:
+def test_an_interrupted_command_ends_without_a_word(without_daemon: Cli) -> None:
     """While it waits for a daemon that does not answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(f"{alone.root}/run/yunion-mps/yunion-mps.sock")
+        listener.bind(f"{without_daemon.root}/run/yunion-mps/yunion-mps.sock")
         listener.listen()
         listener.settimeout(60)
-        process = alone.start("list")
+        process = without_daemon.start("list")
         connection = listener.accept()[0]
         with connection, process:
             assert connection.recv(1024)

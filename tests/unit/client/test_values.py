@@ -25,7 +25,7 @@ from yunion_mps.client.values import (
 )
 from yunion_mps.core.errors import VersionError
 
-from unit.http.by_hand import EXAMPLES
+from unit.http.fake_services import EXAMPLES
 
 #: Members of Cloudpods' that say the same of every device, or what another member says.
 OF_CLOUDPODS = {

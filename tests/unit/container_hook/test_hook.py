@@ -19,7 +19,7 @@ import pytest
 from yunion_mps.container_hook import hook
 from yunion_mps.core.errors import HostError, NothingFreeError
 
-from unit.http.by_hand import LEASE
+from unit.http.fake_services import LEASE
 from unit.http.server_host import ServerHost, short_root
 from unit.http.snapshots import reference
 
@@ -92,7 +92,7 @@ def test_the_hook_names_the_device_holder_in_one_line(host: ServerHost) -> None:
     why = "device 00:06.0-1 cannot be allocated now: 1 of 1 leased"
     host.leases.refusal = NothingFreeError(why, "wait for it")
     held = {**LEASE, "container": "trainer", "container_id": "a" * 64}
-    host.leases.found = {"leases": [held], "waiting": [], "total": 1}
+    host.leases.listed = {"leases": [held], "waiting": [], "total": 1}
     taken = "device 00:06.0-1 is in use: trainer of alice, PID 4260 (see: yunion-mps who)"
     for name, said in (("00:06.0-1", taken), ("all", taken), ("00:06.0-2", f"{why} (wait for it)")):
         assert refused(name, exit_code=NothingFreeError.exit_code) == said
@@ -159,7 +159,7 @@ def test_a_command_line_with_control_characters_or_no_end_is_made_safe(
     """The holder of the device has chosen its command, and root reads it."""
     host.leases.refusal = NothingFreeError("1 of 1 leased", "wait")
     held = {**LEASE, "command": "python -c \x1b[2J\nprint()\r" + "a" * 100_000}
-    host.leases.found = {"leases": [held], "waiting": [], "total": 1}
+    host.leases.listed = {"leases": [held], "waiting": [], "total": 1}
     given = bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1")
     state = json.dumps({"id": "\n\ud800", "pid": os.getpid(), "bundle": str(given)})
     said = refused("00:06.0-1", state=state, exit_code=NothingFreeError.exit_code)
@@ -177,7 +177,7 @@ def test_a_container_of_before_a_change_is_refused_once(
 ) -> None:
     """Where CUDA finds no control daemon it runs without limits; the next start reads the new file."""
     now = {**LEASE["environment"], change: "/run/new", "YUNION_MPS_LEASE": LEASE["id"]}
-    host.leases.given = {**LEASE, "environment": now}
+    host.leases.granted = {**LEASE, "environment": now}
     said = refused("00:06.0-1", folder=bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1"))
     assert said == "device 00:06.0-1 changed while the container was starting (start the container again)"
     accepted("00:06.0-1", bundle(tmp_path, YUNION_MPS_DEVICE="00:06.0-1", **{change: "/run/new"}))

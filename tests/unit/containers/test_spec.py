@@ -12,7 +12,15 @@ from yunion_mps.core.models import Gpu, Holder, Lease, Pool
 from yunion_mps.planning.division import pool_device
 from yunion_mps.planning.environment import client_environment
 
-from unit.containers.specs import HOST, edits_of, environment_of, held, hold_to_the_format, plan_of, spec_of
+from unit.containers.cdi_specs import (
+    HOST,
+    edits_of,
+    environment_of,
+    held,
+    hold_to_the_format,
+    plan_of,
+    spec_of,
+)
 from unit.http.snapshots import H100, P40, disabled, gone, large, reference, snapshot, troubled
 
 LEASE_ID = "7c1f0e7a-8a52-4f0e-8b5e-3f9d2a6c1b44"

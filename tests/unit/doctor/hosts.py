@@ -15,7 +15,7 @@ from yunion_mps.doctor.report import HOST_CHECKS
 from yunion_mps.service.queries import Queries
 
 from unit import builders
-from unit.http.by_hand import status_of
+from unit.http.fake_services import status_of
 
 DRIVER = "535.261.03"
 CHECKS = {check.name: check for check in HOST_CHECKS}
@@ -55,16 +55,16 @@ def write(file: Path, text: str = "") -> Path:
     return file
 
 
-def found(host: Host, check: str) -> list[Finding]:
+def check_findings(host: Host, check: str) -> list[Finding]:
     return findings_of(CHECKS[check], host)
 
 
-def one(host: Host, check: str, level: str) -> Finding:
+def finding_of(host: Host, check: str, level: str) -> Finding:
     """The one finding of a check; see `the`."""
-    return the(found(host, check), level)
+    return only_finding(check_findings(host, check), level)
 
 
-def the(findings: Iterable[Finding], level: str) -> Finding:
+def only_finding(findings: Iterable[Finding], level: str) -> Finding:
     """The one finding, which has this level and, if it is bad, a hint."""
     (finding,) = findings
     assert finding.level == level, finding

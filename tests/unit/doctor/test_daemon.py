@@ -10,7 +10,7 @@ from yunion_mps.core.reasons import CONTROL_DAEMON_EXITED, Reason
 from yunion_mps.doctor.checks import Host
 from yunion_mps.doctor.report import run_checks, select_checks
 
-from unit.doctor.hosts import host_of, one, write
+from unit.doctor.hosts import finding_of, host_of, write
 from unit.http.snapshots import P40, disabled, reference, snapshot, with_conditions
 
 WAITS = "the change of limits waits for the MPS server (PID 4250) to end"
@@ -40,23 +40,23 @@ def with_domain(root: Path, **changed: Any) -> Host:
 def test_the_problem_of_a_domain_is_reported(
     tmp_path: Path, changed: dict[str, Any], level: str, what: str
 ) -> None:
-    assert one(with_domain(tmp_path, **changed), "daemon", level).what == what
+    assert finding_of(with_domain(tmp_path, **changed), "daemon", level).what == what
 
 
 def test_a_daemon_of_another_version_is_found(tmp_path: Path) -> None:
     host = host_of(tmp_path, P40, snapshot=reference())
     host.status()["version"] = "0.0.1"
-    assert one(host, "daemon", "warning").what.startswith(
+    assert finding_of(host, "daemon", "warning").what.startswith(
         "the daemon runs version 0.0.1, but this command is version "
     )
 
 
 def test_a_stopped_daemon_is_a_problem_only_if_mps_is_enabled(tmp_path: Path) -> None:
-    assert one(host_of(tmp_path), "daemon", "problem").what == "the daemon is not running"
+    assert finding_of(host_of(tmp_path), "daemon", "problem").what == "the daemon is not running"
     off = host_of(tmp_path, enable_cuda_mps="false")
-    assert one(off, "daemon", "ok").what.startswith("not running; enable_cuda_mps is false")
+    assert finding_of(off, "daemon", "ok").what.startswith("not running; enable_cuda_mps is false")
     off = host_of(tmp_path, snapshot=disabled(), enable_cuda_mps="false")
-    assert "enable_cuda_mps is false, so this host offers no devices" in one(off, "daemon", "ok").what
+    assert "enable_cuda_mps is false, so this host offers no devices" in finding_of(off, "daemon", "ok").what
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_the_files_are_checked_with_the_gpus(
     if devices:
         entry = f"devices:\n- path: {P40.uuid}\n  type: NVIDIA_MPS\n{devices}"
         write(tmp_path / "etc/yunion/host_container_device.yml", entry)
-    assert what in one(host_of(tmp_path, P40, **keys), "configuration", level).what
+    assert what in finding_of(host_of(tmp_path, P40, **keys), "configuration", level).what
 
 
 def test_a_value_of_host_local_conf_is_checked_in_that_file(tmp_path: Path) -> None:
     write(tmp_path / "etc/yunion/host_local.conf", "\ncuda_mps_scope: hots\n")
-    what = one(host_of(tmp_path, P40), "configuration", "problem").what
+    what = finding_of(host_of(tmp_path, P40), "configuration", "problem").what
     assert what.startswith(f"{tmp_path}/etc/yunion/host_local.conf:2: cuda_mps_scope is")
 
 

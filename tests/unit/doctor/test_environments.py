@@ -15,7 +15,7 @@ from yunion_mps.doctor.checks import Finding, Host, Lazy
 from yunion_mps.doctor.environment import of_command, of_process
 from yunion_mps.planning.environment import client_environment
 
-from unit.doctor.hosts import host_of, one, the
+from unit.doctor.hosts import finding_of, host_of, only_finding
 from unit.http.server_host import ServerHost
 from unit.http.snapshots import P40, reference
 
@@ -81,7 +81,7 @@ def of_job(scene: Scene, words: Sequence[str] = SLEEP) -> list[Finding]:
 
 
 def test_a_process_with_a_devices_environment_is_ok(scene: Scene) -> None:
-    assert the(of_job(scene), "ok").what.endswith(" has everything that an MPS client needs")
+    assert only_finding(of_job(scene), "ok").what.endswith(" has everything that an MPS client needs")
 
 
 def test_a_misspelt_variable_is_found_with_what_follows_from_it(scene: Scene) -> None:
@@ -94,7 +94,7 @@ def test_a_misspelt_variable_is_found_with_what_follows_from_it(scene: Scene) ->
 
 def test_an_environment_of_another_device_than_it_says_is_found(scene: Scene) -> None:
     scene.given["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = "5"
-    assert the(of_job(scene), "warning").hint == (
+    assert only_finding(of_job(scene), "warning").hint == (
         "set that device's variables: CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25"
     )
 
@@ -103,7 +103,7 @@ def test_an_environment_of_another_device_than_it_says_is_found(scene: Scene) ->
 def test_a_process_that_shares_no_memory_with_the_server_is_found(scene: Scene) -> None:
     steps = "mount -t tmpfs t /dev/shm && echo ready && read _"
     found = of_job(scene, ["unshare", "--mount", "sh", "-c", steps])
-    assert "has a private /dev/shm" in the(found, "problem").what
+    assert "has a private /dev/shm" in only_finding(found, "problem").what
 
 
 @needs_root
@@ -111,7 +111,7 @@ def test_a_process_that_does_not_see_the_pipe_directory_is_found(scene: Scene) -
     hide = f"mount -t tmpfs t {scene.pipe.parent} && echo ready && read _"
     found = of_job(scene, ["unshare", "--mount", "sh", "-c", hide])
     what = f"does not see the host's {scene.pipe}: it runs in a container, or with PrivateTmp=yes"
-    assert what in the(found, "problem").what
+    assert what in only_finding(found, "problem").what
 
 
 def test_a_process_with_a_library_of_another_driver_is_found(scene: Scene, tmp_path: Path) -> None:
@@ -119,11 +119,13 @@ def test_a_process_with_a_library_of_another_driver_is_found(scene: Scene, tmp_p
     library.write_bytes(b"x")
     mapping = f"import mmap; f = open({str(library)!r}); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)"
     found = of_job(scene, [*SLEEP[:-1], f"{mapping}; {SLEEP[-1]}"])
-    assert f"has loaded {library}, but the driver is version 535.261.03" in the(found, "warning").what
+    assert (
+        f"has loaded {library}, but the driver is version 535.261.03" in only_finding(found, "warning").what
+    )
 
 
 def test_doctor_reports_a_missing_process(scene: Scene) -> None:
-    assert "no process with PID 4194304" in the(of_process(scene.host, 4194304), "problem").what
+    assert "no process with PID 4194304" in only_finding(of_process(scene.host, 4194304), "problem").what
 
 
 def test_a_program_that_uses_a_gpu_outside_mps_is_named(scene: Scene) -> None:
@@ -131,7 +133,7 @@ def test_a_program_that_uses_a_gpu_outside_mps_is_named(scene: Scene) -> None:
     outside = {**scene.given, "CUDA_MPS_PIPE_DIRECTORY": "/nowhere"}
     with job(scene.given) as inside, job(outside, read) as wild:
         scene.host.users = Lazy(lambda: {str(P40.uuid): {inside: 100, wild: 100}})
-        found = one(scene.host, "outside MPS", "warning")
+        found = finding_of(scene.host, "outside MPS", "warning")
     assert found.what.startswith(f"PID {wild} (sh")
     assert (
         "uses GPU 00:06.0 outside yunion-mps (its pipe directory is /nowhere): it has no limits"
@@ -139,21 +141,21 @@ def test_a_program_that_uses_a_gpu_outside_mps_is_named(scene: Scene) -> None:
     start = "yunion-mps run sh -c 'echo ready; read _'"
     assert found.hint == f"start it with: {start}; see why: yunion-mps doctor --pid {wild}"
     scene.host.users = Lazy(lambda: {str(P40.uuid): {}})
-    assert one(scene.host, "outside MPS", "ok").what == "no program uses a GPU outside MPS"
+    assert finding_of(scene.host, "outside MPS", "ok").what == "no program uses a GPU outside MPS"
     scene.host.users = Lazy(dict)
     why = "the driver does not report the processes on 00:06.0"
-    assert one(scene.host, "outside MPS", "skipped").what == why
+    assert finding_of(scene.host, "outside MPS", "skipped").what == why
 
 
 # -- commands
 
 
 def test_the_hint_names_the_command_and_a_free_device(scene: Scene) -> None:
-    found = the(scene.of_command("python3", "-c", "print(1)", own={}), "problem")
+    found = only_finding(scene.of_command("python3", "-c", "print(1)", own={}), "problem")
     start = "start it with: yunion-mps run python3 -c 'print(1)'"
     device = 'eval "$(yunion-mps env 00:06.0-0)"'
     assert found.hint == f"{start}; or set the variables of a device: {device}"
-    long = the(scene.of_command("python3", "-c", "1" * 100, own={}), "problem")
+    long = only_finding(scene.of_command("python3", "-c", "1" * 100, own={}), "problem")
     assert long.hint.startswith("start it with: yunion-mps run COMMAND; ")
 
 
@@ -222,7 +224,7 @@ def test_a_container_command_is_checked_by_its_options(scene: Scene, tmp_path: P
     good = ["docker", "run", "--ipc=host", "-v", f"{scene.pipe}:{scene.pipe}", *given, "image", "python3"]
     assert scene.bad_command(*good, own=own) == []
     device = scene.of_command("docker", "run", "--device", "yunion.io/mps=00:06.0-1", "image", own=own)
-    assert the(device, "ok").what == (
+    assert only_finding(device, "ok").what == (
         "docker gives the container the environment of 00:06.0-1, or refuses to start it"
     )
     assert [

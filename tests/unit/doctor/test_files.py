@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from yunion_mps.doctor.checks import Host
 
-from unit.doctor.hosts import found, host_of, one, write
+from unit.doctor.hosts import check_findings, finding_of, host_of, write
 from unit.http.server_host import NOBODY, as_user, short_root
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may be other users")
@@ -44,24 +44,24 @@ def pipe(root: Path) -> Path:
 def test_a_directory_that_other_users_cannot_enter_is_found(
     host: Host, root: Path, pipe: Path, closed: str
 ) -> None:
-    assert one(host, "pipe directory", "ok")
+    assert finding_of(host, "pipe directory", "ok")
     (root / closed).chmod(0o700)
-    finding = one(host, "pipe directory", "problem")
+    finding = finding_of(host, "pipe directory", "problem")
     assert finding.what.startswith(f"{root}/{closed} is not accessible to other users")
     with as_user(NOBODY):
         assert not os.access(f"{pipe}/.", os.F_OK, effective_ids=True)
-        assert one(host, "pipe directory", "problem") == finding
+        assert finding_of(host, "pipe directory", "problem") == finding
     assert finding.hint == f"chmod a+x {root}/{closed}"
     (root / closed).chmod(0o711)
-    assert one(host, "pipe directory", "ok")
+    assert finding_of(host, "pipe directory", "ok")
 
 
 @needs_root
 def test_a_pipe_directory_must_be_limited_to_its_group(root: Path, pipe: Path) -> None:
     host = host_of(root, cuda_mps_pipe_group="daemon")
-    assert "is open to all users" in one(host, "pipe directory", "problem").what
+    assert "is open to all users" in finding_of(host, "pipe directory", "problem").what
     pipe.chmod(0o710)
-    assert one(host, "pipe directory", "ok").what == f"{pipe}: only the group daemon have access"
+    assert finding_of(host, "pipe directory", "ok").what == f"{pipe}: only the group daemon have access"
 
 
 def _others_link(pipe: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_pipe_directory_that_others_could_change_or_not_use_is_found(
     host: Host, pipe: Path, spoil: Callable[[Path], None], what: str
 ) -> None:
     spoil(pipe)
-    assert what in one(host, "pipe directory", "problem").what
+    assert what in finding_of(host, "pipe directory", "problem").what
 
 
 # -- what is cleaned by its age
@@ -109,9 +109,9 @@ SYSTEMS = "# RHEL's\nq /tmp 1777 root root 10d\nq /var/tmp 1777 root root 30d\n"
 
 
 def test_sockets_that_are_cleaned_by_age_are_found(host: Host, root: Path) -> None:
-    assert one(host, "socket cleanup", "ok")
+    assert finding_of(host, "socket cleanup", "ok")
     write(root / "usr/lib/tmpfiles.d/tmp.conf", SYSTEMS)
-    finding = one(host, "socket cleanup", "warning")
+    finding = finding_of(host, "socket cleanup", "warning")
     assert finding.what.startswith("systemd-tmpfiles removes files older than 10d from /tmp")
     assert finding.hint.startswith("echo 'x /tmp/nvidia-mps/pipe' >")
 
@@ -129,24 +129,24 @@ def test_rules_that_protect_sockets_from_cleanup_are_recognised(
 ) -> None:
     write(root / "usr/lib/tmpfiles.d/tmp.conf", SYSTEMS)
     write(root / "etc/tmpfiles.d" / file, f"{line}\n")
-    assert one(host, "socket cleanup", "ok")
+    assert finding_of(host, "socket cleanup", "ok")
 
 
 # -- shared memory and disks (full ones are in integration/doctor)
 
 
 def test_disks_with_room_are_ok(host: Host, pipe: Path) -> None:
-    assert one(host, "disk space", "ok")
+    assert finding_of(host, "disk space", "ok")
 
 
 def test_shared_memory_that_is_not_for_all_or_missing_is_found(host: Host, root: Path) -> None:
     place = root / "dev/shm"
-    assert "No such file or directory" in one(host, "/dev/shm", "problem").what
+    assert "No such file or directory" in finding_of(host, "/dev/shm", "problem").what
     place.mkdir(parents=True)
     place.chmod(0o755)
-    assert one(host, "/dev/shm", "problem").hint == f"chmod 1777 {place}"
+    assert finding_of(host, "/dev/shm", "problem").hint == f"chmod 1777 {place}"
     place.chmod(0o1777)
-    assert one(host, "/dev/shm", "ok")
+    assert finding_of(host, "/dev/shm", "ok")
 
 
 # -- SELinux and AppArmor
@@ -176,12 +176,12 @@ def selinux(root: Path) -> Callable[[str, str], None]:
 
 def test_selinux_denials_are_found_with_a_hint(host: Host, selinux: Callable[[str, str], None]) -> None:
     selinux("1", AVC.format(at=NOW - 60))
-    finding = one(host, "SELinux and AppArmor", "problem")
+    finding = finding_of(host, "SELinux and AppArmor", "problem")
     assert "SELinux denied MPS the operation 'connectto' (1 time in" in finding.what
     assert "path /tmp/nvidia-mps/pipe/control" in finding.what
     assert finding.hint.startswith("ausearch -m avc -c nvidia-cuda-mps | audit2allow")
     selinux("0", AVC.format(at=NOW - 60))
-    assert one(host, "SELinux and AppArmor", "warning")
+    assert finding_of(host, "SELinux and AppArmor", "warning")
 
 
 def test_old_and_unrelated_selinux_denials_are_ignored(
@@ -190,15 +190,17 @@ def test_old_and_unrelated_selinux_denials_are_ignored(
     others = AVC.replace("nvidia-cuda-mps", "sshd").replace("nvidia-mps", "x").format(at=NOW)
     granted = AVC.replace("denied", "granted").format(at=NOW)
     selinux("1", AVC.format(at=1_600_000_000) + others + granted)
-    finding = one(host, "SELinux and AppArmor", "ok")
+    finding = finding_of(host, "SELinux and AppArmor", "ok")
     assert finding.what == "SELinux is enforcing; no denials for MPS in the last day"
 
 
 def test_apparmor_denials_are_found(host: Host, root: Path) -> None:
-    assert one(host, "SELinux and AppArmor", "ok").what == "neither is active"
+    assert finding_of(host, "SELinux and AppArmor", "ok").what == "neither is active"
     write(root / "sys/module/apparmor/parameters/enabled", "Y\n")
     write(root / "dev/kmsg", APPARMOR.format(at=NOW))
-    assert "AppArmor denied MPS the operation 'open'" in one(host, "SELinux and AppArmor", "problem").what
+    assert (
+        "AppArmor denied MPS the operation 'open'" in finding_of(host, "SELinux and AppArmor", "problem").what
+    )
 
 
 @needs_root
@@ -208,11 +210,11 @@ def test_unreadable_logs_are_reported_differently_to_root(
     selinux("1", "")
     (root / "var/log/audit").chmod(0o700)
     with as_user(NOBODY):
-        found = one(host, "SELinux and AppArmor", "skipped")
+        found = finding_of(host, "SELinux and AppArmor", "skipped")
     assert found.what == "only root can see the logs of denials (audit.log, dmesg)"
     assert found.hint == "run doctor as root"
     (root / "var/log/audit/audit.log").unlink()
-    found = one(host, "SELinux and AppArmor", "skipped")
+    found = finding_of(host, "SELinux and AppArmor", "skipped")
     assert found.what == "even root cannot see the logs of denials (audit.log, dmesg) here"
     assert found.hint == "run doctor outside containers, with all capabilities"
 
@@ -223,15 +225,18 @@ def test_unreadable_logs_are_reported_differently_to_root(
 def test_a_variable_that_every_user_gets_is_found(host: Host, root: Path) -> None:
     file = root / "etc/profile.d/cuda.sh"
     write(file, "export PATH=/usr/local/cuda/bin:$PATH\nexport CUDA_HOME=/usr/local/cuda\n")
-    assert one(host, "login files", "ok")
+    assert finding_of(host, "login files", "ok")
     write(file, "export CUDA_VISIBLE_DEVICES=0\n")
-    assert one(host, "login files", "warning").what == f"{file} sets CUDA_VISIBLE_DEVICES=0 for every user"
+    assert (
+        finding_of(host, "login files", "warning").what
+        == f"{file} sets CUDA_VISIBLE_DEVICES=0 for every user"
+    )
     write(root / "etc/environment", 'CUDA_MPS_PIPE_DIR="/tmp/nvidia-mps/pipe"\n')
-    first, second = found(host, "login files")
+    first, second = check_findings(host, "login files")
     assert (first.level, second.level) == ("problem", "warning")
     assert "etc/environment: CUDA_MPS_PIPE_DIR has no effect" in first.what
 
 
 def test_our_own_pipe_directory_for_every_user_is_no_mistake(host: Host, root: Path) -> None:
     write(root / "etc/environment", f"CUDA_MPS_PIPE_DIRECTORY={root}/tmp/nvidia-mps/pipe\n")
-    assert one(host, "login files", "ok")
+    assert finding_of(host, "login files", "ok")

@@ -26,7 +26,7 @@ from yunion_mps.core.settings import DeviceEntry
 from yunion_mps.doctor.checks import Host, Lazy
 
 from unit import builders
-from unit.doctor.hosts import DRIVER, found, host_of, one, write
+from unit.doctor.hosts import DRIVER, check_findings, finding_of, host_of, write
 from unit.http import snapshots
 from unit.http.snapshots import snapshot
 
@@ -65,14 +65,14 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 def test_a_kernel_module_of_another_version_is_found(
     host: Host, tmp_path: Path, text: str, level: str
 ) -> None:
-    assert one(host, "driver", "ok")
+    assert finding_of(host, "driver", "ok")
     write(tmp_path / "proc/driver/nvidia/version", f"NVRM version: NVIDIA UNIX x86_64 {text}\n")
-    assert one(host, "driver", level).what.startswith("the loaded kernel module is version 5")
+    assert finding_of(host, "driver", level).what.startswith("the loaded kernel module is version 5")
 
 
 def test_only_versions_that_were_read_are_said_to_match(host: Host, tmp_path: Path) -> None:
     def said() -> str:
-        return one(host, "driver", "ok").what
+        return finding_of(host, "driver", "ok").what
 
     version, unknown = f"version {DRIVER}", "not known: the version of the"
     assert said() == f"{version}; library and programs match; {unknown} kernel module"
@@ -90,26 +90,26 @@ def test_a_node_without_a_known_number_is_not_called_right(host: Host, tmp_path:
     nodes = "all exist and can be opened"
     host.inventory = Lazy(lambda: builders.inventory(FIRST, SECOND._replace(minor=None)))
     why = f"not checked: that of {SECOND.address}, whose minor number the driver does not report"
-    assert one(host, "device nodes", "ok").what == f"{nodes}; {why}"
+    assert finding_of(host, "device nodes", "ok").what == f"{nodes}; {why}"
     unknown = host_of(tmp_path, FIRST._replace(minor=None))
     why = f"the driver does not report the minor number of {FIRST.address}"
-    assert one(unknown, "device nodes", "skipped").what == why
+    assert finding_of(unknown, "device nodes", "skipped").what == why
 
 
 def test_what_no_gpu_answers_is_not_called_right(tmp_path: Path) -> None:
     reason = Reason("the GPU is lost", GPU_LOST)
     lost = served(tmp_path, FIRST._replace(reason=reason, name=None, minor=None, compute_mode=None))
-    assert one(lost, "GPUs", "problem")
+    assert finding_of(lost, "GPUs", "problem")
     for check in ("MIG", "vGPU", "budgets", "job budgets", "client limit", "compute mode", "device nodes"):
-        assert one(lost, check, "skipped").what != "no GPU of this host is divided into devices", check
+        assert finding_of(lost, check, "skipped").what != "no GPU of this host is divided into devices", check
 
 
 def test_an_unknown_compute_capability_is_not_called_old(tmp_path: Path) -> None:
     gpu = FIRST._replace(compute_capability=None)
-    finding = one(served(tmp_path, gpu), "budgets", "warning")
+    finding = finding_of(served(tmp_path, gpu), "budgets", "warning")
     assert "because the driver does not report its compute capability" in finding.what
     assert "because it is older" not in finding.what
-    own = one(host_of(tmp_path, gpu), "budgets", "warning").what
+    own = finding_of(host_of(tmp_path, gpu), "budgets", "warning").what
     assert own.startswith(f"the driver does not report the compute capability of GPU {gpu.address}")
     (shown,) = (one.reason for one in snapshot(gpu).conditions if one.reason.code == BUDGET_NOT_ENFORCED)
     assert "because it is older" not in shown
@@ -119,17 +119,17 @@ def test_clients_that_the_driver_does_not_list_are_not_counted_as_none(tmp_path:
     host = host_of(tmp_path, FIRST, SECOND, cuda_mps_max_clients="20")
     host.users = Lazy(dict)
     why = f"the driver does not report the processes on {FIRST.address} and {SECOND.address}"
-    assert one(host, "client limit", "skipped").what == why
+    assert finding_of(host, "client limit", "skipped").what == why
     host.users = Lazy(lambda: {str(FIRST.uuid): {}})
     what = f"at most 0 of 20 clients on a GPU; not known for {SECOND.address}"
-    assert one(host, "client limit", "ok").what == what
+    assert finding_of(host, "client limit", "ok").what == what
 
 
 @pytest.mark.parametrize("check", ["orphaned servers", "user switching", "socket cleanup", "disk space"])
 def test_a_check_of_domains_is_skipped_without_any(host: Host, tmp_path: Path, check: str) -> None:
     entry = "devices: [{path: '06:00.0', type: NVIDIA_GPU_SHARE, virtual_number: 2}]\n"
     write(tmp_path / "etc/yunion/host_container_device.yml", entry)
-    assert one(host, check, "skipped").what == "no GPU of this host is shared through MPS"
+    assert finding_of(host, check, "skipped").what == "no GPU of this host is shared through MPS"
 
 
 def test_a_library_of_another_version_is_found(host: Host, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_library_of_another_version_is_found(host: Host, tmp_path: Path) -> No
     link.unlink()
     link.symlink_to(write(tmp_path / "lib/libcuda.so.545.23.06"))
     assert (
-        one(host, "driver", "problem").what
+        finding_of(host, "driver", "problem").what
         == f"{link} is version 545.23.06, but the driver is version {DRIVER}"
     )
 
@@ -145,17 +145,17 @@ def test_a_library_of_another_version_is_found(host: Host, tmp_path: Path) -> No
 def test_a_control_program_of_another_version_than_the_driver_is_found(host: Host, tmp_path: Path) -> None:
     write(tmp_path / "bin" / CONTROL, "\x00580.65.06\0")
     assert (
-        one(host, "driver", "problem").what
+        finding_of(host, "driver", "problem").what
         == f"{CONTROL} is version 580.65.06, but the driver is version {DRIVER}"
     )
 
 
 def test_a_missing_library_is_reported_unless_the_loader_knows_another(host: Host, tmp_path: Path) -> None:
     (tmp_path / "lib/libcuda.so.1").unlink()
-    assert "libcuda.so.1 was not found" in one(host, "programs", "warning").what
+    assert "libcuda.so.1 was not found" in finding_of(host, "programs", "warning").what
     place = write(tmp_path / "far/libcuda.so.1")
     write(tmp_path / "etc/ld.so.cache", f"glibc-ld.so.cache1.1\0libcuda.so.1\0{place}\0")
-    assert one(host, "programs", "ok")
+    assert finding_of(host, "programs", "ok")
 
 
 @pytest.mark.parametrize("folder", ["usr/lib", "run/nvidia/driver/usr/lib"])
@@ -165,12 +165,12 @@ def test_a_library_is_found_in_the_folder_of_either_architecture(
 ) -> None:
     (tmp_path / "lib/libcuda.so.1").unlink()
     write(tmp_path / folder / f"{machine}-linux-gnu/libcuda.so.1")
-    assert one(host, "programs", "ok")
+    assert finding_of(host, "programs", "ok")
 
 
 def test_a_server_that_the_control_daemon_will_not_find_is_found(host: Host, tmp_path: Path) -> None:
     (tmp_path / "bin" / SERVER).unlink()
-    finding = one(host, "programs", "problem")
+    finding = finding_of(host, "programs", "problem")
     assert "every client is refused" in finding.what
     assert finding.hint == f"install it, or link it into {tmp_path}/bin"
 
@@ -178,28 +178,28 @@ def test_a_server_that_the_control_daemon_will_not_find_is_found(host: Host, tmp
 def test_a_control_program_that_is_missing_is_found(host: Host, tmp_path: Path) -> None:
     (tmp_path / "bin" / CONTROL).unlink()
     if not any(os.path.exists(f"{folder}/{CONTROL}") for folder in ("/usr/bin", "/usr/local/bin")):
-        assert "not installed" in one(host, "programs", "problem").what
+        assert "not installed" in finding_of(host, "programs", "problem").what
 
 
 def test_a_device_node_that_is_missing_or_roots_alone_is_found(host: Host, tmp_path: Path) -> None:
-    assert one(host, "device nodes", "ok").what == "all exist and can be opened"
+    assert finding_of(host, "device nodes", "ok").what == "all exist and can be opened"
     node = tmp_path / "dev/nvidia7"
     node.chmod(0o660)
-    assert f"{node}: accessible only to root" in one(host, "device nodes", "problem").what
+    assert f"{node}: accessible only to root" in finding_of(host, "device nodes", "problem").what
     if os.geteuid() == 0:
         os.chown(node, 0, 44)
-        assert one(host, "device nodes", "ok").what.endswith("but only by root and group 44")
+        assert finding_of(host, "device nodes", "ok").what.endswith("but only by root and group 44")
     (tmp_path / "dev/nvidia-uvm").unlink()
     missing = f"{tmp_path}/dev/nvidia-uvm: missing, so no CUDA program can run"
-    assert one(host, "device nodes", "problem").what == missing
+    assert finding_of(host, "device nodes", "problem").what == missing
 
 
 def test_without_mps_no_driver_and_no_program_is_missed(tmp_path: Path) -> None:
     why = "not needed while enable_cuda_mps is false"
-    assert one(host_of(tmp_path), "driver", "problem").what == "no NVIDIA driver"
+    assert finding_of(host_of(tmp_path), "driver", "problem").what == "no NVIDIA driver"
     off = host_of(tmp_path, enable_cuda_mps="false")
-    assert one(off, "driver", "skipped").what == f"no NVIDIA driver; {why}"
-    assert one(off, "programs", "skipped").what == why
+    assert finding_of(off, "driver", "skipped").what == f"no NVIDIA driver; {why}"
+    assert finding_of(off, "programs", "skipped").what == why
 
 
 @pytest.mark.parametrize("how", ["NVIDIA_GPU_SHARE, virtual_number: 2", "NVIDIA_MPS, mig: all-1g.10gb"])
@@ -211,16 +211,16 @@ def test_without_gpus_shared_through_mps_only_the_library_is_needed(
     write(tmp_path / "etc/yunion/host_container_device.yml", entry)
     host.inventory = Lazy(lambda: builders.inventory(builders.gpu(6)))
     why = "no GPU of this host is shared through MPS"
-    assert one(host, "programs", "ok").what == f"libcuda.so.1 is installed; {why}"
-    assert one(host, "control daemon", "skipped").what == why
-    assert one(host, "pipe directory", "skipped").what == why
+    assert finding_of(host, "programs", "ok").what == f"libcuda.so.1 is installed; {why}"
+    assert finding_of(host, "control daemon", "skipped").what == why
+    assert finding_of(host, "pipe directory", "skipped").what == why
 
 
 def test_without_gpus_shared_through_mps_their_checks_say_so(tmp_path: Path) -> None:
     entry = "devices: [{path: '06:00.0', type: NVIDIA_GPU_SHARE, virtual_number: 2}]\n"
     write(tmp_path / "etc/yunion/host_container_device.yml", entry)
     for check in ("budgets", "job budgets", "client limit"):
-        what = one(host_of(tmp_path, FIRST), check, "skipped").what
+        what = finding_of(host_of(tmp_path, FIRST), check, "skipped").what
         assert what == "no GPU of this host is shared through MPS"
 
 
@@ -241,16 +241,16 @@ def test_without_gpus_shared_through_mps_their_checks_say_so(tmp_path: Path) -> 
     ],
 )
 def test_a_vgpu_is_a_warning_and_a_whole_gpu_is_not(tmp_path: Path, level: str, name: str) -> None:
-    found = one(host_of(tmp_path, builders.gpu(name=name)), "vGPU", level)
+    found = finding_of(host_of(tmp_path, builders.gpu(name=name)), "vGPU", level)
     assert (f"({name}) is a vGPU" in found.what) == (level == "warning")
 
 
 def test_a_gpu_that_serves_virtual_machines_is_found(host: Host, tmp_path: Path) -> None:
     folder = tmp_path / f"sys/bus/pci/devices/{FIRST.pci_address}"
     write(folder / "sriov_numvfs", "16\n")
-    assert "hosts 16 virtual functions" in one(host, "vGPU", "problem").what
+    assert "hosts 16 virtual functions" in finding_of(host, "vGPU", "problem").what
     (folder / "mdev_supported_types/nvidia-222/devices/4f3e").mkdir(parents=True)
-    assert "hosts 1 vGPU for virtual machines" in one(host, "vGPU", "problem").what
+    assert "hosts 1 vGPU for virtual machines" in finding_of(host, "vGPU", "problem").what
 
 
 # -- what MPS can do there
@@ -276,19 +276,19 @@ def test_what_only_root_can_read_of_the_entries_is_not_claimed(tmp_path: Path) -
     host = host_of(tmp_path, FIRST, SECOND)
     host.inventory = Lazy(lambda: builders.inventory(FIRST, SECOND)._replace(meant_is_hidden=True))
     unseen = "see which GPUs the entries mean"
-    assert one(host, "configuration", "ok").what.startswith("the files have no errors; ")
-    assert unseen in one(host, "configuration", "ok").what
+    assert finding_of(host, "configuration", "ok").what.startswith("the files have no errors; ")
+    assert unseen in finding_of(host, "configuration", "ok").what
     for check in ("GPUs", "MIG", "vGPU", "budgets", "job budgets", "compute mode", "device nodes"):
-        assert unseen in one(host, check, "skipped").what, check
+        assert unseen in finding_of(host, check, "skipped").what, check
     assert host.domains()[0].name == "host", "its directories are known all the same"
 
 
 def test_a_uuid_says_which_gpu_is_meant_even_to_ordinary_users(host: Host, tmp_path: Path) -> None:
     divide(tmp_path, str(FIRST.uuid), str(SECOND.render_node))
     host.inventory = Lazy(lambda: builders.inventory(FIRST, SECOND)._replace(meant_is_hidden=True))
-    skipped, divided = found(host, "GPUs")
+    skipped, divided = check_findings(host, "GPUs")
     assert (skipped.level, divided.what) == ("skipped", "1 divided, all working")
-    assert one(host, "compute mode", "ok")
+    assert finding_of(host, "compute mode", "ok")
 
 
 @pytest.mark.parametrize("code", [GPU_GONE, GPU_OTHER_DRIVER])
@@ -297,8 +297,8 @@ def test_the_device_node_of_a_gpu_that_is_not_there_is_not_missed(tmp_path: Path
         write(tmp_path / "dev" / name).chmod(0o666)
     divide(tmp_path, "06:00.0", "07:00.0")
     absent = FIRST._replace(reason=Reason("it is not there", code))
-    assert one(served(tmp_path, absent, SECOND), "device nodes", "ok")
-    assert one(served(tmp_path, absent), "device nodes", "skipped").what == "no divided GPU answers"
+    assert finding_of(served(tmp_path, absent, SECOND), "device nodes", "ok")
+    assert finding_of(served(tmp_path, absent), "device nodes", "skipped").what == "no divided GPU answers"
 
 
 def test_an_entry_that_the_daemon_has_not_read_needs_a_reload(tmp_path: Path) -> None:
@@ -306,18 +306,18 @@ def test_an_entry_that_the_daemon_has_not_read_needs_a_reload(tmp_path: Path) ->
     taken = snapshot(first, SECOND, entries=[builders.entry("06:00.0", 4)])
     host = host_of(tmp_path, first, SECOND, snapshot=taken)
     divide(tmp_path, "06:00.0", "07:00.0")
-    unread = one(host, "configuration", "warning")
+    unread = finding_of(host, "configuration", "warning")
     assert unread.what.startswith("07:00.0 is not divided yet, because the daemon has not read the files")
     assert (unread.hint.endswith("yunion-mps reload"), unread.code) == (True, RELOAD_NEEDED)
-    assert one(host, "compute mode", "ok").what == EXCLUSIVE
-    assert one(host, "GPUs", "ok").what == "1 divided, all working"
+    assert finding_of(host, "compute mode", "ok").what == EXCLUSIVE
+    assert finding_of(host, "GPUs", "ok").what == "1 divided, all working"
 
 
 def test_a_compute_mode_that_only_the_files_require_needs_a_reload(tmp_path: Path) -> None:
     keeps = [builders.entry("06:00.0", 4)._replace(cuda_mps_compute_mode="keep")]
     host = host_of(tmp_path, FIRST, snapshot=snapshot(FIRST, entries=keeps))
     divide(tmp_path, "06:00.0")
-    finding = one(host, "compute mode", "warning")
+    finding = finding_of(host, "compute mode", "warning")
     assert finding.what.endswith(
         "the files require Exclusive_Process, but the daemon has not read them since they changed"
     )
@@ -328,9 +328,9 @@ def test_a_mode_that_cannot_be_changed_has_one_hint_without_nvidia_smi(tmp_path:
     fixed = FIRST._replace(compute_mode="Prohibited", mode_is_fixed=True)
     host = host_of(tmp_path, fixed, snapshot=snapshot(fixed))
     host.inventory = Lazy(lambda: builders.inventory(fixed._replace(mode_is_fixed=False), driver=DRIVER))
-    finding = one(host, "GPUs", "problem")
+    finding = finding_of(host, "GPUs", "problem")
     assert (finding.code, "nvidia-smi" in finding.hint) == (COMPUTE_MODE_FIXED, False)
-    assert one(host, "compute mode", "skipped")
+    assert finding_of(host, "compute mode", "skipped")
 
 
 def test_while_the_daemon_waits_for_the_driver_nothing_else_is_claimed(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_while_the_daemon_waits_for_the_driver_nothing_else_is_claimed(tmp_path:
     lost = FIRST._replace(reason=reason)
     host = host_of(tmp_path, snapshot=snapshot(lost))
     for check in ("control daemon", "orphaned servers", "MPS servers", "user switching", "disk space"):
-        assert one(host, check, "skipped").what == "not checked: no NVIDIA driver", check
+        assert finding_of(host, check, "skipped").what == "not checked: no NVIDIA driver", check
 
 
 @pytest.mark.parametrize(
@@ -369,8 +369,8 @@ def test_a_gpu_that_cannot_serve_or_not_as_promised_is_found(
     tmp_path: Path, check: str, changed: dict[str, Any], level: str, what: str, hint: str
 ) -> None:
     good, second = (one._replace(compute_mode=EXCLUSIVE) for one in (FIRST, SECOND))
-    assert one(served(tmp_path, good, second), check, "ok")
-    finding = one(served(tmp_path, good, second._replace(**changed)), check, level)
+    assert finding_of(served(tmp_path, good, second), check, "ok")
+    finding = finding_of(served(tmp_path, good, second._replace(**changed)), check, level)
     assert finding.what.startswith("GPU 07:00.0")
     assert what in finding.what
     assert hint in finding.hint
@@ -389,25 +389,25 @@ def test_a_lost_gpu_is_found_though_the_device_file_no_longer_names_it(
     host = host_of(tmp_path, FIRST, *silent, snapshot=lost)
     entry = f"- {{path: {FIRST.pci_address}, type: NVIDIA_MPS, virtual_number: x}}"
     write(tmp_path / "etc/yunion/host_container_device.yml", f"devices:\n{entry}\n")
-    finding = one(host, "GPUs", "problem")
+    finding = finding_of(host, "GPUs", "problem")
     assert finding.what.startswith("GPU 07:00.0")
     assert finding.what.endswith(": the GPU is lost")
     assert finding.code == GPU_LOST
-    assert one(host, "daemon", "ok").what == "running; 4 of 8 devices available"
+    assert finding_of(host, "daemon", "ok").what == "running; 4 of 8 devices available"
 
 
 def test_an_exclusive_mode_that_was_left_without_mps_is_found(tmp_path: Path) -> None:
     host = host_of(tmp_path, FIRST, SECOND._replace(compute_mode=EXCLUSIVE))
     what = "GPU 07:00.0 (Tesla T4) is in mode Exclusive_Process without a control daemon"
-    assert what in one(host, "compute mode", "warning").what
-    left = one(host_of(tmp_path, FIRST, SECOND), "compute mode", "ok")
+    assert what in finding_of(host, "compute mode", "warning").what
+    left = finding_of(host_of(tmp_path, FIRST, SECOND), "compute mode", "ok")
     assert left.what == "Default; the daemon will set Exclusive_Process when it starts"
 
 
 def test_a_compute_mode_that_is_to_be_kept_is_no_mistake(tmp_path: Path) -> None:
     kept = snapshot(FIRST, entries=[keeping(FIRST)])
     host = host_of(tmp_path, FIRST, snapshot=kept, cuda_mps_compute_mode="keep")
-    assert one(host, "compute mode", "ok").what.startswith(
+    assert finding_of(host, "compute mode", "ok").what.startswith(
         "Default; left unchanged because cuda_mps_compute_mode is keep"
     )
 
@@ -422,23 +422,23 @@ def test_a_mode_that_is_kept_by_an_entry_is_named_with_its_gpu(tmp_path: Path) -
     ]
     write(tmp_path / "etc/yunion/host_container_device.yml", "devices:\n" + "".join(entries))
     what = "Default, Exclusive_Process; left unchanged on 00:06.0 because cuda_mps_compute_mode is keep"
-    assert one(host, "compute mode", "ok").what.replace(FIRST.address, "00:06.0") == what
+    assert finding_of(host, "compute mode", "ok").what.replace(FIRST.address, "00:06.0") == what
 
 
 def test_an_unsupported_mode_is_the_warning_that_the_status_shows(tmp_path: Path) -> None:
     fixed, second = FIRST._replace(mode_is_fixed=True), SECOND._replace(compute_mode=EXCLUSIVE)
     host = host_of(tmp_path, FIRST, second, snapshot=snapshot(fixed, second))
     (shown,) = host.status()["problems"]
-    finding = one(host, "compute mode", "warning")
+    finding = finding_of(host, "compute mode", "warning")
     assert (finding.what, finding.hint, finding.code) == (shown["text"], shown["hint"], shown["code"])
     assert finding.code == COMPUTE_MODE_UNSUPPORTED
-    assert one(host, "daemon", "ok")
+    assert finding_of(host, "daemon", "ok")
 
 
 def test_an_unknown_compute_mode_is_not_called_right(tmp_path: Path) -> None:
     host = host_of(tmp_path, FIRST._replace(compute_mode=None, mode_is_fixed=True))
     what = f"the driver does not report that of {FIRST.address}, which stays as it is"
-    assert one(host, "compute mode", "ok").what == what
+    assert finding_of(host, "compute mode", "ok").what == what
 
 
 def test_a_kept_mode_that_time_slicing_cannot_use_is_reported_once(tmp_path: Path) -> None:
@@ -447,10 +447,10 @@ def test_a_kept_mode_that_time_slicing_cannot_use_is_reported_once(tmp_path: Pat
     host = host_of(tmp_path, gpu, snapshot=snapshot(gpu, entries=[sliced]), cuda_mps_compute_mode="keep")
     entry = f"- {{path: {gpu.pci_address}, type: NVIDIA_GPU_SHARE, virtual_number: 2}}"
     write(tmp_path / "etc/yunion/host_container_device.yml", f"devices:\n{entry}\n")
-    found = one(host, "GPUs", "problem")
+    found = finding_of(host, "GPUs", "problem")
     assert "time-slicing requires compute mode Default, but it is Exclusive_Process" in found.what
     assert f"nvidia-smi -i {gpu.uuid} -c DEFAULT" in found.hint
-    assert one(host, "compute mode", "skipped")
+    assert finding_of(host, "compute mode", "skipped")
 
 
 def test_a_prohibited_gpu_in_mig_mode_is_reported_once(tmp_path: Path) -> None:
@@ -458,17 +458,22 @@ def test_a_prohibited_gpu_in_mig_mode_is_reported_once(tmp_path: Path) -> None:
     write(tmp_path / "etc/yunion/host_container_device.yml", entry)
     now = snapshots.mig()
     gpus = [gpu._replace(compute_mode="Prohibited") for gpu in now.inventory.gpus[1:]]
-    found = one(host_of(tmp_path, *gpus, snapshot=now), "compute mode", "problem")
+    found = finding_of(host_of(tmp_path, *gpus, snapshot=now), "compute mode", "problem")
     assert "is in compute mode Prohibited: no CUDA program can use it" in found.what
     assert found.hint == "nvidia-smi -i 0000:81:00.0 -c DEFAULT"
 
 
 def test_a_gpu_in_mig_mode_is_reported_once(tmp_path: Path) -> None:
     host = host_of(tmp_path, FIRST._replace(mig_enabled=True))
-    assert one(host, "MIG", "problem")
-    assert one(host, "GPUs", "skipped").what == "no GPU of this host is divided into devices"
-    assert one(host, "configuration", "ok").what == "the configuration is valid; 1 GPU cannot be divided now"
-    assert one(host, "compute mode", "ok").what == "Default; left unchanged because no GPU can be divided"
+    assert finding_of(host, "MIG", "problem")
+    assert finding_of(host, "GPUs", "skipped").what == "no GPU of this host is divided into devices"
+    assert (
+        finding_of(host, "configuration", "ok").what
+        == "the configuration is valid; 1 GPU cannot be divided now"
+    )
+    assert (
+        finding_of(host, "compute mode", "ok").what == "Default; left unchanged because no GPU can be divided"
+    )
 
 
 def test_mig_instances_are_not_counted_as_gpus(tmp_path: Path) -> None:
@@ -476,8 +481,8 @@ def test_mig_instances_are_not_counted_as_gpus(tmp_path: Path) -> None:
     entries = [entry % ("00:06.0", "virtual_number: 4"), entry % ("81:00.0", "mig: all-3g.40gb")]
     write(tmp_path / "etc/yunion/host_container_device.yml", "\n".join(["devices:", *entries, ""]))
     host = host_of(tmp_path, *snapshots.mig().inventory.gpus, snapshot=snapshots.mig())
-    assert one(host, "GPUs", "ok").what == "2 divided (2 MIG instances), all working"
-    assert one(host, "configuration", "ok").what == "the configuration is valid; 6 devices on 2 GPUs"
+    assert finding_of(host, "GPUs", "ok").what == "2 divided (2 MIG instances), all working"
+    assert finding_of(host, "configuration", "ok").what == "the configuration is valid; 6 devices on 2 GPUs"
 
 
 def test_a_missing_or_closed_node_of_a_mig_instance_is_found(tmp_path: Path) -> None:
@@ -491,12 +496,12 @@ def test_a_missing_or_closed_node_of_a_mig_instance_is_found(tmp_path: Path) -> 
     for number, file in enumerate(("gi1/access", "gi1/ci0/access", "gi2/access", "gi2/ci0/access")):
         write(place / file, f"DeviceFileMinor: {number}\n")
         write(tmp_path / f"dev/nvidia-caps/nvidia-cap{number}")
-    assert one(host, "device nodes", "ok")
+    assert finding_of(host, "device nodes", "ok")
     node = tmp_path / "dev/nvidia-caps/nvidia-cap3"
     node.chmod(0o600)
-    assert one(host, "device nodes", "problem").what == f"{node}: accessible only to root"
+    assert finding_of(host, "device nodes", "problem").what == f"{node}: accessible only to root"
     node.unlink()
-    finding = one(host, "device nodes", "problem")
+    finding = finding_of(host, "device nodes", "problem")
     assert finding.what == "MIG instance 81:00.0-g2: no such device node: /dev/nvidia-caps/nvidia-cap3"
     assert finding.hint.startswith(f"create it: nvidia-modprobe -f {place}/gi2/ci0/access; ")
 
@@ -505,7 +510,7 @@ def test_without_gpus_that_are_divided_a_check_is_skipped(tmp_path: Path) -> Non
     write(tmp_path / "etc/yunion/host_container_device.yml", "devices: []\n")
     host = host_of(tmp_path, FIRST, enable_cuda_mps="false")
     for check in ("device nodes", "compute mode", "client limit"):
-        assert one(host, check, "skipped").what == "no GPU of this host is divided into devices"
+        assert finding_of(host, check, "skipped").what == "no GPU of this host is divided into devices"
 
 
 @pytest.mark.parametrize(
@@ -519,13 +524,13 @@ def test_without_gpus_that_are_divided_a_check_is_skipped(tmp_path: Path) -> Non
 def test_as_many_clients_as_mps_allows_are_found(tmp_path: Path, clients: int, level: str, what: str) -> None:
     host = host_of(tmp_path, FIRST, cuda_mps_max_clients="20")
     host.users = Lazy(lambda: {str(FIRST.uuid): dict.fromkeys(range(4_000_000, 4_000_000 + clients), 10)})
-    assert what in one(host, "client limit", level).what
+    assert what in finding_of(host, "client limit", level).what
 
 
 def test_job_budgets_that_are_only_reported_need_nothing(tmp_path: Path) -> None:
     host = host_of(tmp_path, FIRST)
     host.users = Lazy(dict)
-    assert one(host, "job budgets", "ok").what == "over_budget is report on every divided GPU"
+    assert finding_of(host, "job budgets", "ok").what == "over_budget is report on every divided GPU"
 
 
 def test_jobs_over_budget_are_terminated_only_under_mps(tmp_path: Path) -> None:
@@ -539,7 +544,7 @@ def test_jobs_over_budget_are_terminated_only_under_mps(tmp_path: Path) -> None:
     host = host_of(tmp_path, *snapshots.mig().inventory.gpus, SECOND, over_budget="terminate")
     host.users = Lazy(lambda: {str(gpu.uuid): {} for gpu in host.inventory().gpus})
     what = "over_budget is terminate on 1 GPU and 2 MIG instances, but not on the time-sliced ones: 07:00.0"
-    assert one(host, "job budgets", "ok").what == what
+    assert finding_of(host, "job budgets", "ok").what == what
 
 
 @pytest.mark.parametrize(
@@ -557,6 +562,6 @@ def test_a_gpu_where_job_budgets_cannot_be_enforced_is_reported(
 ) -> None:
     host = host_of(tmp_path, FIRST, over_budget="terminate")
     host.users = Lazy(lambda: {} if processes is None else {str(FIRST.uuid): processes})
-    found = one(host, "job budgets", level)
+    found = finding_of(host, "job budgets", level)
     assert what in found.what
     assert found.code in ("", PROCESS_MEMORY_UNKNOWN)

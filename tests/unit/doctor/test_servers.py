@@ -12,7 +12,7 @@ import pytest
 from yunion_mps.core.reasons import SERVER_FAILED, SERVER_START_FAILED
 from yunion_mps.doctor.checks import Finding
 
-from unit.doctor.hosts import host_of, one, write
+from unit.doctor.hosts import finding_of, host_of, write
 
 BEGINS, READY, FAILED, KILLED = (
     "Starting new server 7 for user 1234",
@@ -36,7 +36,7 @@ def check(root: Path, level: str, *messages: str, ago_s: float = 1.0, server_log
     lines = "".join(f"[{stamp(ago_s)} Control  4250] {text}\n" for text in messages)
     write(root / "tmp/nvidia-mps/log/control.log", lines)
     write(root / "tmp/nvidia-mps/log/server.log", server_log)
-    return one(host_of(root), "MPS servers", level)
+    return finding_of(host_of(root), "MPS servers", level)
 
 
 def test_servers_that_do_not_start_are_a_problem_with_the_cause(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import LeaseStorage, recorded_ledger
 
 from unit.builders import gpu
-from unit.leases.shares import device
+from unit.leases.lease_builders import device
 
 ONE, TWO = gpu(1, uuid="GPU-1"), gpu(2, uuid="GPU-2")
 INSTANCE = gpu(1, uuid="MIG-1", parent="GPU-1")

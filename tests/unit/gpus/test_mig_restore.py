@@ -15,7 +15,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import LeaseStorage, recorded_ledger
 
 from unit import builders
-from unit.leases import shares
+from unit.leases import lease_builders
 from unit.mig_host import MakeMigHost, MigHost
 
 
@@ -113,7 +113,7 @@ def test_after_the_reset_the_layout_is_applied_and_restored(mig_host: MakeMigHos
 
 
 def lease(host: MigHost, name: str, instance: MigInstance, binding: str = "name") -> None:
-    device = shares.device(0, 0)._replace(addr=f"00:06.0-g{instance.id}", gpu_uuid=instance.uuid)
+    device = lease_builders.device(0, 0)._replace(addr=f"00:06.0-g{instance.id}", gpu_uuid=instance.uuid)
     holder = Holder(binding, 0, os.getpid(), started_ticks(os.getpid()), name=name)
     LeaseStorage(host.store).write(Lease("f4e5", (device,), holder, 0.0))
 

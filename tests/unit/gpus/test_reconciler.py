@@ -23,7 +23,7 @@ from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
 
 from unit.builders import gpu
-from unit.leases.shares import device
+from unit.leases.lease_builders import device
 
 ONE, TWO = gpu(1, uuid="GPU-1"), gpu(2, uuid="GPU-2")
 REFUSED = DriverError("Not Supported", "", TIME_SLICE_REFUSED)

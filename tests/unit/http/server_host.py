@@ -3,7 +3,7 @@
 with ServerHost(reference()) as host:
     host.ask("GET", "/v1/status").status             # one request, one connection
     host.record(event)                               # an event comes, as the supervisor records it
-    host.reloader.error = HostError("no", "because")  # what a reload is refused with: see by_hand.py
+    host.reloader.error = HostError("no", "because")  # what a reload is refused with: see fake_services.py
     with host.connect(uid=65534) as client:          # a connection of another user
         client.send(b"GET /v1/gpus HTTP/1.1\\r\\n...")
         client.answer()                              # the next answer
@@ -38,9 +38,9 @@ from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.event_log import EventLog
 
 from integration.daemon_host import eventually
-from posting import posted
+from request_bodies import request_body
 from simhost.host import Closes
-from unit.http.by_hand import FakeClients, FakeEvents, FakeLeases, FakeReloader, metrics, services
+from unit.http.fake_services import FakeClients, FakeEvents, FakeLeases, FakeReloader, metrics, services
 
 #: So long that only what never comes is missed, on however slow a machine.
 PATIENCE_S = 60.0
@@ -91,7 +91,7 @@ class RawClient(Closes):
 
     def post(self, target: str, words: str = "") -> Answer:
         """The answer to a POST with this body, as `posting` has it; none is sent if it is empty."""
-        body, headers = posted(words) if words else (b"", {})
+        body, headers = request_body(words) if words else (b"", {})
         lines = [f"{name}: {value}" for name, value in {**headers, "Content-Length": len(body)}.items()]
         return self.send(request(target, "POST", *lines) + body).answer()
 

@@ -24,9 +24,9 @@ from yunion_mps.core.units import rfc3339
 from yunion_mps.supervisor.event_log import MAX_REPEATS
 
 from integration.daemon_host import eventually
-from unit.http import by_hand
-from unit.http.by_hand import FakeClients, FakeReloader
+from unit.http import fake_services
 from unit.http.conftest import Serve
+from unit.http.fake_services import FakeClients, FakeReloader
 from unit.http.server_host import NOBODY, Answer, RawClient, ServerHost, request
 
 LOST = Event("error", "gpu", "00:06.0", "lost", "GPU_IS_LOST", "its 4 devices are unavailable")
@@ -304,15 +304,15 @@ def test_a_change_is_finished_even_if_its_client_disconnects(
     eventually(lambda: changing.asked, "the request")
     client.close()
     host.wait_connections(0)
-    assert changing.over == []
+    assert changing.finished == []
     changing.gate.set()
-    eventually(lambda: changing.over == changing.asked, "its end")
+    eventually(lambda: changing.finished == changing.asked, "its end")
     assert changing.done == ([] if error else changing.asked)
 
 
 def test_the_plan_is_computed_for_each_request(host: ServerHost) -> None:
-    assert host.ask("GET", "/v1/plan").json() == by_hand.NOTHING
-    host.reloader.planned = by_hand.PLANNED
-    assert host.ask("GET", "/v1/plan").json() == by_hand.PLANNED
+    assert host.ask("GET", "/v1/plan").json() == fake_services.NO_CHANGES
+    host.reloader.planned = fake_services.PLANNED
+    assert host.ask("GET", "/v1/plan").json() == fake_services.PLANNED
     assert host.ask("HEAD", "/v1/plan").status == 200
     assert host.reloader.done == ["plan"] * 3

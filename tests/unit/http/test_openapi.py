@@ -19,7 +19,7 @@ from yunion_mps.http.openapi import document
 from yunion_mps.http.operations import OPERATIONS, ROUTES
 from yunion_mps.service.queries import Queries
 
-from unit.http import by_hand, snapshots
+from unit.http import fake_services, snapshots
 
 DOCUMENT: Any = document()
 ANSWERS = {
@@ -40,7 +40,7 @@ def ask(snapshot: Snapshot, target: str, method: str = "GET", body: bytes = b"")
         service = Queries(lambda: snapshot, 1788000000.25, 4200)
         headers = {"content-type": "application/json"}
         asked = Request(method, target, 0, os.getpid(), headers=headers, body=body)
-        found = by_hand.router(service).handle(asked)
+        found = fake_services.router(service).handle(asked)
         return found if isinstance(found, Response) else await found
 
     response = asyncio.run(answer())
@@ -95,7 +95,7 @@ def test_every_field_of_an_answer_is_required_but_a_problems_hint() -> None:
 
 @pytest.mark.parametrize("schema", DOCUMENT["components"]["schemas"])
 def test_an_example_is_right_and_a_field_more_or_less_is_wrong(schema: str) -> None:
-    example = by_hand.EXAMPLES[schema]
+    example = fake_services.EXAMPLES[schema]
     assert errors(schema, example) == []
     assert errors(schema, {**example, "surplus": 1})
     for field in DOCUMENT["components"]["schemas"][schema].get("required", ()):
@@ -106,13 +106,13 @@ def test_the_examples_are_what_the_reference_case_answers() -> None:
     """All but the ids, which depend on the machine, the moments and PIDs, and what polls have measured."""
     status, answer = ask(snapshots.reference(), "/v1/devices/00:06.0-1")
     assert status == 200
-    shown = by_hand.EXAMPLES["DeviceDetails"]
+    shown = fake_services.EXAMPLES["DeviceDetails"]
     assert {**answer, "id": shown["id"], "host_id": shown["host_id"]} == shown
     measured = dict.fromkeys(("memory_used_mib", "utilization", "temperature_c", "power_w", "power_limit_w"))
-    (gpu,) = by_hand.EXAMPLES["GpuList"]["gpus"]
+    (gpu,) = fake_services.EXAMPLES["GpuList"]["gpus"]
     assert ask(snapshots.reference(), "/v1/gpus")[1] == {"gpus": [{**gpu, **measured}], "total": 1}
-    status_shown = by_hand.EXAMPLES["Status"]
-    answer = by_hand.status_of(Queries(snapshots.reference, 1788000000.25, 4200))
+    status_shown = fake_services.EXAMPLES["Status"]
+    answer = fake_services.status_of(Queries(snapshots.reference, 1788000000.25, 4200))
     assert {**answer, "host_id": status_shown["host_id"]} == {**status_shown}
 
 
@@ -159,9 +159,9 @@ def test_every_operation_has_a_name_of_its_own() -> None:
 
 def test_fields_that_may_be_unknown_are_nullable() -> None:
     """The limit of a GPU that is not in the plan, and what a process or a server does not tell."""
-    assert errors("Domain", {**by_hand.EXAMPLES["Domain"], "memory_limits_mib": [5760, None]}) == []
-    assert errors("MpsClient", by_hand.GONE) == []
-    assert errors("MpsServer", {**by_hand.SERVER, "state": None}) == []
+    assert errors("Domain", {**fake_services.EXAMPLES["Domain"], "memory_limits_mib": [5760, None]}) == []
+    assert errors("MpsClient", fake_services.ENDED_CLIENT) == []
+    assert errors("MpsServer", {**fake_services.SERVER, "state": None}) == []
 
 
 BODIES = [

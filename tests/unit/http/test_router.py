@@ -19,8 +19,8 @@ from yunion_mps.http.operations import OPERATIONS
 from yunion_mps.http.router import OTHER, Router
 from yunion_mps.service.queries import Queries
 
-from posting import posted
-from unit.http import by_hand, snapshots
+from request_bodies import request_body
+from unit.http import fake_services, snapshots
 
 Problem = tuple[int, str, "str | None"]
 
@@ -47,12 +47,12 @@ def problem(response: Response) -> Problem:
 @pytest.fixture(scope="module")
 def shared() -> Router:
     """One for the tests that do not count."""
-    return by_hand.router(Queries(snapshots.reference, 1788000000.25, 4200))
+    return fake_services.router(Queries(snapshots.reference, 1788000000.25, 4200))
 
 
 @pytest.fixture
 def router() -> Router:
-    return by_hand.router(Queries(snapshots.reference, 1788000000.25, 4200))
+    return fake_services.router(Queries(snapshots.reference, 1788000000.25, 4200))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
@@ -288,7 +288,7 @@ CDI_NAME = "write lower-case letters, digits and - inside, at most 32"
 def test_members_of_a_lease_request_that_contradict_each_other_are_refused(
     shared: Router, words: str, detail: str, hint: str
 ) -> None:
-    assert problem(ask(shared, "/v1/leases", "POST", posted(words)[0])) == (400, detail, hint)
+    assert problem(ask(shared, "/v1/leases", "POST", request_body(words)[0])) == (400, detail, hint)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_an_answer_that_was_cancelled_is_not_counted(router: Router) -> None:
     ],
 )
 def test_readiness_is_the_state_of_the_host(name: str, status: int, text: str | None) -> None:
-    router = by_hand.router(Queries(snapshots.ALL[name], 1788000000.25, 4200))
+    router = fake_services.router(Queries(snapshots.ALL[name], 1788000000.25, 4200))
     assert ask(router, "/healthz")[::2] == (200, b"ok\n")
     response = ask(router, "/readyz")
     assert (response.status, response.content_type) == (status, "text/plain; charset=utf-8")

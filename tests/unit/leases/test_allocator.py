@@ -25,7 +25,7 @@ from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger, needs_mib
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, Unenforced
 
-from unit.leases.shares import GPU_MIB, candidates, device, lease, pool, refuse, requests, reserved
+from unit.leases.lease_builders import GPU_MIB, candidates, device, lease, pool, refuse, requests, reserved
 
 LOST = Reason("lost", GPU_LOST)
 NOT_READY = Reason("its domain is failed: no", DOMAIN_NOT_READY)

@@ -14,7 +14,7 @@ from yunion_mps.host.store import Store
 from yunion_mps.leases.holders import RENEWAL_GRACE_S, renew, with_time_left
 from yunion_mps.leases.storage import LeaseStorage
 
-from unit.leases.shares import device, lease
+from unit.leases.lease_builders import device, lease
 
 TTL_S = 600.0
 #: Taken at 1000 s of the monotonic clock, so it ends at 1600 s.

@@ -16,7 +16,7 @@ from yunion_mps.leases.request import (
     WaitingGpu,
 )
 
-from unit.leases.shares import candidates, device, lease, pool, refuse
+from unit.leases.lease_builders import candidates, device, lease, pool, refuse
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest
 
-from unit.leases.shares import device, lease, refuse, reserved
+from unit.leases.lease_builders import device, lease, refuse, reserved
 
 
 def instances(gpu: int, *numbers: int, domain: str = "") -> list[Candidate]:

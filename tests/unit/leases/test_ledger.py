@@ -10,7 +10,7 @@ from yunion_mps.host.proc import user_name
 from yunion_mps.leases.ledger import Ledger, needs_mib
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 
-from unit.leases.shares import GPU_MIB, HOLDER, device, lease, pool
+from unit.leases.lease_builders import GPU_MIB, HOLDER, device, lease, pool
 
 HALVES, QUARTERS = (
     [device(0, slot, number)._replace(id=f"id-{slot}") for slot in range(number)] for number in (2, 4)

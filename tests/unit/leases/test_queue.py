@@ -13,7 +13,7 @@ from yunion_mps.leases.match import NO_RESERVATION, Match, Reservation, no_reser
 from yunion_mps.leases.queue import RESERVES_S, Queue
 from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
 
-from unit.leases.shares import HOLDER, candidates, device, lease, pool, requests, reserved
+from unit.leases.lease_builders import HOLDER, candidates, device, lease, pool, requests, reserved
 
 #: Another user than that of the leases.
 OTHER = HOLDER._replace(uid=HOLDER.uid + 1)

@@ -8,7 +8,7 @@ from yunion_mps.core.models import Holder, Lease, Owner
 from yunion_mps.http.operations import TAKE_LEASE
 from yunion_mps.leases.request import LeaseRequest, find_lease, refuse_too_long
 
-from unit.leases.shares import device, lease
+from unit.leases.lease_builders import device, lease
 
 ALICE, BOB, ROOT = Owner(1000), Owner(66), Owner(0)
 #: Two jobs, which have one user between them.

@@ -18,7 +18,7 @@ from yunion_mps.leases.queue import Queue
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, QueuedRequest
 from yunion_mps.leases.served_users import served_users
 
-from unit.leases.shares import device, lease, pool
+from unit.leases.lease_builders import device, lease, pool
 
 ALICE, BOB, CAROL = 1001, 1002, 1003
 SLOTS = 2

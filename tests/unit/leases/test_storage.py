@@ -20,7 +20,7 @@ from yunion_mps.leases.queue_positions import PROMPT_REPEAT_TIMEOUT_S, REPEAT_TI
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest, request_by_name
 from yunion_mps.leases.storage import LeaseStorage, recorded_ledger
 
-from unit.leases.shares import HOLDER, device, lease
+from unit.leases.lease_builders import HOLDER, device, lease
 
 A = lease("a", device(0, 0), device(0, 1))._replace(environment={"CUDA_VISIBLE_DEVICES": "GPU-0"})
 B = lease("b", device(1, 0))._replace(holder=Holder("name", 0, name="job-17", ttl_s=60.0))

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from unit.cli.conftest import cli, serve, troubled
+from unit.cli.conftest import cli, serve, troubled_cli
 from unit.generated import generate
 
-__all__ = ["cli", "serve", "troubled"]
+__all__ = ["cli", "serve", "troubled_cli"]
 
 Done = subprocess.CompletedProcess[str]
 

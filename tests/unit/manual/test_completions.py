@@ -66,10 +66,10 @@ def test_a_tab_completes_a_command_and_a_device(
 
 @pytest.mark.parametrize("typed", ["0001\t2", "0001:e\t1", "0001:e1:00\t0", "0001:e1:00.0-2\t"])
 def test_an_address_with_colons_is_completed_as_it_is_typed(
-    typed: str, troubled: Cli, generated: Path, tmp_path: Path
+    typed: str, troubled_cli: Cli, generated: Path, tmp_path: Path
 ) -> None:
     begin, _, end = typed.partition("\t")
-    with terminal("bash", troubled, tmp_path, generated) as screen:
+    with terminal("bash", troubled_cli, tmp_path, generated) as screen:
         screen.type(f"yunion-mps show {begin}", "Tab", f"{end} -o csv", "Enter")
         screen.wait(f"^addr,0001:e1:00.0-{typed.strip()[-1]}$")
 

@@ -24,7 +24,7 @@ from yunion_mps.service.facts import Facts, RequestCounts
 from unit.http import snapshots
 from unit.http.snapshots import H100, IN_MIG_MODE, P40, snapshot
 
-from .scene import ALL, USE, facts, value, values
+from .metric_facts import ALL, USE, facts, value, values
 
 
 def test_both_formats_say_the_same() -> None:

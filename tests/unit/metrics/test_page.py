@@ -13,7 +13,7 @@ from yunion_mps.metrics.exporter import text_of
 
 from unit.generated import CHECKOUT
 
-from .scene import ALL
+from .metric_facts import ALL
 
 PATH = CHECKOUT / "docs/metrics.md"
 PAGE = PATH.read_text()

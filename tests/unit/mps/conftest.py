@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from yunion_mps.core.models import DomainPlan
 
-from .driving import Bench, DomainRun, Jobs, private_bench
+from .domain_bench import Bench, DomainRun, Jobs, private_bench
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from yunion_mps.host.processes import spawn
 from yunion_mps.mps.control_daemon import directories_in_use, start_error
 from yunion_mps.mps.processes import MARK, PROGRAM, control_environment
 
-from .driving import Bench
-from .front_ends import running_here, stop_process, wait_until_it_answers
+from .domain_bench import Bench
+from .other_processes import running_here, stop_process, wait_until_it_answers
 
 OTHER_GPU = "GPU-11111111-0000-0000-0000-000000000000"
 
@@ -48,7 +48,7 @@ def test_a_survivor_without_its_sockets_is_found_and_replaced(bench: Bench, gone
     assert running_here(bench.plan) == [(survivor.pid, bench.plan.gpu_uuids)]
     run = bench.domain().start()
     assert run.pid == survivor.pid
-    run.turn(10).turn(2).until(READY)
+    run.advance(10).advance(2).until(READY)
     assert survivor.status() is not None
     assert run.states == [STOPPED, STARTING, WEDGED, BACKOFF, STARTING, APPLYING, READY]
 
@@ -78,7 +78,7 @@ def test_a_directory_serves_only_through_its_own_control_daemon(bench: Bench) ->
 def test_a_stopped_survivor_is_continued_and_adopted(bench: Bench) -> None:
     survivor = bench.control()
     stop_process(survivor.pid)
-    run = bench.domain().start().until(APPLYING).turn(5).until(READY)
+    run = bench.domain().start().until(APPLYING).advance(5).until(READY)
     assert run.states == [STOPPED, STARTING, APPLYING, WEDGED, APPLYING, READY]
     assert run.reasons[2].endswith("does not serve: it was stopped by a signal (SIGSTOP) or a debugger")
     assert run.pid == survivor.pid
@@ -121,7 +121,7 @@ def test_another_programs_control_daemon_is_refused_and_left_alone(bench: Bench,
         it = f"a control daemon (PID {pid}, uid {os.getuid()}) not started by yunion-mps"
         assert run.error.message == f"{it} serves {pipe}"
         assert run.error.hint == f"{hint}; or adopt it with its jobs: yunion-mps-daemon --adopt {pid}"
-    assert run.turn(60).states == [STOPPED, FAILED], "it is no event that it fails again as before"
+    assert run.advance(60).states == [STOPPED, FAILED], "it is no event that it fails again as before"
     assert run.domain.since_s == run.now_s
     run.stop()
     assert stranger.status() is None
@@ -134,8 +134,8 @@ def test_the_domain_starts_once_the_other_program_has_ended(bench: Bench) -> Non
     bench.ask("quit")
     while stranger.status() is None:
         os.sched_yield()
-    assert run.turn(59.9).state == FAILED
-    assert run.turn(0.1).until(READY).states == [STOPPED, FAILED, STARTING, APPLYING, READY]
+    assert run.advance(59.9).state == FAILED
+    assert run.advance(0.1).until(READY).states == [STOPPED, FAILED, STARTING, APPLYING, READY]
 
 
 def test_another_program_on_the_socket_is_refused_even_with_our_mark(bench: Bench) -> None:

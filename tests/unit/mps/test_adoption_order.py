@@ -22,8 +22,8 @@ from yunion_mps.mps.processes import (
     record_order,
 )
 
-from .driving import Bench
-from .front_ends import running_here
+from .domain_bench import Bench
+from .other_processes import running_here
 
 ONE, TWO = "GPU-00000000-0000-0000-0000-000000000000", "GPU-00000000-0000-0000-0000-000000000001"
 OTHER_GPU = "GPU-11111111-0000-0000-0000-000000000000"
@@ -76,7 +76,7 @@ def test_an_adopted_server_keeps_its_limits_and_the_next_gets_ours(bench: Bench)
     another = bench.jobs.begin()  # joins it
     bench.jobs.end(job, another)
     run.domain.note_use(in_use=False)
-    run.until_it(lambda: run.turn(0.5).until_said().pending == "")
+    run.until_true(lambda: run.advance(0.5).until_answered().pending == "")
     assert run.state == READY
 
 

@@ -28,8 +28,8 @@ from yunion_mps.mps.log_lines import timestamp_parser
 
 from integration.daemon_host import eventually
 
-from .driving import Bench, DomainRun, Jobs
-from .front_ends import STRANGER, as_root, stop_process
+from .domain_bench import Bench, DomainRun, Jobs
+from .other_processes import STRANGER, as_root, stop_process
 
 OF_535 = """\
 PID       ID        SERVER         DEVICE                    NAMESPACE      COMMAND        
@@ -71,13 +71,13 @@ def test_an_unknown_header_is_an_error_and_no_empty_list() -> None:
 def test_a_process_that_is_not_a_client_cannot_be_terminated(
     run: DomainRun, jobs: Jobs, plan: DomainPlan
 ) -> None:
-    server = run.serve(jobs)
+    server = run.begin_job(jobs)
     with pytest.raises(ControlError, match=f"PID {server}.* refused to disconnect it .*answered: 1"):
         terminate(jobs.program, plan, server, os.getpid())
 
 
 def test_a_servers_state_is_known_if_the_release_tells_it(run: DomainRun, bench: Bench) -> None:
-    server = run.serve(bench.jobs)
+    server = run.begin_job(bench.jobs)
     assert server_state(bench.jobs.program, bench.plan, server) == (
         "ACTIVE" if bench.jobs.stand_ins.asked else None
     )
@@ -87,7 +87,7 @@ def test_a_stopped_server_is_not_queried_for_its_clients(
     run: DomainRun, jobs: Jobs, plan: DomainPlan
 ) -> None:
     """It would keep the control daemon from all others."""
-    server = run.serve(jobs)
+    server = run.begin_job(jobs)
     stop_process(server)
     with pytest.raises(ControlError) as caught:
         clients_of(jobs.program, plan, run.pid)

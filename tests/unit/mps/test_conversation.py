@@ -20,8 +20,8 @@ from yunion_mps.planning.environment import decimal
 from descriptors import open_descriptors
 from integration.daemon_host import eventually
 
-from .driving import Bench
-from .front_ends import converse
+from .domain_bench import Bench
+from .other_processes import converse
 
 
 def check_setting(plan: DomainPlan, answer: Sequence[str]) -> None:

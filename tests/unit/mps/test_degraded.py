@@ -15,8 +15,8 @@ from yunion_mps.mps.server_starts import PAUSES_S, READ_S
 
 from integration.daemon_host import eventually
 
-from .driving import Bench, DomainRun, Jobs
-from .front_ends import as_root
+from .domain_bench import Bench, DomainRun, Jobs
+from .other_processes import as_root
 
 FIRST_PAUSE_S = PAUSES_S[0]
 
@@ -35,7 +35,7 @@ def fail_to_start(run: DomainRun, jobs: Jobs, uid: int | None = None) -> None:
     before = log_of(run).count("exited with status 1")
     assert jobs.wait(uid).says() == "refused"
     eventually(lambda: log_of(run).count("exited with status 1") >= before + 6)
-    run.turn(PROBE_S).until_it(lambda: run.turn(0.01).state == DEGRADED).until_said()
+    run.advance(PROBE_S).until_true(lambda: run.advance(0.01).state == DEGRADED).until_answered()
 
 
 def fail_for(uid: int, run: DomainRun, jobs: Jobs) -> None:
@@ -43,7 +43,9 @@ def fail_for(uid: int, run: DomainRun, jobs: Jobs) -> None:
     jobs.stand_ins.behave(f"refusing:{uid}")
     assert jobs.wait(uid).says() == "refused"
     eventually(lambda: log_of(run).count("exited with status 1") >= 6)
-    run.turn(PROBE_S).until_it(lambda: uid in run.turn(0.01).domain.status().failing_users).until_said()
+    run.advance(PROBE_S).until_true(
+        lambda: uid in run.advance(0.01).domain.status().failing_users
+    ).until_answered()
 
 
 def attempts(run: DomainRun) -> int:
@@ -67,7 +69,7 @@ def test_one_failed_start_degrades_nothing(run: DomainRun, jobs: Jobs, bench: Be
     jobs.stand_ins.behave("failing")
     bench.ask("start_server -uid 0")
     wait_for_log(run, "exited with status 1")
-    run.turn(PROBE_S).until_said()
+    run.advance(PROBE_S).until_answered()
     assert run.state == READY
     assert run.events[-1].what.endswith("failed to start")
 
@@ -81,9 +83,9 @@ def test_lines_that_a_user_writes_into_the_log_degrade_nothing(run: DomainRun, j
     )
     with open(Path(run.domain.in_effect.log_directory, LOG_NAME), "a") as log:
         log.write(written)
-    run.turn(PROBE_S).until_it(lambda: attempts(run.turn(0.01)) == 1)
-    run.until_it(lambda: run.turn(0.01).domain.server_pids() == [])
-    run.turns(5, 10.0)
+    run.advance(PROBE_S).until_true(lambda: attempts(run.advance(0.01)) == 1)
+    run.until_true(lambda: run.advance(0.01).domain.server_pids() == [])
+    run.advance_steps(5, 10.0)
     assert (run.state, DEGRADED in run.states, attempts(run)) == (READY, False, 1)
     assert not run.domain.status().failing_users
 
@@ -92,10 +94,10 @@ def test_it_serves_again_once_an_ordered_server_starts(run: DomainRun, jobs: Job
     fail_to_start(run, jobs)
     assert attempts(run) == 1, "to find out whether they start"
     jobs.stand_ins.behave()
-    run.turn(FIRST_PAUSE_S - 1).until_said()
+    run.advance(FIRST_PAUSE_S - 1).until_answered()
     assert attempts(run) == 1
-    run.turn(1).until_it(lambda: run.turn(0.01).state == READY)
-    run.until_it(lambda: run.turn(0.01).domain.server_pids() == [])
+    run.advance(1).until_true(lambda: run.advance(0.01).state == READY)
+    run.until_true(lambda: run.advance(0.01).domain.server_pids() == [])
     assert attempts(run) == 2
     assert "Cmd:shutdown_server" in log_of(run)
 
@@ -103,7 +105,7 @@ def test_it_serves_again_once_an_ordered_server_starts(run: DomainRun, jobs: Job
 def test_an_ordered_server_that_fails_is_no_event_and_ordered_again(run: DomainRun, jobs: Jobs) -> None:
     fail_to_start(run, jobs)
     before = len(run.events)
-    run.until_it(lambda: attempts(run.turn(0.01)) == 3)
+    run.until_true(lambda: attempts(run.advance(0.01)) == 3)
     assert run.state == DEGRADED
     assert run.events[before:] == []
 
@@ -124,7 +126,7 @@ echo "$commands" | {jobs.program}
     breaking.chmod(0o755)
     run.domain.configure(str(breaking), 10)
     caplog.set_level("INFO")
-    run.until_it(lambda: attempts(run.turn(0.01)) == 3)
+    run.until_true(lambda: attempts(run.advance(0.01)) == 3)
     assert "is connected to it" not in caplog.text
 
 
@@ -133,9 +135,9 @@ def test_a_job_whose_server_starts_recovers_the_domain(run: DomainRun, jobs: Job
     jobs.stand_ins.behave()
     job = jobs.begin()
     wait_for_log(run, "Ready")
-    run.turn(READ_S).until_said()
+    run.advance(READ_S).until_answered()
     assert run.state == READY
-    run.turns(10, 10.0)
+    run.advance_steps(10, 10.0)
     assert attempts(run) == 1
     assert run.server in jobs.servers()
     jobs.end(job)
@@ -145,11 +147,11 @@ def test_a_job_that_gets_the_ordered_server_keeps_it(run: DomainRun, jobs: Jobs,
     """The log shows the job before the daemon reads that the server is ready."""
     fail_to_start(run, jobs)
     jobs.stand_ins.behave()
-    run.turn(FIRST_PAUSE_S)
+    run.advance(FIRST_PAUSE_S)
     wait_for_log(run, "Ready")
     jobs.begin()
-    run.until_it(lambda: run.turn(0.01).state == READY)
-    run.turns(10, 1.0)
+    run.until_true(lambda: run.advance(0.01).state == READY)
+    run.advance_steps(10, 1.0)
     assert run.server in jobs.servers()
     assert "Cmd:shutdown_server" not in log_of(run)
 
@@ -157,7 +159,7 @@ def test_a_job_that_gets_the_ordered_server_keeps_it(run: DomainRun, jobs: Jobs,
 @as_root
 def test_servers_that_fail_for_one_user_leave_the_domain_ready(run: DomainRun, jobs: Jobs) -> None:
     fail_for(1234, run, jobs)
-    run.until_it(lambda: "Cmd:shutdown_server" in log_of(run.turn(0.01)))
+    run.until_true(lambda: "Cmd:shutdown_server" in log_of(run.advance(0.01)))
     assert "Cmd:start_server -uid 0" in log_of(run)
     assert DEGRADED not in run.states
     (reason,) = run.domain.status().failing_users.values()
@@ -170,10 +172,10 @@ def test_servers_that_fail_for_one_user_leave_the_domain_ready(run: DomainRun, j
 @as_root
 def test_a_user_s_servers_are_ordered_until_one_starts(run: DomainRun, jobs: Jobs) -> None:
     fail_for(1234, run, jobs)
-    run.until_it(lambda: log_of(run.turn(0.01)).count("Cmd:start_server -uid 1234") == 2)
+    run.until_true(lambda: log_of(run.advance(0.01)).count("Cmd:start_server -uid 1234") == 2)
     jobs.stand_ins.behave()
-    run.until_it(lambda: not run.turn(0.01).domain.status().failing_users)
-    assert run.told[-1] == "MPS servers of uid 1234 start again"
+    run.until_true(lambda: not run.advance(0.01).domain.status().failing_users)
+    assert run.event_texts[-1] == "MPS servers of uid 1234 start again"
     assert DEGRADED not in run.states
 
 
@@ -196,8 +198,8 @@ def test_no_server_is_ordered_while_a_job_of_another_user_runs(run: DomainRun, j
     fail_for(1234, run, jobs)
     jobs.begin()
     before = attempts(run)
-    run.turn(FIRST_PAUSE_S)
-    run.turns(5, 5.0)
+    run.advance(FIRST_PAUSE_S)
+    run.advance_steps(5, 5.0)
     assert attempts(run) == before
     jobs.begin()
 
@@ -206,16 +208,16 @@ def test_no_server_is_ordered_while_a_job_of_another_user_runs(run: DomainRun, j
 def test_an_idle_server_of_another_user_does_not_delay_the_order(run: DomainRun, jobs: Jobs) -> None:
     """A server remains after its last client; while it has one, it is left alone."""
     fail_for(1234, run, jobs)
-    run.until_it(lambda: "Cmd:shutdown_server" in log_of(run.turn(0.01))).until_said()
+    run.until_true(lambda: "Cmd:shutdown_server" in log_of(run.advance(0.01))).until_answered()
     job = jobs.begin()
     before = attempts(run)
     run.domain.note_use(in_use=True)
-    run.turns(5, 5.0)
+    run.advance_steps(5, 5.0)
     run.domain.note_use(in_use=False)  # NVML does not list it yet
-    run.turns(5, 5.0)
+    run.advance_steps(5, 5.0)
     assert attempts(run) == before
     jobs.end(job)
-    run.until_it(lambda: attempts(run.turn(0.01)) > before)
+    run.until_true(lambda: attempts(run.advance(0.01)) > before)
     assert log_of(run).count("Cmd:start_server -uid 1234") >= 1
 
 
@@ -224,7 +226,7 @@ def test_the_cause_is_told_again_if_it_changes(run: DomainRun, jobs: Jobs) -> No
     server_log = Path(run.domain.in_effect.log_directory, SERVER_LOG)
     server_log.write_text("ERROR: init 250 result=11")
     os.utime(server_log, (4e9, 4e9))  # as if the server that is ordered next wrote it
-    run.until_it(lambda: "result=11" in run.turn(0.01).domain.reason)
+    run.until_true(lambda: "result=11" in run.advance(0.01).domain.reason)
     assert run.events[-1].what == "still degraded"
 
 
@@ -240,7 +242,7 @@ def test_a_new_control_daemon_is_degraded_until_a_server_starts(run: DomainRun, 
     fail_to_start(run, jobs)
     run.kill().until(DEGRADED)
     jobs.stand_ins.behave()
-    run.turn(60).until_it(lambda: run.turn(0.01).state == READY)
+    run.advance(60).until_true(lambda: run.advance(0.01).state == READY)
 
 
 def test_a_new_daemon_knows_that_servers_just_failed(run: DomainRun, jobs: Jobs, bench: Bench) -> None:
@@ -249,7 +251,7 @@ def test_a_new_daemon_knows_that_servers_just_failed(run: DomainRun, jobs: Jobs,
     run.domain.control.detach()
     new = bench.domain(program=jobs.program).start().until(DEGRADED)
     jobs.stand_ins.behave()
-    new.turn(FIRST_PAUSE_S).until_it(lambda: new.turn(0.01).state == READY)
+    new.advance(FIRST_PAUSE_S).until_true(lambda: new.advance(0.01).state == READY)
     assert new.domain.control.was_adopted
 
 
@@ -262,7 +264,7 @@ def test_no_server_is_ordered_on_a_domain_that_is_to_end(run: DomainRun, jobs: J
         run.until_in_time(STOPPED)
     else:
         run.domain.hold_modes(holds=True)
-        run.turns(10, 5.0)
+        run.advance_steps(10, 5.0)
     assert attempts(run) == before
 
 
@@ -272,5 +274,5 @@ def test_a_server_that_is_killed_degrades_nothing(run: DomainRun, jobs: Jobs) ->
         (server,) = run.domain.server_pids()
         os.kill(server, 9)
         wait_for_log(run, f"Server {server} exited")
-    run.turn(PROBE_S).until_said()
+    run.advance(PROBE_S).until_answered()
     assert run.state == READY

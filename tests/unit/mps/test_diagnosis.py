@@ -19,8 +19,8 @@ from yunion_mps.mps.processes import client_variables
 
 from integration.daemon_host import eventually
 
-from .driving import Bench
-from .front_ends import PATIENCE_S, SOCKET, refusing, silent_process, stop_process
+from .domain_bench import Bench
+from .other_processes import PATIENCE_S, SOCKET, refusing, silent_process, stop_process
 
 NLMSG_ERROR = 2
 

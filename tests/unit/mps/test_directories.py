@@ -19,7 +19,7 @@ from yunion_mps.mps.directories import check_entries, find_obstacle, open_log, s
 
 from descriptors import open_descriptors
 
-from .front_ends import STRANGER, no_descriptor_left
+from .other_processes import STRANGER, no_descriptor_left
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 

@@ -15,13 +15,13 @@ from yunion_mps.mps.health import PROBE_S
 
 from descriptors import open_descriptors
 
-from .driving import Bench
-from .front_ends import silent_connection, stop_process
+from .domain_bench import Bench
+from .other_processes import silent_connection, stop_process
 
 
 def test_it_is_due_only_when_something_has_happened(bench: Bench) -> None:
     run = bench.domain().start().until(READY)
-    domain = run.turns(2, PROBE_S).domain
+    domain = run.advance_steps(2, PROBE_S).domain
     assert not domain.is_due(run.now_s, [])
     assert domain.is_due(run.now_s + PROBE_S, [])
     assert domain.is_due(run.now_s, domain.watched())
@@ -35,7 +35,7 @@ def test_it_is_due_only_when_something_has_happened(bench: Bench) -> None:
     for change in changes:
         change()
         assert domain.is_due(run.now_s, [])
-        run.until_said()
+        run.until_answered()
         assert not domain.is_due(run.now_s, [])
     domain.note_use(in_use=False, polled_s=run.now_s)
     assert not domain.is_due(run.now_s, []), "the same answer again"
@@ -73,13 +73,13 @@ def test_a_program_that_exits_at_once_is_reported_with_its_output(bench: Bench) 
 def test_a_control_daemon_that_never_answers_is_ended_after_ten_seconds(bench: Bench) -> None:
     run = bench.domain(program=bench.script("exec sleep 1000")).start()
     pid = run.pid
-    assert run.turn(9.9).state == STARTING
-    run.turn(0.1)
+    assert run.advance(9.9).state == STARTING
+    run.advance(0.1)
     assert run.reasons[1] == (
         f"the control daemon (PID {pid}) does not serve: "
         "the control daemon did not answer within 10 s after its start"
     )
-    run.turn(2).until(BACKOFF, STARTING)
+    run.advance(2).until(BACKOFF, STARTING)
     assert not os.path.exists(f"/proc/{pid}")
 
 
@@ -96,11 +96,11 @@ def test_it_is_started_again_at_once_then_later_and_later(bench: Bench) -> None:
     run.until(BACKOFF)
     assert run.states[1:4] == [STARTING, BACKOFF, STARTING], "the first new start is immediate"
     for wait_s in (1, 2, 4, 8, 16, 32):
-        assert run.turn(0.5).state == BACKOFF
-        assert run.turn(wait_s - 1.0).tick() == pytest.approx(0.5)
+        assert run.advance(0.5).state == BACKOFF
+        assert run.advance(wait_s - 1.0).tick() == pytest.approx(0.5)
         assert run.state == BACKOFF
         before = len(run.states)
-        run.turn(0.5).until(BACKOFF, FAILED)
+        run.advance(0.5).until(BACKOFF, FAILED)
         assert run.states[before] == STARTING
     assert run.domain.restarts == 8
 
@@ -108,15 +108,15 @@ def test_it_is_started_again_at_once_then_later_and_later(bench: Bench) -> None:
 def test_a_control_daemon_that_keeps_dying_is_retried_every_minute(bench: Bench) -> None:
     run = bench.domain(program=bench.script("echo no CUDA here; exit 3")).start()
     while run.state != FAILED:
-        run.until(BACKOFF, FAILED).turn(60)
+        run.until(BACKOFF, FAILED).advance(60)
     events = len(run.events)
     for _ in range(3):
-        assert run.turn(59.5).state == FAILED
-        run.turn(0.5).until(FAILED)
+        assert run.advance(59.5).state == FAILED
+        run.advance(0.5).until(FAILED)
     assert len(run.events) == events + 3 * len([STARTING, FAILED])
     bench.script(f"exec {bench.program} $1")
-    run.turn(59.5)
-    assert run.turn(0.5).until(READY).domain.error is None
+    run.advance(59.5)
+    assert run.advance(0.5).until(READY).domain.error is None
 
 
 def test_earlier_deaths_count_no_more_after_a_minute_of_service(bench: Bench) -> None:
@@ -124,7 +124,7 @@ def test_earlier_deaths_count_no_more_after_a_minute_of_service(bench: Bench) ->
     run.kill().until(READY)
     run.now_s += 59
     assert run.kill().tick() == pytest.approx(1)
-    run.turn(1).until(READY)
+    run.advance(1).until(READY)
     run.now_s += 60
     assert run.kill().state != BACKOFF
 
@@ -152,15 +152,15 @@ def test_a_hanging_control_daemon_is_ended_by_sigterm_and_then_sigkill(
         run.stop()
         stop_process(pid)
         assert run.tick() == pytest.approx(1), "all processes are searched once, a second after each start"
-        assert run.turn(1).tick() == pytest.approx(11)
-        run.turn(10.9)
+        assert run.advance(1).tick() == pytest.approx(11)
+        run.advance(10.9)
         assert caplog.messages == []
-        run.turn(0.1)
+        run.advance(0.1)
         assert caplog.messages == [
             "domain host: its control daemon did not end in time",
             f"domain host: sending SIGTERM to the control daemon (PID {pid})",
         ]
-        run.turn(2)
+        run.advance(2)
     assert caplog.messages[-1] == f"domain host: sending SIGKILL to the control daemon (PID {pid})"
     run.until(STOPPED)
     assert not os.path.exists(f"/proc/{pid}")
@@ -192,7 +192,7 @@ def test_a_control_daemon_without_its_program_gets_sigterm(
 def test_a_front_end_that_hangs_does_not_keep_a_stop_from_ending(bench: Bench) -> None:
     run = bench.domain(program=bench.script(f"exec {bench.program} $1")).start().until(READY)
     bench.script("exec sleep 1000")
-    run.stop().turn(12).until(STOPPED)
+    run.stop().advance(12).until(STOPPED)
 
 
 def test_a_control_daemon_that_dies_while_it_is_stopped_has_stopped(bench: Bench) -> None:

@@ -24,8 +24,8 @@ from yunion_mps.mps.conversation import Conversation, UnresponsiveError
 from descriptors import open_descriptors
 from simhost.mps import Client
 
-from .driving import Bench, DomainRun
-from .front_ends import PATIENCE_S
+from .domain_bench import Bench, DomainRun
+from .other_processes import PATIENCE_S
 
 #: Longer than every deadline there is: 10 s for clients, 2 s each for three steps, and orphans after them.
 STOP_WITHIN_S = 10 + 3 * 2 + 2 * 2

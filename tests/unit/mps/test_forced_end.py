@@ -14,7 +14,7 @@ from yunion_mps.mps.log_lines import served_clients
 
 from simhost.mps import Client
 
-from .driving import Bench, DomainRun
+from .domain_bench import Bench, DomainRun
 
 HEADER = "[2026-11-29 08:52:44.510 Control  2984]"
 #: In the place of the front-end: it stops after the lists of clients, until a file is there.
@@ -66,10 +66,10 @@ def force_with_a_gap(run: DomainRun, bench: Bench, job: Client, in_between: Call
     """Order the end of the job's server, and do something after its clients were listed."""
     wrap(run, bench, STOPS_AFTER_THE_LISTS)
     force(run, job)
-    run.until_it(lambda: (bench.place / "listed").exists())
+    run.until_true(lambda: (bench.place / "listed").exists())
     in_between()
     (bench.place / "go").touch()
-    run.until_it(lambda: not run.domain.is_forcing(run.now_s))
+    run.until_true(lambda: not run.domain.is_forcing(run.now_s))
 
 
 def test_a_server_ends_at_once_if_all_its_clients_may_end(
@@ -78,7 +78,7 @@ def test_a_server_ends_at_once_if_all_its_clients_may_end(
     job = bench.jobs.begin()
     run.change(other)
     force(run, job)
-    run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
+    run.until_true(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     assert job.says() == "server gone"
     assert run.domain.take_unconfirmed() == []
 
@@ -91,13 +91,13 @@ def test_a_server_with_another_client_ends_only_after_its_clients(
     run.change(other)
     (server,) = bench.jobs.servers()
     force(run, job)
-    run.until_it(lambda: not run.domain.is_forcing(run.now_s))
+    run.until_true(lambda: not run.domain.is_forcing(run.now_s))
     assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), (LateClient(later.pid),))]
     assert run.domain.take_unconfirmed() == []
     assert bench.jobs.servers() == [server]
     bench.jobs.end(job, later)
     run.domain.note_use(in_use=False)
-    run.turn(10).until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
+    run.advance(10).until_true(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
 
 
 def test_a_client_that_attaches_after_the_list_does_not_end(
@@ -120,10 +120,10 @@ def test_a_client_that_attaches_after_the_list_may_end_if_confirmed(
     run.change(other)
     wrap(run, bench, STOPS_AFTER_THE_LISTS)
     run.domain.end_servers(run.now_s, may_end=lambda _: True)
-    run.until_it(lambda: (bench.place / "listed").exists())
+    run.until_true(lambda: (bench.place / "listed").exists())
     later = bench.jobs.begin()
     (bench.place / "go").touch()
-    run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
+    run.until_true(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     assert (job.says(), later.says()) == ("server gone", "server gone")
 
 
@@ -136,10 +136,10 @@ def test_a_client_that_attaches_right_before_the_end_is_reported(
     (server,) = bench.jobs.servers()
     wrap(run, bench, STOPS_BEFORE_THE_END)
     force(run, job)
-    run.until_it(lambda: (bench.place / "chosen").exists())
+    run.until_true(lambda: (bench.place / "chosen").exists())
     later = bench.jobs.wait()
     (bench.place / "go").touch()
-    run.until_it(lambda: not run.domain.is_forcing(run.now_s))
+    run.until_true(lambda: not run.domain.is_forcing(run.now_s))
     assert job.says() == "server gone"
     if bench.jobs.stand_ins.asked:
         assert later.says() == "attached"
@@ -175,8 +175,8 @@ def test_no_server_ends_by_force_if_the_log_does_not_show_all(
     (server,) = bench.jobs.servers()
     wrap(run, bench, LEAVES_OUT_THE_MARK)
     force(run, job)
-    run.until_said()
-    run.turn(LOG_WITHIN_S).until_it(lambda: not run.domain.is_forcing(run.now_s))
+    run.until_answered()
+    run.advance(LOG_WITHIN_S).until_true(lambda: not run.domain.is_forcing(run.now_s))
     assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), ())]
     assert bench.jobs.servers() == [server]
 
@@ -190,12 +190,12 @@ def test_an_order_that_was_not_received_is_repeated_with_a_list(
     (server,) = bench.jobs.servers()
     wrap(run, bench, IS_REJECTED_ONCE)
     force(run, job)
-    run.until_it(lambda: (bench.place / "rejected").exists()).until_said()
+    run.until_true(lambda: (bench.place / "rejected").exists()).until_answered()
     assert bench.jobs.servers() == [server]
     later = bench.jobs.wait()
     if bench.jobs.stand_ins.asked:
         assert later.says() == "attached"
-    run.turn(1).until_it(lambda: not run.domain.is_forcing(run.now_s))
+    run.advance(1).until_true(lambda: not run.domain.is_forcing(run.now_s))
     if bench.jobs.stand_ins.asked:
         assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), (LateClient(later.pid),))]
         assert bench.jobs.servers() == [server]
@@ -208,7 +208,7 @@ def test_a_server_without_clients_is_not_forced(run: DomainRun, bench: Bench, ot
     bench.jobs.end(bench.jobs.begin())
     run.change(other)
     force(run)
-    run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
+    run.until_true(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     log = Path(bench.plan.log_directory, LOG_NAME).read_text()
     assert " -f\n" not in log
     assert run.domain.take_unconfirmed() == []
@@ -222,10 +222,10 @@ def test_an_order_with_a_condition_is_given_up_after_some_seconds(
     (server,) = bench.jobs.servers()
     leave = bench.hold_front_end()
     force(run, job)
-    run.turns(9, 1)
+    run.advance_steps(9, 1)
     assert not run.domain.is_forcing(run.now_s)
     leave()
-    run.turns(3, 10)
+    run.advance_steps(3, 10)
     assert (bench.jobs.servers(), run.domain.take_unconfirmed()) == ([server], [])
 
 
@@ -248,7 +248,7 @@ def test_only_new_jobs_of_the_users_whose_servers_ended_are_reported(
     (bench.place / "lines").write_text(text)
     wrap(run, bench, WRITES_LINES_BEFORE_THE_END.replace("{log}", str(log)))
     force(run, job)
-    run.until_it(lambda: not run.domain.is_forcing(run.now_s))
+    run.until_true(lambda: not run.domain.is_forcing(run.now_s))
     assert job.says() == "server gone"
     ended = UnconfirmedClients((server,), (LateClient(1_000_000_000, os.getuid()),), has_ended=True)
     assert run.domain.take_unconfirmed() == [ended]

@@ -12,7 +12,7 @@ from yunion_mps.core.models import DomainPlan
 from yunion_mps.mps.health import VERIFY_S
 from yunion_mps.mps.limits import LimitsInEffect
 
-from .driving import Bench, DomainRun
+from .domain_bench import Bench, DomainRun
 
 PERCENTAGE = "get_default_active_thread_percentage"
 MEMORY = "get_default_device_pinned_mem_limit 0"
@@ -37,7 +37,7 @@ def test_a_change_that_a_killed_daemon_began_is_finished_by_the_next(
     assert bench.ask(PERCENTAGE, MEMORY) == ["12.5", "2G"]
     bench.jobs.end(job)
     after.domain.note_use(in_use=False)
-    after.turn(10).until_it(lambda: after.domain.limits_in_effect == LimitsInEffect(other))
+    after.advance(10).until_true(lambda: after.domain.limits_in_effect == LimitsInEffect(other))
 
 
 def test_a_server_with_unknown_limits_delays_a_survivor_until_it_is_idle(
@@ -47,7 +47,7 @@ def test_a_server_with_unknown_limits_delays_a_survivor_until_it_is_idle(
     job = bench.jobs.begin()
     (server,) = run.domain.server_pids()
     after = bench.domain(program=bench.jobs.program).start()
-    after.until_it(lambda: after.domain.restarts > 0).until(BACKOFF)
+    after.until_true(lambda: after.domain.restarts > 0).until(BACKOFF)
     assert after.domain.reason == (
         f"the MPS server (PID {server}) has limits from neither the current configuration nor the previous "
         "one"
@@ -57,7 +57,7 @@ def test_a_server_with_unknown_limits_delays_a_survivor_until_it_is_idle(
     assert after.domain.server_pids() == [server]
     bench.jobs.end(job)
     after.domain.note_use(in_use=False)
-    after.turn(60).until_it(
+    after.advance(60).until_true(
         lambda: after.state == READY and after.domain.limits_in_effect == LimitsInEffect(bench.plan)
     )
     assert bench.ask(PERCENTAGE, MEMORY) == ["25.0", "5G"]
@@ -67,7 +67,7 @@ def test_a_control_daemon_that_dies_between_checks_is_replaced(run: DomainRun, b
     bench.ask("set_default_active_thread_percentage 77")
     bench.jobs.begin()
     after = bench.domain(program=bench.jobs.program).start()
-    after.until_it(lambda: after.domain.restarts > 1).until(BACKOFF)
+    after.until_true(lambda: after.domain.restarts > 1).until(BACKOFF)
     os.kill(run.pid, signal.SIGKILL)
     after.until(READY)
     assert after.pending.endswith("of an earlier control daemon still runs jobs; new jobs may have to wait")
@@ -95,8 +95,8 @@ def test_a_survivor_with_the_planned_limits_gets_no_commands(run: DomainRun, ben
 
 def test_limits_that_another_program_changed_are_set_again(run: DomainRun, bench: Bench) -> None:
     bench.ask("set_default_device_pinned_mem_limit 0 0G")
-    assert run.turn(VERIFY_S - 1).state == READY
-    run.turn(1).until_it(lambda: "another program changed its limits" in run.told).until(READY)
+    assert run.advance(VERIFY_S - 1).state == READY
+    run.advance(1).until_true(lambda: "another program changed its limits" in run.event_texts).until(READY)
     (event,) = [event for event in run.events if event.kind == "limit"]
     assert event.cause.startswith("the memory limit of device 0 is not in effect: it was set to 5760M")
     assert event.consequence == "they are being set again"
@@ -109,12 +109,14 @@ def test_a_server_with_another_programs_limits_is_named_and_awaited(run: DomainR
     bench.ask("set_default_active_thread_percentage 100")
     bench.jobs.end(bench.jobs.begin())
     (server,) = run.domain.server_pids()
-    run.turn(VERIFY_S).until_it(lambda: "another program changed its limits" in run.told).until(READY)
+    run.advance(VERIFY_S).until_true(lambda: "another program changed its limits" in run.event_texts).until(
+        READY
+    )
     (event,) = [event for event in run.events if event.kind == "limit"]
     assert f"the MPS server (PID {server}) may have started with the other limits" in event.consequence
     assert f"the MPS server (PID {server})" in run.pending
     run.domain.note_use(in_use=False)
-    run.turn(10).until_it(lambda: run.pending == "")
+    run.advance(10).until_true(lambda: run.pending == "")
 
 
 def test_a_server_from_before_a_new_control_daemons_limits_is_awaited(bench: Bench) -> None:
@@ -129,7 +131,7 @@ def test_a_server_from_before_a_new_control_daemons_limits_is_awaited(bench: Ben
     assert run.domain.limits_in_effect == LimitsInEffect(bench.plan, (server,))
     bench.jobs.end(job)
     run.domain.note_use(in_use=False)
-    run.turn(10).until_it(lambda: run.pending == "")
+    run.advance(10).until_true(lambda: run.pending == "")
 
 
 # -- an operator who types commands has its ear
@@ -139,20 +141,20 @@ def test_a_survivor_is_queried_again_while_another_front_end_is_open(bench: Benc
     survivor = bench.control()
     leave = bench.hold_front_end()
     run = bench.domain().start().until(APPLYING)
-    run.until_it(lambda: "another nvidia-cuda-mps-control is connected to it" in run.domain.reason)
+    run.until_true(lambda: "another nvidia-cuda-mps-control is connected to it" in run.domain.reason)
     assert "nvidia-cuda-mps, root)" in run.domain.reason, "it says who that is"
-    run.turns(30, 1)
+    run.advance_steps(30, 1)
     assert (run.state, run.pid) == (APPLYING, survivor.pid)
     leave()
-    run.turn(1).until(READY)
+    run.advance(1).until(READY)
 
 
 def test_limits_are_not_verified_while_another_front_end_is_open(run: DomainRun, bench: Bench) -> None:
     """An open shell is no fault; a probe is answered all the same."""
     leave = bench.hold_front_end()
     before = list(run.states)
-    run.turns(5, VERIFY_S)
+    run.advance_steps(5, VERIFY_S)
     assert run.states == before
     leave()
-    run.turn(VERIFY_S).until_said()
+    run.advance(VERIFY_S).until_answered()
     assert run.states == before

@@ -33,8 +33,8 @@ from yunion_mps.mps.log_lines import timestamp_parser
 from integration.daemon_host import eventually
 from unit.short_memory import with_memory_short
 
-from .driving import Bench, DomainRun, Jobs
-from .front_ends import as_root
+from .domain_bench import Bench, DomainRun, Jobs
+from .other_processes import as_root
 
 OWN_NAME = user_name(os.geteuid())
 CHATTER = (
@@ -80,12 +80,12 @@ def test_a_control_daemon_can_write_to_its_emptied_log(bench: Bench) -> None:
     log = Path(bench.plan.log_directory, LOG_NAME)
     with log.open("a") as file:
         file.write(CHATTER * 10_000)
-    run.turn(PROBE_S).until_said()
+    run.advance(PROBE_S).until_answered()
     assert log.stat().st_size < MAX_BYTES
     assert b"\0" not in log.read_bytes()
     assert "Starting control daemon" not in log.read_text()
     before = log.stat().st_size
-    run.turn(PROBE_S).until_said()
+    run.advance(PROBE_S).until_answered()
     eventually(lambda: log.stat().st_size > before)
 
 
@@ -129,7 +129,7 @@ def test_a_full_disk_is_freed_by_emptying_the_log(full_disk: Path, plan: DomainP
 def test_a_full_disk_ends_no_service(bench: Bench, full_disk: Path) -> None:
     fill(full_disk / "ballast")
     run = bench.domain().start().until(READY)
-    run.turns(10, PROBE_S)
+    run.advance_steps(10, PROBE_S)
     assert run.state == READY
     run.domain.change(bench.plan._replace(thread_percentage=50.0), run.now_s)
     run.until(READY)
@@ -147,9 +147,9 @@ def test_its_last_words_are_those_that_matter(plan: DomainPlan, log: Path) -> No
 def hear(run: DomainRun) -> list[str]:
     """What the events after one more probe say, once the control daemon has logged every server."""
     eventually(lambda: all(f"NEW SERVER {pid}: Ready" in log_of(run) for pid in run.domain.server_pids()))
-    before = len(run.told)
-    run.turn(PROBE_S).until_said()
-    return run.told[before:]
+    before = len(run.event_texts)
+    run.advance(PROBE_S).until_answered()
+    return run.event_texts[before:]
 
 
 def test_a_server_that_starts_is_an_event(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
@@ -160,7 +160,7 @@ def test_a_server_that_starts_is_an_event(run: DomainRun, jobs: Jobs, plan: Doma
     jobs.end(job)
     run.domain.retire()
     run.domain.note_use(in_use=False)
-    run.until_it(lambda: run.domain.server_pids() == [] or run.turn(1).state == "stopped")
+    run.until_true(lambda: run.domain.server_pids() == [] or run.advance(1).state == "stopped")
 
 
 def test_a_job_that_comes_during_a_change_of_limits_is_an_event(run: DomainRun, jobs: Jobs) -> None:

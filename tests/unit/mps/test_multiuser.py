@@ -11,7 +11,7 @@ from yunion_mps.core.errors import HostError
 from yunion_mps.mps.control_daemon import MULTIUSER
 from yunion_mps.supervisor.preflight import knows_multiuser
 
-from .driving import Bench
+from .domain_bench import Bench
 
 
 def write_knowing(bench: Bench) -> str:

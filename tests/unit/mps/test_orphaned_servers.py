@@ -17,14 +17,14 @@ from yunion_mps.mps.rollover import IDLE_S, OrphanedServers
 from integration.daemon_host import eventually
 from simhost.mps import Client
 
-from .driving import Bench, DomainRun, Jobs
-from .front_ends import PIDFD_SEND_SIGNAL, no_descriptor_left, refusing, silent_connection, stop_process
+from .domain_bench import Bench, DomainRun, Jobs
+from .other_processes import PIDFD_SEND_SIGNAL, no_descriptor_left, refusing, silent_connection, stop_process
 
 
 def orphan(run: DomainRun, jobs: Jobs) -> tuple[int, Client]:
     """A server that goes on with its job under a new control daemon; the server's PID."""
     job = jobs.begin()
-    run.turn(1)
+    run.advance(1)
     (server,) = run.domain.server_pids()
     run.kill().until(READY)
     return server, job
@@ -54,8 +54,8 @@ def test_servers_of_a_control_daemon_that_died_are_events_and_shown(run: DomainR
 def test_an_orphan_that_ends_with_its_job_is_an_event(run: DomainRun, jobs: Jobs) -> None:
     server, job = orphan(run, jobs)
     jobs.end(job)
-    run.until_it(lambda: run.domain.server_pids() == [])
-    assert run.told[-1] == f"the MPS server (PID {server}), which had no control daemon, has ended"
+    run.until_true(lambda: run.domain.server_pids() == [])
+    assert run.event_texts[-1] == f"the MPS server (PID {server}), which had no control daemon, has ended"
     assert run.pending == ""
 
 
@@ -65,7 +65,7 @@ def test_an_orphan_that_may_have_jobs_is_never_ended(
 ) -> None:
     server, _ = orphan(run, bench.jobs)
     run.domain.note_use(in_use=in_use)
-    run.turns(30, 60)
+    run.advance_steps(30, 60)
     assert bench.jobs.servers() == [server]
 
 
@@ -73,10 +73,10 @@ def test_the_end_of_another_control_daemon_ends_no_orphan_with_jobs(run: DomainR
     server, _ = orphan(run, bench.jobs)
     first = run.pid
     with silent_connection(bench.plan):
-        run.turn(10).turn(5).turn(2).until(BACKOFF)
-    run.turn(1).until(READY)
+        run.advance(10).advance(5).advance(2).until(BACKOFF)
+    run.advance(1).until(READY)
     assert run.pid != first
-    assert run.turn(60).until_said().state == READY
+    assert run.advance(60).until_answered().state == READY
     assert bench.jobs.servers() == [server]
 
 
@@ -84,10 +84,10 @@ def test_an_orphan_without_jobs_is_ended(run: DomainRun, jobs: Jobs) -> None:
     """NVML says that no other process uses the GPU, so that this client is none."""
     server, _ = orphan(run, jobs)
     run.domain.note_use(in_use=False)
-    run.turn(0).turn(IDLE_S - 0.1)
+    run.advance(0).advance(IDLE_S - 0.1)
     assert jobs.servers() == [server]
-    run.turn(0.1).until_it(lambda: run.domain.server_pids() == [])
-    assert run.told[-2:] == [
+    run.advance(0.1).until_true(lambda: run.domain.server_pids() == [])
+    assert run.event_texts[-2:] == [
         f"sent SIGTERM to the MPS server (PID {server}), which has no control daemon",
         f"the MPS server (PID {server}), which had no control daemon, has ended",
     ]
@@ -99,7 +99,7 @@ def test_an_orphan_is_idle_only_if_no_job_was_seen_for_a_while(run: DomainRun, j
     server, _ = orphan(run, jobs)
     for in_use in (False, True, False, None, False):
         run.domain.note_use(in_use=in_use)
-        run.turn(0).turn(IDLE_S - 1)
+        run.advance(0).advance(IDLE_S - 1)
     assert jobs.servers() == [server]
 
 
@@ -107,7 +107,7 @@ def test_a_server_orphaned_between_two_ticks_is_found(run: DomainRun, jobs: Jobs
     jobs.begin()
     run.kill().until(READY)
     assert run.pending == ""
-    run.turn(1)
+    run.advance(1)
     (server,) = jobs.servers()
     assert run.pending.startswith(
         f"the MPS server (PID {server}) of an earlier control daemon still runs jobs"
@@ -115,20 +115,20 @@ def test_a_server_orphaned_between_two_ticks_is_found(run: DomainRun, jobs: Jobs
 
 
 def test_a_daemon_that_starts_finds_the_orphans_of_one_before_it(run: DomainRun, bench: Bench) -> None:
-    server = run.serve(bench.jobs)
+    server = run.begin_job(bench.jobs)
     os.kill(run.pid, signal.SIGKILL)
     run.until_ended()
-    after = bench.serving().turn(1)
-    assert after.told == [f"the MPS server (PID {server}) is still running without its control daemon"]
-    after.stop().turn(10).until(STOPPED)
+    after = bench.serving().advance(1)
+    assert after.event_texts == [f"the MPS server (PID {server}) is still running without its control daemon"]
+    after.stop().advance(10).until(STOPPED)
     assert bench.jobs.servers() == []
 
 
 def test_the_servers_of_an_adopted_control_daemon_are_not_orphans(run: DomainRun, bench: Bench) -> None:
     bench.jobs.begin()
-    after = bench.serving().turn(1)
+    after = bench.serving().advance(1)
     assert after.pid == run.pid
-    assert (after.told, after.pending) == ([], "")
+    assert (after.event_texts, after.pending) == ([], "")
     assert orphaned_servers(bench.plan.pipe_directory) == []
 
 
@@ -154,13 +154,13 @@ def test_nothing_but_a_server_of_ours_on_the_directory_is_an_orphan(plan: Domain
 def test_a_stop_gives_orphans_the_clients_time_and_then_ends_them(run: DomainRun, jobs: Jobs) -> None:
     server, _ = orphan(run, jobs)
     run.stop()
-    run.until_it(lambda: run.domain.status().pid is None)
+    run.until_true(lambda: run.domain.status().pid is None)
     assert run.state == STOPPING
-    run.turn(9.9)
+    run.advance(9.9)
     assert jobs.servers() == [server]
-    run.turn(0.1).until(STOPPED)
+    run.advance(0.1).until(STOPPED)
     assert jobs.servers() == []
-    assert f"sent SIGTERM to the MPS server (PID {server}), which has no control daemon" in run.told
+    assert f"sent SIGTERM to the MPS server (PID {server}), which has no control daemon" in run.event_texts
     assert run.events[-2].cause == "its jobs did not end in time"
 
 
@@ -173,25 +173,25 @@ def test_a_stop_need_not_wait_for_an_orphan_that_ends(run: DomainRun, jobs: Jobs
 
 def test_a_stopped_orphan_is_continued_before_its_signal(run: DomainRun, jobs: Jobs) -> None:
     server, _ = orphan(run, jobs)
-    run.stop().until_it(lambda: run.domain.status().pid is None)
+    run.stop().until_true(lambda: run.domain.status().pid is None)
     stop_process(server)
-    run.turn(10).until(STOPPED)
+    run.advance(10).until(STOPPED)
     assert jobs.servers() == []
 
 
 def test_orphans_are_ended_even_if_nothing_can_be_started(run: DomainRun, bench: Bench) -> None:
-    run.serve(bench.jobs)
+    run.begin_job(bench.jobs)
     bench.block_log_directory()
     run.kill().until(FAILED).stop()
     assert run.state == STOPPING
-    run.turn(10).until(STOPPED)
+    run.advance(10).until(STOPPED)
     assert bench.jobs.servers() == []
 
 
 def test_a_domain_that_retires_waits_for_its_orphans(run: DomainRun, jobs: Jobs) -> None:
     _, job = orphan(run, jobs)
     run.domain.retire()
-    assert run.turn(60).state == READY
+    assert run.advance(60).state == READY
     jobs.end(job)
     run.until(STOPPED)
 
@@ -199,11 +199,11 @@ def test_a_domain_that_retires_waits_for_its_orphans(run: DomainRun, jobs: Jobs)
 def test_a_domain_that_retires_starts_nothing_new_for_its_orphans(run: DomainRun, jobs: Jobs) -> None:
     run.kill().until(READY)  # so that the next start has to wait
     job = jobs.begin()
-    run.turn(1)
+    run.advance(1)
     run.domain.retire()
     run.kill()
     before = list(run.states)
-    assert run.turn(60).turn(60).states == before
+    assert run.advance(60).advance(60).states == before
     jobs.end(job)
     run.until(STOPPED)
 
@@ -212,7 +212,7 @@ def test_orphans_can_be_ended_by_force_at_once(run: DomainRun, jobs: Jobs) -> No
     orphan(run, jobs)
     run.domain.drain(run.now_s)  # there is no control daemon to ask
     run.domain.end_servers(run.now_s)
-    run.until_it(lambda: jobs.servers() == [])
+    run.until_true(lambda: jobs.servers() == [])
 
 
 def test_a_daemon_that_fails_itself_leaves_orphans_alone_and_says_so(
@@ -247,7 +247,7 @@ def test_a_server_that_cannot_be_ended_is_an_event_once_a_minute(jobs: Jobs, run
 
 def test_without_descriptors_no_server_counts_as_ended(run: DomainRun, jobs: Jobs) -> None:
     """Its limits would be taken for those of the next one."""
-    run.serve(jobs)
+    run.begin_job(jobs)
     (server,) = jobs.servers()
     with no_descriptor_left():
         assert run.domain.server_pids() == [server]

@@ -38,8 +38,8 @@ from yunion_mps.mps.processes import (
 
 from integration.daemon_host import eventually
 
-from .driving import Bench
-from .front_ends import PATIENCE_S, STRANGER, as_root, full_queue, running_here, stop_process
+from .domain_bench import Bench
+from .other_processes import PATIENCE_S, STRANGER, as_root, full_queue, running_here, stop_process
 
 Hide = Callable[[DomainPlan, int], None]
 _PR_SET_DUMPABLE = 4
@@ -322,7 +322,7 @@ def test_a_server_of_another_user_is_ours(bench: Bench) -> None:
 
 def test_a_server_that_outlives_its_control_daemon_is_still_ours(bench: Bench) -> None:
     run = bench.serving()
-    server = run.serve(bench.jobs)
+    server = run.begin_job(bench.jobs)
     os.kill(run.pid, signal.SIGKILL)
     run.until_ended()
     left = [one for one in our_processes() if one.pipe_directory == bench.plan.pipe_directory]

@@ -18,19 +18,26 @@ from yunion_mps.mps.processes import PROGRAM
 
 from integration.daemon_host import eventually
 
-from .driving import Bench, DomainRun
-from .front_ends import STRANGER, as_root, full_queue, silent_connection, stop_process, wait_until_it_answers
+from .domain_bench import Bench, DomainRun
+from .other_processes import (
+    STRANGER,
+    as_root,
+    full_queue,
+    silent_connection,
+    stop_process,
+    wait_until_it_answers,
+)
 
 
 def find_out(run: DomainRun) -> DomainRun:
     """Let the time pass in which a probe finds that there is no answer."""
-    return run.turn(PROBE_S).turn(PROBE_TIMEOUT_S)
+    return run.advance(PROBE_S).advance(PROBE_TIMEOUT_S)
 
 
 def test_a_repeatedly_stopped_control_daemon_is_replaced(run: DomainRun) -> None:
     pid = run.pid
     stop_process(pid)
-    run.turn(PROBE_S)
+    run.advance(PROBE_S)
     run.now_s += PROBE_TIMEOUT_S
     while run.state != BACKOFF and BACKOFF not in run.states:
         run.tick()
@@ -54,8 +61,8 @@ def test_a_silent_control_daemon_without_jobs_is_replaced(run: DomainRun, plan: 
     pid = run.pid
     with silent_connection(plan):
         find_out(run)
-        assert run.turn(1.9).state == WEDGED
-        run.turn(0.1).until(READY)
+        assert run.advance(1.9).state == WEDGED
+        run.advance(0.1).until(READY)
     assert run.pid != pid
     assert run.states[-5:] == [WEDGED, BACKOFF, STARTING, APPLYING, READY]
 
@@ -74,7 +81,7 @@ def test_a_silent_control_daemon_with_jobs_is_replaced_after_them(
     with silent_connection(bench.plan):
         find_out(run)
         for _ in range(20):
-            run.turn(2)
+            run.advance(2)
         assert (run.state, run.pid, bench.jobs.servers()) == (WEDGED, pid, [server])
         assert run.domain.reason.endswith(
             f"; its replacement waits for the MPS server (PID {server}), which may have jobs, to end (to end "
@@ -84,7 +91,7 @@ def test_a_silent_control_daemon_with_jobs_is_replaced_after_them(
         bench.jobs.end(job)
         os.kill(server, signal.SIGKILL)
         eventually(lambda: run.domain.server_pids() == [])
-        run.turn(2).until(READY)
+        run.advance(2).until(READY)
     assert run.pid != pid
 
 
@@ -94,16 +101,16 @@ def test_a_silent_control_daemon_with_idle_servers_is_replaced(run: DomainRun, b
     run.domain.note_use(in_use=False)
     pid = run.pid
     with silent_connection(bench.plan):
-        find_out(run).turn(2).until_it(lambda: run.state == READY and run.pid != pid)
+        find_out(run).advance(2).until_true(lambda: run.state == READY and run.pid != pid)
     eventually(lambda: bench.jobs.servers() == [])
-    assert run.turn(2).pending == ""
+    assert run.advance(2).pending == ""
 
 
 @as_root
 def test_with_jobs_the_hint_is_to_end_the_processes_that_fill_its_queue(run: DomainRun, bench: Bench) -> None:
-    run.serve(bench.jobs)
+    run.begin_job(bench.jobs)
     with full_queue(bench.plan.pipe_directory, STRANGER) as user_s:
-        find_out(run).turn(2)
+        find_out(run).advance(2)
         assert f"PID {user_s} (" in run.domain.reason
         assert run.domain.reason.endswith("(to avoid the wait, end the processes that keep it busy)")
         assert run.domain.reason.code == CONTROL_DAEMON_BUSY
@@ -122,15 +129,15 @@ def test_a_start_waits_while_another_user_fills_the_queue(bench: Bench, plan: Do
         wait_until_it_answers(plan, pid)
         with full_queue(plan.pipe_directory, STRANGER) as user_s:
             waits.touch()
-            run.until(APPLYING).turn(5)
+            run.until(APPLYING).advance(5)
             assert (run.state, run.pid) == (WEDGED, pid)
             assert f"PID {user_s} (" in run.domain.reason
             assert ", nobody) has 1" in run.domain.reason
             if not is_replacement:
-                run.turn(2).until_ended().tick()
+                run.advance(2).until_ended().tick()
                 continue
             for _ in range(20):
-                run.turn(2)
+                run.advance(2)
             assert (run.state, run.pid) == (WEDGED, pid)
     run.until_in_time(READY)
     assert run.pid == pid
@@ -141,8 +148,8 @@ def test_a_new_one_waits_for_another_front_end_without_end(bench: Bench, plan: D
     run = bench.domain().start()
     wait_until_it_answers(plan, run.pid)
     leave = bench.hold_front_end()
-    run.until_it(lambda: run.domain.is_occupied)
-    run.turns(20, 1)
+    run.until_true(lambda: run.domain.is_occupied)
+    run.advance_steps(20, 1)
     assert (run.state, run.domain.reason.code) == (APPLYING, CONTROL_DAEMON_BUSY)
     leave()
     run.until_in_time(READY)
@@ -150,17 +157,17 @@ def test_a_new_one_waits_for_another_front_end_without_end(bench: Bench, plan: D
 
 @as_root
 def test_the_cause_is_diagnosed_again(run: DomainRun, bench: Bench) -> None:
-    run.serve(bench.jobs)
+    run.begin_job(bench.jobs)
     with silent_connection(bench.plan):
         with full_queue(bench.plan.pipe_directory, STRANGER):
             find_out(run)
             assert run.domain.reason.code == CONTROL_DAEMON_BUSY
-        run.turn(10)
+        run.advance(10)
         assert run.domain.reason.code == CONTROL_DAEMON_SILENT
 
 
 def test_a_stopped_server_is_reported_and_continued(run: DomainRun, bench: Bench) -> None:
-    server = run.serve(bench.jobs)
+    server = run.begin_job(bench.jobs)
     stop_process(server)
     env = {"CUDA_MPS_PIPE_DIRECTORY": bench.plan.pipe_directory}
     with subprocess.Popen([bench.program], env=env, stdin=-1, stdout=-1) as asking:
@@ -183,27 +190,27 @@ def test_another_process_at_its_socket_is_reported_and_left_alone(run: DomainRun
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         other.bind(f"{plan.pipe_directory}/control")
         other.listen()
-        run.turn(PROBE_S).turn(2).until(FAILED)
+        run.advance(PROBE_S).advance(2).until(FAILED)
         who = f"(PID {os.getpid()})"
         assert f"its socket in {plan.pipe_directory} belongs to another process {who}" in run.reasons[3]
         assert not Path(f"/proc/{pid}").exists()
         assert f"(PID {os.getpid()}, uid {os.getuid()}) not started by yunion-mps" in run.error.message
         assert PROGRAM in run.error.hint
-    assert run.turn(60).until(READY).domain.error is None
+    assert run.advance(60).until(READY).domain.error is None
 
 
 def test_it_is_known_how_long_the_last_probe_took(run: DomainRun) -> None:
     assert run.domain.probe_s is None
     os.kill(run.pid, signal.SIGSTOP)
-    run.turn(PROBE_S)
+    run.advance(PROBE_S)
     run.now_s += 0.25
     os.kill(run.pid, signal.SIGCONT)
-    assert run.until_said().domain.probe_s == 0.25
+    assert run.until_answered().domain.probe_s == 0.25
 
 
 def test_probes_leave_little_in_the_log(run: DomainRun, plan: DomainPlan) -> None:
     log = Path(plan.log_directory, "control.log")
     before = len(log.read_text().splitlines())
     for _ in range(10):
-        run.turn(PROBE_S).until_it(lambda: (run.tick() or 0) > PROBE_TIMEOUT_S)
+        run.advance(PROBE_S).until_true(lambda: (run.tick() or 0) > PROBE_TIMEOUT_S)
     assert len(log.read_text().splitlines()) - before <= 10 * 3 + 3 * 12

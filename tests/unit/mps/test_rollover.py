@@ -12,8 +12,8 @@ from yunion_mps.core.models import DomainPlan
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.rollover import Rollover
 
-from .driving import Bench, DomainRun, Jobs
-from .front_ends import no_descriptor_left
+from .domain_bench import Bench, DomainRun, Jobs
+from .other_processes import no_descriptor_left
 
 PERCENTAGE = "get_default_active_thread_percentage"
 MEMORY = "get_default_device_pinned_mem_limit 0"
@@ -23,11 +23,11 @@ def test_a_shortage_delays_them_and_ends_no_control_daemon(run: DomainRun, other
     pid = run.pid
     with no_descriptor_left():
         run.domain.change(other, run.now_s)
-        assert run.turn(1).state == APPLYING
+        assert run.advance(1).state == APPLYING
         assert run.domain.reason.startswith(
             "cannot communicate with the control daemon: Too many open files; "
         )
-    run.turn(1).until(READY)
+    run.advance(1).until(READY)
     assert (run.domain.limits_in_effect, run.pid) == (LimitsInEffect(other), pid)
 
 
@@ -43,12 +43,12 @@ def test_limits_are_pending_while_a_server_runs_and_then_in_effect(
     assert bench.ask(PERCENTAGE, MEMORY) == ["12.5", "2G"], "for the next server"
     assert bench.ask(f"get_active_thread_percentage {server}") == ["25.0"]
     bench.jobs.end(job)
-    assert run.turn(30).domain.limits_in_effect.old_servers == (server,), (
+    assert run.advance(30).domain.limits_in_effect.old_servers == (server,), (
         "a server stays when its last job is gone"
     )
     run.domain.note_use(in_use=False)
-    run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
-    assert (run.told[-1], run.pending) == ("the new limits are in effect", "")
+    run.until_true(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
+    assert (run.event_texts[-1], run.pending) == ("the new limits are in effect", "")
     assert bench.jobs.servers() == []
 
 
@@ -60,8 +60,8 @@ def test_a_job_that_nvml_does_not_list_yet_keeps_its_server(
     (server,) = run.domain.server_pids()
     run.change(other)
     run.domain.note_use(in_use=False)
-    run.turn(30).until_said()
-    run.turns(5, 1.0)
+    run.advance(30).until_answered()
+    run.advance_steps(5, 1.0)
     bench.jobs.begin()
     assert bench.jobs.servers() == [server]
 
@@ -70,8 +70,8 @@ def test_the_next_server_has_the_new_limits(run: DomainRun, bench: Bench, other:
     bench.jobs.end(bench.jobs.begin())
     run.change(other)
     run.domain.drain(run.now_s)
-    run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
-    server = run.serve(bench.jobs)
+    run.until_true(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
+    server = run.begin_job(bench.jobs)
     assert bench.ask(f"get_active_thread_percentage {server}") == ["12.5"]
 
 
@@ -80,10 +80,10 @@ def test_drain_waits_for_jobs_and_force_does_not(run: DomainRun, bench: Bench, o
     (server,) = run.domain.server_pids()
     run.change(other)
     run.domain.drain(run.now_s)
-    run.until_said()
-    assert run.turn(1).domain.limits_in_effect == LimitsInEffect(bench.plan, (server,))
+    run.until_answered()
+    assert run.advance(1).domain.limits_in_effect == LimitsInEffect(bench.plan, (server,))
     run.domain.end_servers(run.now_s)
-    run.until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
+    run.until_true(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     assert job.says() == "server gone"
 
 
@@ -95,10 +95,10 @@ def test_a_server_drained_while_it_has_jobs_ends_after_them(
     run.change(other)
     for _ in range(12):
         run.domain.drain(run.now_s)
-        run.until_said()
+        run.until_answered()
     bench.jobs.end(job)
     run.domain.note_use(in_use=False)
-    run.turn(10).until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
+    run.advance(10).until_true(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     assert bench.jobs.servers() == []
 
 
@@ -125,7 +125,7 @@ def test_no_server_is_told_to_end_if_nothing_is_pending(run: DomainRun, jobs: Jo
     jobs.begin()
     run.domain.end_servers(run.now_s)
     run.domain.note_use(in_use=False)
-    run.turn(60).turn(60)
+    run.advance(60).advance(60)
     assert len(jobs.servers()) == 1
 
 
@@ -143,10 +143,10 @@ def test_an_undelivered_command_is_sent_again(
         run.domain.end_servers(run.now_s)
     else:
         run.domain.drain(run.now_s)
-    run.turns(steps, step_s)
+    run.advance_steps(steps, step_s)
     assert len(bench.jobs.servers()) == 1
     leave()
-    run.turn(1).until_it(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
+    run.advance(1).until_true(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     assert not force or job.says() == "server gone"
 
 
@@ -155,13 +155,13 @@ def test_an_order_that_ends_jobs_is_given_up_after_some_seconds(
     run: DomainRun, bench: Bench, other: DomainPlan, when: str
 ) -> None:
     """New jobs may have begun until then; what waits for the jobs goes on waiting."""
-    server = run.serve(bench.jobs)
+    server = run.begin_job(bench.jobs)
     leave = held(run, bench, other, when)
     run.domain.end_servers(run.now_s)
-    run.turns(9, 10)
+    run.advance_steps(9, 10)
     leave()
-    run.turn(1).until(READY).until_said()
-    run.turns(3, 10)
+    run.advance(1).until(READY).until_answered()
+    run.advance_steps(3, 10)
     assert (run.domain.limits_in_effect, bench.jobs.servers()) == (
         LimitsInEffect(bench.plan, (server,)),
         [server],
@@ -176,7 +176,7 @@ def held(run: DomainRun, bench: Bench, other: DomainPlan, when: str) -> Callable
         return bench.hold_front_end()
     leave = bench.hold_front_end()
     run.domain.change(other, run.now_s)
-    run.until_it(lambda: run.domain.is_occupied)
+    run.until_true(lambda: run.domain.is_occupied)
     return leave
 
 
@@ -184,13 +184,13 @@ def test_a_retiring_domain_ends_when_its_servers_have_ended(run: DomainRun, jobs
     jobs.end(jobs.begin())
     (server,) = run.domain.server_pids()
     run.domain.retire()
-    assert run.turn(10).state == READY
+    assert run.advance(10).state == READY
     assert (
         run.pending
         == f"the configuration has changed: the control daemon waits for the MPS server (PID {server}) to end"
     )
     run.domain.note_use(in_use=False)
-    run.turn(1).until(STOPPED)
+    run.advance(1).until(STOPPED)
     assert jobs.servers() == []
 
 
@@ -227,6 +227,6 @@ def test_a_control_daemons_death_during_a_change_loses_nothing(
 ) -> None:
     run.domain.change(other, run.now_s)
     os.kill(run.pid, signal.SIGKILL)
-    run.until_it(lambda: run.domain.restarts == 1).until(READY)
+    run.until_true(lambda: run.domain.restarts == 1).until(READY)
     assert run.domain.limits_in_effect == LimitsInEffect(other)
     assert bench.ask(PERCENTAGE, MEMORY) == ["12.5", "2G"]

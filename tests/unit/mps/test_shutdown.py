@@ -13,8 +13,8 @@ from yunion_mps.mps.conversation import peer_of
 
 from integration.daemon_host import eventually
 
-from .driving import Bench, DomainRun, Jobs
-from .front_ends import full_queue, silent_connection, stop_process
+from .domain_bench import Bench, DomainRun, Jobs
+from .other_processes import full_queue, silent_connection, stop_process
 
 
 def end_of(run: DomainRun, timeout_s: int) -> DomainRun:
@@ -24,8 +24,8 @@ def end_of(run: DomainRun, timeout_s: int) -> DomainRun:
 
 def test_it_waits_for_jobs_that_end(run: DomainRun, jobs: Jobs) -> None:
     job = jobs.begin()
-    run.stop().until_it(lambda: run.tick() is not None)
-    assert run.turn(9).state == STOPPING
+    run.stop().until_true(lambda: run.tick() is not None)
+    assert run.advance(9).state == STOPPING
     jobs.end(job)
     run.until(STOPPED)
 
@@ -44,10 +44,10 @@ def test_a_server_that_does_not_end_is_killed_before_its_control_daemon(
     run: DomainRun, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The control daemon's own clock gives us a second to stop it, before it is told to end."""
-    server = run.serve(bench.jobs)
+    server = run.begin_job(bench.jobs)
     end_of(run, 1)
     stop_process(server)
-    run.turn(3).until_in_time(STOPPED)
+    run.advance(3).until_in_time(STOPPED)
     assert caplog.messages[:2] == [
         "domain host: its control daemon did not end in time",
         f"domain host: sent SIGKILL to MPS server (PID {server})",
@@ -62,9 +62,9 @@ def test_an_unresponsive_control_daemon_is_killed_at_the_deadline(
     """A connection that says nothing, or a full queue, costs jobs none of their time."""
     job = jobs.begin()
     with full_queue(plan.pipe_directory) if is_full else silent_connection(plan):
-        run.stop().turn(11.9)
+        run.stop().advance(11.9)
         assert (run.state, len(jobs.servers())) == (STOPPING, 1)
-        run.turn(0.1).turn(2).until(STOPPED)
+        run.advance(0.1).advance(2).until(STOPPED)
     assert job.says() == "server gone"
     eventually(lambda: jobs.servers() == [])
 
@@ -74,9 +74,9 @@ def test_a_missing_socket_costs_jobs_none_of_their_time(run: DomainRun, jobs: Jo
     for name in ("control", "control_privileged"):  # root's front-end asks at the second
         os.unlink(f"{plan.pipe_directory}/{name}")
     run.stop()
-    run.turns(55, 0.2)
+    run.advance_steps(55, 0.2)
     assert (run.state, len(jobs.servers())) == (STOPPING, 1)
-    run.turn(1).turn(2).until(STOPPED)
+    run.advance(1).advance(2).until(STOPPED)
     assert job.says() == "server gone"
 
 
@@ -87,11 +87,11 @@ def test_an_open_front_end_costs_jobs_none_of_their_time(
     job = bench.jobs.begin()
     bench.hold_front_end()
     run.stop()
-    run.turns(50, 0.2)
+    run.advance_steps(50, 0.2)
     assert (run.state, len(bench.jobs.servers())) == (STOPPING, 1)
     (message,) = caplog.messages
     assert "another nvidia-cuda-mps-control is connected to it: PID " in message
-    run.turn(2).until(STOPPED)
+    run.advance(2).until(STOPPED)
     assert job.says() == "server gone"
     eventually(lambda: bench.jobs.servers() == [])
 
@@ -100,34 +100,34 @@ def test_quit_is_repeated_until_delivered(run: DomainRun, bench: Bench) -> None:
     job = bench.jobs.begin()
     leave = bench.hold_front_end()
     run.stop()
-    run.turns(10, 0.2)
+    run.advance_steps(10, 0.2)
     leave()
     bench.jobs.end(job)
-    run.turn(0.2).until(STOPPED)
+    run.advance(0.2).until(STOPPED)
     assert bench.jobs.servers() == [], "a quit ends servers too"
 
 
 def test_an_open_front_end_delays_a_stop_without_jobs_by_one_question(run: DomainRun, bench: Bench) -> None:
     bench.hold_front_end()
-    run.stop().until_said().turn(0.2).until(STOPPED)
+    run.stop().until_answered().advance(0.2).until(STOPPED)
 
 
 def test_a_front_end_that_leaves_just_then_as_ours_do_costs_no_signal(
     run: DomainRun, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     leave = bench.hold_front_end()
-    run.stop().until_said()
+    run.stop().until_answered()
     leave()
-    run.turn(0.2).until(STOPPED)
+    run.advance(0.2).until(STOPPED)
     assert caplog.messages == []
 
 
 def test_a_server_orphaned_during_a_stop_has_its_time_too(run: DomainRun, jobs: Jobs) -> None:
-    run.serve(jobs)
+    run.begin_job(jobs)
     pid = run.pid
     run.stop()
     os.kill(pid, signal.SIGKILL)
-    run.until_it(lambda: run.domain.status().pid is None)
-    assert (run.turn(9.9).state, len(jobs.servers())) == (STOPPING, 1)
-    run.turn(0.1).until(STOPPED)
+    run.until_true(lambda: run.domain.status().pid is None)
+    assert (run.advance(9.9).state, len(jobs.servers())) == (STOPPING, 1)
+    run.advance(0.1).until(STOPPED)
     assert jobs.servers() == []

@@ -25,8 +25,8 @@ from yunion_mps.mps.states import LEGAL_CHANGES, StateMachine
 
 from integration.daemon_host import eventually
 
-from .driving import Bench, DomainRun
-from .front_ends import silent_connection, stop_process
+from .domain_bench import Bench, DomainRun
+from .other_processes import silent_connection, stop_process
 
 
 def cannot_start(bench: Bench) -> DomainRun:
@@ -45,7 +45,7 @@ def has_no_server(bench: Bench, run: DomainRun) -> DomainRun:
     log = Path(run.domain.in_effect.log_directory, LOG_NAME)
     # The last lines may be written a moment after the job was refused.
     eventually(lambda: log.read_text().count("exited with status 1") >= 6)
-    return run.turn(10).until(DEGRADED).until_said()
+    return run.advance(10).until(DEGRADED).until_answered()
 
 
 def is_degraded(bench: Bench) -> DomainRun:
@@ -55,13 +55,13 @@ def is_degraded(bench: Bench) -> DomainRun:
 def has_servers_again(bench: Bench) -> DomainRun:
     run = is_degraded(bench)
     bench.jobs.stand_ins.behave()
-    return run.turn(5).until_in_time(READY)
+    return run.advance(5).until_in_time(READY)
 
 
 def is_degraded_after_many_failures(bench: Bench) -> DomainRun:
     run = has_used_up_its_quick_starts(bench)
     bench.script(f"exec {bench.jobs.program} $1")
-    return has_no_server(bench, run.turn(60).until(READY))
+    return has_no_server(bench, run.advance(60).until(READY))
 
 
 def is_degraded_when_adopted(bench: Bench) -> DomainRun:
@@ -93,19 +93,19 @@ def exits_at_once(bench: Bench) -> DomainRun:
 def has_used_up_its_quick_starts(bench: Bench) -> DomainRun:
     run = exits_at_once(bench)
     while run.domain.restarts < 7:
-        run.turn(60).until(BACKOFF)
+        run.advance(60).until(BACKOFF)
     return run
 
 
 def serves_after_many_failures(bench: Bench) -> DomainRun:
     run = has_used_up_its_quick_starts(bench)
     bench.script(f"exec {bench.program} $1")
-    return run.turn(60).until(READY)
+    return run.advance(60).until(READY)
 
 
 def hangs(bench: Bench, run: DomainRun) -> DomainRun:
     bench.stack.enter_context(silent_connection(bench.plan))
-    return run.turn(10).turn(5)
+    return run.advance(10).advance(5)
 
 
 def is_let_go(run: DomainRun) -> DomainRun:
@@ -120,13 +120,13 @@ def adopts(bench: Bench, program: str | None = None) -> DomainRun:
 
 def begins_a_job(bench: Bench, run: DomainRun) -> DomainRun:
     bench.jobs.begin()
-    return run.turn(1)
+    return run.advance(1)
 
 
 def starts_after_a_failure(bench: Bench) -> DomainRun:
     run = cannot_start(bench)
     os.unlink(bench.plan.log_directory)
-    return run.turn(60)
+    return run.advance(60)
 
 
 def fails_again(bench: Bench) -> DomainRun:
@@ -134,13 +134,13 @@ def fails_again(bench: Bench) -> DomainRun:
     os.unlink(bench.plan.log_directory)
     os.mkdir(bench.plan.log_directory)
     os.chmod(bench.plan.log_directory, 0o777)
-    return run.turn(60)
+    return run.advance(60)
 
 
 def cannot_start_again(bench: Bench) -> DomainRun:
     run = exits_at_once(bench)
     bench.block_log_directory()
-    return run.turn(1)
+    return run.advance(1)
 
 
 def serves_again_with_other_limits(bench: Bench) -> DomainRun:
@@ -150,25 +150,25 @@ def serves_again_with_other_limits(bench: Bench) -> DomainRun:
 def goes_on_after_it_hung(bench: Bench) -> DomainRun:
     run = serves(bench)
     stop_process(run.pid)
-    return run.turn(10).turn(5).until(READY)
+    return run.advance(10).advance(5).until(READY)
 
 
 def is_found_without_its_socket(bench: Bench) -> DomainRun:
     run = adopts(bench)
     os.unlink(f"{bench.plan.pipe_directory}/control")
-    return run.turn(10)
+    return run.advance(10)
 
 
 def hangs_while_its_limits_are_read(bench: Bench) -> DomainRun:
     run = adopts(bench)
     bench.stack.enter_context(silent_connection(bench.plan))
-    return run.until(APPLYING).turn(5)
+    return run.until(APPLYING).advance(5)
 
 
 def gets_other_limits_after_many_failures(bench: Bench) -> DomainRun:
     run = has_used_up_its_quick_starts(bench)
     gets_other_limits(bench)
-    return run.turn(60).until(FAILED)
+    return run.advance(60).until(FAILED)
 
 
 def leaves_a_job_and_is_stopped(bench: Bench) -> DomainRun:
@@ -192,7 +192,7 @@ SCENARIOS: dict[tuple[str, str], Callable[[Bench], DomainRun]] = {
     (STARTING, APPLYING): serves,
     (STARTING, WEDGED): is_found_without_its_socket,
     (STARTING, BACKOFF): exits_at_once,
-    (STARTING, FAILED): lambda bench: has_used_up_its_quick_starts(bench).turn(60).until(FAILED),
+    (STARTING, FAILED): lambda bench: has_used_up_its_quick_starts(bench).advance(60).until(FAILED),
     (STARTING, STOPPING): lambda bench: bench.domain(program=bench.script("exec sleep 9")).start().stop(),
     (STARTING, STOPPED): lambda bench: is_let_go(adopts(bench)),
     (APPLYING, READY): serves,
@@ -221,11 +221,11 @@ SCENARIOS: dict[tuple[str, str], Callable[[Bench], DomainRun]] = {
     (DEGRADED, STOPPING): lambda bench: is_degraded(bench).stop(),
     (DEGRADED, STOPPED): lambda bench: is_let_go(is_degraded_when_adopted(bench)),
     (WEDGED, APPLYING): goes_on_after_it_hung,
-    (WEDGED, BACKOFF): lambda bench: hangs(bench, serves(bench)).turn(2).until(READY),
-    (WEDGED, FAILED): lambda bench: hangs(bench, serves_after_many_failures(bench)).turn(2).until(FAILED),
+    (WEDGED, BACKOFF): lambda bench: hangs(bench, serves(bench)).advance(2).until(READY),
+    (WEDGED, FAILED): lambda bench: hangs(bench, serves_after_many_failures(bench)).advance(2).until(FAILED),
     (WEDGED, STOPPING): lambda bench: hangs(bench, serves(bench)).stop(),
     (WEDGED, STOPPED): lambda bench: is_let_go(hangs(bench, adopts(bench).until(READY))),
-    (BACKOFF, STARTING): lambda bench: exits_at_once(bench).turn(1),
+    (BACKOFF, STARTING): lambda bench: exits_at_once(bench).advance(1),
     (BACKOFF, FAILED): cannot_start_again,
     (BACKOFF, STOPPING): leaves_a_job_and_is_stopped_before_it_is_started_again,
     (BACKOFF, STOPPED): lambda bench: exits_at_once(bench).stop(),

@@ -10,7 +10,7 @@ from yunion_mps.core.models import Holder, Lease
 from yunion_mps.host.control_groups import ControlGroup
 from yunion_mps.observe.attribution import Attribution
 
-from unit.leases.shares import device
+from unit.leases.lease_builders import device
 
 ROOT, ALICE, MALLORY, SUBUID = 0, 1000, 2000, 100_033
 TRAIN, TEST = "yunion-mps-job@train.service", "yunion-mps-job@test.service"

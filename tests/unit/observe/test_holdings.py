@@ -14,8 +14,8 @@ from yunion_mps.observe.holdings import (
     memory_by_gpu,
 )
 
-from unit.cli.held import OUTSIDE_MPS, TWO
-from unit.http.by_hand import CLIENT, GONE, LEASE, clients, lease_of
+from unit.cli.busy_host import OUTSIDE_MPS, TWO_DEVICES
+from unit.http.fake_services import CLIENT, ENDED_CLIENT, LEASE, clients, lease_of
 
 
 def device(address: str, memory_mib: int = 5760, state: str = "free") -> Any:
@@ -53,7 +53,7 @@ def test_two_processes_of_a_device_are_over_budget_together() -> None:
 
 def test_several_devices_of_a_lease_are_one_budget() -> None:
     client = changed(CLIENT, device="00:06.0-2,00:06.0-3", memory_by_gpu_mib=[7000])
-    found = holdings(DEVICES, [TWO], [client])
+    found = holdings(DEVICES, [TWO_DEVICES], [client])
     assert used(found) == {"00:06.0-2,00:06.0-3": 7000}
     (held,) = (one for one in found if one.lease)
     assert (held.budget_mib, held.over_mib) == (11520, 0)
@@ -106,7 +106,7 @@ def test_memory_is_unknown_on_a_gpu_that_reports_no_processes() -> None:
 
 
 def test_a_process_that_has_ended_uses_nothing() -> None:
-    assert used(holdings(DEVICES, [], [GONE])) == {}
+    assert used(holdings(DEVICES, [], [ENDED_CLIENT])) == {}
 
 
 def test_a_lease_of_an_unlisted_device_is_included() -> None:

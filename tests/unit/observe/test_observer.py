@@ -27,7 +27,7 @@ from yunion_mps.observe.process_list import GpuProcesses, ObservedDomain
 from yunion_mps.observe.usage import Budget, DeviceUsage, ProcessDevices, UsageHistory
 
 from clocks import SkippingLoop
-from unit.leases.shares import device
+from unit.leases.lease_builders import device
 
 A, B = "GPU-a", "GPU-b"
 SERVER, TRAIN, INFER, STRANGER = 100, 201, 202, 300

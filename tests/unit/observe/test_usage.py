@@ -30,7 +30,7 @@ from yunion_mps.observe.usage import (
 from yunion_mps.supervisor.fleet import Processes
 
 from integration.daemon_host import eventually
-from unit.leases.shares import HOLDER, device, lease
+from unit.leases.lease_builders import HOLDER, device, lease
 
 Start = Callable[[str], dict[int, int]]
 A, B = "GPU-a", "GPU-b"

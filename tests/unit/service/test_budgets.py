@@ -16,7 +16,7 @@ from yunion_mps.service.terminate import TERM
 
 from clocks import SetLoop
 from unit import builders
-from unit.http.by_hand import CLIENT, LEASE, clients, lease_of
+from unit.http.fake_services import CLIENT, LEASE, clients, lease_of
 
 GPU, UUID = "00:06.0", "GPU-a"
 OTHER = "11111111-8a52-4f0e-8b5e-3f9d2a6c1b44"

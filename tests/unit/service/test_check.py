@@ -45,6 +45,6 @@ def test_what_a_reexec_may_do_without_is_a_driver_that_this_program_lacks(begin:
     assert not supervisor.lacks_driver
     made.end()
     host.unload_driver()
-    assert made.again().supervisor.lacks_driver
+    assert made.start_next().supervisor.lacks_driver
     configure(host, enable_cuda_mps="false")
-    assert made.next().supervisor.lacks_driver
+    assert made.next_supervisor().supervisor.lacks_driver

@@ -13,8 +13,8 @@ from yunion_mps.service.services import Services
 from yunion_mps.service.status import StatusService
 from yunion_mps.supervisor.event_log import EventRecord
 
-from unit.cli.held import OVER
-from unit.http.by_hand import LEASE, WAITING, FakeClients, FakeLeases, clients
+from unit.cli.busy_host import OVER_BUDGET
+from unit.http.fake_services import LEASE, WAITING_CLIENT, FakeClients, FakeLeases, clients
 from unit.service.test_status import queries
 from unit.supervised import MakeHost, Supervise, Supervised
 
@@ -22,11 +22,11 @@ OVER_MIB = "00:06.0-1 uses"
 
 
 def problems(*, over: bool = False, waiting: bool = False) -> list[Condition]:
-    found = clients(*([OVER] if over else []), waiting=(WAITING,) if waiting else ())
+    found = clients(*([OVER_BUDGET] if over else []), waiting=(WAITING_CLIENT,) if waiting else ())
     held = FakeLeases()
-    held.found = {"leases": [LEASE], "waiting": []}
+    held.listed = {"leases": [LEASE], "waiting": []}
     asked = FakeClients()
-    asked.found = found
+    asked.listed = found
     conditions = asyncio.run(StatusService(queries(), held, asked).job_problems())
     assert conditions is not None
     return conditions

@@ -18,7 +18,7 @@ from yunion_mps.mps.states import LEGAL_CHANGES
 from yunion_mps.service.queries import Queries
 
 from unit import builders
-from unit.http.by_hand import status_of
+from unit.http.fake_services import status_of
 from unit.http.snapshots import H100, P40, RESERVED_POOL, snapshot, with_conditions
 
 

@@ -24,7 +24,7 @@ from yunion_mps.views.devices import devices_json
 from integration.daemon_host import is_running
 from simhost.host import SHARED
 from simhost.mps import CONTROL
-from unit.mps.front_ends import no_descriptor_left
+from unit.mps.other_processes import no_descriptor_left
 from unit.supervised import Begin, PutToWork, Supervised, attach
 
 pytestmark = pytest.mark.processes  # the control daemon is real

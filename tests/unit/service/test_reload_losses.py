@@ -15,13 +15,13 @@ from yunion_mps.service.reload_losses import (
 )
 from yunion_mps.supervisor import Change
 
-from unit.http import by_hand, snapshots
+from unit.http import fake_services, snapshots
 
 TWO = snapshots.snapshot(snapshots.P40, snapshots.H100, scope="gpu")
 ADDRESSES = {str(gpu.uuid): gpu.address for gpu in TWO.inventory.gpus}
-FIRST: Any = {**by_hand.CLIENT, "domain": "00:06.0"}
-SECOND = {**by_hand.CLIENT, "pid": 4270, "domain": "0001:e1:00.0"}
-LEASED = by_hand.EXAMPLES["Loss"]
+FIRST: Any = {**fake_services.CLIENT, "domain": "00:06.0"}
+SECOND = {**fake_services.CLIENT, "pid": 4270, "domain": "0001:e1:00.0"}
+LEASED = fake_services.EXAMPLES["Loss"]
 FOREIGN: Any = {"subject": "00:06.0-g5", "lease": None, "holder": "another program (3g.40gb)"}
 
 
@@ -35,7 +35,7 @@ def pids_in_the_way(waiting: str, changes: list[Change], *clients: Any) -> list[
         domain._replace(pending="x", waits_for=(4250,)) if domain.plan.name == waiting else domain
         for domain in TWO.domains
     ]
-    found = losses_of_clients(by_hand.clients(*clients), changes, domains, ADDRESSES)
+    found = losses_of_clients(fake_services.clients(*clients), changes, domains, ADDRESSES)
     return [client["pid"] for client in found.clients]
 
 

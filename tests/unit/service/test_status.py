@@ -18,8 +18,8 @@ from yunion_mps.core.reasons import (
 )
 from yunion_mps.service.queries import Queries
 
-from unit.cli.held import OUTSIDE_MPS, OVER, TWO
-from unit.http.by_hand import CLIENT, LEASE, SERVER, WAITING, clients, status_of
+from unit.cli.busy_host import OUTSIDE_MPS, OVER_BUDGET, TWO_DEVICES
+from unit.http.fake_services import CLIENT, LEASE, SERVER, WAITING_CLIENT, clients, status_of
 from unit.http.snapshots import H100, IN_MIG_MODE, MIG_ENTRIES, P40, in_instances, snapshot, with_conditions
 
 
@@ -34,7 +34,7 @@ def queries(**domain: Any) -> Queries:
 def test_a_job_over_budget_or_outside_mps_degrades_the_state() -> None:
     within = status_of(queries(), LEASE, clients=clients(CLIENT))
     assert (within["state"], within["problems"]) == ("ready", [])
-    found = status_of(queries(), LEASE, TWO, clients=clients(OVER, OUTSIDE_MPS))
+    found = status_of(queries(), LEASE, TWO_DEVICES, clients=clients(OVER_BUDGET, OUTSIDE_MPS))
     told = [(one["code"], one["gpu"], one["devices"], one["pid"]) for one in found["problems"]]
     assert told == [
         ("over_budget", "00:06.0", ["00:06.0-1"], 4260),
@@ -46,7 +46,7 @@ def test_a_job_over_budget_or_outside_mps_degrades_the_state() -> None:
 
 
 def test_a_warning_does_not_degrade_the_state() -> None:
-    found = status_of(queries(), clients=clients(waiting=(WAITING,)))
+    found = status_of(queries(), clients=clients(waiting=(WAITING_CLIENT,)))
     assert [one["level"] for one in found["problems"]] == ["warning"]
     assert found["state"] == "ready"
 

@@ -23,8 +23,8 @@ from yunion_mps.service import terminate as module
 
 from integration.daemon_host import is_running
 from integration.mps_jobs import STUBBORN_JOB
-from unit.http.by_hand import CLIENT, LEASE, SERVER, clients
-from unit.mps.driving import Bench, private_bench
+from unit.http.fake_services import CLIENT, LEASE, SERVER, clients
+from unit.mps.domain_bench import Bench, private_bench
 
 pytestmark = pytest.mark.processes  # the control daemon is real
 
@@ -52,7 +52,7 @@ class Scene:
         self.bench = bench
         self.run = bench.serving()
         self.job = bench.jobs.begin().pid
-        self.run.turn(1)
+        self.run.advance(1)
         self.events: list[Event] = []
         #: Called whenever a conversation with the control daemon is about to begin, with its number.
         self.on_turn: Callable[[int], None] = lambda _: None

@@ -21,7 +21,7 @@ from yunion_mps.slurm.node import counts_of
 if TYPE_CHECKING:
     from yunion_mps.answers import GpuJson
 
-from unit.slurm.rows import MIXED, RECORD, device, instance, sliced, write_record
+from unit.slurm.slurm_answers import MIXED, RECORD, device, instance, sliced, write_record
 
 
 def test_an_index_never_stands_for_another_device_than_the_recorded_one() -> None:

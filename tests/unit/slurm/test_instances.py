@@ -13,7 +13,7 @@ from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import GPU_LOST, MIG_INSTANCE_GONE
 from yunion_mps.slurm.instances import current_environment, write_instances
 
-from unit.slurm.rows import device, lease
+from unit.slurm.slurm_answers import device, lease
 
 FIRST, SECOND, AGAIN = "00:09.0-g1-0", "00:09.0-g2-0", "00:09.0-g3-0"
 

@@ -12,7 +12,7 @@ from yunion_mps.slurm.job import Job, indices_of
 from yunion_mps.slurm.job_file import JobFile
 from yunion_mps.slurm.node import counts_of
 
-from unit.slurm.rows import RECORD, write_record
+from unit.slurm.slurm_answers import RECORD, write_record
 
 TYPES = ["mps", "time-sliced"]
 

@@ -12,7 +12,7 @@ from yunion_mps.slurm.job import is_about_to_be_killed, job_of, stale_leases
 from yunion_mps.slurm.leases import Assignment, held_outside
 from yunion_mps.slurm.node import NodeState, SlurmNode, drain_reason, parse_jobs, parse_state
 
-from unit.slurm.rows import MIXED, lease
+from unit.slurm.slurm_answers import MIXED, lease
 
 
 def test_some_devices_of_a_gpu_are_requested_by_count() -> None:

@@ -25,7 +25,7 @@ def test_the_mode_of_a_gpu_no_longer_configured_is_restored_at_a_start(begin: Be
     host, first = begin(TWO)
     first.stop(restore=False)
     host.divide(2)
-    made = first.again()
+    made = first.start_next()
     assert modes(host) == ["exclusive_process", "prohibited"]
     made.stop()
     assert modes(host) == ["default", "prohibited"]
@@ -170,7 +170,7 @@ def test_keep_in_an_entry_leaves_only_that_gpu_alone(begin: Begin) -> None:
 def test_keep_in_an_entry_silences_the_warning_of_an_unsupported_mode(begin: Begin) -> None:
     host, made = begin(VGPU, KEEPS, 2)
     host.fail("nvmlDeviceSetComputeMode", "not_supported", gpu=0)
-    assert made.again().warnings == []
+    assert made.start_next().warnings == []
 
 
 def test_a_gpu_that_was_lost_meanwhile_has_not_refused_its_mode(
@@ -240,7 +240,7 @@ def test_a_gpu_that_is_lost_at_the_stop_is_restored_by_the_next_daemon(
     assert "GPU 00:07.0: its compute mode cannot be restored now" in caplog.text
     host.gpus[1].restore()
     assert modes(host) == ["default", "exclusive_process"]
-    made.again().stop()
+    made.start_next().stop()
     assert modes(host) == ["default", "prohibited"]
 
 

@@ -147,7 +147,7 @@ def test_an_unsafe_log_directory_moves_it_once_and_not_at_each_reload(begin: Beg
     host, made = begin([{"kind": "v100"}])
     made.stop()
     put_strangers_file(host.root / "tmp/nvidia-mps/log")
-    again = made.again()
+    again = made.start_next()
     before = pid(again)
     assert codes(again) == [DIRECTORY_TAKEN]
     assert again.reload() == []

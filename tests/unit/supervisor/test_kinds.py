@@ -91,7 +91,7 @@ def test_a_restart_restores_what_is_no_longer_configured(limit: PowerLimit, begi
     host, first = begin(TWO, 4, 4)
     first.stop(restore=False)
     host.divide(4)
-    made = first.again()
+    made = first.start_next()
     assert watts(limit, host) == ["200", "300"]
     assert recorded(made) == {host.gpus[0].uuid: "300"}
 

@@ -79,7 +79,7 @@ def test_a_lost_gpu_keeps_its_devices_and_serves_them_on_return(
     ids = list(shown(first))
     first.end()
     host.gpus[0].remove() if lookup == "removed" else host.gpus[0].lose(lookup=lookup)
-    made = first.again()
+    made = first.start_next()
     served = [uuid for domain in made.snapshot.domains for uuid in domain.plan.gpu_uuids]
     assert served == [host.gpus[1].uuid], "no control daemon is told of a GPU that is not there"
     for poll in (lambda: None, made.rescan, made.reload):
@@ -90,7 +90,7 @@ def test_a_lost_gpu_keeps_its_devices_and_serves_them_on_return(
     again = made
     if lookup == "removed":
         made.end()
-        again = made.again()
+        again = made.start_next()
     again.rescan()
     again.until(lambda: again.available == 8)
     assert list(shown(again)) == ids
@@ -102,7 +102,7 @@ def test_a_lost_gpus_running_control_daemon_is_kept(put_to_work: PutToWork) -> N
     host, _, first, _ = put_to_work(TWO)
     ids, pid = list(shown(first)), first.snapshot.domains[0].pid
     host.gpus[1].lose()
-    made = first.again()
+    made = first.start_next()
     assert list(shown(made)) == ids
     assert (made.snapshot.domains[0].pid, reasons(made)) == (pid, [""] * 4 + [LOST] * 4)
     assert made.snapshot.domains[0].pending == ""
@@ -112,7 +112,7 @@ def test_a_gpu_that_fails_every_call_is_listed(begin: Begin) -> None:
     host, first = begin(TWO)
     first.stop()
     host.fail("nvmlDeviceGetUUID", "unknown", gpu=0)
-    made = first.again()
+    made = first.start_next()
     assert list(shown(made)) == list(shown(first))
     assert reasons(made) == ["NVML error: Unknown Error"] * 4 + [""] * 4
 
@@ -121,7 +121,7 @@ def test_a_gpu_switched_to_mig_mode_is_listed(begin: Begin) -> None:
     host, first = begin(TWO)
     first.stop()
     host.gpus[1].mig = True
-    made = first.again()
+    made = first.start_next()
     assert list(shown(made)) == list(shown(first))
     assert reasons(made)[4].startswith("the GPU is in MIG mode")
     host.gpus[1].mig = False
@@ -144,7 +144,7 @@ def test_the_start_is_refused_if_the_only_gpu_refuses_its_mode(begin: Begin) -> 
     host.gpus[1].lose()
     host.fail("nvmlDeviceSetComputeMode", "no_permission")
     with pytest.raises(DriverError, match="no GPU's compute mode can be set"):
-        made.again()
+        made.start_next()
 
 
 def test_if_all_are_lost_all_devices_are_listed(begin: Begin) -> None:
@@ -153,7 +153,7 @@ def test_if_all_are_lost_all_devices_are_listed(begin: Begin) -> None:
     for gpu in host.gpus:
         gpu.lose()
     for _ in range(2):
-        made = first.again()
+        made = first.start_next()
         assert (list(shown(made)), reasons(made)) == (list(shown(first)), [LOST] * 8)
         assert LOST in made.snapshot.notice
 
@@ -162,7 +162,7 @@ def test_a_gpu_removed_from_the_file_is_not_listed(begin: Begin) -> None:
     host, first = begin(TWO, 4, 4)
     first.stop()
     host.gpus[1].remove()
-    made = first.again()
+    made = first.start_next()
     assert len(shown(made)) == 8
     host.divide(4)
     made.reload()
@@ -171,7 +171,7 @@ def test_a_gpu_removed_from_the_file_is_not_listed(begin: Begin) -> None:
     made.until(lambda: reasons(made) == [""] * 4)
     made.stop()
     assert len(kept(host)["gpus"]) == 1
-    assert reasons(made.again()) == [""] * 4
+    assert reasons(made.start_next()) == [""] * 4
 
 
 def test_a_gpu_removed_while_the_daemon_was_stopped_is_not_listed(begin: Begin) -> None:
@@ -179,7 +179,7 @@ def test_a_gpu_removed_while_the_daemon_was_stopped_is_not_listed(begin: Begin) 
     first.stop()
     host.gpus[1].remove()
     host.divide(4)
-    made = first.again()
+    made = first.start_next()
     assert reasons(made) == [""] * 4
     assert [gpu.uuid for gpu in made.snapshot.inventory.gpus] == [host.gpus[0].uuid]
 
@@ -189,10 +189,10 @@ def test_disabling_mps_for_a_while_forgets_no_gpu(begin: Begin) -> None:
     configure(host, enable_cuda_mps="false")
     made.reload()
     made.stop()
-    made.again().stop()
+    made.start_next().stop()
     host.gpus[1].remove()
     configure(host)
-    assert reasons(made.again()) == [""] * 4 + [GONE] * 4
+    assert reasons(made.start_next()) == [""] * 4 + [GONE] * 4
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_replaced_gpu_is_forgotten(begin: Begin, field: str, before: str, lost
     served_file(host).write_text(json.dumps(served))
     if lost:
         host.gpus[1].lose()
-    made = first.again()
+    made = first.start_next()
     assert reasons(made) == [""] * count
     assert len(made.snapshot.inventory.gpus) == 2
 
@@ -223,12 +223,12 @@ def test_after_a_reboot_a_gone_gpu_is_listed_only_if_the_file_names_it(begin: Be
     first.stop()
     host.gpus[1].remove()
     reboot(host)
-    made = first.again()
+    made = first.start_next()
     assert reasons(made) == [""] * 4 + [GONE] * 4
     made.stop()
     reboot(host)
     name(host)
-    assert len(shown(made.again())) == 10, "cuda_mps_replicas of the one that is there"
+    assert len(shown(made.start_next())) == 10, "cuda_mps_replicas of the one that is there"
 
 
 def test_an_absent_gpu_that_never_served_is_missing_and_the_others_serve(begin: Begin) -> None:
@@ -236,7 +236,7 @@ def test_an_absent_gpu_that_never_served_is_missing_and_the_others_serve(begin: 
     made.stop()
     host.gpus[1].remove()
     name(host, by_uuid(host, 0), by_uuid(host, 1))
-    again = made.again()
+    again = made.start_next()
     assert again.available == 4
     (missing,) = again.snapshot.plan.missing
     assert (missing.path, missing.reason) == (
@@ -251,14 +251,14 @@ def test_an_original_mode_is_restored_once_it_is_back_and_not_before(
     host, first = begin(TWO)
     first.stop(restore=False)
     host.gpus[1].lose()
-    made = first.again()
+    made = first.start_next()
     made.rescan()
     assert made.supervisor.settings_due() is None
     assert "cannot be restored" not in caplog.text
     made.stop()
     host.gpus[1].restore()
     configure(host, enable_cuda_mps="false")
-    made.again()
+    made.start_next()
     assert modes(host) == ["default"] * 2
 
 
@@ -268,7 +268,7 @@ def test_a_gpu_lost_while_the_daemon_runs_is_remembered(begin: Begin) -> None:
     made.rescan()
     made.supervisor.apply(time.monotonic())
     made.stop()
-    assert len(shown(made.again())) == 8
+    assert len(shown(made.start_next())) == 8
 
 
 # -- an entry keeps its meaning
@@ -284,7 +284,7 @@ def test_what_the_entries_mean_is_recorded_before_a_compute_mode_is_set(begin: B
     served_file(host).unlink()
     host.fail("nvmlDeviceSetComputeMode", "no_permission")
     with pytest.raises(DriverError):
-        made.again()
+        made.start_next()
     assert kept(host)["entries"] == records
 
 
@@ -305,7 +305,7 @@ def test_after_a_reboot_with_other_render_nodes_no_other_gpu_is_touched(begin: B
     made.end()
     host.gpus[0].remove()
     host.renumber()
-    again = made.again()
+    again = made.start_next()
     assert again.snapshot.plan.gpu_uuids == {host.gpus[0].uuid, host.gpus[1].uuid}
     assert modes(host)[1:] == ["exclusive_process", "default"]
     again.reload()
@@ -316,7 +316,7 @@ def test_a_replaced_card_behind_a_render_node_serves_after_a_reload(begin: Begin
     host, made = begin(TWO)
     made.end()
     host.gpus[1].replace()
-    again = made.again()
+    again = made.start_next()
     (missing,) = again.snapshot.plan.missing
     assert (missing.path, missing.reason.code) == (by_render_node(host, 1), GPU_REPLACED)
     assert modes(host)[1] == "default"
@@ -331,7 +331,7 @@ def test_a_missing_gpu_is_recorded_once_and_so_is_its_return(begin: Begin) -> No
     host.gpus[1].remove()
     served_file(host).unlink()
     name(host, by_address(host, 0), by_address(host, 1))
-    again = made.again()
+    again = made.start_next()
     again.rescan()
     again.rescan()
     host.gpus[1].restore()
@@ -349,7 +349,7 @@ def test_an_entry_that_does_not_fit_keeps_only_its_gpu_from_serving(begin: Begin
     made.stop()
     file = host.root / "etc/yunion/host_container_device.yml"
     file.write_text(file.read_text().replace("virtual_number: 4", "virtual_number: 49", 1))
-    again = made.again()
+    again = made.start_next()
     assert again.available == 4
     assert list(again.snapshot.plan.unavailable) == [by_address(host, 0)]
     with pytest.raises(ConfigError, match="virtual_number is 49, more than the 48 clients"):

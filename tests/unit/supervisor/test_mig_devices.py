@@ -19,7 +19,7 @@ from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.views.devices import devices_json
 
 from simhost import Description, SimHost
-from unit.leases.shares import leases_on
+from unit.leases.lease_builders import leases_on
 from unit.supervised import MakeHost, Supervise, Supervised
 
 H100 = [{"kind": "h100"}]
@@ -161,7 +161,7 @@ def test_a_restarted_daemon_creates_what_a_reboot_took(begun: Begun) -> None:
     before = {one.id for one in devices(made)}
     made.stop()
     host.reboot()
-    again = made.again()
+    again = made.start_next()
     assert {one.id for one in devices(again)} == before
     assert again.available == 4, "at its start, before the first poll"
 
@@ -347,7 +347,7 @@ def test_instances_of_a_missing_gpu_stay_listed_by_the_next_daemon(
     assert made.available == 2
     made.end()
     host.gpus[0].remove()
-    again = made.again()
+    again = made.start_next()
     again.rescan()
     reasons_of_devices = [device["reason"] for device in devices_json(again.snapshot, Ledger())]
     assert reasons_of_devices == ["the GPU is no longer present"] * 2

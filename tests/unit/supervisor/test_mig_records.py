@@ -84,7 +84,7 @@ def test_a_damaged_record_is_a_warning_and_makes_the_stop_fail(begun: Begun) -> 
     host, made = begun(RESTORED)
     made.supervisor.release()
     spoil(made)
-    again = made.again()
+    again = made.start_next()
     assert [event.code for event in again.events if event.what == "its MIG record is damaged"] == [
         reasons.MIG_RECORD_DAMAGED
     ]
@@ -101,7 +101,7 @@ def test_a_damaged_record_of_a_gpu_without_a_layout_is_a_warning(begun: Begun) -
     spoil(made)
     host.divide("type: NVIDIA_MPS; mig: all-disabled")
     (host.root / "etc/yunion/host_container_device.yml").write_text("devices: []\n")
-    again = made.again()
+    again = made.start_next()
     assert reasons.MIG_RECORD_DAMAGED in [warning.reason.code for warning in again.warnings]
 
 
@@ -114,7 +114,7 @@ def test_a_layout_is_restored_although_the_file_was_lost(begun: Begun, way: str)
     file.unlink()
     if way != "removed":
         file.write_bytes(bytes(size if way == "zeroed" else 0))
-    again = made.again()
+    again = made.start_next()
     apply_layouts(again)
     assert again.supervisor.layouts.pending == {}
     (event,) = [one for one in again.events if one.code == reasons.STATE_FILE_DAMAGED]
@@ -130,7 +130,7 @@ def test_records_lost_with_the_file_are_a_warning_and_fail_the_stop(begun: Begun
     made.supervisor.release()
     shutil.rmtree(made.paths.run_directory)
     Path(made.paths.store).write_bytes(b"no database" * 1000)
-    again = made.again()
+    again = made.start_next()
     (warning,) = [one for one in again.warnings if one.reason.code == reasons.STATE_FILE_DAMAGED]
     assert RECORDS_LOST in warning.text
     assert RECORDS_LOST in [event.consequence for event in again.events]

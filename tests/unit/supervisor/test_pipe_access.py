@@ -10,8 +10,8 @@ from yunion_mps.core.models import Event
 from yunion_mps.doctor.checks import Host
 from yunion_mps.service.queries import Queries
 
-from unit.doctor.hosts import found
-from unit.http.by_hand import status_of
+from unit.doctor.hosts import check_findings
+from unit.http.fake_services import status_of
 from unit.supervised import MakeHost, Supervise, Supervised
 
 pytestmark = pytest.mark.processes  # whether a control daemon listens is seen by its socket
@@ -55,5 +55,7 @@ def test_status_and_doctor_say_the_same_of_a_closed_directory(made: Supervised) 
     status = status_of(Queries(lambda: made.snapshot, 0.0, 1))
     (problem,) = (one for one in status["problems"] if one["code"] == "pipe_directory")
     assert (status["state"], problem["level"]) == ("degraded", "problem")
-    findings = {(finding.what, finding.hint) for finding in found(Host(made.paths, 30), "pipe directory")}
+    findings = {
+        (finding.what, finding.hint) for finding in check_findings(Host(made.paths, 30), "pipe directory")
+    }
     assert findings == {(problem["text"], problem["hint"])}

@@ -19,7 +19,7 @@ from yunion_mps.views.devices import devices_json
 
 from integration.daemon_host import eventually
 from simhost import SimHost
-from unit.mps.front_ends import full_queue
+from unit.mps.other_processes import full_queue
 from unit.supervised import Begin, MakeHost, PutToWork, Supervise, Supervised, configure, modes
 
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
@@ -53,7 +53,7 @@ def test_modes_are_restored_if_mps_was_disabled_or_the_state_file_lost(begin: Be
     if is_lost:
         shutil.rmtree(made.paths.state_directory)
     configure(host, enable_cuda_mps="false")
-    made.again()
+    made.start_next()
     assert modes(host) == ["default"] * 2
 
 
@@ -61,7 +61,7 @@ def test_disabling_mps_keeps_a_control_daemon_with_jobs(put_to_work: PutToWork) 
     at_work = put_to_work(TWO)
     host, pid = at_work.host, killed(at_work.made)
     configure(host, enable_cuda_mps="false")
-    made = at_work.made.again()
+    made = at_work.made.start_next()
     (domain,) = made.snapshot.domains
     assert (domain.pid, domain.state) == (pid, "ready")
     assert domain.pending.startswith(
@@ -89,7 +89,7 @@ def test_a_hidden_control_daemon_is_found_by_every_later_configuration(
     pipe = at_work.made.snapshot.domains[0].plan.pipe_directory
     configure(host, **change)
     with full_queue(pipe):
-        made = at_work.made.again()
+        made = at_work.made.start_next()
         assert made.snapshot.domains[0].pid == pid
         assert [one.pid for one in our_processes() if not one.is_server] == [pid]
         made.reconcile()
@@ -113,7 +113,7 @@ def test_a_control_daemon_that_never_served_does_not_block_the_next(
     first.supervisor.start(time.monotonic())  # and no tick, as if it were killed then
     pid = killed(first)
     configure(host, **change)
-    made = first.again()
+    made = first.start_next()
     made.until(lambda: pid not in [one.pid for one in our_processes()])
     made.stop()
     assert our_processes() == []
@@ -126,7 +126,7 @@ def test_modes_stay_while_a_server_without_its_control_daemon_runs(put_to_work: 
     at_work.made.supervisor.release()
     os.kill(pid, signal.SIGKILL)
     configure(host, enable_cuda_mps="false")
-    made = at_work.made.again()
+    made = at_work.made.start_next()
     made.reconcile()
     assert modes(host) == ["exclusive_process"] * 2
     at_work.end()
@@ -145,7 +145,7 @@ def test_an_unrecorded_control_daemon_is_reported(begin: Begin, caplog: pytest.L
     pid = killed(first)
     forget(first)
     configure(host, enable_cuda_mps="false")
-    made = first.again()
+    made = first.start_next()
     pipe = host.root / "tmp/nvidia-mps/pipe"
     what = f"a control daemon (PID {pid}) from an earlier run still serves {pipe}"
     assert what in made.snapshot.notice
@@ -153,14 +153,14 @@ def test_an_unrecorded_control_daemon_is_reported(begin: Begin, caplog: pytest.L
     made.stop()
     assert modes(host) == ["exclusive_process"] * 2
     end(host)
-    first.again()
+    first.start_next()
     assert modes(host) == ["default"] * 2
 
 
 def test_modes_are_restored_at_the_stop_if_the_control_daemon_has_ended(begin: Begin) -> None:
     host, first = begin(TWO)
     configure(host, enable_cuda_mps="false")
-    made = first.again()
+    made = first.start_next()
     end(host)
     made.stop()
     assert modes(host) == ["default"] * 2
@@ -170,7 +170,7 @@ def test_with_scope_gpu_a_lost_gpus_control_daemon_ends_after_its_jobs(begin: Be
     host, first = begin(TWO, cuda_mps_scope="gpu")
     pids = [domain.pid for domain in first.snapshot.domains]
     host.gpus[0].lose()
-    made = first.again()
+    made = first.start_next()
     assert pids[1] in [domain.pid for domain in made.snapshot.domains]
     assert made.available == 4
     made.until(lambda: [domain.pid for domain in made.snapshot.domains] == pids[1:])
@@ -184,7 +184,7 @@ def test_a_gpu_that_returns_is_served_once_the_survivor_has_no_jobs(
     first = supervise(host).start()
     pid = killed(first)
     host.gpus[0].restore()
-    made = first.again()
+    made = first.start_next()
     assert made.snapshot.domains[0].pid == pid
     devices = devices_json(made.snapshot, Ledger())
     why = "the running control daemon does not serve its GPU; the next one waits for the running one to end"
@@ -198,7 +198,7 @@ def test_a_gpu_whose_control_daemon_has_jobs_gets_no_second_one(put_to_work: Put
     at_work = put_to_work(TWO)
     host, pid = at_work.host, killed(at_work.made)
     configure(host, cuda_mps_scope="gpu")
-    made = at_work.made.again()
+    made = at_work.made.start_next()
     assert [domain.pid for domain in made.snapshot.domains] == [pid, None, None]
     assert made.available == 8
     at_work.end()
@@ -251,7 +251,7 @@ def test_a_lost_gpu_that_returns_after_a_restart_leaves_nothing_pending(put_to_w
     at_work = put_to_work(TWO)
     host, pid = at_work.host, killed(at_work.made)
     host.gpus[1].lose()
-    made = at_work.made.again()
+    made = at_work.made.start_next()
     assert (made.snapshot.domains[0].pid, made.available) == (pid, 4)
     host.gpus[1].restore()
     made.rescan()
@@ -263,7 +263,7 @@ def test_a_gpu_removed_from_the_file_is_dropped_after_a_restart_too(put_to_work:
     at_work = put_to_work(TWO, 4, 4)
     host, pid = at_work.host, killed(at_work.made)
     host.divide(4)
-    made = at_work.made.again()
+    made = at_work.made.start_next()
     made.until(lambda: bool(made.snapshot.domains[0].pending))
     assert (made.snapshot.domains[0].pid, made.available) == (pid, 4), "the other is not leased again"
     at_work.end()

@@ -234,7 +234,7 @@ def test_a_pending_budget_is_still_pending_for_the_next_daemon(put_to_work: PutT
     host, jobs, first, client = put_to_work(V100, 2)
     host.divide(4)
     first.reload()
-    again = first.again()
+    again = first.start_next()
     assert pid(again) == pid(first)
     assert again.snapshot.domains[0].state == "ready"
     assert again.snapshot.domains[0].pending
@@ -249,7 +249,7 @@ def test_a_pending_budget_is_still_pending_for_the_next_daemon(put_to_work: PutT
 def test_a_configuration_that_changed_while_no_daemon_ran_is_pending_too(put_to_work: PutToWork) -> None:
     host, _, first, _ = put_to_work(V100, 2)
     host.divide(4)
-    again = first.again()
+    again = first.start_next()
     assert again.snapshot.domains[0].state == "ready"
     assert again.snapshot.domains[0].pending
     assert [mib for _, mib in budgets(again)] == [8192] * 2
@@ -276,7 +276,7 @@ def test_a_change_reverted_while_no_daemon_runs_is_not_a_change(put_to_work: Put
     host.divide(4)
     first.reload()
     host.divide(2)
-    again = first.again()
+    again = first.start_next()
     assert (again.snapshot.domains[0].state, again.snapshot.domains[0].pending) == ("ready", "")
     assert [mib for _, mib in budgets(again)] == [8192] * 2
 

@@ -101,7 +101,7 @@ def test_a_pool_with_a_job_stays_across_a_daemon_restart(
     write(host, SLICES)
     (change,) = first.reload()
     assert change.effect == f"once the MPS server (PID {jobs.servers()[0]}) has ended"
-    for made in (first, first.again()):
+    for made in (first, first.start_next()):
         assert made.snapshot.domains[0].pending
         assert (made.snapshot.plan.pools, made.snapshot.plan.devices) == ((pool,), ())
     client.end()
@@ -119,7 +119,7 @@ def test_slices_with_a_job_are_not_pending_for_the_next_daemon(
     jobs = stand_ins(host)
     first = supervise(host).start()
     attach(jobs, host)
-    again = first.again()
+    again = first.start_next()
     assert again.snapshot.domains[0].pid == first.snapshot.domains[0].pid
     assert again.snapshot.domains[0].pending == ""
     assert again.snapshot.plan == first.snapshot.plan

@@ -90,12 +90,12 @@ def test_a_fatal_xid_makes_its_gpu_unavailable_until_a_reset(begin: Begin) -> No
 def test_a_fatal_xid_outlasts_a_restart_until_a_reload(begin: Begin) -> None:
     _, first = begin(TWO)
     first.supervisor.note_xid(SECOND, 95)
-    made = first.again()
+    made = first.start_next()
     assert made.available == 4
     assert made.snapshot.inventory.gpus[1].reason.startswith("Xid 95 (uncontained memory error)")
     made.reload()
     assert made.available == 8
-    assert made.again().available == 8
+    assert made.start_next().available == 8
 
 
 def test_a_gpu_that_is_taken_out_keeps_its_devices_unavailable(begin: Begin) -> None:

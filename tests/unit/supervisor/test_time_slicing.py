@@ -206,7 +206,7 @@ def test_a_restart_finds_leases_that_no_control_daemon_serves(begin: Begin) -> N
     store.close()
     first.stop(restore=False)
     host.divide(4, 4)
-    made = first.again()
+    made = first.start_next()
     assert (modes(host), of_second(made)) == (["exclusive_process", "default"], [])
     made.hold()
     made.rescan()
@@ -270,7 +270,7 @@ def test_a_leased_gpu_keeps_its_time_slice_until_the_lease_ends(begin: Begin, af
     assert slices(host)[1] == "long"
     made.stop()
     assert slices(host)[1] == "long"
-    again = made.again()
+    again = made.start_next()
     assert slices(host)[1] == "long"
     again.hold()
     LeaseStorage(again.supervisor.store()).delete("0" * 36)
@@ -344,7 +344,7 @@ def test_a_stop_does_not_report_an_original_time_slice(
 def test_after_a_daemon_that_was_killed_the_original_is_restored(begin: Begin) -> None:
     host, first = begin(TWO, shared("short"), SHARED)
     first.stop(restore=False)
-    made = first.again()
+    made = first.start_next()
     made.stop()
     assert slices(host) == ["default", "default"]
 

@@ -127,7 +127,7 @@ class ChangingGpu:
     def restart(self, *, is_crash: bool = False) -> None:
         if not is_crash:
             self.made.stop()
-        self._begin(self.made.next(), self.ledger.leases.values())
+        self._begin(self.made.next_supervisor(), self.ledger.leases.values())
         self.poll()
 
     def check(self, before: Way, way: Way) -> None:

@@ -13,9 +13,9 @@ from yunion_mps.core.models import Gpu
 from yunion_mps.core.reasons import GPU_LOST, Reason
 from yunion_mps.service.queries import Queries
 
-from unit.cli.held import OUTSIDE_MPS, OVER, TWO
-from unit.http import by_hand
-from unit.http.by_hand import CLIENT, LEASE, status_of
+from unit.cli.busy_host import OUTSIDE_MPS, OVER_BUDGET, TWO_DEVICES
+from unit.http import fake_services
+from unit.http.fake_services import CLIENT, LEASE, status_of
 from unit.http.snapshots import H100, IN_MIG_MODE, MIG_ENTRIES, P40, RESERVED_POOL, mig, snapshot
 
 Json = Any
@@ -25,7 +25,7 @@ def page_of(*gpus: Gpu, leases: Sequence[Json] = (), clients: Sequence[Json] = (
     """What the page shows of a host with these GPUs, leases and clients, and a domain in such a state."""
     service: Any = Queries(lambda: snapshot(*gpus, **domain), 0.0, 1)
     devices = service.all_devices()
-    seen = by_hand.clients(*clients, servers=(), errors=("domain host: it does not answer",))
+    seen = fake_services.clients(*clients, servers=(), errors=("domain host: it does not answer",))
     status = status_of(service, *leases, clients=seen)
     answers = HostAnswers(status, service.gpus()["gpus"], devices, leases, (), seen)
     return page(HostOverview.of(answers))
@@ -36,7 +36,7 @@ def parts(shown: Json) -> dict[str, Json]:
 
 
 def test_a_holding_is_free_idle_in_use_over_budget_or_outside_mps() -> None:
-    shown = page_of(P40, leases=(LEASE, TWO), clients=(OVER, OUTSIDE_MPS))
+    shown = page_of(P40, leases=(LEASE, TWO_DEVICES), clients=(OVER_BUDGET, OUTSIDE_MPS))
     states = {name: one["state"] for name, one in parts(shown).items()}
     assert states == {
         "00:06.0-0": "free",
@@ -104,7 +104,7 @@ def test_the_page_knows_what_a_gpu_is_reserved_for() -> None:
 
 
 def test_problems_errors_and_counts_are_those_of_status() -> None:
-    shown = page_of(P40, leases=(LEASE, TWO), clients=(OVER, OUTSIDE_MPS))
+    shown = page_of(P40, leases=(LEASE, TWO_DEVICES), clients=(OVER_BUDGET, OUTSIDE_MPS))
     assert [one["title"] for one in shown["problems"]] == ["Problem", "Problem", "Warning"]
     assert shown["wrong"] == 3
     assert shown["errors"] == ["domain host: it does not answer"]

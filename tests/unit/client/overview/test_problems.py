@@ -26,7 +26,7 @@ from yunion_mps.core.reasons import (
 from yunion_mps.service.queries import Queries
 
 from unit.http import snapshots
-from unit.http.by_hand import status_of
+from unit.http.fake_services import status_of
 
 
 def test_a_warning_of_the_daemon_keeps_its_code_and_hint() -> None:

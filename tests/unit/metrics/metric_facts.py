@@ -15,7 +15,7 @@ from yunion_mps.observe.usage import DeviceUsage, LatestPoll
 from yunion_mps.service.facts import ClockReadings, Facts, LeaseFacts, RequestCounts
 from yunion_mps.service.queries import Queries
 
-from unit.http import by_hand
+from unit.http import fake_services
 from unit.http.snapshots import P40, reference
 
 #: Now: the daemon's clock began 1,000 s before.
@@ -32,7 +32,7 @@ def facts(snapshot: Snapshot | None = None, **given: Any) -> Facts:
     found = Facts(
         NOW,
         "6c4fb29c1d2e",
-        by_hand.status_of(service),
+        fake_services.status_of(service),
         service.gpus()["gpus"],
         service.all_devices(),
         taken.domains,

@@ -35,7 +35,7 @@ from simhost import SimHost
 from simhost.environment import CHECKOUT
 from simhost.mps import CONTROL, Client, StandIns
 
-from .front_ends import PATIENCE_S, converse, wait_until_it_answers
+from .other_processes import PATIENCE_S, converse, wait_until_it_answers
 
 #: PIDs above Linux's limit of 4194304, so of no server.
 _UNUSED_PIDS = itertools.count(5_000_000)
@@ -121,9 +121,9 @@ class DomainRun:
         self.domain.change(plan, self.now_s)
         return self.until(state)
 
-    def serve(self, jobs: Jobs) -> int:
+    def begin_job(self, jobs: Jobs) -> int:
         jobs.begin()
-        self.turn(1)
+        self.advance(1)
         return self.server
 
     def kill(self) -> DomainRun:
@@ -136,7 +136,7 @@ class DomainRun:
         due_s = self.domain.tick(self.now_s)
         return None if due_s is None else due_s - self.now_s
 
-    def turn(self, seconds: float) -> DomainRun:
+    def advance(self, seconds: float) -> DomainRun:
         """Let so much time pass, and tick if that is due, as the daemon does."""
         self.now_s += seconds
         if self.domain.is_due(self.now_s, [one for one in self.domain.watched() if readable(one.fileno())]):
@@ -158,31 +158,31 @@ class DomainRun:
             poll.poll(2)
         return self
 
-    def until_it(self, done: Callable[[], bool]) -> DomainRun:
+    def until_true(self, done: Callable[[], bool]) -> DomainRun:
         """Tick on real events, with the clock standing still, until it has come about."""
         end_s = time.monotonic() + PATIENCE_S
         while not done():
-            assert time.monotonic() < end_s, f"{self.states}: {self.domain.reason}; {self.told}"
+            assert time.monotonic() < end_s, f"{self.states}: {self.domain.reason}; {self.event_texts}"
             self.tick()
             time.sleep(0.001)
         return self
 
     def until_in_time(self, *states: str, step_s: float = 0.01) -> DomainRun:
         """As `until`, with the clock going by `step_s` each millisecond."""
-        return self.until_it(lambda: self.turn(step_s).state in states)
+        return self.until_true(lambda: self.advance(step_s).state in states)
 
-    def until_said(self) -> DomainRun:
+    def until_answered(self) -> DomainRun:
         """Tick until no answer is awaited any more, with the clock standing still."""
-        return self.until_it(lambda: self.tick() is not None and len(self.domain.watched()) <= 1)
+        return self.until_true(lambda: self.tick() is not None and len(self.domain.watched()) <= 1)
 
-    def turns(self, count: int, seconds: float) -> DomainRun:
+    def advance_steps(self, count: int, seconds: float) -> DomainRun:
         """Let time pass in so many steps, and after each wait for what the control daemon says."""
         for _ in range(count):
-            self.turn(seconds).until_said()
+            self.advance(seconds).until_answered()
         return self
 
     @property
-    def told(self) -> list[str]:
+    def event_texts(self) -> list[str]:
         """What its events other than changes of the state say."""
         changes = re.compile(r"\w+ -> \w+|still \w+")
         return [event.what for event in self.events if not changes.fullmatch(event.what)]
@@ -204,7 +204,7 @@ class DomainRun:
             self.domain.stop(self.now_s, timeout_s=0)
         end_s = time.monotonic() + PATIENCE_S
         while self.state != "stopped" and time.monotonic() < end_s:
-            self.turn(0.5)  # fifty times as fast as a real clock: no test waits for the patience of a stop
+            self.advance(0.5)  # fifty times as fast as a real clock: no test waits for the patience of a stop
             time.sleep(0.01)
         assert self.state == "stopped", self.domain.reason
 

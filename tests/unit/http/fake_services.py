@@ -37,7 +37,7 @@ EXAMPLES: Json = {
     for name, schema in json.loads(files("yunion_mps.http").joinpath("schemas.json").read_text()).items()
 }
 
-NOTHING: Json = {
+NO_CHANGES: Json = {
     "changes": [],
     "pending": [],
     "losses": [],
@@ -45,7 +45,7 @@ NOTHING: Json = {
     "errors": [],
     "confirmation": "",
 }
-AT_ONCE: Json = {
+CHANGE_AT_ONCE: Json = {
     "kind": "setting",
     "subject": "cuda_mps_stop_timeout_s",
     "before": "10",
@@ -53,15 +53,15 @@ AT_ONCE: Json = {
     "effect": "at once",
     "at_once": True,
 }
-LATE: Json = EXAMPLES["Change"]
-WAITS = EXAMPLES["Pending"]["pending"]
-PLANNED: Json = {**NOTHING, "changes": [AT_ONCE, LATE]}
+LATE_CHANGE: Json = EXAMPLES["Change"]
+PENDING_REASON = EXAMPLES["Pending"]["pending"]
+PLANNED: Json = {**NO_CHANGES, "changes": [CHANGE_AT_ONCE, LATE_CHANGE]}
 RELOADED: Json = {**PLANNED, "pending": [EXAMPLES["Pending"]]}
 
 SERVER: Json = EXAMPLES["MpsServer"]
 CLIENT: Json = {**EXAMPLES["MpsClient"], "started": "2026-08-29T10:41:00.500Z"}
 #: All but the PID of a process that ended while it was looked at.
-GONE: Json = {
+ENDED_CLIENT: Json = {
     **dict.fromkeys(CLIENT),
     "pid": 4261,
     "domain": "host",
@@ -70,7 +70,7 @@ GONE: Json = {
     "sm_utilization_by_gpu": [],
 }
 #: It is another user's, and waits for the server.
-WAITING: Json = {
+WAITING_CLIENT: Json = {
     **EXAMPLES["WaitingClient"],
     "started": "2026-08-29T10:40:09.500Z",
     "since": "2026-08-29T10:40:10.000Z",
@@ -111,7 +111,7 @@ def lease_of(memory_mib: Mapping[str, int], use: Sequence[tuple[int | None, int 
     return {"devices": list(memory_mib), "gpus": gpus, "budgets": budgets}
 
 
-WAITER: Json = {
+QUEUED_REQUEST: Json = {
     **EXAMPLES["QueuedRequest"],
     "pid": 4300,
     "uid": 1001,
@@ -121,14 +121,16 @@ WAITER: Json = {
 }
 
 
-class _ByHand:
-    """Answers once `gate` is open; raises `error` where there is one; `asked`, `over` and `done` say what it
-    was asked, is through with, and did."""
+class _Fake:
+    """Answers once `gate` is open, and raises `error` if there is one.
+
+    `asked`, `finished` and `done` list what it was asked, what of that has ended, and what it did.
+    """
 
     def __init__(self) -> None:
         self.error: YunionError | Exception | None = None
         self.asked: list[str] = []
-        self.over: list[str] = []
+        self.finished: list[str] = []
         self.done: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -137,19 +139,19 @@ class _ByHand:
         self.asked.append(what)
         if not self.gate.is_set():
             await asyncio.to_thread(self.gate.wait)
-        self.over.append(what)
+        self.finished.append(what)
         if self.error:
             raise self.error
         self.done.append(what)
 
 
-MORE = "nothing was changed, because the reload would also end or remove: PID 4270"
+MORE_LOST = "nothing was changed, because the reload would also end or remove: PID 4270"
 
 
-class FakeReloader(_ByHand, Reloader):
+class FakeReloader(_Fake, Reloader):
     """A configuration whose change is given by hand."""
 
-    planned = reloaded = NOTHING
+    planned = reloaded = NO_CHANGES
     #: The next plans, before `planned`; each is out of date as soon as it is answered.
     plans: Sequence[Any] = ()
 
@@ -165,7 +167,7 @@ class FakeReloader(_ByHand, Reloader):
     ) -> Any:
         await self._pass("reload" + (" drain" if drain else "") + (" now" if now else ""))
         if now and confirmation != self.planned["confirmation"]:
-            raise NotConfirmedError(MORE)
+            raise NotConfirmedError(MORE_LOST)
         return self.reloaded
 
     async def reexec(self, *, requires_driver: bool = False) -> Any:
@@ -173,10 +175,10 @@ class FakeReloader(_ByHand, Reloader):
         return {"pid": 4200}
 
 
-class FakeClients(_ByHand, ClientService, Terminator):
+class FakeClients(_Fake, ClientService, Terminator):
     """Clients given by hand, and how they end."""
 
-    found = clients(CLIENT)
+    listed = clients(CLIENT)
     #: Why the client that is to be terminated is not.
     refusal: YunionError | None = None
     ended = True
@@ -184,12 +186,12 @@ class FakeClients(_ByHand, ClientService, Terminator):
 
     async def clients(self, *, seen: bool = False) -> Any:
         await self._pass("clients")
-        return self.found
+        return self.listed
 
     async def terminate_all(self, choose: Any, uid: int, cause: str = "", **more: Any) -> Any:
         """One by one; an error is in the termination_json."""
         found = []
-        for client in choose(self.found):
+        for client in choose(self.listed):
             try:
                 found.append(await self.terminate_client(client["pid"], uid, cause, signals=more["signals"]))
             except YunionError as error:
@@ -201,7 +203,7 @@ class FakeClients(_ByHand, ClientService, Terminator):
     ) -> Any:
         since = f" since {started}" if started else ""
         await self._pass(f"terminate {pid}{since} for {uid}" + (" force" if signals is KILL else ""))
-        client = find_client(self.found, pid)
+        client = find_client(self.listed, pid)
         if self.refusal:
             raise self.refusal
         return termination_json(client, self.how, ended=self.ended)
@@ -210,10 +212,10 @@ class FakeClients(_ByHand, ClientService, Terminator):
 class FakeEvents(EventService):
     """The events of the event log, unless an answer is given by hand."""
 
-    given: Json = None
+    answer: Json = None
 
     async def wait(self, event_filter: EventFilter, wait_s: float) -> Any:
-        return await super().wait(event_filter, wait_s) if self.given is None else self.given
+        return await super().wait(event_filter, wait_s) if self.answer is None else self.answer
 
 
 async def metrics(accept: str) -> tuple[str, bytes]:
@@ -221,11 +223,11 @@ async def metrics(accept: str) -> tuple[str, bytes]:
     return OPENMETRICS if OPENMETRICS in accept else "text/plain", b"yunion_mps_up 1\n"
 
 
-class FakeLeases(_ByHand, LeaseService):
+class FakeLeases(_Fake, LeaseService):
     """Leases given by hand: every request gets the same one."""
 
-    found: Json = {"leases": [LEASE], "waiting": [WAITER]}
-    given: Json = LEASE
+    listed: Json = {"leases": [LEASE], "waiting": [QUEUED_REQUEST]}
+    granted: Json = LEASE
     refusal: YunionError | None = None
     memory_unit_mib = 1024
     is_new = True
@@ -238,10 +240,10 @@ class FakeLeases(_ByHand, LeaseService):
         self.check: Callable[[LeaseRequest], object] = lambda _: None
 
     def leases(self, *, brief: bool = False) -> Any:
-        return self.found["leases"]
+        return self.listed["leases"]
 
     def waiting(self) -> Any:
-        return self.found["waiting"]
+        return self.listed["waiting"]
 
     async def take(
         self, queued: QueuedRequest, on_disconnect: Callable[[Callable[[], None]], None], wait_s: float
@@ -257,23 +259,23 @@ class FakeLeases(_ByHand, LeaseService):
         self.check(queued.request)
         if self.refusal:
             raise self.refusal
-        return self.given
+        return self.granted
 
     def lease(self, name: str, caller: Owner) -> Any:
         self.done.append(f"lease {name} for {caller.uid}")
-        return self.given
+        return self.granted
 
     def release(self, name: str, caller: Owner) -> Any:
         self.done.append(f"release {name} for {caller.uid}")
-        return self.given
+        return self.granted
 
     def renew(self, name: str, caller: Owner) -> Any:
         self.done.append(f"renew {name} for {caller.uid}")
-        return self.given
+        return self.granted
 
     async def bind(self, name: str, caller: Owner, holder: Holder) -> Any:
         self.done.append(f"bind {name} for {caller.uid} to {holder.pid}")
-        return self.given
+        return self.granted
 
 
 class FakeLeaseTerminator(LeaseTerminator):
@@ -325,5 +327,5 @@ def services_of_status(
 ) -> StatusService:
     """What makes the status of a host with these leases and queued requests."""
     held = FakeLeases()
-    held.found = {"leases": list(leases), "waiting": list(waiting)}
+    held.listed = {"leases": list(leases), "waiting": list(waiting)}
     return StatusService(service, held, FakeClients())

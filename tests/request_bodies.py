@@ -9,7 +9,7 @@ _HEADER = "Idempotency-Key"
 _LISTS = ("devices",)
 
 
-def posted(words: str) -> tuple[bytes, dict[str, str]]:
+def request_body(words: str) -> tuple[bytes, dict[str, str]]:
     """The body and the headers of a request with these members; a word of another letter case is a header."""
     body: dict[str, Any] = {}
     headers = {"Content-Type": "application/json"}

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from faults.rows import CONNECTIONS, fault
+from faults.fault_table import CONNECTIONS, fault
 from faults.scene import Scene, until
 from integration.daemon_host import no_more_processes
 from unit.http.server_host import as_user
-from unit.mps.front_ends import silent_process
+from unit.mps.other_processes import silent_process
 from waiting import readable
 
 _GET = b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -7,9 +7,9 @@ import shutil
 import sqlite3
 from pathlib import Path
 
-from faults.hands import FullDisk, hang
-from faults.rows import PLACES, fault
+from faults.fault_table import PLACES, fault
 from faults.scene import FORMER_MODE, Scene, until
+from faults.tampering import FullDisk, hang
 from simhost.mps import Client
 
 
