@@ -63,7 +63,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.service.queries import Queries
 from yunion_mps.slurm.devices import why_no_jobs
 from yunion_mps.supervisor.host_conditions import PendingSetting
-from yunion_mps.views.pending import pending_rows
+from yunion_mps.views.reload_rows import pending_rows
 
 from unit import builders
 from unit.cli.busy_host import OUTSIDE_MPS, OVER_BUDGET

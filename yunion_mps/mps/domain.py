@@ -85,7 +85,7 @@ class Domain(StateMachine):
         self.retiring = False
         self._waits_for_leases = False
         #: Whether a compute mode of its GPUs will be restored once no server runs on them.
-        self._holds_modes = False
+        self._awaits_restoration = False
         self.control = ControlDaemon(plan, program, emit, is_recorded=recorded is not None)
         self._rollover = Rollover(recorded or LimitsInEffect(plan), self.control.servers, emit, self._changed)
         self._starts = ServerStarts(os.geteuid())
@@ -117,7 +117,9 @@ class Domain(StateMachine):
     def status(self) -> DomainStatus:
         pending = ""
         if self.state not in (STOPPED, STOPPING):
-            pending = self._rollover.pending(retiring=self.retiring, holds_modes=self._holds_modes)
+            pending = self._rollover.pending(
+                retiring=self.retiring, awaits_restoration=self._awaits_restoration
+            )
         waits_for = self._rollover.blocking_servers(every=self._ends_all_servers) if pending else ()
         return DomainStatus(
             plan=self.in_effect,
@@ -166,7 +168,7 @@ class Domain(StateMachine):
 
     @property
     def _ends_all_servers(self) -> bool:
-        return self.retiring or self._holds_modes
+        return self.retiring or self._awaits_restoration
 
     # -- control
 
@@ -245,10 +247,10 @@ class Domain(StateMachine):
         self.retiring, self._waits_for_leases = True, False
         self._changed()
 
-    def hold_modes(self, *, holds: bool) -> None:
+    def await_restoration(self, *, is_awaited: bool) -> None:
         """Set whether compute modes of its GPUs are to be restored once its servers have ended."""
-        if holds != self._holds_modes:
-            self._holds_modes = holds
+        if is_awaited != self._awaits_restoration:
+            self._awaits_restoration = is_awaited
             self._changed()
 
     def drain(self, now_s: float) -> None:

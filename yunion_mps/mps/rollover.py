@@ -257,7 +257,7 @@ class Rollover:
             if _shutdown_command(pid, force=force) in commands:
                 del self._end_requests[pid]
 
-    def pending(self, *, retiring: bool, holds_modes: bool) -> str:
+    def pending(self, *, retiring: bool, awaits_restoration: bool) -> str:
         """Return the pending changes of the domain, and what they wait for; empty if there are none."""
         pending = []
         if retiring:
@@ -266,7 +266,7 @@ class Rollover:
             pending.append(_wait(what, servers) if servers else f"{what} is stopping")
         elif old := self._limits.old_servers:
             pending.append(_wait("the change of limits", old))
-        if holds_modes and (servers := self._servers()):
+        if awaits_restoration and (servers := self._servers()):
             pending.append(_wait("the restoration of the compute modes", servers))
         if orphans := self.orphans.pids:
             runs = "still runs jobs" if len(orphans) == 1 else "still run jobs"

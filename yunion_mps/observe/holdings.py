@@ -44,6 +44,11 @@ ID_LENGTH = 8
 NO_CLIENTS: ClientListJson = {"servers": [], "clients": [], "waiting": [], "errors": [], "total": 0}
 
 
+def start_order(started: str | None, pid: int | None) -> tuple[str, int]:
+    """Return a key that is the greatest for the process that started last (RFC 3339)."""
+    return started or "", pid or 0
+
+
 class ProcessUse(NamedTuple):
     """What a process, or a lease without processes, uses of a GPU; unknown values are None."""
 

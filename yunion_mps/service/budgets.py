@@ -23,7 +23,7 @@ from yunion_mps.core.units import total_mib
 from yunion_mps.host.control_groups import ControlGroup
 from yunion_mps.host.proc import is_exiting
 from yunion_mps.host.stderr import write_to_stderr
-from yunion_mps.observe.holdings import ID_LENGTH
+from yunion_mps.observe.holdings import ID_LENGTH, start_order
 from yunion_mps.observe.observer import Observer
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.permissions import attested_container
@@ -86,7 +86,7 @@ class Excess(NamedTuple):
     @property
     def newest(self) -> MpsClientJson:
         """The process that was started last."""
-        return max(self.processes, key=lambda client: (client["started"] or "", client["pid"]))
+        return max(self.processes, key=lambda client: start_order(client["started"], client["pid"]))
 
 
 def find_excesses(

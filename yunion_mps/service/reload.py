@@ -41,7 +41,7 @@ from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import as_made, with_layout_effects, without_refused
 from yunion_mps.supervisor.fleet import FleetEndOrder
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
-from yunion_mps.views.pending import pending_rows
+from yunion_mps.views.reload_rows import pending_rows
 
 if TYPE_CHECKING:
     from yunion_mps import answers

@@ -140,7 +140,7 @@ class GpuSettings:
             free = self.reconciler.unblocked(looks, self._desired.blockers(left=left), self._processes)
         waiting = self.reconciler.waiting_for_servers()
         for domain in self._fleet.domains:
-            domain.hold_modes(holds=not waiting.isdisjoint(self._whole_gpus(domain)))
+            domain.await_restoration(is_awaited=not waiting.isdisjoint(self._whole_gpus(domain)))
         return Due(tuple(free), frozenset(left)) if free else None
 
     def _whole_gpus(self, domain: Domain) -> set[str]:

@@ -32,7 +32,7 @@ from yunion_mps.core.models import Gpu, Snapshot
 from yunion_mps.core.reasons import Reason, hint_of
 from yunion_mps.core.text import count
 from yunion_mps.core.waits import describe_servers, users_awaited
-from yunion_mps.observe.holdings import ID_LENGTH, Holding, ProcessUse
+from yunion_mps.observe.holdings import ID_LENGTH, Holding, ProcessUse, start_order
 from yunion_mps.supervisor.host_conditions import gpu_name
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def _over_budget(holding: Holding, terminating_gpus: Collection[str]) -> Conditi
     processes = _describe_process(largest) + (f" and {more} more" if more else "")
     what = f"{holding.named} uses {holding.used_mib} of {holding.budget_mib} MiB: {processes}"
     if holding.lease and holding.gpu in terminating_gpus:
-        newest = max(holding.processes, key=lambda process: (process.started or "", process.pid or 0))
+        newest = max(holding.processes, key=lambda process: start_order(process.started, process.pid))
         which = f"PID {newest.pid}, the newest process," if more and newest.pid else "the newest process"
         what += f"; if this lasts, {which} will be terminated"
     condition = _of_process(largest.pid, what, reasons.OVER_BUDGET, BROKEN, holding.gpu)

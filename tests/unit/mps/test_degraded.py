@@ -255,7 +255,7 @@ def test_a_new_daemon_knows_that_servers_just_failed(run: DomainRun, jobs: Jobs,
     assert new.domain.control.was_adopted
 
 
-@pytest.mark.parametrize("ending", ["retire", "hold_modes"])
+@pytest.mark.parametrize("ending", ["retire", "await_restoration"])
 def test_no_server_is_ordered_on_a_domain_that_is_to_end(run: DomainRun, jobs: Jobs, ending: str) -> None:
     fail_to_start(run, jobs)
     before = attempts(run)
@@ -263,7 +263,7 @@ def test_no_server_is_ordered_on_a_domain_that_is_to_end(run: DomainRun, jobs: J
         run.domain.retire()
         run.until_in_time(STOPPED)
     else:
-        run.domain.hold_modes(holds=True)
+        run.domain.await_restoration(is_awaited=True)
         run.advance_steps(10, 5.0)
     assert attempts(run) == before
 

@@ -28,8 +28,8 @@ def test_it_is_due_only_when_something_has_happened(bench: Bench) -> None:
     changes: list[Callable[[], None]] = [
         lambda: domain.note_use(in_use=False),
         lambda: domain.drain(run.now_s),
-        lambda: domain.hold_modes(holds=True),
-        lambda: domain.hold_modes(holds=False),
+        lambda: domain.await_restoration(is_awaited=True),
+        lambda: domain.await_restoration(is_awaited=False),
         lambda: domain.change(domain.desired, run.now_s),
     ]
     for change in changes:

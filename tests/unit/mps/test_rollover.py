@@ -118,7 +118,7 @@ def test_a_new_shutdown_request_survives_delivery_of_an_earlier_one(plan: Domain
 def test_several_servers_are_named_in_the_plural(plan: DomainPlan) -> None:
     rollover = Rollover(LimitsInEffect(plan, (5, 6)), lambda: (5, 6), lambda _: None, lambda: None)
     pending = "the change of limits waits for the MPS servers (PIDs 5, 6) to end"
-    assert rollover.pending(retiring=False, holds_modes=False) == pending
+    assert rollover.pending(retiring=False, awaits_restoration=False) == pending
 
 
 def test_no_server_is_told_to_end_if_nothing_is_pending(run: DomainRun, jobs: Jobs) -> None:
