@@ -45,20 +45,36 @@ class MigRecord(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> MigRecord:
-        """Parse a record; raises HostError if it cannot be read."""
+        """Parse a record, also one of an earlier version; raises HostError if it cannot be read."""
         try:
             value = json.loads(text)
-            before, created = value["before"], _instances_in(value["created"])
-            known = None if before is None else _instances_in(before)
-            intent = _intent_in(value.get("intent"))  # earlier versions do not have it
-            return cls(bool(value["enabled_before"]), known, created, value.get("compute_mode", ""), intent)
+            before = value["layout_before"] if "layout_before" in value else value["before"]
+            ours = value["ours"] if "ours" in value else value["created"]
+            return cls(
+                enabled_before=bool(value["enabled_before"]),
+                before=None if before is None else _instances_in(before),
+                created=_instances_in(ours),
+                compute_mode=value.get("compute_mode", ""),
+                intent=_intent_in(value.get("intent")),
+            )
         except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
             what = "the record of which MIG instances the daemon created and found cannot be read"
             raise HostError(what, hint_of(MIG_RECORD_DAMAGED), MIG_RECORD_DAMAGED) from None
 
-    def to_json(self) -> dict[str, object]:
-        intent = self.intent._asdict() if self.intent else None
-        return {**self._asdict(), "intent": intent}
+    def to_text(self) -> str:
+        """Return the record as the state file has it.
+
+        Instances are stored by the names of their fields. An earlier version, which stored them by position
+        in `before` and `created`, finds neither, and changes nothing on the GPU.
+        """
+        value = {
+            "enabled_before": self.enabled_before,
+            "layout_before": None if self.before is None else [one._asdict() for one in self.before],
+            "ours": [one._asdict() for one in self.created],
+            "compute_mode": self.compute_mode,
+            "intent": self.intent._asdict() if self.intent else None,
+        }
+        return json.dumps(value, separators=(",", ":"))
 
     def owns(self, instance: MigInstance) -> bool:
         """Whether we created it."""
@@ -67,8 +83,11 @@ class MigRecord(NamedTuple):
         return any(one.is_same(instance) for one in self.created)
 
 
-def _instances_in(rows: Iterable[Iterable[Any]]) -> tuple[MigInstance, ...]:
-    return tuple(MigInstance(*row) for row in rows)
+def _instances_in(rows: Iterable[Any]) -> tuple[MigInstance, ...]:
+    instances = []
+    for row in rows:
+        instances.append(MigInstance(**row) if isinstance(row, dict) else MigInstance(*row))
+    return tuple(instances)
 
 
 def _intent_in(value: Any) -> MigIntent | None:

@@ -6,7 +6,6 @@ other module reads or writes these records.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 from yunion_mps.core.errors import HostError
@@ -67,7 +66,7 @@ class Originals:
 
     def write_layout(self, uuid: str, record: MigRecord) -> None:
         """Record the GPU's layout before a step that changes it."""
-        self._store.record(MIG, {uuid: json.dumps(record.to_json(), separators=(",", ":"))})
+        self._store.record(MIG, {uuid: record.to_text()})
 
     def forget_layout(self, uuid: str) -> None:
         """Delete the record, because the GPU has its original layout again, and no instance is ours."""

@@ -82,6 +82,18 @@ def test_the_file_of_an_earlier_version_is_read(paths: Paths) -> None:
         assert Originals(store).layout("GPU-1") == RECORD
 
 
+def test_a_layout_that_an_earlier_version_recorded_is_read(originals: Originals) -> None:
+    """It stored the fields of instances by their position."""
+    row = [1, "1g.10gb", 0, 1, "MIG-1", 1]
+    value = {"enabled_before": True, "before": [row], "created": [row], "compute_mode": "Default"}
+    assert MigRecord.from_text(json.dumps(value)) == MigRecord(
+        enabled_before=True,
+        before=RECORD.before,
+        created=RECORD.before or (),
+        compute_mode="Default",
+    )
+
+
 def test_a_layout_is_recorded_with_its_intent(originals: Originals) -> None:
     assert originals.layout("GPU-1") == MigRecord()
     originals.write_layout("GPU-1", RECORD)
