@@ -89,13 +89,13 @@ def test_a_layout_waits_for_a_process_on_an_instance_that_it_removes(daemon: Dae
     (small,) = [one for one in instances(daemon) if one.profile == "1g.10gb"]
     daemon.host.gpus[0].add_process(4321, 100, on=(small.gpu_instance, 0))
     daemon.host.divide("mig: 7g.80gb")
-    assert layout_effects(daemon) == ("once nothing uses what the layout removes",) * 2
+    assert layout_effects(daemon) == ("once the process (PID 4321) has ended",) * 2
 
 
 def test_a_plan_says_that_a_layout_may_require_a_reset(make_divided: MakeDivided) -> None:
     daemon = make_divided([{"kind": "a100"}], "virtual_number: 2").start().wait_ready()
     daemon.host.divide("mig: 3g.20gb")
-    certain = "after the next reset of the GPU"
+    certain = "later: MIG mode will be on after the next reset of the GPU"
     assert layout_effects(daemon) == ("after a reset of the GPU, if the driver requires one", certain)
     daemon.host.divide("mig: 2g.10gb")
     assert layout_effects(daemon) == (certain, certain)
@@ -110,9 +110,10 @@ def test_a_layout_waits_for_an_instance_of_another_program(daemon: Daemon, is_us
     if is_used:
         daemon.host.gpus[0].add_process(4321, 100, on=(foreign.gpu_instance, 0))
     daemon.host.divide("mig: 7g.80gb")
-    assert layout_effects(daemon) == ("once no instance of another program is in the way",) * 2
     named = "another program created" + " and the process (PID 4321) uses" * is_used
-    assert f"g{foreign.gpu_instance} (1g.10gb), which {named}, is in the way" in gpu(daemon)["reason"]
+    what = f"instance g{foreign.gpu_instance} (1g.10gb), which {named}, is in the way of its MIG layout"
+    assert layout_effects(daemon) == (f"later: {what}",) * 2
+    assert what in gpu(daemon)["reason"]
 
 
 @pytest.mark.parametrize("entry", ["type: NVIDIA_GPU_SHARE\n  virtual_number: 2", ""])

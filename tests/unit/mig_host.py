@@ -13,14 +13,8 @@ from yunion_mps.core.models import Gpu
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import Reason
 from yunion_mps.gpus.blockers import Blockers
-from yunion_mps.gpus.mig_forecast import make_forecast
-from yunion_mps.gpus.mig_steps import (
-    NO_LOSSES,
-    LayoutResult,
-    LayoutTask,
-    Losses,
-    bring_into_effect,
-)
+from yunion_mps.gpus.mig_layout import NO_LOSSES, LayoutLook, Losses, find_layout, losses_of
+from yunion_mps.gpus.mig_steps import LayoutResult, bring_into_effect
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
@@ -68,16 +62,19 @@ class MigHost(NamedTuple):
         return Blockers(holds=[Hold("job", uuid, uuid, MPS) for uuid in uuids], gpus=[self.gpu])
 
     def apply(self, *names: str, busy: Blockers | None = NOTHING_BUSY, force: bool = False) -> Reason:
-        task = LayoutTask(self.layout(*names), self.gpu, busy)
-        confirmed = self.losses(task) if force else NO_LOSSES
-        return self.result(task._replace(confirmed=confirmed)).reasons[str(self.gpu.uuid)]
+        look = self.look(*names)
+        confirmed = self.losses(look, busy) if force else NO_LOSSES
+        return self.result(look._replace(confirmed=confirmed), busy).reasons[look.uuid]
 
-    def losses(self, task: LayoutTask) -> Losses:
+    def look(self, *names: str) -> LayoutLook:
+        return LayoutLook(self.layout(*names), self.gpu)
+
+    def losses(self, look: LayoutLook, busy: Blockers | None = NOTHING_BUSY) -> Losses:
         """What `reload --now` would list."""
-        return make_forecast([task], self.mig, self.originals).losses[task.layout.gpu_uuid]
+        return losses_of(look, find_layout(look, self.mig, self.originals), busy)
 
-    def result(self, task: LayoutTask) -> LayoutResult:
-        return bring_into_effect([task], self.mig, self.originals)
+    def result(self, look: LayoutLook, busy: Blockers | None = NOTHING_BUSY) -> LayoutResult:
+        return bring_into_effect([look], self.mig, self.originals, busy)
 
     def process(self, instance: int, pid: int = 4321) -> None:
         self.sim.gpus[0].add_process(pid, 100, on=(instance, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ from yunion_mps.core.conditions import Condition
 from yunion_mps.core.enums import FREE, WARNING
 from yunion_mps.core.models import Event, Lease, Snapshot
 from yunion_mps.core.paths import ROOT_VARIABLE, Paths
-from yunion_mps.gpus.mig_steps import Losses
+from yunion_mps.gpus.mig_layout import Losses
 from yunion_mps.host.processes import Watchable, drive
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
@@ -102,11 +103,9 @@ class Supervised:
 
     def losses(self) -> Mapping[str, Losses]:
         """What `reload --now` would list."""
-        of, nvml = self.supervisor, self.preflight.nvml
-        assert isinstance(nvml, Nvml)
-        inventory = of.snapshot().inventory
-        plan, blockers = of.desired.plan, of.desired.blockers()
-        return of.layouts.forecast(plan, inventory, blockers, nvml, of.originals()).losses
+        layouts, plan = self.supervisor.layouts, self.supervisor.desired.plan
+        due = layouts.looks_for(plan, self.snapshot.inventory)
+        return layouts.forecast(plan, due, layouts.observe(due, self.preflight.nvml)).losses
 
     def reload(self) -> list[Change]:
         """As a reload of the daemon does: until every domain is ready or has said why it is not."""
@@ -116,9 +115,16 @@ class Supervised:
         return changes
 
     def reconcile(self) -> None:
-        """Set and restore the settings of GPUs that are due, as each poll does."""
-        if due := self.supervisor.settings_due():
-            self.supervisor.settings.reconcile(due, self.supervisor.nvml)
+        """Set and restore the settings of GPUs that are due."""
+        asyncio.run(self.supervisor.reconciliation.set_values())
+
+    def bring_about(self) -> None:
+        """Bring settings and MIG layouts into effect, as each poll does."""
+
+        async def settle() -> None:
+            self.until(lambda: self.supervisor.fleet.settled)
+
+        asyncio.run(self.supervisor.reconciliation.bring_about(settle))
 
     def until(self, done: Callable[[], bool]) -> None:
         end_s = time.monotonic() + PATIENCE_S

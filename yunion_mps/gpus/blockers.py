@@ -203,9 +203,9 @@ class Blockers:
         """Return the leases of the GPU, and its servers, with those that `planned` domains wait for."""
         return all_of([self.leases([uuid]), self.servers(uuid, planned)])
 
-    def with_instances(self, uuid: str, *, excluded: Collection[str] = ()) -> Users:
-        """Return the leases and servers of the GPU and its MIG instances, except those `excluded` (UUIDs)."""
-        return all_of(self.of_gpu(part) for part in self._parts.get(uuid, [uuid]) if part not in excluded)
+    def with_instances(self, uuid: str) -> Users:
+        """Return the leases and servers of the GPU and its MIG instances."""
+        return all_of(self.of_gpu(part) for part in self._parts.get(uuid, [uuid]))
 
     def by_gpu(self) -> dict[str, Users]:
         """Return the leases and servers of all GPUs and MIG instances that have any, by UUID."""

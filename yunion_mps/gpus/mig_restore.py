@@ -14,8 +14,9 @@ from yunion_mps.core.reasons import Reason
 from yunion_mps.core.waits import NO_USERS, Users, all_of
 from yunion_mps.gpus.absent import once_back
 from yunion_mps.gpus.blockers import Blockers
+from yunion_mps.gpus.mig_layout import LayoutLook
 from yunion_mps.gpus.mig_record import MigRecord
-from yunion_mps.gpus.mig_steps import LayoutResult, LayoutTask, bring_into_effect
+from yunion_mps.gpus.mig_steps import LayoutResult, bring_into_effect
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
@@ -58,7 +59,7 @@ def restore_layouts(
     blockers = Blockers(holds=holds, leases=_described(holds), gpus=gpus, left={*left})
     layouts = [one for one in layouts if one.restore and one.gpu_uuid in by_uuid]
     damaged = _damaged(layouts, by_uuid, originals)
-    tasks = {}
+    looks: dict[str, LayoutLook] = {}
     for layout in layouts:
         if layout.gpu_uuid in damaged:
             continue
@@ -75,29 +76,29 @@ def restore_layouts(
             continue
         former = MigLayout(layout.gpu_uuid, record.enabled_before)
         places = _places(record, gpu)
-        tasks[layout.gpu_uuid] = LayoutTask(former, gpu, blockers, places=places)
-    result = bring_into_effect(tasks.values(), mig, originals)
-    _forget_restored(result, tasks, nvml, originals, holds)
+        looks[layout.gpu_uuid] = LayoutLook(former, gpu, places=places)
+    result = bring_into_effect([*looks.values()], mig, originals, blockers)
+    _forget_restored(result, looks, nvml, originals, holds)
     return result._replace(reasons={**result.reasons, **damaged})
 
 
 def _forget_restored(
     result: LayoutResult,
-    tasks: Mapping[str, LayoutTask],
+    looks: Mapping[str, LayoutLook],
     nvml: Nvml,
     originals: Originals,
     holds: Collection[Hold],
 ) -> None:
-    """Delete the records of GPUs whose layouts were restored, and log the others; `tasks` by GPU UUID."""
+    """Delete the records of GPUs whose layouts were restored, and log the others; `looks` by GPU UUID."""
     for uuid, why in result.reasons.items():
-        task, record = tasks[uuid], originals.layout(uuid)
+        look, record = looks[uuid], originals.layout(uuid)
         if why:
-            what = f"the MIG layout of GPU {task.gpu.address} is not restored: {why}"
-            log.error("%s; %s", what, how_to_restore(why, task.gpu, holds))
+            what = f"the MIG layout of GPU {look.gpu.address} is not restored: {why}"
+            log.error("%s; %s", what, how_to_restore(why, look.gpu, holds))
             continue
-        if record.compute_mode and task.layout.enabled != task.gpu.mig_enabled:
-            _restore_compute_mode(nvml, task.gpu, record.compute_mode)
-        if record.created and task.layout.enabled:
+        if record.compute_mode and look.layout.enabled != look.gpu.mig_enabled:
+            _restore_compute_mode(nvml, look.gpu, record.compute_mode)
+        if record.created and look.layout.enabled:
             originals.write_layout(uuid, MigRecord(created=record.created))
         else:
             originals.forget_layout(uuid)
@@ -128,13 +129,13 @@ def _restore_compute_mode(nvml: Nvml, gpu: Gpu, mode: str) -> None:
 
 def withdrawn(
     layouts: Iterable[MigLayout], gpus: Iterable[Gpu], originals: Callable[[], Originals]
-) -> tuple[LayoutTask, ...]:
+) -> tuple[LayoutLook, ...]:
     """Return what cancels the mode changes that only we have requested, for GPUs without a layout.
 
     A mode from before our first change is not cancelled: the GPU then is as it was.
     """
     configured = {layout.gpu_uuid for layout in layouts}
-    tasks = []
+    looks = []
     for gpu in gpus:
         is_lost = gpu.reason and gpu.reason.code != reasons.MIG_ENABLED
         if is_lost or gpu.uuid in configured or gpu.mig_pending in (None, gpu.mig_enabled):
@@ -145,8 +146,8 @@ def withdrawn(
             continue  # which the status reports since the start
         if record.before is not None and record.enabled_before == gpu.mig_enabled:
             as_it_is = MigLayout(str(gpu.uuid), record.enabled_before)
-            tasks.append(LayoutTask(as_it_is, gpu, None, withdrawn=True))
-    return tuple(tasks)
+            looks.append(LayoutLook(as_it_is, gpu, withdrawn=True))
+    return tuple(looks)
 
 
 def _is_requested(layout: MigLayout, record: MigRecord, mig: Mig) -> bool:

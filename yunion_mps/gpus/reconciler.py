@@ -149,6 +149,19 @@ def recorded(originals: Originals | None, kinds: Iterable[Kind]) -> dict[str, di
     return values
 
 
+class Gate:
+    """Lets one thread at a time make steps, and none but those of a stop once that has begun."""
+
+    def __init__(self) -> None:
+        #: Held while steps are made, and by a stop from its first look on.
+        self.lock = threading.RLock()
+        self.has_ended = False
+
+    def end(self) -> None:
+        """Make no more steps except those of a stop, which has begun."""
+        self.has_ended = True
+
+
 class Reconciler:
     """Decides what is due; the caller chooses the threads that ask the driver and carry it out."""
 
@@ -163,9 +176,7 @@ class Reconciler:
         self.refusals: dict[SettingKey, Reason] = {}
         #: What keeps settings as they are that should change.
         self.pending: dict[Look, KeptBy] = {}
-        #: Held while steps are made, and by a stop from its first look on.
-        self._lock = threading.RLock()
-        self._has_ended = False
+        self.gate = Gate()
 
     # -- decisions, on the loop
 
@@ -354,8 +365,8 @@ class Reconciler:
         nvml: if it is None, because MPS is disabled, NVML is opened meanwhile
         gpus: for the names in messages
         """
-        with self._lock:  # a stop waits for work that is under way
-            if self._has_ended and not is_stop:
+        with self.gate.lock:  # a stop waits for work that is under way
+            if self.gate.has_ended and not is_stop:
                 return Results(has_ended=True)
             work = _StepsAtWork(decision, originals, gpus)
             if not (decision.steps or decision.unchanged):
@@ -370,10 +381,6 @@ class Reconciler:
                 return work.results(error)
             return work.results()
 
-    def end(self) -> None:
-        """Make no more steps except those of a stop, which has begun."""
-        self._has_ended = True
-
     def restore(
         self, originals: Originals, gpus: Sequence[Gpu], nvml: Nvml | None, blockers: Blockers
     ) -> Restoration:
@@ -381,7 +388,7 @@ class Reconciler:
 
         Steps that a thread still makes end before the first look: otherwise what they change would be missed.
         """
-        with self._lock:
+        with self.gate.lock:
             looks = self.looks(NOTHING_DESIRED, gpus, originals, sets=False, every=True)
             observed = observe(looks, nvml)
             decision = self.decide(looks, observed, blockers.with_processes(observed.processes))

@@ -215,12 +215,15 @@ def _cancel_requests(preflight: Preflight, store: Store) -> bool:
     """Cancel mode changes that no entry requires anymore; return whether none is left, as far as is known."""
     if preflight.nvml is None or preflight.problems:
         return True  # what cannot be decided is reported
-    tasks = withdrawn(preflight.plan.layouts, preflight.inventory.gpus, lambda: Originals(store))
-    reasons = bring_into_effect(tasks, Mig(preflight.nvml), Originals(store)).reasons
-    failures = [(task.gpu, why) for task in tasks if (why := reasons.get(task.layout.gpu_uuid))]
-    for gpu, why in failures:
-        log.error("GPU %s: %s; %s", gpu.address, why, how_to_restore(why, gpu))
-    return not failures
+    looks = withdrawn(preflight.plan.layouts, preflight.inventory.gpus, lambda: Originals(store))
+    result = bring_into_effect(looks, Mig(preflight.nvml), Originals(store), None)
+    are_all_cancelled = True
+    for look in looks:
+        why = result.reasons[look.uuid]
+        if why:
+            are_all_cancelled = False
+            log.error("GPU %s: %s; %s", look.gpu.address, why, how_to_restore(why, look.gpu))
+    return are_all_cancelled
 
 
 class _Cleanup:

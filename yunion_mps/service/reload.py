@@ -14,12 +14,10 @@ from yunion_mps.core.enums import ABOUT_MIG_LAYOUT
 from yunion_mps.core.errors import ConfigError, HostError, NotConfirmedError, ShortageError, YunionError
 from yunion_mps.core.models import Event, Plan
 from yunion_mps.core.paths import Paths
-from yunion_mps.core.reasons import Reason
 from yunion_mps.core.text import decode_line
 from yunion_mps.core.units import rfc3339
 from yunion_mps.core.waits import AT_ONCE, describe_servers
-from yunion_mps.gpus.mig_forecast import Forecast, effects_of
-from yunion_mps.gpus.mig_steps import Losses
+from yunion_mps.gpus.mig_layout import Losses, effect_of
 from yunion_mps.gpus.reconciler import observe
 from yunion_mps.host.proc import command_of, is_gone, process_name, started_s, uid_of, user_name
 from yunion_mps.host.processes import outcome_of
@@ -40,6 +38,7 @@ from yunion_mps.service.reload_losses import (
 from yunion_mps.supervisor import Change, Supervisor
 from yunion_mps.supervisor.changes import as_made, with_layout_effects, without_refused
 from yunion_mps.supervisor.fleet import FleetEndOrder
+from yunion_mps.supervisor.layouts import LayoutForecast
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 from yunion_mps.views.reload_rows import pending_rows
 
@@ -50,8 +49,6 @@ log = logging.getLogger(__name__)
 
 #: How long a reload waits for control daemons that it started or changed.
 _SETTLE_TIMEOUT_S = 15.0
-#: How often settings and layouts are brought into effect after each other, until nothing changes.
-_MOST_ROUNDS = 3
 #: How long the new program may take to check the configuration.
 _CHECK_TIMEOUT_S = 90.0
 _NO_SERVER_ENDED = "the configuration was reloaded, but no MPS server was ended"
@@ -167,7 +164,7 @@ class Reloader:
             self._supervisor.layouts.confirm(foreseen.removed if foreseen else {})
             if foreseen:
                 self._record_losses(requester, foreseen.losses)
-            gpu_changes = await self.reconcile()
+            gpu_changes = await self._supervisor.reconciliation.set_values()
             self._supervisor.apply(asyncio.get_running_loop().time())
             self._control.tick()
             await self._settle()
@@ -186,11 +183,11 @@ class Reloader:
             )
             laid_out = self._supervisor.layouts.in_effect()
             changes = as_made(changes, planned, self._supervisor.domains, laid_out)
-            waits: list[tuple[str, Reason]] = []
+            waits: dict[str, str] = {}
             for condition in self._supervisor.snapshot().conditions:
                 if condition.kind == ABOUT_MIG_LAYOUT:
-                    waits.append((condition.subject, condition.reason))
-            changes = with_layout_effects(changes, effects_of(waits))
+                    waits[condition.subject] = effect_of(condition.reason)
+            changes = with_layout_effects(changes, waits)
             changes = _with(changes, gpu_changes)
         log.info(
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"
@@ -206,60 +203,13 @@ class Reloader:
     async def bring_about(self) -> list[Change]:
         """Bring settings of GPUs and MIG layouts that are due into effect; the caller holds the lock.
 
-        A switch of the MIG mode waits for the compute mode, and resets it, so there may be several rounds.
         Returns what was done.
         """
-        changes: list[Change] = []
-        for _ in range(_MOST_ROUNDS):
-            settings = await self.reconcile()
-            layouts = await self._apply_layouts()
-            if not settings and not layouts:
-                break
-            changes += settings
-            changes += layouts
-        return changes
+        return await self._supervisor.reconciliation.bring_about(self._tick_and_settle)
 
-    async def reconcile(self) -> list[Change]:
-        """Set and restore the settings of GPUs that are due; the caller holds the lock.
-
-        Returns those that were set or restored.
-        """
-        supervisor = self._supervisor
-        settings = supervisor.settings
-        try:
-            due = supervisor.settings_due()
-            if due is None:
-                return []
-            observed = await on_thread(lambda: settings.observe(due, supervisor.nvml))
-            decision = settings.decide(due, observed)
-            results = await on_thread(lambda: settings.carry_out(decision, supervisor.nvml))
-            return settings.note(due, decision, results)
-        except HostError as error:
-            log.error("settings of GPUs cannot be changed: %s; %s", error.message, error.hint)
-        return []
-
-    async def _apply_layouts(self) -> list[Change]:
-        """Bring the MIG layouts that are due into effect as far as possible; the caller holds the lock.
-
-        Returns what was done.
-        """
-        tasks = self._supervisor.layout_tasks(are_leases_known=not self._ledger.unknown)
-        if not tasks:
-            return []
-        try:
-            result = await on_thread(lambda: self._supervisor.apply_layouts(tasks))
-        except YunionError as error:
-            log.error("MIG layouts cannot be changed: %s; %s", error.message, error.hint)
-            return []
-        self._supervisor.note_layouts(result, asyncio.get_running_loop().time())
-        addresses = {gpu.uuid: gpu.address for gpu in self._supervisor.snapshot().inventory.gpus}
-        changes: list[Change] = []
-        for uuid, what in result.changes.items():
-            changes.append(Change("MIG layout", addresses.get(uuid, uuid), "", what, AT_ONCE))
-        await self.reconcile()
+    async def _tick_and_settle(self) -> None:
         self._control.tick()
         await self._settle()
-        return changes
 
     async def reexec(self, *, requires_driver: bool = False) -> answers.ReexecJson:
         """Run the program again in this process; raises HostError if the new one refuses to start.
@@ -440,18 +390,14 @@ class Reloader:
         addresses = {str(gpu.uuid): gpu.address for gpu in snapshot.inventory.gpus}
         return losses_of_clients(clients, changes, snapshot.domains, addresses)
 
-    async def _forecast(self, plan: Plan, preflight: Preflight) -> Forecast:
+    async def _forecast(self, plan: Plan, preflight: Preflight) -> LayoutForecast:
         """Return what the MIG layouts of a plan would remove, and when they take effect."""
-        supervisor = self._supervisor
-        nvml = preflight.nvml
-        blockers = supervisor.desired.blockers()
-        if nvml is None or not plan.layouts:
-            return Forecast()
-        return await on_thread(
-            lambda: supervisor.layouts.forecast(
-                plan, preflight.inventory, blockers, nvml, supervisor.originals()
-            )
-        )
+        layouts, nvml = self._supervisor.layouts, preflight.nvml
+        due = layouts.looks_for(plan, preflight.inventory)
+        if nvml is None or not due.looks:
+            return LayoutForecast()
+        observed = await on_thread(lambda: layouts.observe(due, nvml))
+        return layouts.forecast(plan, due, observed)
 
     def _rows_of(self, removed: Mapping[str, Losses], preflight: Preflight) -> list[answers.LossJson]:
         """Return the leased devices and the instances of other programs that layouts remove."""

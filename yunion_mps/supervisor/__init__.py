@@ -1,15 +1,14 @@
 """The supervisor: brings the plan into effect, keeps it in effect, and restores what it changed.
 
 Like a domain it takes the time as a parameter and never waits, so one loop can drive it before asyncio is
-loaded, and asyncio afterwards. Calls to the driver may take long, so they are methods of their own, which the
-caller runs on a thread: `observe` and `carry_out` of `settings`, and `apply_layouts`.
+loaded, and asyncio afterwards. Calls to the driver may take long, so `reconciliation` makes them on threads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from yunion_mps.core import reasons
 from yunion_mps.core.conditions import Condition
@@ -21,8 +20,7 @@ from yunion_mps.core.reasons import NO_REASON, Reason
 from yunion_mps.core.settings import Config
 from yunion_mps.gpus.absent import gpu_label
 from yunion_mps.gpus.blockers import gpus_of
-from yunion_mps.gpus.mig_restore import withdrawn
-from yunion_mps.gpus.mig_steps import ConfirmedLosses, LayoutResult, LayoutTask
+from yunion_mps.gpus.mig_layout import ConfirmedLosses
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
@@ -36,7 +34,7 @@ from yunion_mps.supervisor.changes import Change, DesiredState
 from yunion_mps.supervisor.condition_log import ConditionLog
 from yunion_mps.supervisor.event_log import RECORDS_LOST, EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
-from yunion_mps.supervisor.gpu_settings import Due, GpuSettings
+from yunion_mps.supervisor.gpu_settings import GpuSettings
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.layouts import MigLayouts
 from yunion_mps.supervisor.pipe_access import PipeAccess
@@ -47,6 +45,7 @@ from yunion_mps.supervisor.preflight import (
     find_leftovers,
     left_running,
 )
+from yunion_mps.supervisor.reconciliation import Reconciliation
 from yunion_mps.supervisor.snapshots import Snapshots
 
 __all__ = ["Change", "Supervisor"]
@@ -81,7 +80,6 @@ class Supervisor:
             confirmed=confirmed,
         )
         self.jobs = Jobs(self.fleet, self._gpus, lambda: self.desired.plan.direct)
-        self.layouts = MigLayouts(self._gpus, self.desired, self.event_log.record, confirmed)
         self.settings = GpuSettings(
             self._gpus,
             self.fleet,
@@ -89,6 +87,23 @@ class Supervisor:
             emit=self.event_log.record,
             changed=self._changed,
             open_store=self.store,
+        )
+        self.layouts = MigLayouts(
+            self._gpus,
+            self.desired,
+            confirmed,
+            self.settings.reconciler.gate,
+            emit=self.event_log.record,
+            originals=self.originals,
+            scan=lambda nvml: Scanner(paths).scan(nvml),
+            use=self._use_scan,
+            changed=self._changed,
+        )
+        self.reconciliation = Reconciliation(
+            self.settings,
+            self.layouts,
+            find_nvml=lambda: self.nvml,
+            known_store=lambda: self._store,
         )
         self.pipe_access = PipeAccess(self.fleet, paths.root, self._changed)
         self._snapshots = Snapshots(
@@ -99,7 +114,8 @@ class Supervisor:
             settings=self.settings,
             reported=self._reported,
         )
-        #: Whether a stop has begun.
+        #: Whether the domains of the plan have been created, or a stop has begun.
+        self._has_started = False
         self.stopping = False
         #: Address space to release at a stop in case none is left; never written to, so it takes no memory.
         self._reserve: bytes | None = bytes(_RESERVE_BYTES)
@@ -127,17 +143,17 @@ class Supervisor:
         for event in self._gpus.report_unusable(self.desired.plan):
             self.event_log.record(event)
         self._record_conditions()
-        leftovers = self._settle_leftovers()
-        self._create_instances(gpus_of(leftovers.running))
+        leftovers = self._find_leftovers()
+        self.reconciliation.begin(gpus_of(leftovers.running), now_s)
+        self._has_started = True
         needs_mps = bool(self.desired.plan.domains or leftovers.known)
         if not needs_mps and not self.desired.plan.direct:
             return
         program = find_control_program() if needs_mps else ""
         self._make_fleet(program, leftovers)
         self.fleet.refuse_if_none_can_start(leftovers.running)
-        if due := self.settings.to_set(self._store):
-            self.settings.reconcile(due, self.nvml)
-            self._gpus.refuse_if_no_mode_can_be_set(self.desired.plan)
+        self.reconciliation.set_here(now_s)
+        self._gpus.refuse_if_no_mode_can_be_set(self.desired.plan)
         self._replan()
         self._make_fleet(program, leftovers)
         self.fleet.start(now_s, leftovers.running)
@@ -181,8 +197,7 @@ class Supervisor:
             self._reserve = None
             self.jobs.end_within(self.config.cuda_mps_stop_timeout_s, now_s)
         self.stopping = True
-        self.settings.reconciler.end()
-        self.layouts.end()
+        self.settings.reconciler.gate.end()
         self.fleet.stop(now_s, spare_adopted=spare_adopted)
 
     def report_late_jobs(self) -> None:
@@ -217,8 +232,7 @@ class Supervisor:
             # What is known suffices to restore the GPUs that have neither come nor gone.
             with contextlib.suppress(DriverError, ShortageError, MemoryError):
                 self._gpus.find_again(self.nvml, self._gpus_to_restore(self._store))
-        self.layouts.restore(self.nvml, Originals(self._store), gpus_of(left), ledger)
-        self.settings.restore_all(self._store, self.nvml, left=gpus_of(left), ledger=ledger)
+        self.reconciliation.restore(self._store, gpus_of(left), ledger)
         for process in left:
             log.warning("%s is still running in %s; %s", process, process.pipe_directory, RESTORED_LATER)
         self.release()
@@ -411,48 +425,14 @@ class Supervisor:
             return True
         return not self.desired.plan.gpu_uuids <= self._gpus.healthy
 
-    # -- MIG layouts
-
-    def layout_tasks(self, *, are_leases_known: bool = True) -> tuple[LayoutTask, ...]:
-        """Return the layouts to bring into effect; nothing is removed if the leases are not known.
-
-        What can be leased meanwhile counts as leased.
-        """
-        if self.stopping or self.nvml is None:
-            return ()
-        cancels = withdrawn(self.desired.plan.layouts, self._gpus.inventory.gpus, self.originals)
-        if not self.desired.plan.layouts:
-            return cancels
-        offered = self.snapshot().plan.offered
-        before = self.layouts.pending
-        in_wrong_mode = self.settings.in_wrong_mode(self._store)
-        tasks = self.layouts.due(offered, in_wrong_mode, are_leases_known=are_leases_known)
-        if self.layouts.pending != before:
+    def _use_scan(self, inventory: Inventory, now_s: float) -> None:
+        """Use the MIG instances that there are now."""
+        if self._has_started:
+            self.update_gpus(inventory, now_s)
+        else:
+            self._gpus.update(inventory, self.desired.plan)
+            self.desired.replan()
             self._changed()
-        return (*tasks, *cancels)
-
-    def apply_layouts(self, tasks: Iterable[LayoutTask]) -> LayoutResult:
-        """Do the tasks, and scan the GPUs; run it on a thread, because it calls the driver."""
-        if self.nvml is None:
-            return LayoutResult({}, {})
-        result = self.layouts.apply(tasks, self.nvml, self.originals())
-        try:
-            return result._replace(inventory=Scanner(self._paths).scan(self.nvml))
-        except DriverError:  # which the next poll reports
-            return result
-
-    def note_layouts(self, result: LayoutResult, now_s: float) -> None:
-        """Record what was done, and use the instances that there are now."""
-        self.layouts.note(result)
-        self._changed()
-        if result.inventory:
-            self.update_gpus(result.inventory, now_s)
-
-    # -- settings of GPUs
-
-    def settings_due(self) -> Due | None:
-        """Return the settings of GPUs that may have to change; None if none has."""
-        return self.settings.due(self._store)
 
     # -- reload
 
@@ -461,7 +441,7 @@ class Supervisor:
         return self.desired.plan_for(preflight, driver_worked=self.nvml is not None)
 
     def accept(self, preflight: Preflight) -> list[Change]:
-        """Make the reloaded configuration the desired one; then carry out `settings_due` and call `apply`.
+        """Make the reloaded configuration the desired one; then `reconciliation` and `apply` bring it about.
 
         Raises YunionError, with nothing changed, if it is refused.
         """
@@ -550,28 +530,9 @@ class Supervisor:
                 self.nvml = self.nvml or self._gpus.scan()
             self.desired.keep_leased(store)
 
-    def _create_instances(self, used: Collection[str]) -> None:
-        """Bring MIG layouts into effect; if there may be leases, without removing anything.
-
-        The compute modes of their GPUs are set first, except where our MPS processes run (`used`, UUIDs).
-        """
-        if due := self.settings.to_set_before_layouts(self._store, used):
-            self.settings.reconcile(due, self.nvml)
-        is_final = not (self.ledger.leases or self.ledger.unknown)
-        tasks = self.layout_tasks(are_leases_known=is_final)
-        if tasks:
-            result = self.apply_layouts(tasks)
-            self.layouts.note(result, is_final=is_final)
-            if result.inventory:
-                self._gpus.update(result.inventory, self.desired.plan)
-            self.desired.replan()
-            self._changed()
-
-    def _settle_leftovers(self) -> Leftovers:
-        """Find what an earlier daemon left behind, and restore the modes that none of it needs."""
+    def _find_leftovers(self) -> Leftovers:
+        """Find what an earlier daemon left behind; then the state file is opened if there is one."""
         store = self.store() if Store.exists(self._paths) else None
         leftovers = find_leftovers(store, self.desired.domains())
         self._snapshots.note_leftovers(leftovers.notice)
-        if store and (due := self.settings.to_restore(store, gpus_of(leftovers.running))):
-            self.settings.reconcile(due, self.nvml)
         return leftovers

@@ -23,7 +23,7 @@ from yunion_mps.core.waits import AT_ONCE, LeaseWait, Users, all_of, wait_reason
 from yunion_mps.gpus.blockers import Blockers, blocks, servers_of
 from yunion_mps.gpus.kind import Step
 from yunion_mps.gpus.kinds import KINDS
-from yunion_mps.gpus.mig_steps import ConfirmedLosses
+from yunion_mps.gpus.mig_layout import ConfirmedLosses
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.domain import Domain
@@ -53,6 +53,9 @@ PLANNED_KEYS = {
     "cuda_mps_multiuser",
     "over_budget",
 }
+
+#: When a layout takes effect, before it is observed what uses the GPU.
+_ONCE_UNUSED = "once nothing uses what the layout removes"
 
 
 class Change(NamedTuple):
@@ -168,7 +171,7 @@ class DesiredState:
         keeping = {uuid: users for uuid, users in leases.items() if uuid in kept}
         before, gpus, domains = self.in_effect(), self._gpus.inventory.gpus, self._fleet.domains
         plans = placed, before, preflight.plan_with_layouts()
-        return plan, changes + changes_to(*plans, gpus, domains, waiting, leases, keeping)
+        return plan, changes + changes_to(*plans, gpus, domains, waiting, keeping)
 
     def accept(self, preflight: Preflight, plan: Plan) -> bool:
         """Make the reloaded configuration the desired one; return whether it differs."""
@@ -235,16 +238,14 @@ def changes_to(
     gpus: Sequence[Gpu],
     domains: Sequence[Domain],
     lease_waits: Mapping[str, LeaseWait],
-    leases: Mapping[str, Users] = {},
     keeping: Mapping[str, Users] = {},
 ) -> list[Change]:
     """Return the changes from what is in effect (`before`, and the running `domains`) to `plan`.
 
-    `after` is the plan with all layouts in effect. `leases` has the leases of each GPU (UUID), and `keeping`
-    those of them that keep the GPU as it is. Nothing of a GPU that is not there changes, except that its
-    devices may be removed.
+    `after` is the plan with all layouts in effect. `keeping` has the leases that keep each GPU (UUID) as
+    it is. Nothing of a GPU that is not there changes, except that its devices may be removed.
+    What uses MIG instances is not known here; see `with_layout_effects`.
     """
-    users = Blockers(leases=leases, domains=domains, gpus=gpus)
     keepers = Blockers(leases=keeping, domains=domains, gpus=gpus)
     changes = _control_daemons(plan, domains, keepers)
     serving = [domain.in_effect for domain in domains]
@@ -266,7 +267,7 @@ def changes_to(
         if old_layout != new_layout and is_there:
             now = describe(gpu.mig_instances) if gpu.mig_enabled else "MIG mode off"
             result = describe_result(after, gpu)
-            when = _unused(plan, gpu, users) if result and new_layout != now else AT_ONCE
+            when = _ONCE_UNUSED if result and new_layout != now else AT_ONCE
             changes.append(Change("MIG layout", gpu.address, old_layout, result or new_layout, when))
         old_use, new_use = (some.reserved.get(gpu.uuid or "", "") for some in (before, plan))
         if old_use != new_use and not gpu.parent:
@@ -292,13 +293,6 @@ def _settings(plan: Plan, before: Plan, after: Plan, gpu: Gpu, keepers: Blockers
         yield Change(kind.label, gpu.address, old or "original", new or "original", users.effect)
 
 
-def _unused(plan: Plan, gpu: Gpu, users: Blockers) -> str:
-    """Return when a GPU gets its layout: once nothing uses what the plan removes."""
-    known = users.with_instances(str(gpu.uuid), excluded=plan.offered)
-    what = "uses what the layout removes"
-    return f"{known.effect}, and nothing else {what}" if known else f"once nothing {what}"
-
-
 def _without_layout(gpu: Gpu) -> tuple[str, str]:
     """Return what the GPU has, and what it has when no layout is configured for it anymore."""
     now = f"MIG mode {'on' if gpu.mig_enabled else 'off'}"
@@ -309,10 +303,13 @@ def _without_layout(gpu: Gpu) -> tuple[str, str]:
 
 def with_layout_effects(changes: Iterable[Change], effects: Mapping[str, str]) -> list[Change]:
     """Return the changes, with these `effects` for MIG layouts, by GPU address."""
-    return [
-        one._replace(effect=effects.get(one.subject, one.effect)) if one.kind == "MIG layout" else one
-        for one in changes
-    ]
+    shown = []
+    for change in changes:
+        if change.kind == "MIG layout" and change.subject in effects:
+            shown.append(change._replace(effect=effects[change.subject]))
+        else:
+            shown.append(change)
+    return shown
 
 
 def without_refused(

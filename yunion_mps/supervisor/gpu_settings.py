@@ -61,6 +61,8 @@ class GpuSettings:
     `observe` and `carry_out` call the driver, so they are run on a thread once the event loop runs.
     """
 
+    label = "settings of GPUs"
+
     def __init__(
         self,
         gpus: Gpus,
@@ -151,11 +153,6 @@ class GpuSettings:
 
     # -- what is done about it
 
-    def reconcile(self, due: Due, nvml: Nvml | None) -> list[Change]:
-        """Do all that is due on this thread, as a start does; raises HostError if it cannot be recorded."""
-        decision = self.decide(due, self.observe(due, nvml))
-        return self.note(due, decision, self.carry_out(decision, nvml))
-
     def observe(self, due: Due, nvml: Nvml | None) -> Observed:
         """Return what the GPUs have now; run it on a thread."""
         return observe(due.looks, nvml)
@@ -176,16 +173,17 @@ class GpuSettings:
             self.pending = tuple(pending)
             self._changed()
 
-    def carry_out(self, decision: Decision, nvml: Nvml | None) -> Results:
+    def carry_out(self, steps: Decision, nvml: Nvml | None) -> Results:
         """Make the steps, unless a stop has begun; run it on a thread. Raises HostError."""
-        if decision.is_empty:
+        if steps.is_empty:
             return NOTHING_DONE
         originals, gpus = Originals(self._open_store()), self._gpus.inventory.gpus
-        return self.reconciler.carry_out(decision, nvml, originals, gpus)
+        return self.reconciler.carry_out(steps, nvml, originals, gpus)
 
-    def note(self, due: Due, decision: Decision, results: Results) -> list[Change]:
+    def note(self, due: Due, steps: Decision, results: Results, now_s: float) -> list[Change]:
         """Record what was done, and return it; raises HostError if an original could not be recorded."""
-        changes = self._note(due.looks, decision.pending.keys(), results)
+        del now_s
+        changes = self._note(due.looks, steps.pending.keys(), results)
         if results.not_recorded:
             raise results.not_recorded
         return changes

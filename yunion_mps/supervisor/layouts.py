@@ -3,57 +3,108 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from yunion_mps.core import reasons
+from yunion_mps.core.errors import DriverError
 from yunion_mps.core.mig import MigInstance, MigLayout
 from yunion_mps.core.models import Event, Gpu, Inventory, Plan
 from yunion_mps.core.reasons import LAYOUT_WAITS, NO_REASON, Reason
-from yunion_mps.core.waits import Users, wait_reason
-from yunion_mps.gpus.blockers import Blockers
-from yunion_mps.gpus.mig_forecast import Forecast, make_forecast
-from yunion_mps.gpus.mig_restore import restore_layouts
-from yunion_mps.gpus.mig_steps import (
+from yunion_mps.core.waits import AT_ONCE, Users, wait_reason
+from yunion_mps.gpus.mig_layout import (
     ITS_USERS,
     MODE_ON,
     NO_LOSSES,
     ConfirmedLosses,
-    LayoutResult,
-    LayoutTask,
+    LayoutLook,
+    LayoutStep,
     Losses,
-    bring_into_effect,
+    effect_of,
+    losses_of,
+)
+from yunion_mps.gpus.mig_restore import restore_layouts, withdrawn
+from yunion_mps.gpus.mig_steps import (
+    LayoutObservation,
+    LayoutResult,
+    carry_out_layouts,
+    decide_layouts,
+    observe_layouts,
 )
 from yunion_mps.gpus.originals import Originals
+from yunion_mps.gpus.reconciler import Gate
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.planning.mig import describe
-from yunion_mps.supervisor.changes import DesiredState
+from yunion_mps.supervisor.changes import Change, DesiredState
 from yunion_mps.supervisor.gpus import Gpus
 
 log = logging.getLogger(__name__)
 
 
+class LayoutsDue(NamedTuple):
+    """Layouts that may have to be brought into effect."""
+
+    looks: tuple[LayoutLook, ...]
+    #: Whether it is known what is leased; otherwise, nothing is removed.
+    are_leases_known: bool = True
+    #: Whether the layouts are due once more afterwards, because the leases will be known only then.
+    is_first: bool = False
+
+
+class LayoutSteps(NamedTuple):
+    """The steps to layouts, and by GPU UUID why the layouts of other GPUs cannot be decided."""
+
+    steps: tuple[LayoutStep, ...]
+    refused: Mapping[str, Reason]
+
+
+class LayoutForecast(NamedTuple):
+    """What `reload --now` would remove, by GPU UUID; and when layouts take effect, by GPU address."""
+
+    losses: Mapping[str, Losses] = {}
+    effects: Mapping[str, str] = {}
+
+
 class MigLayouts:
-    """Decides which layouts are due; the caller chooses the thread that brings them into effect."""
+    """Brings MIG layouts into effect by the same cycle as `GpuSettings`; the caller chooses the threads.
+
+    `observe` and `carry_out` call the driver, so they are run on a thread once the event loop runs.
+    """
+
+    label = "MIG layouts"
 
     def __init__(
         self,
         gpus: Gpus,
         desired: DesiredState,
-        emit: Callable[[Event], None],
         confirmed: ConfirmedLosses,
+        gate: Gate,
+        *,
+        emit: Callable[[Event], None],
+        originals: Callable[[], Originals],
+        scan: Callable[[Nvml], Inventory],
+        use: Callable[[Inventory, float], None],
+        changed: Callable[[], None],
     ) -> None:
+        """Tell `emit` of events, and call `changed` when the state has changed.
+
+        originals: returns the records of the state file; raises HostError
+        scan: scans the GPUs, on a thread; raises DriverError
+        use: is told the GPUs as they have been scanned, and the time
+        """
         self._gpus = gpus
         self._desired = desired
         self._emit = emit
+        self._originals = originals
+        self._scan = scan
+        self._use = use
+        self._changed = changed
+        self._confirmed = confirmed
+        self._gate = gate
         #: What was found after a layout had come into effect, by GPU UUID.
         self._settled: dict[str, _State] = {}
-        self._confirmed = confirmed
-        self._lock = threading.Lock()
-        self._ended = False
         #: Why layouts are not in effect, by GPU UUID, and which of these reasons were reported.
         self._reasons: dict[str, Reason] = {}
         self._reported: dict[str, Reason] = {}
@@ -104,89 +155,103 @@ class MigLayouts:
                 what, cause = "the pending layout was withdrawn", "the configuration was reloaded"
                 self._emit(Event("info", "mig", gpu.address, what, cause))
 
-    def due(
-        self, offered: frozenset[str], in_wrong_mode: Collection[str], *, are_leases_known: bool
-    ) -> tuple[LayoutTask, ...]:
-        """Return the layouts of GPUs that have changed since theirs came into effect.
+    # -- the cycle
+
+    def due(self, in_wrong_mode: Collection[str], *, is_start: bool = False) -> LayoutsDue | None:
+        """Return the layouts of GPUs that have changed since theirs came into effect; None if there are none.
 
         None is due on a lost GPU, nor on one that is not in MIG mode until its compute mode is as planned,
-        because the switch resets that mode.
+        because the switch resets that mode. A mode that was requested without a layout is cancelled.
 
-        offered: the GPUs and MIG devices (UUIDs) whose devices can be leased now
         in_wrong_mode: the GPUs (UUIDs) whose compute mode is not as planned
+        is_start: whether the leases of an earlier daemon are not known yet, if it has left any
         """
-        blockers = self._desired.blockers()
-        known = blockers if are_leases_known else None
+        ledger, plan = self._desired.ledger, self._desired.plan
+        are_leases_known = not (ledger.unknown or (is_start and ledger.leases))
         gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
-        tasks = []
-        for layout in self._desired.plan.layouts:
+        looks = []
+        for layout in plan.layouts:
             gpu = gpus.get(layout.gpu_uuid)
-            last = self._reasons.get(layout.gpu_uuid, NO_REASON)
             if gpu is None or gpu.reason:
                 continue
             if layout.gpu_uuid in in_wrong_mode and not gpu.mig_enabled:
                 if layout.enabled:
-                    is_offered = are_leases_known and layout.gpu_uuid in offered
-                    unknown = ITS_USERS if is_offered else ""
-                    self._note_wait_for_mode(gpu, blockers.of_gpu(layout.gpu_uuid) or unknown)
+                    self._note_wait_for_mode(gpu, are_leases_known=are_leases_known)
                 continue
             state = _State.of(layout, gpu)
             settled = self._settled.get(layout.gpu_uuid)
             if settled != state:
                 self._note_external_change(settled, state, gpu)
                 confirmed = self._confirmed.by_layout.get(layout, NO_LOSSES)
-                tasks.append(LayoutTask(layout, gpu, known, offered, confirmed, last))
-        return tuple(tasks)
+                looks.append(LayoutLook(layout, gpu, confirmed, self._last(layout)))
+        looks += withdrawn(plan.layouts, self._gpus.inventory.gpus, self._originals)
+        return (
+            LayoutsDue(tuple(looks), are_leases_known, is_start and not are_leases_known) if looks else None
+        )
 
-    def _note_wait_for_mode(self, gpu: Gpu, users: Users | str) -> None:
-        """Note what its compute mode waits for: `users`; if there are none, it is about to be set."""
+    def _last(self, layout: MigLayout) -> Reason:
+        return self._reasons.get(layout.gpu_uuid, NO_REASON)
+
+    def _note_wait_for_mode(self, gpu: Gpu, *, are_leases_known: bool) -> None:
+        """Note what the compute mode of a GPU waits for; without any users, it is about to be set."""
+        uuid = str(gpu.uuid)
+        users: Users | str = self._desired.blockers().of_gpu(uuid)
+        if not users and are_leases_known and uuid in self._desired.in_effect().offered:
+            users = ITS_USERS
         if users:
             why = wait_reason(MODE_ON, users, reasons.MIG_IN_USE)
             self._report(gpu, why)
         else:
             why = Reason(f"{MODE_ON} waits until the compute mode is set", reasons.MIG_PENDING)
-        self._reasons[str(gpu.uuid)] = why
+        if self._reasons.get(uuid) != why:
+            self._reasons[uuid] = why
+            self._changed()
 
-    def apply(self, tasks: Iterable[LayoutTask], nvml: Nvml, originals: Originals) -> LayoutResult:
-        """Do the tasks until a stop begins; run it on a thread, because it calls the driver."""
-        with self._lock:
-            return bring_into_effect(tasks, Mig(nvml), originals, lambda: self._ended)
+    def observe(self, due: LayoutsDue, nvml: Nvml | None) -> LayoutObservation:
+        """Return what the GPUs have now; run it on a thread. Raises HostError."""
+        if nvml is None:
+            return LayoutObservation()
+        return observe_layouts(due.looks, Mig(nvml), self._originals())
 
-    def end(self) -> None:
-        """Make no more changes except to restore layouts: a stop has begun."""
-        self._ended = True
+    def decide(self, due: LayoutsDue, observed: LayoutObservation) -> LayoutSteps:
+        """Return the steps; what can be leased while they are made counts as leased."""
+        blockers = self._desired.blockers() if due.are_leases_known else None
+        steps = decide_layouts(due.looks, observed, blockers, self._desired.in_effect().offered)
+        return LayoutSteps(tuple(steps), observed.refused)
 
-    def restore(self, nvml: Nvml | None, originals: Originals, left: Collection[str], ledger: Ledger) -> None:
-        """Restore the layouts whose entries say so, except of GPUs that are leased or have processes.
+    def carry_out(self, steps: LayoutSteps, nvml: Nvml | None) -> LayoutResult:
+        """Make the steps until a stop begins, and scan the GPUs; run it on a thread. Raises HostError."""
+        if nvml is None:
+            return LayoutResult({}, {})
+        with self._gate.lock:
+            mig, originals = Mig(nvml), self._originals()
+            result = carry_out_layouts(
+                steps.steps, steps.refused, mig, originals, lambda: self._gate.has_ended
+            )
+        try:
+            return result._replace(inventory=self._scan(nvml))
+        except DriverError:  # which the next poll reports
+            return result
 
-        left: the GPUs and instances (UUIDs) of MPS processes that are left running
-        """
-        with self._lock:  # wait for work that is under way
-            layouts, gpus = self._desired.plan.layouts, self._gpus.inventory.gpus
-            result = restore_layouts(layouts, gpus, nvml, originals, left, ledger, keeps_requests=True)
-            self.note(result, cause="the original layout was restored")
-
-    def forecast(
-        self, plan: Plan, inventory: Inventory, blockers: Blockers, nvml: Nvml, originals: Originals
-    ) -> Forecast:
-        """Return what a reload to this plan would do; raises DriverError.
-
-        Run it on a thread, because it calls the driver.
-        """
-        gpus = {gpu.uuid: gpu for gpu in inventory.gpus if not gpu.reason}
-        layouts = (layout for layout in plan.layouts if layout.gpu_uuid in gpus)
-        tasks = [LayoutTask(one, gpus[one.gpu_uuid], blockers, plan.offered) for one in layouts]
-        return make_forecast(tasks, Mig(nvml), originals)
-
-    def note(
-        self, result: LayoutResult, *, is_final: bool = True, cause: str = "the configuration requires it"
-    ) -> None:
-        """Record what was changed, and why layouts are not in effect; the caller applies the inventory.
+    def note(self, due: LayoutsDue, steps: LayoutSteps, results: LayoutResult, now_s: float) -> list[Change]:
+        """Record what was changed, and why layouts are not in effect; return the changes.
 
         What another program changed before the GPUs were scanned makes a layout due again.
-
-        If it is not final, because the leases were unknown, the layouts are due once more.
         """
+        del steps
+        self._note(results, is_final=not due.is_first)
+        self._changed()
+        if results.inventory:
+            self._use(results.inventory, now_s)
+        addresses = {gpu.uuid: gpu.address for gpu in self._gpus.inventory.gpus}
+        changes = []
+        for uuid, what in results.changes.items():
+            changes.append(Change("MIG layout", addresses.get(uuid, uuid), "", what, AT_ONCE))
+        return changes
+
+    def _note(
+        self, result: LayoutResult, *, is_final: bool = True, cause: str = "the configuration requires it"
+    ) -> None:
         gpus = {gpu.uuid: gpu for gpu in (result.inventory or self._gpus.inventory).gpus}
         configured = {layout.gpu_uuid for layout in self._desired.plan.layouts}
         for uuid, what in result.changes.items():
@@ -206,6 +271,43 @@ class MigLayouts:
         waiting = self._confirmed.by_layout.items()
         kept = {one: losses for one, losses in waiting if one.gpu_uuid in self._reasons}
         self._confirmed.replace(kept)
+
+    # -- at a stop, and before a reload
+
+    def restore(self, nvml: Nvml | None, originals: Originals, left: Collection[str], ledger: Ledger) -> None:
+        """Restore the layouts whose entries say so, except of GPUs that are leased or have processes.
+
+        left: the GPUs and instances (UUIDs) of MPS processes that are left running
+        """
+        layouts, gpus = self._desired.plan.layouts, self._gpus.inventory.gpus
+        with self._gate.lock:  # wait for work that is under way
+            result = restore_layouts(layouts, gpus, nvml, originals, left, ledger, keeps_requests=True)
+        self._note(result, cause="the original layout was restored")
+
+    def looks_for(self, plan: Plan, inventory: Inventory) -> LayoutsDue:
+        """Return the layouts of a plan, for `forecast`, whether or not they are in effect."""
+        gpus = {gpu.uuid: gpu for gpu in inventory.gpus if not gpu.reason}
+        looks = []
+        for layout in plan.layouts:
+            if layout.gpu_uuid in gpus:
+                looks.append(LayoutLook(layout, gpus[layout.gpu_uuid], last=self._last(layout)))
+        return LayoutsDue(tuple(looks))
+
+    def forecast(self, plan: Plan, due: LayoutsDue, observed: LayoutObservation) -> LayoutForecast:
+        """Return what a reload to this plan would do, as `decide` says; nothing is carried out."""
+        blockers = self._desired.blockers()
+        steps = decide_layouts(due.looks, observed, blockers, plan.offered)
+        losses: dict[str, Losses] = {}
+        effects: dict[str, str] = {}
+        for step in steps:
+            losses[step.look.uuid] = losses_of(step.look, step.found, blockers, plan.offered)
+            effects[step.look.gpu.address] = step.effect
+        for look in due.looks:
+            if look.uuid in observed.refused:
+                effects[look.gpu.address] = effect_of(observed.refused[look.uuid])
+        return LayoutForecast(losses, effects)
+
+    # -- what is told
 
     def _report(self, gpu: Gpu, why: Reason) -> None:
         """Report that the layout is pending, or finally in effect; waiting for jobs is not a problem."""

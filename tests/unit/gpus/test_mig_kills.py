@@ -12,7 +12,7 @@ from yunion_mps.core.errors import HostError
 from yunion_mps.core.mig import DISABLED
 from yunion_mps.core.paths import Paths
 from yunion_mps.gpus.mig_record import MigIntent, MigRecord
-from yunion_mps.gpus.mig_steps import LayoutTask, bring_into_effect
+from yunion_mps.gpus.mig_steps import bring_into_effect
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
@@ -52,7 +52,7 @@ def killed_at(host: MigHost, step: int, *names: str) -> bool:
             with Nvml() as nvml:
                 mig: Any = _Kill(Mig(nvml), counter, step)
                 killing: Any = _Kill(originals, counter, step)
-                bring_into_effect([LayoutTask(host.layout(*names), host.gpu, NOTHING_BUSY)], mig, killing)
+                bring_into_effect([host.look(*names)], mig, killing, NOTHING_BUSY)
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
@@ -139,13 +139,13 @@ def test_an_instance_is_ours_although_only_its_intent_could_be_recorded(mig_host
     """The disk is full as soon as the driver has created it."""
     host = mig_host()
     full = _FullDisk(host.originals)
-    task = LayoutTask(host.layout("3g.40gb"), host.gpu, NOTHING_BUSY)
+    look = host.look("3g.40gb")
     layout_writes = []
     for writes in range(1, 10):
         host.sim.gpus[0].mig = False
         host.originals.forget_layout(str(host.gpu.uuid))
         full.writes_left = writes
-        result = bring_into_effect([task._replace(gpu=host.gpu)], host.mig, cast(Originals, full))
+        result = bring_into_effect([look], host.mig, cast(Originals, full), NOTHING_BUSY)
         why = result.reasons[str(host.gpu.uuid)]
         layout_writes.append(why.code)
         assert host.apply("3g.40gb") == "", writes

@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 from yunion_mps.core import reasons
 from yunion_mps.core.mig import DISABLED, MigInstance
-from yunion_mps.gpus.mig_steps import LayoutTask, Losses
+from yunion_mps.gpus.mig_layout import Losses
 
-from unit.mig_host import NOTHING_BUSY, MakeMigHost, MigHost
+from unit.mig_host import MakeMigHost, MigHost
 
 # -- what is applied
 
 
 def test_a_layout_is_applied_mode_first(mig_host: MakeMigHost) -> None:
     host = mig_host()
-    task = LayoutTask(host.layout("all-balanced"), host.gpu, NOTHING_BUSY)
-    result = host.result(task)
+    result = host.result(host.look("all-balanced"))
     assert result.reasons == {host.gpu.uuid: ""}
     assert result.changes[str(host.gpu.uuid)].startswith("switched MIG mode on, created g")
     assert host.has == "2 x 1g.10gb + 1 x 2g.20gb + 1 x 3g.40gb"
@@ -192,10 +191,10 @@ def test_what_now_would_take_away_is_what_it_takes(
     host.sim.create_mig_devices(0, "1g.10gb")
     before = host.gpu.mig_instances
     busy = host.leased(before[0].uuid)
-    task = LayoutTask(host.layout(*names), host.gpu, busy)
+    look = host.look(*names)
     if has_process:
         host.process(before[1].id)
-    losses = host.losses(task)
+    losses = host.losses(look, busy)
     assert host.gpu.mig_instances == before
     if has_process:  # what is listed is what goes once it has ended
         host.sim.gpus[0].remove_process(4321)
@@ -209,14 +208,17 @@ def test_a_confirmation_does_not_cover_what_was_not_listed(mig_host: MakeMigHost
     host = mig_host()
     host.apply("3g.40gb", "1g.10gb")
     first, second = host.gpu.mig_instances
-    task = LayoutTask(host.layout("all-7g.80gb"), host.gpu, host.leased(first.uuid))
-    losses = host.losses(task)
+    look = host.look("all-7g.80gb")
+    losses = host.losses(look, host.leased(first.uuid))
     assert losses.uuids == {first.uuid, second.uuid}
-    late = task._replace(blockers=host.leased(second.uuid), confirmed=Losses(frozenset({first.uuid})))
-    assert host.result(late).reasons[str(host.gpu.uuid)].code == reasons.MIG_IN_USE
+    late = look._replace(confirmed=Losses(frozenset({first.uuid})))
+    assert host.result(late, host.leased(second.uuid)).reasons[str(host.gpu.uuid)].code == reasons.MIG_IN_USE
     host.sim.create_mig_devices(0, "1g.10gb")
-    late = task._replace(confirmed=losses)
-    assert host.result(late).reasons[str(host.gpu.uuid)].code == reasons.MIG_FOREIGN_INSTANCE
+    late = look._replace(confirmed=losses)
+    assert (
+        host.result(late, host.leased(first.uuid)).reasons[str(host.gpu.uuid)].code
+        == reasons.MIG_FOREIGN_INSTANCE
+    )
     assert {first.uuid, second.uuid} < {one.uuid for one in host.gpu.mig_instances}
 
 
@@ -313,7 +315,7 @@ def test_an_instance_without_compute_instance_is_left_to_its_program(mig_host: M
     assert host.gpu.mig_instances == (other,)
     assert host.apply("3g.40gb") == "", "beside it"
     assert other in host.gpu.mig_instances
-    losses = host.losses(LayoutTask(host.layout("4g.40gb"), host.gpu, NOTHING_BUSY))
+    losses = host.losses(host.look("4g.40gb"))
     assert losses.others == (other,)
     assert host.apply("4g.40gb", force=True) == ""
     assert host.has == "1 x 4g.40gb"

@@ -254,7 +254,7 @@ def test_a_stop_waits_for_steps_that_are_still_made(fans: Fans) -> None:
     setting = threading.Thread(target=lambda: fans.apply(a="high"))
     setting.start()
     begun.wait(60)
-    fans.reconciler.end()
+    fans.reconciler.gate.end()
     blockers = Blockers.of(Ledger(), gpus=BOTH)
     stop = threading.Thread(target=lambda: fans.reconciler.restore(fans.originals, BOTH, NVML, blockers))
     stop.start()
@@ -269,7 +269,7 @@ def test_a_stop_restores_all_but_what_is_kept_or_not_there(fans: Fans) -> None:
     fans.apply(a="high", b="high")
     other = Reason("the GPU is bound to the driver vfio-pci", GPU_OTHER_DRIVER)
     gpus = (ONE, TWO._replace(reason=other))
-    fans.reconciler.end()
+    fans.reconciler.gate.end()
     restoration = fans.reconciler.restore(fans.originals, gpus, NVML, Blockers.of(Ledger(), gpus=gpus))
     assert fans.kind.speeds == {"GPU-1": "low", "GPU-2": "high"}
     assert restoration.results.not_restored()["fan speed"]["GPU-2"].code == GPU_OTHER_DRIVER
@@ -277,7 +277,7 @@ def test_a_stop_restores_all_but_what_is_kept_or_not_there(fans: Fans) -> None:
 
 
 def test_no_step_is_made_after_a_stop_has_begun(fans: Fans) -> None:
-    fans.reconciler.end()
+    fans.reconciler.gate.end()
     assert fans.apply(a="high").has_ended
     assert fans.kind.speeds["GPU-1"] == "low"
 

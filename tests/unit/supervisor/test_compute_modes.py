@@ -128,9 +128,9 @@ def test_a_mode_that_is_not_supported_is_tried_once_and_restored_by_nobody(
     host.fail("nvmlDeviceSetComputeMode", "not_supported", gpu=0)
     made = supervise(host).start()
     made.rescan()
-    assert made.supervisor.settings_due() is None
+    assert made.supervisor.reconciliation.settings_due() is None
     assert [change.kind for change in made.reload()] == []
-    assert made.supervisor.settings_due() is None
+    assert made.supervisor.reconciliation.settings_due() is None
     assert made.available == 8
     assert caplog.text.count("cannot be set") == 1
     made.stop()
@@ -203,7 +203,7 @@ def test_the_mode_of_a_gpu_that_is_not_there_waits(begin: Begin, caplog: pytest.
     made.rescan()
     made.reload()
     made.rescan()
-    assert made.supervisor.settings_due() is None
+    assert made.supervisor.reconciliation.settings_due() is None
     assert "cannot be restored" not in caplog.text
 
 
@@ -250,12 +250,12 @@ def test_no_mode_is_set_after_a_stop_has_begun(begin: Begin) -> None:
     host.gpus[0].compute_mode = "default"
     made.rescan()
     settings, nvml = made.supervisor.settings, made.supervisor.nvml
-    due = made.supervisor.settings_due()
+    due = made.supervisor.reconciliation.settings_due()
     assert due
     decision = settings.decide(due, settings.observe(due, nvml))
     assert [step.target for step in decision.steps.values()] == ["Exclusive_Process"]
     made.stop()
     results = settings.carry_out(decision, nvml)
     assert results.has_ended
-    assert settings.note(due, decision, results) == []
+    assert settings.note(due, decision, results, 0.0) == []
     assert modes(host) == ["default"]

@@ -253,7 +253,7 @@ def test_an_original_mode_is_restored_once_it_is_back_and_not_before(
     host.gpus[1].lose()
     made = first.start_next()
     made.rescan()
-    assert made.supervisor.settings_due() is None
+    assert made.supervisor.reconciliation.settings_due() is None
     assert "cannot be restored" not in caplog.text
     made.stop()
     host.gpus[1].restore()

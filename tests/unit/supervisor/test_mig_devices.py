@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 
 import pytest
@@ -40,11 +39,7 @@ def apply_layouts(made: Supervised, leased: set[str] | None = None, *, now: bool
     made.rescan()
     if now is not None:
         made.supervisor.layouts.confirm(made.losses() if now else {})
-    made.reconcile()
-    tasks = made.supervisor.layout_tasks()
-    if tasks:
-        made.supervisor.note_layouts(made.supervisor.apply_layouts(tasks), time.monotonic())
-        made.reconcile()
+    made.bring_about()
     made.until(lambda: made.supervisor.fleet.started)
 
 
@@ -261,8 +256,7 @@ def test_what_can_be_leased_meanwhile_is_never_destroyed(begun: Begun) -> None:
     (offered,) = devices(made)
     leased = by_start[5].uuid  # a 3g.40gb fits beside it, in the place of what is offered
     made.hold(leases_on(leased))
-    (task,) = made.supervisor.layout_tasks()
-    made.supervisor.apply_layouts([task])
+    made.bring_about()
     assert {offered.gpu_uuid, leased} <= {one.uuid for one in host.gpus[0].mig_devices()}
     apply_layouts(made, {offered.gpu_uuid})
     assert sorted(one.profile for one in host.gpus[0].mig_devices()) == ["1g.10gb", "3g.40gb"]

@@ -9,8 +9,10 @@ from yunion_mps.core import reasons
 from yunion_mps.core.errors import DriverError
 from yunion_mps.core.mig import DISABLED
 from yunion_mps.core.reasons import Reason
-from yunion_mps.gpus.mig_steps import LayoutTask, bring_into_effect
+from yunion_mps.gpus.mig_layout import LayoutLook
+from yunion_mps.gpus.mig_steps import carry_out_layouts, decide_layouts, observe_layouts
 from yunion_mps.inventory.driver import Deadline
+from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
 
@@ -31,26 +33,26 @@ def answers(host: MigHost) -> bool:
         return False
 
 
-def hung(host: MigHost, call: str, *names: str) -> tuple[LayoutTask, Reason]:
+def hung(host: MigHost, call: str, *names: str) -> tuple[LayoutLook, Reason]:
     """Apply a layout while this call hangs, and let the call go on after it was given up."""
-    task = LayoutTask(host.layout(*names), host.gpu, NOTHING_BUSY)
+    look = host.look(*names)
     host.mig.deadline = host.nvml.deadline = Deadline(DEADLINE_S)
     host.sim.fail(call, "success", delay_ms=3_600_000)
-    why = host.result(task).reasons[task.layout.gpu_uuid]
+    why = host.result(look).reasons[look.uuid]
     host.sim.clear()
     eventually(lambda: answers(host), "the driver's answer")
-    return task, why
+    return look, why
 
 
 def test_an_instance_is_not_destroyed_after_its_call_was_given_up(mig_host: MakeMigHost) -> None:
     host = mig_host()
     host.apply("all-3g.40gb")
-    task, why = hung(host, "nvmlComputeInstanceDestroy", "all-1g.10gb")
+    look, why = hung(host, "nvmlComputeInstanceDestroy", "all-1g.10gb")
     assert why.code == reasons.DRIVER_HUNG
     assert host.has.endswith("3g.40gb"), "the first has lost its compute instance only"
     assert host.gpu.mig_instances[0].compute_instances == 0
     assert len(host.ours) == 2
-    assert host.result(task._replace(last=why)).reasons == {host.gpu.uuid: ""}
+    assert host.result(look._replace(last=why)).reasons == {host.gpu.uuid: ""}
     assert host.has == "7 x 1g.10gb"
 
 
@@ -58,19 +60,19 @@ def test_what_a_call_destroys_after_it_was_given_up_is_reported(mig_host: MakeMi
     host = mig_host()
     host.apply("all-3g.40gb")
     first = host.gpu.mig_instances[0].id
-    task, why = hung(host, "nvmlGpuInstanceDestroy", "all-1g.10gb")
+    look, why = hung(host, "nvmlGpuInstanceDestroy", "all-1g.10gb")
     assert host.has == "1 x 3g.40gb"
-    result = host.result(task._replace(last=why))
+    result = host.result(look._replace(last=why))
     assert f"destroyed g{first} (3g.40gb) by a call that hung" in result.changes[str(host.gpu.uuid)]
     assert host.has == "7 x 1g.10gb"
 
 
 def test_an_instance_that_a_call_creates_late_is_ours(mig_host: MakeMigHost) -> None:
     host = mig_host()
-    task, why = hung(host, "nvmlDeviceCreateGpuInstanceWithPlacement", "all-7g.80gb")
+    look, why = hung(host, "nvmlDeviceCreateGpuInstanceWithPlacement", "all-7g.80gb")
     assert (why.code, host.has) == (reasons.DRIVER_HUNG, "1 x 7g.80gb")
     assert host.gpu.mig_instances[0].compute_instances == 0
-    result = host.result(task._replace(last=why))
+    result = host.result(look._replace(last=why))
     assert result.reasons == {host.gpu.uuid: ""}
     assert "created g0 (7g.80gb) by a step that was interrupted" in result.changes[str(host.gpu.uuid)]
     assert host.ours == [0]
@@ -89,8 +91,9 @@ def test_an_instance_created_late_goes_when_mig_mode_is_switched_off(mig_host: M
 def test_a_layout_makes_no_step_once_a_stop_has_begun(mig_host: MakeMigHost) -> None:
     host = mig_host()
     host.apply("3g.40gb")
-    task = LayoutTask(host.layout("all-1g.10gb"), host.gpu, NOTHING_BUSY)
-    result = bring_into_effect([task], host.mig, host.originals, lambda: True)
+    looks = [host.look("all-1g.10gb")]
+    steps = decide_layouts(looks, observe_layouts(looks, host.mig, host.originals), NOTHING_BUSY)
+    result = carry_out_layouts(steps, {}, host.mig, host.originals, lambda: True)
     assert result.reasons[str(host.gpu.uuid)].code == reasons.BUSY
     assert host.has == "1 x 3g.40gb"
 
@@ -103,13 +106,16 @@ def test_a_layout_that_hung_is_noted_although_the_scan_fails_too(begun: Begun) -
     made.reload()
     made.rescan()
     made.reconcile()
-    tasks = made.supervisor.layout_tasks()
-    assert made.supervisor.nvml
-    made.supervisor.nvml.deadline = Deadline(DEADLINE_S)
+    layouts, nvml = made.supervisor.layouts, made.supervisor.nvml
+    due = made.supervisor.reconciliation.layouts_due()
+    assert due
+    assert nvml
+    steps = layouts.decide(due, layouts.observe(due, nvml))
+    nvml.deadline = Deadline(DEADLINE_S)
     host.fail("nvmlDeviceSetMigMode", "success", delay_ms=3_600_000)
-    result = made.supervisor.apply_layouts(tasks)
+    result = layouts.carry_out(steps, nvml)
     assert result.inventory is None
-    made.supervisor.note_layouts(result, time.monotonic())
+    layouts.note(due, steps, result, time.monotonic())
     assert waits(made).code == reasons.DRIVER_HUNG
     host.clear()
     eventually(lambda: host.gpus[0].mig, "the call that hung")
@@ -120,18 +126,20 @@ def test_a_change_between_applying_and_the_scan_is_noticed(begun: Begun, change:
     host, made = begun("type: NVIDIA_MPS; mig: [3g.40gb, 1g.10gb]")
     host.reboot()
     made.rescan()
-    tasks = made.supervisor.layout_tasks()
-    nvml, gpu = made.supervisor.nvml, host.gpus[0]
+    layouts, nvml, gpu = made.supervisor.layouts, made.supervisor.nvml, host.gpus[0]
+    due = made.supervisor.reconciliation.layouts_due()
+    assert due
     assert isinstance(nvml, Nvml)
-    result = made.supervisor.layouts.apply(tasks, nvml, made.supervisor.originals())
+    steps = layouts.decide(due, layouts.observe(due, nvml))
+    result = carry_out_layouts(steps.steps, {}, Mig(nvml), made.supervisor.originals())
     big = next(one for one in gpu.mig_devices() if one.profile == "3g.40gb")
     if change != "created":
         gpu.end_instances(big.gpu_instance)
     if change != "destroyed":
         host.create_mig_devices(0, "3g.40gb" if change == "made again" else "1g.10gb")
     scanned = Scanner(made.paths).scan(nvml)
-    made.supervisor.note_layouts(result._replace(inventory=scanned), time.monotonic())
-    assert made.supervisor.layout_tasks(), "it is compared again"
+    layouts.note(due, steps, result._replace(inventory=scanned), time.monotonic())
+    assert made.supervisor.reconciliation.layouts_due(), "it is compared again"
     apply_layouts(made)
     assert sorted(one.profile for one in gpu.mig_devices())[-1] == "3g.40gb"
     assert made.available == 2

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 from yunion_mps.core import reasons
-from yunion_mps.gpus.mig_forecast import Forecast, make_forecast
 from yunion_mps.gpus.mig_restore import restore_layouts, withdrawn
-from yunion_mps.gpus.mig_steps import LayoutTask
+from yunion_mps.gpus.mig_steps import observe_layouts
 from yunion_mps.host.store import MIG
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.service.offline import restore as restore_offline
 from yunion_mps.supervisor.event_log import RECORDS_LOST
 
-from unit.mig_host import NOTHING_BUSY, MakeMigHost, MigHost
+from unit.mig_host import MakeMigHost, MigHost
 from unit.supervised import Supervised
 from unit.supervisor.test_mig_devices import Begun, apply_layouts, begun
 
@@ -65,12 +64,12 @@ def test_a_layout_is_not_restored_and_says_so_if_its_record_is_damaged(
 def test_nothing_is_forecast_or_withdrawn_by_a_damaged_record(mig_host: MakeMigHost) -> None:
     host = mig_host([{"kind": "a100"}])
     assert host.apply("3g.20gb").code == reasons.MIG_RESET_REQUIRED
-    task = LayoutTask(host.layout("3g.20gb"), host.gpu, NOTHING_BUSY)
+    look = host.look("3g.20gb")
     assert withdrawn([], [host.gpu], lambda: host.originals)
-    assert make_forecast([task], host.mig, host.originals).effects
+    assert observe_layouts([look], host.mig, host.originals).found
     damage(host)
     assert withdrawn([], [host.gpu], lambda: host.originals) == ()
-    assert make_forecast([task], host.mig, host.originals) == Forecast()
+    assert observe_layouts([look], host.mig, host.originals).found == {}
 
 
 def spoil(made: Supervised, text: str = "{}") -> None:

@@ -10,7 +10,6 @@ import pytest
 from yunion_mps.core.enums import FREE, LEASED, PENDING
 from yunion_mps.core.models import Holder, Lease
 from yunion_mps.core.reasons import MIG_IN_USE, MIG_PENDING
-from yunion_mps.gpus.blockers import Blockers
 from yunion_mps.leases.request import LeaseRequest, candidates_of
 from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.views.devices import devices_json, unusable_reasons
@@ -169,9 +168,9 @@ def test_a_plan_lists_no_losses_of_a_gpu_that_was_just_lost(begin: Begun) -> Non
     configured(work.host, MIG, MIG)
     preflight = run_preflight(work.made.paths, supervisor.nvml)
     plan, _ = supervisor.desired.plan_for(preflight)
-    assert supervisor.nvml
-    store = supervisor.originals()
-    losses = supervisor.layouts.forecast(plan, preflight.inventory, Blockers(), supervisor.nvml, store).losses
+    due = supervisor.layouts.looks_for(plan, preflight.inventory)
+    observed = supervisor.layouts.observe(due, supervisor.nvml)
+    losses = supervisor.layouts.forecast(plan, due, observed).losses
     assert plan.layouts[1].gpu_uuid == work.host.gpus[1].uuid
     assert losses.keys() == {work.host.gpus[0].uuid}
 
@@ -253,8 +252,9 @@ def test_a_layout_names_no_leases_where_there_are_none(begin: Begun) -> None:
     work = begin(MIG)
     configured(work.host, SMALLER)
     work.made.accept()
-    tasks = work.made.supervisor.layout_tasks(are_leases_known=False)
-    (why,) = work.made.supervisor.apply_layouts(tasks).reasons.values()
+    work.ledger.set_unreadable({"a": ()})
+    work.apply()
+    why = waits(work.made)
     assert (why, why.code) == ("its MIG layout waits until the leases are known", MIG_PENDING)
 
 

@@ -145,7 +145,7 @@ def test_the_time_slice_of_a_missing_gpu_is_not_tried_at_each_poll(
     host.divide(2)
     made.reload()
     made.rescan()
-    assert made.supervisor.settings_due() is None
+    assert made.supervisor.reconciliation.settings_due() is None
     assert "nvidia-smi" not in caplog.text
 
 
@@ -155,8 +155,7 @@ def test_a_stop_says_why_the_layout_of_a_missing_gpu_is_not_restored(
     host, made = begin([{"kind": "h100"}, {"kind": "v100"}])
     host.divide("mig: all-1g.10gb; mig_restore: true", 2)
     made.reload()
-    result = made.supervisor.apply_layouts(made.supervisor.layout_tasks())
-    made.supervisor.note_layouts(result, 0.0)
+    made.bring_about()
     assert host.gpus[0].mig
     host.gpus[0].bind("vfio-pci")
     made.stop()

@@ -146,7 +146,7 @@ def test_a_gpu_that_is_lost_in_the_middle_of_a_poll_keeps_its_place(begin: Begin
     host.fail(call, "gpu_is_lost", gpu=1)
     made.rescan()
     assert made.available == 4
-    assert made.supervisor.settings_due() is None
+    assert made.supervisor.reconciliation.settings_due() is None
     host.clear()
     made.rescan()
     assert made.available == 8

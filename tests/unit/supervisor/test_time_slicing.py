@@ -127,15 +127,11 @@ def test_a_leased_gpu_keeps_its_way_of_sharing_until_the_lease_ends(
     assert not made.supervisor.is_urgent
 
 
-@pytest.mark.parametrize("after", ["4", "4\n  mig: all-balanced"])
-def test_a_plan_names_the_lease_that_a_change_waits_for(begin: Begin, after: str) -> None:
+def test_a_plan_names_the_lease_that_a_change_waits_for(begin: Begin) -> None:
     host, made = begin([{"kind": "h100"}] * 2, 4, SHARED, cuda_mps_pipe_directory="/run/mps")
     lease(made)
-    host.divide(4, f"virtual_number: {after}")
+    host.divide(4, 4)
     effects = {(change.kind, change.subject): change.effect for change in made.accept()}
-    if "mig" in after:
-        assert effects["MIG layout", "00:07.0"].endswith("the layout removes")
-        return
     assert {effect for (_, subject), effect in effects.items() if subject in ("00:07.0", "host")} == {
         "once lease job of root has ended"
     }
@@ -246,7 +242,7 @@ def test_a_time_slice_is_set_read_back_and_restored(begin: Begin) -> None:
     assert slices(host) == ["short", "long"]
     events = [event.what for event in made.events if event.kind == "gpu"]
     assert events == ["time slice short", "time slice long"]
-    assert made.supervisor.settings_due() is None
+    assert made.supervisor.reconciliation.settings_due() is None
     made.stop()
     assert slices(host) == ["default", "default"]
 
@@ -361,7 +357,7 @@ def test_a_refused_time_slice_is_a_warning_and_the_devices_serve(
     what = "GPU 00:06.0 (Tesla M60): the time slice short cannot be set: nvidia-smi: Not Supported"
     assert warning.text == f"{what}; its devices have the one that it had before"
     assert made.snapshot.plan.time_slices == {}
-    assert made.supervisor.settings_due() is None, "it is tried again by a reload only"
+    assert made.supervisor.reconciliation.settings_due() is None, "it is tried again by a reload only"
     host.divide(SHARED)
     made.reload()
     assert made.warnings == []
