@@ -11,24 +11,25 @@ from collections.abc import Collection
 from yunion_mps.config import load
 from yunion_mps.core.enums import STOPPED
 from yunion_mps.core.errors import DriverError, HostError, YunionError
+from yunion_mps.core.mig import MigLayout
 from yunion_mps.core.models import DomainPlan, Event, Gpu, PlannedGpu
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import GPU_GONE, GPU_LOST, GPU_OTHER_DRIVER, MIG_ENABLED
 from yunion_mps.gpus.absent import gpu_label, report_absent
-from yunion_mps.gpus.blockers import Blockers, gpus_of
+from yunion_mps.gpus.blockers import gpus_of
 from yunion_mps.gpus.compute_mode import COMPUTE_MODE
 from yunion_mps.gpus.kind import Kind
-from yunion_mps.gpus.mig_restore import how_to_restore, restore_layouts, withdrawn
+from yunion_mps.gpus.mig_restore import how_to_restore, withdrawn
 from yunion_mps.gpus.mig_steps import bring_into_effect
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.gpus.reconciler import Reconciler, Restoration, Results, recorded
+from yunion_mps.gpus.restoration import restore_originals
 from yunion_mps.host.proc import environment_of, program_of
 from yunion_mps.host.processes import Watchable, drive, earliest
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, load_served, with_served
-from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import recorded_ledger
 from yunion_mps.mps.control_daemon import create_adoption_order
 from yunion_mps.mps.conversation import peer_of
@@ -108,10 +109,23 @@ def _restore(paths: Paths, store: Store) -> int:
     ledger = recorded_ledger(store)
     processes = left_running(store, leased=ledger.ways_kept().keys())
     gpus = _known_gpus(paths)
-    layouts_restored = _restore_layouts(paths, store, gpus_of(processes), ledger)
     originals, reconciler = Originals(store), Reconciler()
-    blockers = Blockers.of(ledger, gpus=gpus, left=gpus_of(processes))
-    restoration = reconciler.restore(originals, gpus, None, blockers)
+    layouts = _Layouts(paths, originals)
+    try:
+        restored = restore_originals(
+            reconciler,
+            originals,
+            gpus,
+            layouts.nvml,
+            layouts=layouts.configured,
+            ledger=ledger,
+            left=gpus_of(processes),
+            keeps_requests=False,
+        )
+        are_layouts_restored = layouts.finish(gpus)
+    finally:
+        layouts.close()
+    restoration = restored.settings
     for process in processes:
         log.error(
             "%s is still running in %s; end it: kill -9 %d", process, process.pipe_directory, process.pid
@@ -131,7 +145,7 @@ def _restore(paths: Paths, store: Store) -> int:
             "damaged and had no copies; check them: nvidia-smi -q -d COMPUTE; nvidia-smi mig -lgi"
         )
         return 1
-    if processes or is_left or not layouts_restored:
+    if processes or is_left or not are_layouts_restored:
         return 1
     if impossible:
         log.info("everything else is restored, and no control daemon is running")
@@ -175,48 +189,80 @@ def _known_gpus(paths: Paths) -> tuple[Gpu, ...]:
     return with_served(inventory, load_served(paths).gpus).gpus
 
 
-def _restore_layouts(paths: Paths, store: Store, left: Collection[str], ledger: Ledger) -> bool:
-    """Restore the MIG layouts whose entries have `mig_restore`; return whether nothing is left to restore.
+class _Layouts:
+    """The MIG layouts of the configuration, of which those with `mig_restore` are restored.
 
-    Instances that a lease, or a control daemon left running (`left`, UUIDs), uses stay. If the files cannot
-    be read completely, what cannot be decided is reported.
+    If the files cannot be read completely, what cannot be decided is reported.
     """
-    if not Originals(store).changed_layouts():
-        return True
-    try:
-        preflight = run_preflight(paths, even_if_disabled=True)
-    except YunionError as error:
-        log.error("MIG layouts are not restored: %s; %s", error.message, error.hint)
-        return False
-    gpus, layouts = preflight.inventory.gpus, preflight.plan.layouts
-    to_restore = Originals(store).changed_layouts() & {one.gpu_uuid for one in layouts if one.restore}
-    modes = {str(gpu.uuid): gpu.compute_mode for gpu in gpus if gpu.uuid in to_restore and gpu.compute_mode}
-    Originals(store).remember(COMPUTE_MODE.name, modes)  # because a change of the MIG mode resets them
-    try:
-        restore_layouts(layouts, gpus, preflight.nvml, Originals(store), left, ledger, keeps_requests=False)
-        is_cancelled = _cancel_requests(preflight, store)
-    finally:
-        preflight.close()
-    changed = Originals(store).changed_layouts()
-    cause = preflight.driver_error and preflight.driver_error.message
-    if preflight.problems:
-        cause = "the configuration has errors; see: yunion-mps config check"
-    device_file = paths.under(preflight.config.container_device_config_file)
-    is_sure = all(problem.file != device_file for problem in preflight.problems)
-    known = {one.gpu_uuid for one in layouts} if is_sure else to_restore
-    unknown = changed - known if cause else set()
-    for uuid in unknown:
-        what = f"whether the MIG layout of {gpu_label(uuid, gpus)} is to be restored"
-        log.error("it is not known %s, because %s", what, cause)
-    return is_cancelled and not unknown and not (changed & to_restore)
+
+    def __init__(self, paths: Paths, originals: Originals) -> None:
+        """Read the files if a layout was changed, and record the compute modes that a switch will reset."""
+        self._paths = paths
+        self._originals = originals
+        self._preflight: Preflight | None = None
+        #: The GPUs (UUIDs) whose original layouts are recorded.
+        self._changed = originals.changed_layouts()
+        if not self._changed:
+            return
+        try:
+            self._preflight = run_preflight(paths, even_if_disabled=True)
+        except YunionError as error:
+            log.error("MIG layouts are not restored: %s; %s", error.message, error.hint)
+            return
+        modes = {}
+        for gpu in self._preflight.inventory.gpus:
+            if gpu.uuid in self._to_restore and gpu.compute_mode:
+                modes[gpu.uuid] = gpu.compute_mode
+        originals.remember(COMPUTE_MODE.name, modes)
+
+    @property
+    def nvml(self) -> Nvml | None:
+        return self._preflight.nvml if self._preflight else None
+
+    @property
+    def configured(self) -> tuple[MigLayout, ...]:
+        return self._preflight.plan.layouts if self._preflight else ()
+
+    @property
+    def _to_restore(self) -> set[str]:
+        return self._changed & {layout.gpu_uuid for layout in self.configured if layout.restore}
+
+    def finish(self, gpus: Collection[Gpu]) -> bool:
+        """Cancel requested modes, and report what is unknown; return whether nothing is left to restore."""
+        preflight = self._preflight
+        if preflight is None:
+            return not self._changed
+        is_cancelled = _cancel_requests(preflight, self._originals)
+        changed = self._originals.changed_layouts()
+        unknown: set[str] = set()
+        cause = preflight.driver_error and preflight.driver_error.message
+        if preflight.problems:
+            cause = "the configuration has errors; see: yunion-mps config check"
+        if cause:
+            unknown = changed - self._known(preflight)
+        for uuid in unknown:
+            what = f"whether the MIG layout of {gpu_label(uuid, gpus)} is to be restored"
+            log.error("it is not known %s, because %s", what, cause)
+        return is_cancelled and not unknown and not (changed & self._to_restore)
+
+    def _known(self, preflight: Preflight) -> set[str]:
+        """Return the GPUs (UUIDs) of which it is known whether their layouts are to be restored."""
+        device_file = self._paths.under(preflight.config.container_device_config_file)
+        if any(problem.file == device_file for problem in preflight.problems):
+            return self._to_restore
+        return {layout.gpu_uuid for layout in self.configured}
+
+    def close(self) -> None:
+        if self._preflight:
+            self._preflight.close()
 
 
-def _cancel_requests(preflight: Preflight, store: Store) -> bool:
+def _cancel_requests(preflight: Preflight, originals: Originals) -> bool:
     """Cancel mode changes that no entry requires anymore; return whether none is left, as far as is known."""
     if preflight.nvml is None or preflight.problems:
         return True  # what cannot be decided is reported
-    looks = withdrawn(preflight.plan.layouts, preflight.inventory.gpus, lambda: Originals(store))
-    result = bring_into_effect(looks, Mig(preflight.nvml), Originals(store), None)
+    looks = withdrawn(preflight.plan.layouts, preflight.inventory.gpus, lambda: originals)
+    result = bring_into_effect(looks, Mig(preflight.nvml), originals, None)
     are_all_cancelled = True
     for look in looks:
         why = result.reasons[look.uuid]

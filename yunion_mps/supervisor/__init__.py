@@ -100,6 +100,8 @@ class Supervisor:
             changed=self._changed,
         )
         self.reconciliation = Reconciliation(
+            self._gpus,
+            self.desired,
             self.settings,
             self.layouts,
             find_nvml=lambda: self.nvml,

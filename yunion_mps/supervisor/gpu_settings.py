@@ -10,7 +10,7 @@ from yunion_mps.core.models import Event, Gpu, Plan
 from yunion_mps.core.reasons import SETTING_PENDING, Reason
 from yunion_mps.core.waits import AT_ONCE, Users, wait_reason
 from yunion_mps.gpus.absent import gpu_label, report_absent
-from yunion_mps.gpus.blockers import Blockers, KeptBy, gpus_of
+from yunion_mps.gpus.blockers import KeptBy, gpus_of
 from yunion_mps.gpus.compute_mode import COMPUTE_MODE, external_changes
 from yunion_mps.gpus.kind import Kind, Step
 from yunion_mps.gpus.originals import Originals
@@ -21,12 +21,12 @@ from yunion_mps.gpus.reconciler import (
     Look,
     Observed,
     Reconciler,
+    Restoration,
     Results,
     observe,
 )
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.domain import Domain
 from yunion_mps.supervisor.changes import Change, DesiredState
 from yunion_mps.supervisor.fleet import Fleet
@@ -188,15 +188,9 @@ class GpuSettings:
             raise results.not_recorded
         return changes
 
-    def restore_all(self, store: Store, nvml: Nvml | None, *, left: Collection[str], ledger: Ledger) -> None:
-        """Restore all settings at a stop, except those that jobs without MPS or processes of ours need.
-
-        left: the GPUs (UUIDs) of our processes that are left running
-        ledger: the leases that the state file has
-        """
+    def note_restored(self, restoration: Restoration) -> None:
+        """Record the original values that a stop has restored, and log which it has not."""
         gpus = self._gpus.inventory.gpus
-        blockers = Blockers.of(ledger, gpus=gpus, left=left)
-        restoration = self.reconciler.restore(Originals(store), gpus, nvml, blockers)
         for look, kept_by in restoration.pending.items():
             if not kept_by.left:
                 what = f"{gpu_label(look.uuid, gpus)} keeps its {look.kind.label}"

@@ -23,7 +23,7 @@ from yunion_mps.gpus.mig_layout import (
     effect_of,
     losses_of,
 )
-from yunion_mps.gpus.mig_restore import restore_layouts, withdrawn
+from yunion_mps.gpus.mig_restore import withdrawn
 from yunion_mps.gpus.mig_steps import (
     LayoutObservation,
     LayoutResult,
@@ -35,7 +35,6 @@ from yunion_mps.gpus.originals import Originals
 from yunion_mps.gpus.reconciler import Gate
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
-from yunion_mps.leases.ledger import Ledger
 from yunion_mps.planning.mig import describe
 from yunion_mps.supervisor.changes import Change, DesiredState
 from yunion_mps.supervisor.gpus import Gpus
@@ -274,14 +273,8 @@ class MigLayouts:
 
     # -- at a stop, and before a reload
 
-    def restore(self, nvml: Nvml | None, originals: Originals, left: Collection[str], ledger: Ledger) -> None:
-        """Restore the layouts whose entries say so, except of GPUs that are leased or have processes.
-
-        left: the GPUs and instances (UUIDs) of MPS processes that are left running
-        """
-        layouts, gpus = self._desired.plan.layouts, self._gpus.inventory.gpus
-        with self._gate.lock:  # wait for work that is under way
-            result = restore_layouts(layouts, gpus, nvml, originals, left, ledger, keeps_requests=True)
+    def note_restored(self, result: LayoutResult) -> None:
+        """Record the original layouts that a stop has restored."""
         self._note(result, cause="the original layout was restored")
 
     def looks_for(self, plan: Plan, inventory: Inventory) -> LayoutsDue:

@@ -10,7 +10,7 @@ driver, make steps and write records:
     note            what has changed, as events and conditions
 
 The order is: settings, MIG layouts, settings. A switch of the MIG mode waits for the compute mode, and resets
-it. A stop begins with the layouts, because the driver may refuse the original mode of a GPU in MIG mode.
+it. The order in which originals are restored is that of `restore_originals`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from typing import Protocol, TypeVar
 
 from yunion_mps.core.errors import YunionError
 from yunion_mps.gpus.originals import Originals
+from yunion_mps.gpus.restoration import restore_originals
 from yunion_mps.host.store import Store
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.supervisor.changes import Change
+from yunion_mps.supervisor.changes import Change, DesiredState
 from yunion_mps.supervisor.gpu_settings import Due, GpuSettings
+from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.layouts import LayoutsDue, MigLayouts
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,8 @@ class Reconciliation:
 
     def __init__(
         self,
+        gpus: Gpus,
+        desired: DesiredState,
         settings: GpuSettings,
         layouts: MigLayouts,
         *,
@@ -76,6 +80,8 @@ class Reconciliation:
         known_store: Callable[[], Store | None],
     ) -> None:
         """Use the driver of `find_nvml`, and the state file of `known_store` if there is one."""
+        self._gpus = gpus
+        self._desired = desired
         self._settings = settings
         self._layouts = layouts
         self._find_nvml = find_nvml
@@ -148,9 +154,18 @@ class Reconciliation:
         left: the GPUs (UUIDs) of our processes that are left running
         ledger: the leases that the state file has
         """
-        nvml = self._find_nvml()
-        self._layouts.restore(nvml, Originals(store), left, ledger)
-        self._settings.restore_all(store, nvml, left=left, ledger=ledger)
+        restored = restore_originals(
+            self._settings.reconciler,
+            Originals(store),
+            self._gpus.inventory.gpus,
+            self._find_nvml(),
+            layouts=self._desired.plan.layouts,
+            ledger=ledger,
+            left=left,
+            keeps_requests=True,
+        )
+        self._layouts.note_restored(restored.layouts)
+        self._settings.note_restored(restored.settings)
 
     # -- one stage
 

@@ -1,0 +1,52 @@
+"""What GPUs had before our first change: restored at a stop and by `--restore`, in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from yunion_mps.core.mig import MigLayout
+from yunion_mps.core.models import Gpu
+from yunion_mps.gpus.blockers import Blockers
+from yunion_mps.gpus.mig_restore import restore_layouts
+from yunion_mps.gpus.mig_steps import LayoutResult
+from yunion_mps.gpus.originals import Originals
+from yunion_mps.gpus.reconciler import Reconciler, Restoration
+from yunion_mps.inventory.nvml import Nvml
+from yunion_mps.leases.ledger import Ledger
+
+
+class Restored(NamedTuple):
+    """What became of the MIG layouts, and of the other settings."""
+
+    layouts: LayoutResult
+    settings: Restoration
+
+
+def restore_originals(
+    reconciler: Reconciler,
+    originals: Originals,
+    gpus: Collection[Gpu],
+    nvml: Nvml | None,
+    *,
+    layouts: Iterable[MigLayout],
+    ledger: Ledger,
+    left: Collection[str],
+    keeps_requests: bool,
+) -> Restored:
+    """Bring every GPU to what it had before our first change, as far as nothing needs what it has.
+
+    The MIG layouts come first: the driver may refuse the original compute mode of a GPU in MIG mode, and a
+    switch of the MIG mode resets it. Steps that a thread still makes end before. Raises HostError if the
+    records cannot be read.
+
+    nvml: if it is None, NVML is opened for the settings, and no layout is restored
+    layouts: those of the configuration, which say whether the original ones are restored
+    ledger: the leases that the state file has
+    left: the GPUs and instances (UUIDs) of MPS processes that are left running
+    keeps_requests: whether a change of the MIG mode that waits for the GPU's next reset is not cancelled
+    """
+    with reconciler.gate.lock:
+        result = restore_layouts(layouts, gpus, nvml, originals, left, ledger, keeps_requests=keeps_requests)
+        blockers = Blockers.of(ledger, gpus=gpus, left=left)
+        return Restored(result, reconciler.restore(originals, [*gpus], nvml, blockers))
