@@ -223,6 +223,8 @@ class MigLayouts:
         if nvml is None:
             return LayoutResult({}, {})
         with self._gate.lock:
+            if self._gate.has_ended:  # the stop has restored what was there, and its records
+                return LayoutResult({}, {})
             mig, originals = Mig(nvml), self._originals()
             result = carry_out_layouts(
                 steps.steps, steps.refused, mig, originals, lambda: self._gate.has_ended

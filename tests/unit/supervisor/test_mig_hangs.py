@@ -98,6 +98,23 @@ def test_a_layout_makes_no_step_once_a_stop_has_begun(mig_host: MakeMigHost) -> 
     assert host.has == "1 x 3g.40gb"
 
 
+def test_no_layout_is_changed_after_a_stop_has_begun(begun: Begun) -> None:
+    """A poll may be under way on a thread, and come to its end after the original layout was restored."""
+    host, made = begun("type: NVIDIA_MPS; mig: 3g.40gb; mig_restore: true")
+    host.reboot()
+    made.rescan()
+    layouts, nvml = made.supervisor.layouts, made.supervisor.nvml
+    due = made.supervisor.reconciliation.layouts_due()
+    assert due
+    steps = layouts.decide(due, layouts.observe(due, nvml))
+    assert steps.steps[0].create
+    made.stop()
+    result = layouts.carry_out(steps, nvml)
+    assert (result.reasons, result.changes) == ({}, {})
+    assert host.gpus[0].mig is False
+    assert made.supervisor.originals().gpus() == set()
+
+
 def test_a_layout_that_hung_is_noted_although_the_scan_fails_too(begun: Begun) -> None:
     host, made = begun("type: NVIDIA_MPS; mig: all-disabled; virtual_number: 2")
     (host.root / "etc/yunion/host_container_device.yml").write_text(
