@@ -54,7 +54,7 @@ def _reload(scene: Scene) -> None:
 
 @fault(SHARING, "the daemon is killed in a driver call while it applies a layout", gpus=_MIG)
 def killed_in_a_layout(scene: Scene) -> None:
-    """The kills before and after each call: tests/unit/supervisor/test_mig_kills.py."""
+    """The kills before and after each call: tests/unit/gpus/test_mig_kills.py."""
     scene.host.divide("mig: all-balanced")
     call = "nvmlDeviceCreateGpuInstanceWithPlacement"
     scene.host.fail(call, "success", times=1, delay_ms=60_000, skip=1)

@@ -109,6 +109,8 @@ class LayoutStep(NamedTuple):
     complete: tuple[MigInstance, ...] = ()
     #: What the layout waits for; empty if it is in effect after the step.
     why: Reason = NO_REASON
+    #: Whether the GPU then is as it was before our first change, so that the record of that is deleted.
+    forgets: bool = False
     #: What earlier steps have done, although their calls were interrupted.
     late: tuple[str, ...] = ()
 
@@ -223,12 +225,12 @@ class _Choice:
         mode, layout = self._found.mode, self._layout
         step = LayoutStep(self._look, self._found, self._record, late=tuple(self._late()))
         if mode.enabled != layout.enabled:
-            return self._switched(step)
+            return step if self._look.withdrawn else self._switched(step)
         if mode.pending != mode.enabled:  # another program has requested the other mode
             step = step._replace(mode=mode.enabled)
-        if layout.enabled and not self._look.withdrawn:
-            return self._divided(step)
-        return step
+        if self._look.withdrawn:
+            return step._replace(forgets=True)
+        return self._divided(step) if layout.enabled else step
 
     def _late(self) -> list[str]:
         """Return what calls have done that were interrupted or given up, in words."""

@@ -41,9 +41,9 @@ def restore_layouts(
     gpus: Collection[Gpu],
     nvml: Nvml | None,
     originals: Originals,
+    *,
     left: Iterable[str],
     ledger: Ledger,
-    *,
     keeps_requests: bool,
 ) -> LayoutResult:
     """Restore the layouts from before our first change, if their entries say so.

@@ -156,9 +156,8 @@ class _StepAtWork:
             why = self._set_mode(step.mode)
             if why:
                 return why
-        if step.look.withdrawn:
+        if step.forgets:
             self._write(MigRecord(created=self._record.created))
-            return step.why
         for place in step.create:
             self._create(place)
         for instance in step.complete:

@@ -47,6 +47,8 @@ def restore_originals(
     keeps_requests: whether a change of the MIG mode that waits for the GPU's next reset is not cancelled
     """
     with reconciler.gate.lock:
-        result = restore_layouts(layouts, gpus, nvml, originals, left, ledger, keeps_requests=keeps_requests)
+        result = restore_layouts(
+            layouts, gpus, nvml, originals, left=left, ledger=ledger, keeps_requests=keeps_requests
+        )
         blockers = Blockers.of(ledger, gpus=gpus, left=left)
         return Restored(result, reconciler.restore(originals, [*gpus], nvml, blockers))

@@ -116,8 +116,9 @@ class Supervisor:
             settings=self.settings,
             reported=self._reported,
         )
-        #: Whether the domains of the plan have been created, or a stop has begun.
-        self._has_started = False
+        #: Whether a start has come to the domains, so that they follow what a scan of the GPUs finds.
+        self._has_domains = False
+        #: Whether a stop has begun.
         self.stopping = False
         #: Address space to release at a stop in case none is left; never written to, so it takes no memory.
         self._reserve: bytes | None = bytes(_RESERVE_BYTES)
@@ -147,7 +148,7 @@ class Supervisor:
         self._record_conditions()
         leftovers = self._find_leftovers()
         self.reconciliation.begin(gpus_of(leftovers.running), now_s)
-        self._has_started = True
+        self._has_domains = True
         needs_mps = bool(self.desired.plan.domains or leftovers.known)
         if not needs_mps and not self.desired.plan.direct:
             return
@@ -429,7 +430,7 @@ class Supervisor:
 
     def _use_scan(self, inventory: Inventory, now_s: float) -> None:
         """Use the MIG instances that there are now."""
-        if self._has_started:
+        if self._has_domains:
             self.update_gpus(inventory, now_s)
         else:
             self._gpus.update(inventory, self.desired.plan)

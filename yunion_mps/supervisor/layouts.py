@@ -184,8 +184,12 @@ class MigLayouts:
                 confirmed = self._confirmed.by_layout.get(layout, NO_LOSSES)
                 looks.append(LayoutLook(layout, gpu, confirmed, self._last(layout)))
         looks += withdrawn(plan.layouts, self._gpus.inventory.gpus, self._originals)
-        return (
-            LayoutsDue(tuple(looks), are_leases_known, is_start and not are_leases_known) if looks else None
+        if not looks:
+            return None
+        return LayoutsDue(
+            looks=tuple(looks),
+            are_leases_known=are_leases_known,
+            is_first=is_start and not are_leases_known,
         )
 
     def _last(self, layout: MigLayout) -> Reason:

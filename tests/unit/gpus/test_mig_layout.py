@@ -71,3 +71,12 @@ def test_a_layout_that_the_operator_delays_says_why() -> None:
     assert effect_of(why) == f"later: {why}"
     requested = FoundLayout(MigMode(enabled=False, pending=True))
     assert decide(look(HALF, last=why), requested, Blockers()).why == why
+
+
+def test_a_withdrawn_request_is_cancelled_or_left_alone() -> None:
+    """If the mode has changed meanwhile, the GPU is not as it was before."""
+    requested = HALVED._replace(mode=MigMode(enabled=False, pending=True), instances=())
+    step = decide(look(withdrawn=True), requested, None)
+    assert (step.mode, step.forgets) == (False, True)
+    step = decide(look(withdrawn=True), HALVED, Blockers())
+    assert (step.mode, step.destroy, step.forgets) == (None, (), False)

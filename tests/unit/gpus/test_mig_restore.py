@@ -23,7 +23,13 @@ def restored(host: MigHost, *names: str, keeps_requests: bool = True, used: tupl
     """Restore, as a stop or `--restore` does, what was before this layout; return why it is not restored."""
     layout, ledger = host.layout(*names, restore=True), recorded_ledger(host.store)
     result = restore_layouts(
-        [layout], [host.gpu], host.nvml, host.originals, used, ledger, keeps_requests=keeps_requests
+        [layout],
+        [host.gpu],
+        host.nvml,
+        host.originals,
+        left=used,
+        ledger=ledger,
+        keeps_requests=keeps_requests,
     )
     return result.reasons.get(str(host.gpu.uuid), "")
 
@@ -43,7 +49,9 @@ def test_the_layout_from_before_is_restored_only_if_so_configured(
     had = (host.gpu.mig_enabled, places(host))
     host.apply("all-2g.20gb", force=True)
     stays = host.layout("all-2g.20gb")
-    restore_layouts([stays], [host.gpu], host.nvml, host.originals, (), Ledger(), keeps_requests=True)
+    restore_layouts(
+        [stays], [host.gpu], host.nvml, host.originals, left=(), ledger=Ledger(), keeps_requests=True
+    )
     assert host.has.endswith("3 x 2g.20gb")
     assert restored(host, "all-2g.20gb") == ""
     assert (host.gpu.mig_enabled, places(host)) == had
@@ -174,7 +182,7 @@ def test_an_instance_whose_profile_no_longer_exists_is_not_restored(mig_host: Ma
     gpu, layout = host.gpu._replace(mig_profiles=profiles), host.layout("all-7g.80gb", restore=True)
     assert not any(
         restore_layouts(
-            [layout], [gpu], host.nvml, host.originals, (), Ledger(), keeps_requests=True
+            [layout], [gpu], host.nvml, host.originals, left=(), ledger=Ledger(), keeps_requests=True
         ).reasons.values()
     )
     assert host.has == "1 x 3g.40gb"
@@ -221,7 +229,9 @@ def test_a_driver_that_does_not_answer_is_the_reason(mig_host: MakeMigHost) -> N
     host.apply("all-3g.40gb")
     layout, gpu = host.layout("all-3g.40gb", restore=True), host.gpu
     host.sim.fail("nvmlDeviceGetMigMode", "unknown")
-    result = restore_layouts([layout], [gpu], host.nvml, host.originals, (), Ledger(), keeps_requests=True)
+    result = restore_layouts(
+        [layout], [gpu], host.nvml, host.originals, left=(), ledger=Ledger(), keeps_requests=True
+    )
     assert result.reasons[str(gpu.uuid)].code == reasons.MIG_REFUSED
 
 

@@ -54,7 +54,7 @@ def test_a_layout_is_not_restored_and_says_so_if_its_record_is_damaged(
     damage(host)
     layout = host.layout("3g.40gb", restore=True)
     result = restore_layouts(
-        [layout], [host.gpu], host.nvml, host.originals, (), Ledger(), keeps_requests=True
+        [layout], [host.gpu], host.nvml, host.originals, left=(), ledger=Ledger(), keeps_requests=True
     )
     assert result.reasons[str(host.gpu.uuid)].code == reasons.MIG_RECORD_DAMAGED
     assert "the MIG layout of GPU 00:06.0 is not restored: the record of which MIG" in caplog.text
