@@ -111,7 +111,7 @@ class HostError(YunionError):
 
 
 class UnsafePathError(HostError):
-    """A directory cannot be used because of other users: an owner, a mode, a symlink, or a file in it."""
+    """A directory cannot be used because of other users, such as a file of theirs, or a full file system."""
 
 
 class BusyError(HostError):

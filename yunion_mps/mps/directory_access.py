@@ -10,7 +10,9 @@ import stat
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from yunion_mps.core.text import shell_word
 from yunion_mps.mps.directories import find_obstacle
+from yunion_mps.mps.obstacles import CHOOSE_ANOTHER, enter_hint
 
 _ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _ALL_WRITE = 0o222
@@ -51,9 +53,8 @@ def _check_path(root: str, directory: str, group: str | None) -> Iterator[Access
         except PermissionError:  # its parent cannot be entered, which was reported
             return
         if not stat.S_ISDIR(info.st_mode):
-            yield AccessProblem(
-                f"{path} is not a directory", f"check what it is (ls -ld {path}), and remove it"
-            )
+            hint = f"check it (ls -ld {shell_word(path)}), and {CHOOSE_ANOTHER}"
+            yield AccessProblem(f"{path} is not a directory", hint)
             return
         last = number == len(names) - 1
         yield from _check_entering(path, info, closed=last and bool(group))
@@ -65,7 +66,7 @@ def _check_entering(path: str, info: os.stat_result, *, closed: bool) -> Iterato
         yield AccessProblem(what, "systemctl reload yunion-mps-daemon")
     elif not closed and info.st_mode & _ALL_ENTER != _ALL_ENTER:
         what = f"{path} is not accessible to other users: their programs cannot reach the control daemon"
-        yield AccessProblem(f"{what}, and neither can their MPS servers", f"chmod a+x {path}")
+        yield AccessProblem(f"{what}, and neither can their MPS servers", enter_hint(path))
 
 
 def _check_socket(directory: str) -> Iterator[AccessProblem]:

@@ -7,13 +7,13 @@ import os
 import socket
 import stat
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-from yunion_mps.core.errors import HostError
+from yunion_mps.core.errors import HostError, UnsafePathError
 from yunion_mps.core.reasons import SHORTAGE, hint_of
 from yunion_mps.mps.directories import check_entries, find_obstacle, open_log, set_access, use
 
@@ -32,6 +32,10 @@ def make(path: Path) -> Path:
 
 def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
+
+
+#: The hint where no command does certainly no harm.
+CHOOSE = "choose another directory in host.conf"
 
 
 def everything_below(path: Path) -> dict[str, tuple[object, ...]]:
@@ -103,16 +107,24 @@ def test_an_existing_directory_keeps_its_mode(tmp: Path, mode: int) -> None:
 
 @pytest.mark.parametrize("mode", [0o600, 0o700, 0o750])
 def test_a_directory_that_clients_cannot_enter_is_refused_if_they_must(tmp: Path, mode: int) -> None:
-    (tmp / "pipe").mkdir(mode=mode)
+    path = tmp / "nvidia-mps"
+    path.mkdir(mode=mode)
     descriptors = open_descriptors()
     with pytest.raises(HostError) as caught:
-        make_for_clients(tmp / "pipe")
-    assert caught.value.message == f"{tmp}/pipe is not accessible to other users"
-    assert caught.value.hint == f"make it accessible: chmod a+x {tmp}/pipe"
-    assert mode_of(tmp / "pipe") == mode
+        make_for_clients(path)
+    assert caught.value.message == f"{path} is not accessible to other users"
+    assert caught.value.hint == f"chmod a+x {path}"
+    assert mode_of(path) == mode
     assert open_descriptors() == descriptors
-    subprocess.run(caught.value.hint.partition(": ")[2], shell=True, check=True)
-    make_for_clients(tmp / "pipe")
+    subprocess.run(caught.value.hint, shell=True, check=True)
+    make_for_clients(path)
+
+
+def test_no_command_lets_all_users_enter_what_may_be_private(place: Path) -> None:
+    (place / "srv").mkdir(mode=0o700)
+    with pytest.raises(HostError) as caught:
+        make_for_clients(place / "srv")
+    assert caught.value.hint == "choose another directory in host.conf, which all users may enter"
 
 
 def test_a_shortage_of_descriptors_is_an_error_of_its_own(tmp: Path) -> None:
@@ -167,7 +179,7 @@ def test_symlinks_in_a_circle_end_with_an_error(place: Path) -> None:
     (place / "b").symlink_to(place / "a")
     error = refused(place / "a/pipe", place)
     assert error.message.endswith(" is a circular symlink")
-    assert error.hint == "remove it"
+    assert error.hint == CHOOSE
 
 
 def test_a_path_that_goes_upwards_is_refused(place: Path) -> None:
@@ -232,17 +244,17 @@ def check(path: Path) -> None:
 def test_something_of_a_stranger_in_the_directory_is_refused(
     place: Path, put: Callable[[Path], None]
 ) -> None:
-    control = make(place / "pipe") / "control"
+    pipe = make(place / "nvidia-mps/pipe")
+    control = pipe / "control"
     put(control)
-    check(place / "pipe")
+    check(pipe)
     os.chown(control, STRANGER, STRANGER)
     before = everything_below(place)
     with pytest.raises(HostError) as caught:
-        check(place / "pipe")
+        check(pipe)
     assert caught.value.message == f"{control} belongs to another user (nobody)"
-    assert (
-        caught.value.hint == f"check it (ls -la {control}); then rm -r {control}, or choose another directory"
-    )
+    command = f'mv {control} "$(mktemp -d {pipe}/old.XXXXXX)"'
+    assert caught.value.hint == f"check it (ls -la {control}); then {command}, or choose another directory"
     assert everything_below(place) == before
 
 
@@ -252,7 +264,6 @@ def test_a_symlink_in_the_directory_is_refused_even_when_it_is_ours(place: Path)
     with pytest.raises(HostError) as caught:
         check(place / "pipe")
     assert caught.value.message == f"{log} is a symlink of root, which is not followed"
-    assert caught.value.hint == f"check it (ls -ld {log}); then rm -r {log}, or choose another directory"
 
 
 # -- what others have made unsafe is known before the directory is used
@@ -337,23 +348,24 @@ NAMES = ("a b;reboot", "a'b", "a\\b", "a\nb\x1b[31m", "\udcff x", "\u202e")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_hints_command_removes_an_entry_with_any_name(tmp: Path, name: str) -> None:
-    entry = make(tmp / "pipe") / name
-    entry.touch()
-    chown_to_stranger(entry)
-    obstacle = find_obstacle(str(tmp / "pipe"))
+def test_the_hints_command_moves_an_entry_with_any_name_aside(tmp: Path, name: str) -> None:
+    path = make(tmp / "nvidia-mps/pipe")
+    (path / name).write_text("precious")
+    chown_to_stranger(path / name)
+    obstacle = find_obstacle(str(path))
     assert obstacle is not None
     assert obstacle.hint.isprintable()
     assert obstacle.message.isprintable()
     run_hint(obstacle)
-    assert find_obstacle(str(tmp / "pipe")) is None
+    assert find_obstacle(str(path)) is None
+    assert [kept.read_text() for kept in path.glob("old.*/*")] == ["precious"]
 
 
 @pytest.mark.parametrize("spoil", OBSTACLES)
 def test_the_hints_command_puts_roots_directory_in_its_place(
     tmp: Path, spoil: Callable[[Path], None]
 ) -> None:
-    path = make(tmp / "pipe")
+    path = make(tmp / "nvidia-mps")
     spoil(path)
     obstacle = find_obstacle(str(path))
     assert obstacle is not None
@@ -382,20 +394,62 @@ def test_no_command_is_offered_for_a_strangers_directory_elsewhere(tmp: Path, pl
         assert hint == f"check it (ls -la {theirs}), and choose another directory in host.conf"
 
 
-def test_no_command_is_offered_for_a_file_that_is_not_of_mps(place: Path) -> None:
-    entry = make(place / "srv/logs") / "postgresql"
-    entry.mkdir()
-    chown_to_stranger(entry)
-    obstacle = find_obstacle(str(place / "srv/logs"))
+@pytest.mark.parametrize("name", ["postgresql", "log", "control"])
+def test_no_command_is_offered_for_what_may_not_be_of_mps(tmp: Path, place: Path, name: str) -> None:
+    """Such as /srv/logs/log, or /tmp/scratch/alice if the pipe directory is /tmp/scratch."""
+    for directory in (place / "srv/logs", tmp / "scratch"):
+        entry = make(directory) / name
+        entry.mkdir()
+        chown_to_stranger(entry)
+        obstacle = find_obstacle(str(directory))
+        assert obstacle is not None
+        assert obstacle.hint == f"check it (ls -la {entry}), and {CHOOSE}"
+
+
+@pytest.mark.parametrize(("mode", "below"), [(0o777, "pipe"), (0o777, ""), (0o1777, ""), (0o2775, "")])
+def test_no_command_closes_a_directory_that_others_may_need(place: Path, mode: int, below: str) -> None:
+    """Such as /tmp, /run/lock, /var/mail, or a directory above the pipe directory."""
+    shared = place / "shared"
+    shared.mkdir()
+    shared.chmod(mode)
+    assert refused(shared / below, place).hint == f"check it (ls -la {shared}), and {CHOOSE}"
+
+
+# -- a file system that users have filled
+
+
+@pytest.fixture
+def full(tmp: Path) -> Iterator[Path]:
+    """A file system like that of /tmp, in which no file can be created any more."""
+    options = "size=1m,nr_inodes=20,mode=1777"
+    mount = ["mount", "-t", "tmpfs", "-o", options, "full", str(tmp)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    make(tmp / "nvidia-mps/log")
+    for number in range(os.statvfs(tmp).f_ffree):
+        (tmp / str(number)).touch()
+    yield tmp
+    subprocess.run(["umount", "-l", tmp], check=True)
+
+
+def test_a_full_file_system_is_an_obstacle_to_a_new_directory(full: Path) -> None:
+    path = full / "nvidia-mps/pipe"
+    obstacle = find_obstacle(str(path), make=True)
     assert obstacle is not None
-    assert obstacle.hint == f"check it (ls -la {entry}), and choose another directory in host.conf"
+    assert obstacle.message == f"{path} cannot be created or opened: No space left on device"
+    assert "df -i" in obstacle.hint
+    assert find_obstacle(str(path)) is None, "nothing is to be created"
 
 
-def test_no_command_closes_a_directory_above_that_others_write_to(place: Path) -> None:
-    (place / "shared").mkdir()
-    open_to_all(place / "shared")
-    hint = refused(place / "shared/pipe", place).hint
-    assert hint == f"check it (ls -la {place}/shared), and choose another directory in host.conf"
+def test_a_full_file_system_is_an_obstacle_to_a_start_in_a_directory(full: Path) -> None:
+    """A control daemon would end at once, because it cannot create its socket."""
+    path = str(full / "nvidia-mps/log")
+    assert find_obstacle(path, make=True) is None
+    obstacle = find_obstacle(path, make=True, for_start=True)
+    assert obstacle is not None
+    assert obstacle.message == f"{path} is on a file system that can hold no more files"
+    with use(path) as directory, pytest.raises(UnsafePathError):
+        open_log(directory, path, "control.log")
 
 
 # -- a stranger who is quick, or who mounts something
@@ -435,7 +489,7 @@ def test_a_directory_is_created_as_it_is_found_safe(tmp: Path) -> None:
 
 @pytest.fixture
 def mount() -> Iterator[Callable[[Path], None]]:
-    """Mount a file system there as fusermount does for a stranger; no process serves it."""
+    """Mount a file system there as fusermount does for a stranger; every call to it blocks."""
     libc = ctypes.CDLL(None, use_errno=True)
     with ExitStack() as stack:
 
@@ -444,8 +498,12 @@ def mount() -> Iterator[Callable[[Path], None]]:
                 device = os.open("/dev/fuse", os.O_RDWR)
             except OSError:
                 pytest.skip("no /dev/fuse")
+            # Without its descriptor, all calls fail: a test that blocks ends.
+            rescue = threading.Timer(20, os.close, [device])
+            rescue.start()
             stack.callback(os.close, device)
-            options = f"fd={device},rootmode=40000,user_id={STRANGER},group_id={STRANGER}"
+            stack.callback(rescue.cancel)
+            options = f"fd={device},rootmode=40000,user_id={STRANGER},group_id={STRANGER},allow_other"
             if libc.mount(b"theirs", os.fsencode(path), b"fuse.theirs", 6, options.encode()):
                 pytest.skip("no file system can be mounted here")
             stack.callback(libc.umount2, os.fsencode(path), 2)
@@ -453,9 +511,10 @@ def mount() -> Iterator[Callable[[Path], None]]:
         yield mount_at
 
 
-def test_a_strangers_mount_is_an_obstacle_that_the_command_removes(
+def test_a_strangers_mount_is_an_obstacle_that_nothing_unmounts(
     tmp: Path, mount: Callable[[Path], None]
 ) -> None:
+    """A symlink may be there when the command is pasted, and umount(8) would follow it."""
     path = tmp / "nvidia-mps"
     path.mkdir()
     chown_to_stranger(path)
@@ -463,8 +522,7 @@ def test_a_strangers_mount_is_an_obstacle_that_the_command_removes(
     obstacle = find_obstacle(f"{path}/pipe")
     assert obstacle is not None
     assert obstacle.message == f"{path} is a file system that another user (nobody) has mounted"
-    run_hint(obstacle)
-    assert find_obstacle(f"{path}/pipe", make=True) is None
+    assert obstacle.hint == f"check it (findmnt {path}), and {CHOOSE}"
 
 
 def test_a_strangers_mount_in_the_directory_is_an_obstacle(tmp: Path, mount: Callable[[Path], None]) -> None:
@@ -475,27 +533,24 @@ def test_a_strangers_mount_in_the_directory_is_an_obstacle(tmp: Path, mount: Cal
     obstacle = find_obstacle(f"{tmp}/pipe")
     assert obstacle is not None
     assert obstacle.message == f"{entry} is a file system that another user (nobody) has mounted"
-    run_hint(obstacle)
-    assert find_obstacle(f"{tmp}/pipe") is None
 
 
-def test_a_directory_that_root_cannot_open_below_tmp_is_an_obstacle(
-    tmp: Path, mount: Callable[[Path], None]
+def test_a_mount_that_is_made_while_it_is_opened_is_an_obstacle(
+    tmp: Path, mount: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp / "pipe").mkdir()
-    really_open = os.open
-    with pytest.MonkeyPatch.context() as patch:
+    path = make(tmp / "pipe")
+    is_open = os.open
 
-        def be_overtaken(path: Any, *how: Any, **more: Any) -> int:
-            if path == "pipe":  # where nothing was mounted a moment ago
-                patch.undo()
-                mount(tmp / "pipe")
-            return really_open(path, *how, **more)
+    def be_overtaken(name: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if name == "pipe":
+            mount(path)
+        return is_open(name, flags, mode, dir_fd=dir_fd)
 
+    with monkeypatch.context() as patch:
         patch.setattr(os, "open", be_overtaken)
-        obstacle = find_obstacle(f"{tmp}/pipe")
+        obstacle = find_obstacle(str(path))
     assert obstacle is not None
-    assert obstacle.message == f"{tmp}/pipe cannot be opened, even by root (Permission denied)"
+    assert obstacle.message == f"{path} is a file system that another user (nobody) has mounted"
 
 
 def test_an_entry_that_vanishes_after_the_listing_is_ignored() -> None:

@@ -106,15 +106,17 @@ def test_our_directory_is_limited_to_a_group_and_opened_again(record: Path, mps:
 
 
 def test_only_the_operator_restricts_a_directory_that_we_did_not_make(record: Path, mps: Path) -> None:
-    mps.mkdir(mode=0o755)
+    made = mps / "nvidia-mps"
+    made.mkdir(mode=0o755, parents=True)
     with pytest.raises(HostError) as caught:
-        _admit(mps, "daemon")
+        _admit(made, "daemon")
     assert (
-        caught.value.message == f"{mps} was not created by yunion-mps, and is not limited to the group daemon"
+        caught.value.message
+        == f"{made} was not created by yunion-mps, and is not limited to the group daemon"
     )
-    assert mps.stat().st_mode & 0o777 == 0o755
+    assert made.stat().st_mode & 0o777 == 0o755
     subprocess.run(caught.value.hint.partition(": ")[2], shell=True, check=True)
-    assert _admit(mps, "daemon").st_mode & 0o777 == 0o710
+    assert _admit(made, "daemon").st_mode & 0o777 == 0o710
 
 
 def test_a_group_that_was_removed_is_named(record: Path, mps: Path) -> None:
