@@ -17,7 +17,6 @@ from typing import NamedTuple
 from yunion_mps.core.errors import ControlError
 from yunion_mps.core.models import DomainPlan
 from yunion_mps.core.reasons import SERVER_BUSY, hint_of
-from yunion_mps.host.files import open_regular
 from yunion_mps.host.proc import is_stopped, uid_of
 from yunion_mps.host.processes import readable
 from yunion_mps.mps.conversation import (
@@ -27,6 +26,7 @@ from yunion_mps.mps.conversation import (
     UnresponsiveError,
     occupied_error,
 )
+from yunion_mps.mps.directories import open_file
 from yunion_mps.mps.log_file import LOG_NAME, OLDER
 from yunion_mps.mps.log_lines import (
     CLIENT_WAITS,
@@ -224,6 +224,6 @@ def _read_log(plan: DomainPlan) -> bytes:
     """Return the whole log, the older part first; 2 MiB at most."""
     parts = []
     for name in (OLDER, LOG_NAME):
-        with contextlib.suppress(OSError), open_regular(os.path.join(plan.log_directory, name)) as file:
+        with contextlib.suppress(OSError), open_file(os.path.join(plan.log_directory, name)) as file:
             parts.append(file.read())
     return b"\n".join(parts)

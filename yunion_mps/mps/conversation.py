@@ -7,16 +7,18 @@ polled with the time, and has a deadline.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterable, Sequence
 
-from yunion_mps.core.errors import ControlError, ShortageError, YunionError
+from yunion_mps.core.errors import ControlError, HostError, ShortageError, YunionError
 from yunion_mps.core.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT, NO_REASON, Reason
 from yunion_mps.core.text import decode_line
 from yunion_mps.host.proc import all_pids, describe_process, is_stopped, parent_of, program_name, uid_of
 from yunion_mps.host.processes import Process, spawn
 from yunion_mps.host.sockets import Peer, connected_inodes, count_open, peer_credentials, socket_holders
+from yunion_mps.mps.directories import locate
 from yunion_mps.mps.processes import PROGRAM, client_variables, server_pids
 
 #: How long a control daemon has to answer.
@@ -88,18 +90,35 @@ def occupied_error(pipe_directory: str) -> OccupiedError:
 def peer_of(pipe_directory: str) -> Peer | None:
     """Return the control daemon that listens in the directory, according to the kernel; None if none does.
 
-    Raises ShortageError if no socket can be made.
+    Never blocks because of another user, whatever is there. Raises ShortageError if no socket can be made.
     """
-    path = f"{pipe_directory}/control"
     with _new_socket() as connection:
         try:
-            connection.connect(path)
+            _connect(connection, pipe_directory)
         except BlockingIOError:
-            return _find_listener(path)  # its queue is full, so there is no connection with a peer
+            # Its queue is full, so there is no connection with a peer.
+            return _find_listener(f"{pipe_directory}/control")
         except OSError:
             return None
         peer = peer_credentials(connection)
     return peer if peer.pid > 0 else None
+
+
+def _connect(connection: socket.socket, pipe_directory: str) -> None:
+    """Connect to the control daemon's socket, by its descriptor: the path may lead to a hung file system.
+
+    Raises OSError if that is impossible, ShortageError if there is no descriptor, and BlockingIOError if the
+    queue of connections is full.
+    """
+    try:
+        with locate(f"{pipe_directory}/control") as control:
+            connection.connect(f"/proc/self/fd/{control}")
+    except HostError as error:
+        raise OSError(errno.EACCES, error.message) from None
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise ShortageError(f"cannot connect to a socket: {error.strerror}") from None
+        raise
 
 
 def _new_socket() -> socket.socket:
@@ -254,7 +273,7 @@ class Probe:
 
     def _connect(self, pipe_directory: str, pid: int) -> None:
         try:
-            self._connection.connect(f"{pipe_directory}/control")
+            _connect(self._connection, pipe_directory)
         except BlockingIOError:  # the queue of connections is full
             self.is_connected = False
             return

@@ -16,10 +16,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import NamedTuple
 
 from yunion_mps.core import reasons
+from yunion_mps.core.errors import HostError
 from yunion_mps.core.models import DomainPlan, Event
 from yunion_mps.core.reasons import Reason
 from yunion_mps.core.text import decode_line
-from yunion_mps.host.files import open_regular
 from yunion_mps.host.proc import uid_of, user_name
 from yunion_mps.mps import directories
 from yunion_mps.mps.log_lines import (
@@ -71,7 +71,7 @@ def log_hint(plan: DomainPlan) -> str:
     """Return a hint that names the control daemon's log, with its last lines but for our own queries."""
     path = os.path.join(plan.log_directory, LOG_NAME)
     try:
-        with open_regular(path) as file:
+        with directories.open_file(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
             lines = [decode_line(line) for line in _without_chatter(file.read()).splitlines()]
     except OSError:
@@ -82,15 +82,16 @@ def log_hint(plan: DomainPlan) -> str:
 def log_size(plan: DomainPlan) -> int:
     """Return the size of the log in bytes; 0 if there is none."""
     try:
-        return os.stat(os.path.join(plan.log_directory, LOG_NAME)).st_size
-    except OSError:
+        with directories.locate(os.path.join(plan.log_directory, LOG_NAME)) as located:
+            return os.fstat(located).st_size
+    except (OSError, HostError):
         return 0
 
 
 def log_since(plan: DomainPlan, start: int) -> bytes:
     """Return what the log has from this offset on, the first 256 KiB of it; empty if it cannot be read."""
     try:
-        with open_regular(os.path.join(plan.log_directory, LOG_NAME)) as file:
+        with directories.open_file(os.path.join(plan.log_directory, LOG_NAME)) as file:
             file.seek(start)
             return file.read(_MAX_BYTES)
     except (OSError, MemoryError):
@@ -105,13 +106,10 @@ def bound_logs(plan: DomainPlan) -> None:
 
     Nothing is raised: a failure is retried at the next poll.
     """
-    with contextlib.suppress(OSError):
-        directory = os.open(plan.log_directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            for name in (LOG_NAME, SERVER_LOG):
-                _truncate(directory, plan.log_directory, name)
-        finally:
-            os.close(directory)
+    file = os.path.join(plan.log_directory, LOG_NAME)
+    with contextlib.suppress(OSError, HostError), directories.directory_of(file) as (directory, _):
+        for name in (LOG_NAME, SERVER_LOG):
+            _truncate(directory, plan.log_directory, name)
 
 
 def _truncate(directory: int, path: str, name: str) -> None:
@@ -192,8 +190,7 @@ class LogReader:
         #: The users (uids) whose servers are known to fail, so that this is no event.
         self._failing_users: Collection[int] = ()
         if is_new:
-            with contextlib.suppress(OSError):  # there is none yet
-                self.size = os.stat(self._path).st_size
+            self.size = log_size(plan)
         else:
             self._outcomes += _recent_failures(self.read().outcomes)
 
@@ -228,15 +225,12 @@ class LogReader:
 
     def read(self) -> LogNews:
         try:
-            log = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                size = os.fstat(log).st_size
+            with directories.open_file(self._path) as log:
+                size = os.fstat(log.fileno()).st_size
                 if size < self.size:  # it was truncated
                     self.size, self._rest = 0, b""
                 start = max(self.size, size - _MAX_BYTES)
-                text = self._rest + os.pread(log, size - start, start)
-            finally:
-                os.close(log)
+                text = self._rest + os.pread(log.fileno(), size - start, start)
         except (OSError, MemoryError):  # the next call reads it
             return LogNews()
         self.size = size
@@ -303,9 +297,7 @@ def _last_words(outcome: Outcome, log_directory: str) -> str:
     """
     try:
         path = os.path.join(log_directory, SERVER_LOG)
-        with os.fdopen(
-            os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
-        ) as file:
+        with directories.open_file(path) as file:
             status = os.fstat(file.fileno())
             file.seek(max(0, status.st_size - _CAUSE_BYTES))
             lines = list(parse_server_lines(file.read(_CAUSE_BYTES)))

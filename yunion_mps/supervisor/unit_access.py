@@ -15,6 +15,7 @@ from yunion_mps.core.reasons import METRICS_FILE_FAILED, Reason
 from yunion_mps.core.settings import Config
 from yunion_mps.host.lock import holder_of_lock
 from yunion_mps.host.sandbox import INACCESSIBLE, PRIVATE, UNIT, Rule, Sandbox, is_in_unit, read_sandbox
+from yunion_mps.mps.directories import is_on_read_only
 from yunion_mps.supervisor.domain_directories import OWN_DIRECTORIES
 
 #: The directories of the state file, and of the socket; no key sets them.
@@ -54,7 +55,7 @@ def own_unit_problems(paths: Paths, config: Config) -> list[Problem]:
     if not is_in_unit("self"):
         return []
     directories = [paths.under(directory.path) for directory in _directories(config)]
-    return unit_problems(paths, config) if any(map(_is_read_only, directories)) else []
+    return unit_problems(paths, config) if any(map(is_on_read_only, directories)) else []
 
 
 def unit_warnings(paths: Paths, config: Config) -> list[Reason]:
@@ -80,14 +81,6 @@ def _directories(config: Config) -> list[_Directory]:
             _Directory(config.cuda_mps_log_directory, "cuda_mps_log_directory", is_shared=False)
         )
     return directories
-
-
-def _is_read_only(directory: str) -> bool:
-    """Whether the directory, or the one in which it would be created, is on a read-only file system."""
-    place = os.path.realpath(directory)
-    while not os.path.isdir(place):
-        place = os.path.dirname(place)
-    return bool(os.statvfs(place).f_flag & os.ST_RDONLY)
 
 
 def _problem(directory: _Directory, sandbox: Sandbox, paths: Paths, config: Config) -> Problem | None:

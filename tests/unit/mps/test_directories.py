@@ -15,7 +15,16 @@ from pathlib import Path
 import pytest
 from yunion_mps.core.errors import HostError, UnsafePathError
 from yunion_mps.core.reasons import SHORTAGE, hint_of
-from yunion_mps.mps.directories import check_entries, find_obstacle, open_log, set_access, use
+from yunion_mps.mps.conversation import Probe, UnresponsiveError, peer_of
+from yunion_mps.mps.directories import (
+    check_entries,
+    find_obstacle,
+    is_on_read_only,
+    open_file,
+    open_log,
+    set_access,
+    use,
+)
 
 from descriptors import open_descriptors
 
@@ -551,6 +560,26 @@ def test_a_mount_that_is_made_while_it_is_opened_is_an_obstacle(
         obstacle = find_obstacle(str(path))
     assert obstacle is not None
     assert obstacle.message == f"{path} is a file system that another user (nobody) has mounted"
+
+
+def test_nothing_that_looks_for_a_control_daemon_or_its_log_blocks_on_a_mount(
+    tmp: Path, mount: Callable[[Path], None]
+) -> None:
+    path = tmp / "nvidia-mps"
+    path.mkdir()
+    chown_to_stranger(path)
+    mount(path)
+    assert peer_of(str(path)) is None
+    with pytest.raises(UnresponsiveError):
+        Probe(str(path), os.getpid(), 0, 1)
+    with pytest.raises(OSError, match="has mounted"):
+        open_file(f"{path}/log/control.log")
+    assert not is_on_read_only(f"{path}/pipe")
+
+
+def test_a_read_only_file_system_is_known_before_a_directory_is_created(tmp: Path) -> None:
+    assert is_on_read_only("/proc/sys/kernel/pipe") is bool(os.statvfs("/proc/sys").f_flag & os.ST_RDONLY)
+    assert not is_on_read_only(str(tmp / "nvidia-mps/pipe"))
 
 
 def test_an_entry_that_vanishes_after_the_listing_is_ignored() -> None:
