@@ -164,7 +164,7 @@ class Supervisor:
         self._changed()
 
     def _leave_unsafe_directories(self, now_s: float) -> bool:
-        """Use other directories for new domains that other users have kept from starting; return if any."""
+        """Use other directories for domains that other users keep from starting; return if any."""
         if not self.desired.refuse_directories(self.fleet.take_refused()):
             return False
         self._changed()

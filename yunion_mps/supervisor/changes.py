@@ -5,6 +5,7 @@ Changes are shown in advance, and recorded when they begin.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from yunion_mps.config import KEYS
 from yunion_mps.config.devices import MEMORY_UNITS
 from yunion_mps.core import reasons
 from yunion_mps.core.enums import NOT_SHARED
-from yunion_mps.core.errors import ConfigError
+from yunion_mps.core.errors import ConfigError, ShortageError
 from yunion_mps.core.models import DomainPlan, Event, Gpu, Inventory, Plan
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import Reason
@@ -159,6 +160,7 @@ class DesiredState:
         possible, or if a driver that has worked does not work now.
         """
         preflight.check(even_without_driver=not driver_worked)
+        self._leave_mended(preflight)
         plan = self._make_plan(preflight.config, preflight.inventory, preflight.directories)
         if plan.domains:
             find_control_program()
@@ -172,6 +174,21 @@ class DesiredState:
         before, gpus, domains = self.in_effect(), self._gpus.inventory.gpus, self._fleet.domains
         plans = placed, before, preflight.plan_with_layouts()
         return plan, changes + changes_to(*plans, gpus, domains, waiting, keeping)
+
+    def _leave_mended(self, preflight: Preflight) -> None:
+        """Let control daemons without leases and jobs use the configured directories again.
+
+        Other directories in the configuration are used even by one that has some: it is replaced after them.
+        """
+        keys = ("cuda_mps_pipe_directory", "cuda_mps_log_directory")
+        is_same = all(getattr(self.config, key) == getattr(preflight.config, key) for key in keys)
+        held: set[str] = set()
+        leased = self.ledger.users_by_gpu().keys()
+        for domain in self._fleet.domains:
+            has_leases = self.ledger.unknown or not leased.isdisjoint(domain.in_effect.gpu_uuids)
+            if has_leases or domain.server_pids():
+                held.add(domain.in_effect.pipe_directory)
+        preflight.directories.leave_mended(lambda path: is_same and path in held)
 
     def accept(self, preflight: Preflight, plan: Plan) -> bool:
         """Make the reloaded configuration the desired one; return whether it differs."""
@@ -193,17 +210,22 @@ class DesiredState:
             )
         except ConfigError as error:
             log.error("the configuration does not fit the newly found GPUs: %s", error.message)
+        except ShortageError as error:
+            log.error("the plan stays as it is: %s", error.message)
         _log_warnings(self.warnings, known=known)
 
     def refuse_directories(self, domains: Iterable[DomainPlan]) -> bool:
-        """Choose other directories for new domains that cannot start in theirs because of other users.
+        """Choose other directories for domains that cannot start in theirs because of other users.
 
         Returns whether there are any; then `replan` plans with them.
         """
         known = self.warnings
-        refused = [self._directories.refuse(domain) for domain in domains]
+        is_any_moved = False
+        for domain in domains:
+            with contextlib.suppress(ShortageError):  # the next attempt to start it tells again
+                is_any_moved = self._directories.refuse(domain) or is_any_moved
         _log_warnings(self.warnings, known=known)
-        return any(refused)
+        return is_any_moved
 
     def _aim_at(self, target: Plan) -> None:
         self._target, self.plan = target, self._keep_leased(target)

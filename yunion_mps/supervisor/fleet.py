@@ -13,7 +13,7 @@ from typing import NamedTuple, Optional
 
 from yunion_mps.core import reasons
 from yunion_mps.core.enums import ANSWERING, BACKOFF, FAILED, STOPPED, WEDGED
-from yunion_mps.core.errors import HostError, UnsafePathError, YunionError
+from yunion_mps.core.errors import HostError, YunionError
 from yunion_mps.core.models import DirectGpu, DomainPlan, Event
 from yunion_mps.gpus.blockers import blocks
 from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
@@ -66,7 +66,7 @@ class Fleet:
         self._stop_timeout_s = 0
         self._stopping = False
         self._wants_poll = False
-        #: New domains that could not start because of other users, until `take_refused`.
+        #: Domains that could not start, until `take_refused`.
         self._refused: list[DomainPlan] = []
 
     def create_domains(
@@ -123,6 +123,7 @@ class Fleet:
         due = [domain for domain in self.domains if readable is None or domain.is_due(now_s, readable)]
         for domain in due:
             domain.tick(now_s, find)
+            self._note_refused(domain)
         self._records.write(due)
         if self._advance(now_s):
             return now_s
@@ -218,9 +219,9 @@ class Fleet:
         return unconfirmed
 
     def take_refused(self) -> list[DomainPlan]:
-        """Return the new domains that other users' files have kept from starting; only once.
+        """Return the domains whose control daemon could not be started, perhaps because of other users; once.
 
-        A domain that has served is not among them: clients know its directories.
+        Clients of a domain that has served before know its directories, but nothing serves them there.
         """
         refused, self._refused = self._refused, []
         return refused
@@ -238,7 +239,10 @@ class Fleet:
 
     def _start(self, domain: Domain, now_s: float, ours: Sequence[MpsProcess] | None = None) -> None:
         domain.start(now_s, ours)
-        if isinstance(domain.error, UnsafePathError):
+        self._note_refused(domain)
+
+    def _note_refused(self, domain: Domain) -> None:
+        if domain.state in (BACKOFF, FAILED) and not (domain.control.has_process or domain.retiring):
             self._refused.append(domain.desired)
 
     def _advance(self, now_s: float) -> bool:

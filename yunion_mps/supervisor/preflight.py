@@ -139,7 +139,7 @@ def run_preflight(
     If MPS is disabled, the GPUs are not scanned; with `even_if_disabled`, it counts as enabled. With
     `confirms_replacements`, the operator confirms that entries mean the cards that replaced theirs.
     `find_unit_problems` returns the directories that the service's unit forbids. Raises HostError if there is
-    no machine id.
+    no machine id, and ShortageError if it cannot be found out which control daemons run.
     """
     host = machine_id(paths)
     config, problems = load(paths)
@@ -170,7 +170,12 @@ def run_preflight(
         host_problems = []  # the entries have problems, so cuda_mps_replicas does not apply
     can_start = all(problem.is_minor for problem in (*problems, *host_problems))
     directories = DomainDirectories(config, paths, creates=creates_directories and can_start)
-    plan = directories.place(plan)
+    try:
+        plan = directories.place(plan)
+    except HostError:
+        if nvml is not None and nvml is not opened:
+            nvml.close()
+        raise
     unit_problems = find_unit_problems(paths, directories.in_use(config)) if find_unit_problems else []
     all_problems = (*problems, *host_problems, *unit_problems)
     return Preflight(

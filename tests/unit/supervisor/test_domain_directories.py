@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from yunion_mps.core.enums import READY
+from yunion_mps.core.enums import MPS, READY
 from yunion_mps.core.errors import ShortageError
 from yunion_mps.core.models import DomainPlan
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import DIRECTORY_TAKEN
+from yunion_mps.mps.processes import MpsProcess
 from yunion_mps.supervisor.domain_directories import DomainDirectories
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
 
 from simhost import SimHost
 from unit.as_user import needs_root
 from unit.http.server_host import NOBODY
+from unit.leases.shares import leases_on
 from unit.supervised import Begin, MakeHost, PutToWork, Supervised, configure, pid
 
 pytestmark = [needs_root, pytest.mark.processes]
@@ -58,16 +61,17 @@ def open_to_all(made: Supervised) -> None:
 # -- the decision
 
 
-def test_in_a_shortage_no_directory_is_left_that_may_be_in_use(make_host: MakeHost) -> None:
-    def fail(_: str) -> tuple[str, ...]:
-        raise ShortageError("no socket can be made")
+def test_in_a_shortage_nothing_is_decided(make_host: MakeHost) -> None:
+    """It is not known which directories are in use, so none of them may be left."""
+
+    def fail() -> list[MpsProcess]:
+        raise ShortageError("no process can be listed")
 
     host = make_host(TWO)
     found = preflight_of(host)
-    (domain,) = found.plan.domains
-    put_strangers_file(Path(f"{host.root}{domain.pipe_directory}"))
-    directories = DomainDirectories(found.config, Paths(str(host.root)), creates=False, find_in_use=fail)
-    assert directories.place(found.plan).domains == (domain,)
+    directories = DomainDirectories(found.config, Paths(str(host.root)), creates=False, find_running=fail)
+    with pytest.raises(ShortageError):
+        directories.place(found.plan)
 
 
 def test_each_domain_has_a_decision_of_its_own(make_host: MakeHost) -> None:
@@ -191,6 +195,40 @@ def test_a_serving_gpu_does_not_keep_another_from_its_directory(begin: Begin) ->
     assert codes(made) == [DIRECTORY_TAKEN]
 
 
+# -- a directory that is safe again
+
+
+def begin_elsewhere(begin: Begin) -> tuple[SimHost, Supervised]:
+    """Begin while the configured directory is another user's, who then removes it."""
+    host, made = begin([{"kind": "v100"}])
+    made.stop()
+    taken = host.root / "tmp/nvidia-mps"
+    shutil.rmtree(taken)
+    taken.mkdir()
+    os.chown(taken, NOBODY, NOBODY)
+    again = made.again()
+    assert in_effect(again) == [(READY, "/run/nvidia-mps/pipe")]
+    taken.rmdir()
+    return host, again
+
+
+def check_it_stays(made: Supervised, control_daemon: int | None) -> None:
+    assert (in_effect(made), pid(made)) == ([(READY, "/run/nvidia-mps/pipe")], control_daemon)
+    assert [domain.pending for domain in made.snapshot.domains] == [""]
+    (warning,) = made.warnings
+    assert warning.reason == (
+        "the configured directory is safe again: the daemon uses /run/nvidia-mps/pipe instead of "
+        "/tmp/nvidia-mps/pipe, and /run/nvidia-mps/log instead of /tmp/nvidia-mps/log; once the leases and "
+        "jobs of its control daemon have ended, run: yunion-mps reload"
+    )
+
+
+def check_it_returns(made: Supervised) -> None:
+    made.reload()
+    made.until(lambda: in_effect(made) == [(READY, "/tmp/nvidia-mps/pipe")])
+    assert codes(made) == []
+
+
 def test_a_mended_directory_is_used_again_after_a_reload(begin: Begin) -> None:
     host, made = begin(TWO, 2)
     open_to_all(made)
@@ -202,3 +240,30 @@ def test_a_mended_directory_is_used_again_after_a_reload(begin: Begin) -> None:
     made.reload()
     made.until(lambda: in_effect(made) == [(READY, "/tmp/nvidia-mps/pipe")])
     assert codes(made) == []
+
+
+def test_a_control_daemon_stays_in_our_directories_at_a_restart(begin: Begin) -> None:
+    """Leases know them, and those of the earlier daemon may not be restored yet."""
+    _, made = begin_elsewhere(begin)
+    before = pid(made)
+    again = made.again()
+    check_it_stays(again, before)
+    check_it_returns(again)
+
+
+def test_a_lease_keeps_the_control_daemon_in_our_directories(begin: Begin) -> None:
+    host, made = begin_elsewhere(begin)
+    before = pid(made)
+    made.hold(leases_on(host.gpus[0].uuid, sharing=MPS))
+    assert made.reload() == []
+    check_it_stays(made, before)
+    made.hold()
+    check_it_returns(made)
+
+
+def test_another_directory_in_the_configuration_is_used_after_leases(begin: Begin) -> None:
+    host, made = begin_elsewhere(begin)
+    made.hold(leases_on(host.gpus[0].uuid, sharing=MPS))
+    configure(host, cuda_mps_pipe_directory="/srv/mps/pipe")
+    made.reload()
+    made.until(lambda: in_effect(made) == [(READY, "/srv/mps/pipe")])
