@@ -13,7 +13,7 @@ from typing import NamedTuple, Optional
 
 from yunion_mps.core import reasons
 from yunion_mps.core.enums import ANSWERING, BACKOFF, FAILED, STOPPED, WEDGED
-from yunion_mps.core.errors import HostError, YunionError
+from yunion_mps.core.errors import HostError, UnsafePathError, YunionError
 from yunion_mps.core.models import DirectGpu, DomainPlan, Event
 from yunion_mps.gpus.blockers import blocks
 from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
@@ -242,7 +242,10 @@ class Fleet:
         self._note_refused(domain)
 
     def _note_refused(self, domain: Domain) -> None:
-        if domain.state in (BACKOFF, FAILED) and not (domain.control.has_process or domain.retiring):
+        # After a first failure, it is started again where its clients know it.
+        is_refused = domain.state == FAILED or isinstance(domain.error, UnsafePathError)
+        is_down = domain.state in (BACKOFF, FAILED) and not domain.control.has_process
+        if is_refused and is_down and not domain.retiring:
             self._refused.append(domain.desired)
 
     def _advance(self, now_s: float) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 import stat
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +25,7 @@ from yunion_mps.mps.directories import (
 )
 
 from descriptors import open_descriptors
+from unit.file_systems import file_system_of, fill, hung_mount
 
 from .other_processes import STRANGER, no_descriptor_left
 
@@ -429,16 +428,11 @@ def test_no_command_closes_a_directory_that_others_may_need(place: Path, mode: i
 
 @pytest.fixture
 def full(tmp: Path) -> Iterator[Path]:
-    """A file system like that of /tmp, in which no file can be created any more."""
-    options = "size=1m,nr_inodes=20,mode=1777"
-    mount = ["mount", "-t", "tmpfs", "-o", options, "full", str(tmp)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    make(tmp / "nvidia-mps/log")
-    for number in range(os.statvfs(tmp).f_ffree):
-        (tmp / str(number)).touch()
-    yield tmp
-    subprocess.run(["umount", "-l", tmp], check=True)
+    """A directory like /tmp with a log directory, in which no file can be created any more."""
+    with file_system_of(tmp, most_files=20):
+        make(tmp / "nvidia-mps/log")
+        fill(tmp)
+        yield tmp
 
 
 def test_a_full_file_system_is_an_obstacle_to_a_new_directory(full: Path) -> None:
@@ -498,26 +492,9 @@ def test_a_directory_is_created_as_it_is_found_safe(tmp: Path) -> None:
 
 @pytest.fixture
 def mount() -> Iterator[Callable[[Path], None]]:
-    """Mount a file system there as fusermount does for a stranger; every call to it blocks."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    """Mount a stranger's file system there; every call to it blocks."""
     with ExitStack() as stack:
-
-        def mount_at(path: Path) -> None:
-            try:
-                device = os.open("/dev/fuse", os.O_RDWR)
-            except OSError:
-                pytest.skip("no /dev/fuse")
-            # Without its descriptor, all calls fail: a test that blocks ends.
-            rescue = threading.Timer(20, os.close, [device])
-            rescue.start()
-            stack.callback(os.close, device)
-            stack.callback(rescue.cancel)
-            options = f"fd={device},rootmode=40000,user_id={STRANGER},group_id={STRANGER},allow_other"
-            if libc.mount(b"theirs", os.fsencode(path), b"fuse.theirs", 6, options.encode()):
-                pytest.skip("no file system can be mounted here")
-            stack.callback(libc.umount2, os.fsencode(path), 2)
-
-        yield mount_at
+        yield lambda path: stack.enter_context(hung_mount(path, STRANGER))
 
 
 def test_a_strangers_mount_is_an_obstacle_that_nothing_unmounts(

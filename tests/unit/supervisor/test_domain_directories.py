@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from contextlib import closing
 from pathlib import Path
 
@@ -19,12 +20,14 @@ from yunion_mps.supervisor.preflight import Preflight, run_preflight
 
 from simhost import SimHost
 from unit.as_user import needs_root
+from unit.file_systems import file_system_of, fill, hung_mount
 from unit.http.server_host import NOBODY
 from unit.leases.shares import leases_on
 from unit.supervised import Begin, MakeHost, PutToWork, Supervised, configure, pid
 
 pytestmark = [needs_root, pytest.mark.processes]
 
+OURS = ("/run/nvidia-mps/pipe", "/run/nvidia-mps/log")
 TWO = [{"kind": "v100"}, {"kind": "v100"}]
 
 
@@ -134,6 +137,26 @@ def test_a_configuration_that_is_refused_creates_no_directory(make_host: MakeHos
     assert not (host.root / "tmp/nvidia-mps").exists()
 
 
+def test_a_hung_mount_of_another_user_is_not_touched(make_host: MakeHost) -> None:
+    host = make_host()
+    taken = host.root / "tmp/nvidia-mps"
+    taken.mkdir(parents=True)
+    with hung_mount(taken, NOBODY):
+        (domain,) = preflight_of(host, creates=True).plan.domains
+    assert (domain.pipe_directory, domain.log_directory) == OURS
+
+
+def test_a_file_system_that_users_have_filled_is_not_used(make_host: MakeHost) -> None:
+    host = make_host()
+    (host.root / "tmp").mkdir(exist_ok=True)
+    with file_system_of(host.root / "tmp", most_files=20):
+        fill(host.root / "tmp")
+        found = preflight_of(host, creates=True)
+    (domain,) = found.plan.domains
+    assert (domain.pipe_directory, domain.log_directory) == OURS
+    assert "No space left on device: the daemon uses /run/nvidia-mps/pipe instead" in found.all_warnings[0]
+
+
 # -- what is running
 
 
@@ -193,6 +216,32 @@ def test_a_serving_gpu_does_not_keep_another_from_its_directory(begin: Begin) ->
     ]
     assert pid(made) == before
     assert codes(made) == [DIRECTORY_TAKEN]
+
+
+def take(directory: Path) -> None:
+    """Take the place of a directory, which root has removed, as another user."""
+    directory.rename(directory.with_name("removed"))
+    directory.mkdir()
+    os.chown(directory, NOBODY, NOBODY)
+
+
+def test_a_control_daemon_is_started_elsewhere_if_its_directory_is_taken(begin: Begin) -> None:
+    host, made = begin([{"kind": "v100"}])
+    take(host.root / "tmp/nvidia-mps")
+    os.kill(pid(made) or 0, signal.SIGKILL)
+    made.until(lambda: in_effect(made) == [(READY, "/run/nvidia-mps/pipe")])
+    assert codes(made) == [DIRECTORY_TAKEN]
+    assert made.available == 4
+
+
+def test_a_control_daemon_that_only_jobs_reach_is_replaced_after_them(put_to_work: PutToWork) -> None:
+    """Another user has taken its directory, so it cannot serve there any more."""
+    work = put_to_work([{"kind": "v100"}])
+    take(work.host.root / "tmp/nvidia-mps")
+    again = work.made.again()
+    assert again.snapshot.domains[0].waits_for == tuple(work.jobs.servers())
+    work.end()
+    again.until(lambda: in_effect(again) == [(READY, "/run/nvidia-mps/pipe")])
 
 
 # -- a directory that is safe again
