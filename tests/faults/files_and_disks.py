@@ -51,7 +51,7 @@ def _removed_under(scene: Scene, job: Client) -> None:
     scene.another_serves(old)
 
 
-@fault(PLACES, "the pipe directory is replaced by a symlink of another user", takes_s=73)
+@fault(PLACES, "the pipe directory is replaced by a symlink of another user", takes_s=13)
 def symlink(scene: Scene) -> None:
     scene.serve()
     pipes, elsewhere = _elsewhere(scene)

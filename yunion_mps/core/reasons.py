@@ -393,8 +393,9 @@ PIPE_DIRECTORY = _code("pipe_directory",
     "The pipe or log directory, or a directory above it, is unsafe or not accessible to clients.",
     "run the command that yunion-mps status names; see its path: namei -l DIRECTORY")
 DIRECTORY_TAKEN = _code("directory_taken",
-    "The pipe or log directory is not safe because of other users, so the daemon uses one in /run.",
-    "run the command that the message names, then: yunion-mps reload; or choose another one in host.conf")
+    "The pipe or log directory was not safe because of other users, so the daemon uses one in /run.",
+    "run the command that the message names, then: yunion-mps reload, which moves a control daemon without "
+    "leases and jobs back; or choose another one in host.conf")
 SOCKETS_REMOVED = _code("sockets_removed",
     "A cleanup program such as systemd-tmpfiles removes the MPS sockets at a certain age.",
     "exclude the directory from the cleanup, for example in tmpfiles.d(5)")

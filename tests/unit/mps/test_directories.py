@@ -539,7 +539,7 @@ def test_a_mount_that_is_made_while_it_is_opened_is_an_obstacle(
     assert obstacle.message == f"{path} is a file system that another user (nobody) has mounted"
 
 
-def test_nothing_that_looks_for_a_control_daemon_or_its_log_blocks_on_a_mount(
+def test_neither_connections_nor_logs_touch_a_strangers_mount(
     tmp: Path, mount: Callable[[Path], None]
 ) -> None:
     path = tmp / "nvidia-mps"
