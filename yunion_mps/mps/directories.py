@@ -61,6 +61,7 @@ _MAX_ATTEMPTS = 3
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTCONN, errno.ESTALE)
 #: Errors of a file system, or a directory, that users have filled.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMLINK)
+_FREE_SPACE = f"see which file system is full (df -h; df -i), and free space in it, or {CHOOSE_ANOTHER}"
 #: What a control daemon needs to start: its files are six, and those of a server and the logs as many.
 _MIN_FREE_FILES = 16
 _MIN_FREE_BYTES = 256 << 10
@@ -304,14 +305,14 @@ def _open_child(directory: int, name: str, path: str, *, last: bool, make: bool)
     try:
         for _ in range(_MAX_ATTEMPTS):
             try:
-                return os.open(name, _NAME, dir_fd=directory)
+                return _locate_child(directory, name)
             except FileNotFoundError:
                 if not make:
                     raise
             # Another user may create it right now, and remove it before it is opened.
             with contextlib.suppress(FileExistsError):
                 _mkdir(directory, name, path, last=last)
-                child = os.open(name, _NAME, dir_fd=directory)
+                child = _locate_child(directory, name)
                 os.chmod(f"/proc/self/fd/{child}", _MODE)  # whatever the umask is
                 return child
     except OSError as error:
@@ -325,6 +326,14 @@ def _open_child(directory: int, name: str, path: str, *, last: bool, make: bool)
     what = "is created and removed again and again by another user"
     command = _replace_command(path, os.fstat(directory), last=last)
     raise unsafe_path(path, what, command, look="ls -ld")
+
+
+def _locate_child(directory: int, name: str) -> int:
+    """Return a descriptor (O_PATH); what the administrator mounts on demand (autofs) is mounted first."""
+    try:
+        return os.open(name, _NAME | os.O_DIRECTORY, dir_fd=directory)
+    except NotADirectoryError:
+        return os.open(name, _NAME, dir_fd=directory)
 
 
 def _replace_command(path: str, parent: os.stat_result, *, last: bool) -> str:
@@ -440,9 +449,9 @@ def _check_space(directory: int, path: str) -> None:
     """Raise UnsafePathError if users have left no space for the files of a control daemon."""
     space = os.fstatvfs(directory)
     if space.f_bfree * space.f_frsize < _MIN_FREE_BYTES:
-        raise unsafe_path(path, "is on a full file system", look="df -h")
+        raise UnsafePathError(f"{path} is on a full file system", _FREE_SPACE)
     if space.f_files and space.f_ffree < _MIN_FREE_FILES:  # without a limit, some report no files at all
-        raise unsafe_path(path, "is on a file system that can hold no more files", look="df -i")
+        raise UnsafePathError(f"{path} is on a file system that can hold no more files", _FREE_SPACE)
 
 
 def is_foreign(info: os.stat_result) -> bool:
@@ -520,8 +529,7 @@ def _host_error(error: OSError, what: str) -> HostError:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return ShortageError(f"{what}: {error.strerror}")
     if error.errno in _FULL:
-        hint = f"see which file system is full (df -h; df -i), and free space in it, or {CHOOSE_ANOTHER}"
-        return UnsafePathError(f"{what}: {error.strerror}", hint)
+        return UnsafePathError(f"{what}: {error.strerror}", _FREE_SPACE)
     hint = "run as root; check with mount whether the file system is read-only"
     if error.errno == errno.EROFS:
         hint = (

@@ -347,9 +347,18 @@ def test_something_of_a_stranger_in_the_directory_is_an_obstacle(
 def test_what_is_wrong_without_other_users_is_no_obstacle(place: Path) -> None:
     (place / "file").touch()
     (place / "circle").symlink_to(place / "circle")
-    for path in (place / "file/pipe", place / "circle/pipe", place / "x/../pipe"):
+    too_long = place / ("x" * 256)
+    for path in (place / "file/pipe", place / "circle/pipe", place / "x/../pipe", too_long):
         assert find_obstacle(str(path)) is None
         assert refused(path, place)
+
+
+def test_a_file_of_root_where_others_write_is_an_obstacle(tmp: Path) -> None:
+    """A user can have made a link to it, where the kernel does not prevent that."""
+    (tmp / "nvidia-mps").touch()
+    obstacle = find_obstacle(f"{tmp}/nvidia-mps/pipe")
+    assert obstacle is not None
+    assert obstacle.message == f"{tmp}/nvidia-mps is not a directory"
 
 
 NAMES = ("a b;reboot", "a'b", "a\\b", "a\nb\x1b[31m", "\udcff x", "\u202e")
