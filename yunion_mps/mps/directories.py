@@ -64,7 +64,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EMLINK)
 _FREE_SPACE = f"see which file system is full (df -h; df -i), and free space in it, or {CHOOSE_ANOTHER}"
 #: What a control daemon needs to start: its files are six, and those of a server and the logs as many.
 _MIN_FREE_FILES = 16
-_MIN_FREE_BYTES = 256 << 10
+_MIN_FREE_BYTES = 64 << 10
 
 #: The file of the record; empty if none is kept.
 _record = ""

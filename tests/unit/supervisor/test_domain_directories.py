@@ -234,6 +234,17 @@ def test_a_control_daemon_is_started_elsewhere_if_its_directory_is_taken(begin: 
     assert made.available == 4
 
 
+def test_a_hung_mount_blocks_neither_the_service_nor_a_reload(begin: Begin) -> None:
+    host, made = begin([{"kind": "v100"}], cuda_mps_stop_timeout_s="0")
+    taken = host.root / "tmp/nvidia-mps"
+    take(taken)
+    with hung_mount(taken, NOBODY):
+        made.reload()
+        made.supervisor.check_pipe_directories()
+        os.kill(pid(made) or 0, signal.SIGKILL)
+        made.until(lambda: in_effect(made) == [(READY, "/run/nvidia-mps/pipe")])
+
+
 def test_a_control_daemon_that_nobody_reaches_keeps_no_directory(begin: Begin) -> None:
     """Another user has taken its directory: what needs it still runs on, but a new one serves elsewhere."""
     host, _ = begin([{"kind": "v100"}])
