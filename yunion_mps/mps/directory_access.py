@@ -10,9 +10,9 @@ import stat
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from yunion_mps.core.text import shell_word
-from yunion_mps.mps.directories import find_obstacle
-from yunion_mps.mps.obstacles import CHOOSE_ANOTHER, enter_hint
+from yunion_mps.core.errors import HostError
+from yunion_mps.mps.directories import directory_of, find_obstacle, locate
+from yunion_mps.mps.obstacles import enter_hint
 
 _ALL_ENTER = stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH
 _ALL_WRITE = 0o222
@@ -49,12 +49,12 @@ def _check_path(root: str, directory: str, group: str | None) -> Iterator[Access
     for number, name in enumerate(names):
         path = f"{path}/{name}"
         try:
-            info = os.stat(path)
+            with directory_of(f"{path}/.") as (opened, _):
+                info = os.fstat(opened)
         except PermissionError:  # its parent cannot be entered, which was reported
             return
-        if not stat.S_ISDIR(info.st_mode):
-            hint = f"check it (ls -ld {shell_word(path)}), and {CHOOSE_ANOTHER}"
-            yield AccessProblem(f"{path} is not a directory", hint)
+        except HostError as error:
+            yield AccessProblem(error.message, error.hint)
             return
         last = number == len(names) - 1
         yield from _check_entering(path, info, closed=last and bool(group))
@@ -72,8 +72,9 @@ def _check_entering(path: str, info: os.stat_result, *, closed: bool) -> Iterato
 def _check_socket(directory: str) -> Iterator[AccessProblem]:
     path = f"{directory}/control"
     try:
-        mode = os.stat(path).st_mode
-    except OSError:
+        with locate(path) as control:
+            mode = os.fstat(control).st_mode
+    except (OSError, HostError):
         return
     if mode & _ALL_WRITE != _ALL_WRITE:
         yield AccessProblem(f"other users may not connect to {path}", f"chmod a+rw {path}")
