@@ -156,11 +156,14 @@ class DomainDirectories:
         return tuple(warnings)
 
     def in_use(self, config: Config) -> Config:
-        """Return the configuration with our directories instead of those that no domain uses."""
+        """Return the configuration with our directories instead of those that no domain would use."""
         values: dict[str, Any] = {}
         for number, key in enumerate((PIPE, LOG)):
             chosen = [decision.used[number] for decision in self._decisions.values()]
-            if chosen and all(choice.is_replaced for choice in chosen):
+            is_replaced = all(choice.is_replaced for choice in chosen)
+            if not chosen:  # there is no GPU yet
+                is_replaced = find_obstacle(self._paths.under(self._written[key])) is not None
+            if is_replaced:
                 values[key] = OWN_DIRECTORIES[key]
         return config._replace(**values)
 

@@ -146,6 +146,16 @@ def test_a_hung_mount_of_another_user_is_not_touched(make_host: MakeHost) -> Non
     assert (domain.pipe_directory, domain.log_directory) == OURS
 
 
+def test_without_a_gpu_an_unsafe_directory_is_not_said_to_be_in_use(make_host: MakeHost) -> None:
+    """What is in use is looked at without care for what other users have mounted there."""
+    host = make_host([])
+    found = preflight_of(host)
+    assert found.directories.in_use(found.config) == found.config
+    put_strangers_file(host.root / "tmp/nvidia-mps/pipe")
+    changed = found.config._replace(cuda_mps_pipe_directory="/run/nvidia-mps/pipe")
+    assert found.directories.in_use(found.config) == changed
+
+
 def test_a_file_system_that_users_have_filled_is_not_used(make_host: MakeHost) -> None:
     host = make_host()
     (host.root / "tmp").mkdir(exist_ok=True)
