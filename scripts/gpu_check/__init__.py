@@ -1,1 +1,1 @@
-"""What NVIDIA MPS does on a real GPU, measured: see docs/gpu/README.md."""
+"""What NVIDIA MPS does on a real GPU: see docs/gpu/README.md."""

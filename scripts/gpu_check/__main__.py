@@ -1,21 +1,22 @@
-"""`scripts/gpu-check`; its clients are this same program, `--client`."""
+"""`scripts/gpu-check`; the CUDA clients that it starts are this same program with `--client`."""
 
 from __future__ import annotations
 
+import glob
 import os
 import sys
-from types import ModuleType
 
 if __name__ == "__main__":
     here = os.path.dirname(os.path.abspath(__file__))
     scripts = os.path.dirname(here)
-    # The clients use CUDA through the checkout's own yunion_mps, which does not have to be installed.
-    sys.path[:] = [scripts, os.path.dirname(scripts), *(path for path in sys.path if path != here)]
+    checkout = os.path.dirname(scripts)
+    if here in sys.path:
+        sys.path.remove(here)
+    sys.path.insert(0, checkout)
+    sys.path.insert(0, scripts)
+    # Of another Python, perhaps, but most modules there run with any.
+    sys.path.extend(glob.glob(f"{checkout}/.venv/lib/python3*/site-packages"))
     if sys.argv[1:2] == ["--client"]:
-        # Only doctor's CUDA client is used, which needs no library; the package itself would import PyYAML.
-        doctor = ModuleType("yunion_mps.doctor")
-        doctor.__path__ = [os.path.join(os.path.dirname(scripts), "yunion_mps", "doctor")]
-        sys.modules[doctor.__name__] = doctor
         from gpu_check.client import main as client
 
         sys.exit(client(sys.argv[2:]))

@@ -1,288 +1,160 @@
-"""One CUDA client, in its own process so that it has its own environment: `gpu-check --client`.
+"""One CUDA client in a process of its own: `gpu-check --client MODE LIBCUDA NUMBER`.
 
-It reads commands from standard input and writes events to standard output, one JSON object per line. Every
-event has `t`, the machine's monotonic clock in seconds. The first event is `started`, the next `ready` or
-`error`; each command gets a `reply`. The client exits at the end of its input.
+It prints events, one JSON object a line, each with `t`, the machine's monotonic clock in seconds: first
+`ready` or `error`, then what its mode says. An error ends it, and so does the end of its input.
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import json
 import os
 import select
+import sys
 import time
-from collections.abc import Callable, Sequence
-from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
+from collections.abc import Sequence
 from typing import Any
 
 from yunion_mps.doctor.cuda_client import (
-    MIB,
     MPS_ENABLED,
     MULTIPROCESSOR_COUNT,
-    WORK,
     CudaDriver,
     CudaError,
     CudaGpu,
 )
 
-from gpu_check.processes import die_with_parent
-
-_PR_SET_DUMPABLE = 4
-_MAX_LAUNCH_S = 0.002
+#: A kernel of about one millisecond that leaves most of the GPU to others.
+_SMALL = (8, 100_000)
+#: Blocks for each SM of a kernel that fills the GPU, and its iterations: some milliseconds on the whole GPU.
+_LARGE = (32, 10_000)
 _BEAT_S = 0.05
-_WARM_S = 0.5  # an idle GPU's clocks are low, and take a while to rise
+_WARM_S = 0.4  # an idle GPU's clocks are low, and take a while to rise
+_MEASURED_S = 1.0
 
-_CAPABILITY_MAJOR = 75
-_CAPABILITY_MINOR = 76
 #: Neither mapped nor mappable: the first page.
 _BAD_ADDRESS = 0x10
-#: Stores to an address that does not exist.
-_FAULT = """
-.visible .entry fault(.param .u64 address)
-{
-    .reg .u32 %one;
-    .reg .u64 %place;
-
-    ld.param.u64 %place, [address];
-    mov.u32 %one, 1;
-    st.global.u32 [%place], %one;
-    ret;
-}
-"""
 
 
-class TimedDriver(CudaDriver):
-    """Records how long the startup calls took; raises CudaError."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.seconds = dict.fromkeys(("cuInit", "cuDevicePrimaryCtxRetain", "cuModuleLoadData"), 0.0)
-
-    def call(self, name: str, *arguments: Any) -> None:
-        """Make one call; raises CudaError unless it succeeds."""
-        start_s = time.monotonic()
-        super().call(name, *arguments)
-        if name in self.seconds:
-            self.seconds[name] = round(time.monotonic() - start_s, 4)
-
-
-class CheckedGpu(CudaGpu):
-    """The GPU, with the queries and the faulty kernel that the steps need."""
-
-    def __init__(self, driver: TimedDriver, ordinal: int) -> None:
-        super().__init__(driver, ordinal, WORK + _FAULT)
-        self._seconds = driver.seconds
-        self._fault = self.function("fault")
-
-    def facts(self) -> dict[str, Any]:
-        """What CUDA reports about the device to this client."""
-        version, total, count = c_int(), c_size_t(), c_int()
-        self.call("cuDriverGetVersion", byref(version))
-        self.call("cuDeviceTotalMem_v2", byref(total), self.device)
-        self.call("cuDeviceGetCount", byref(count))
-        mps = self.attribute(MPS_ENABLED)
-        return {
-            "cuda": f"{version.value // 1000}.{version.value % 1000 // 10}",
-            "name": self.name(),
-            "uuid": self._uuid(),
-            "memory_mib": total.value // MIB,
-            "multiprocessors": self.attribute(MULTIPROCESSOR_COUNT),
-            "capability": f"{self.attribute(_CAPABILITY_MAJOR)}.{self.attribute(_CAPABILITY_MINOR)}",
-            "mps": None if mps is None else bool(mps),
-            "devices_seen": count.value,
-            "ptx_target": self.target,
-            "seconds": self._seconds,
-        }
-
-    def _uuid(self) -> str:
-        raw = (ctypes.c_ubyte * 16)()
-        self.call("cuDeviceGetUuid", raw, self.device)
-        text = bytes(raw).hex()
-        return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+class FaultingGpu(CudaGpu):
+    """The doctor's CUDA client, which can also write to an invalid address."""
 
     def fault(self) -> None:
-        """Write to an invalid address; raises CudaError and makes this context unusable."""
-        address = c_uint64(_BAD_ADDRESS)
-        self.launch(self._fault, 1, 1, (c_void_p * 1)(ctypes.addressof(address)))
-        self.call("cuCtxSynchronize")
+        """Launch a kernel that does so.
 
-    def close(self) -> None:
-        """Release the context."""
-        self.call("cuDevicePrimaryCtxRelease_v2", self.device)
+        Raises CudaError; the context cannot be used afterwards.
+        """
+        self._marks.value = _BAD_ADDRESS
+        self.work(1, 1)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a client until its input ends; returns 3 if it cannot use a GPU."""
-    options = _parse(arguments)
-    die_with_parent()
-    if options.uid is not None:
-        _become(options.uid)
-    _say("started", pid=os.getpid(), uid=os.getuid())
+    """Run a client; returns 3 if a call of CUDA failed."""
+    mode, libcuda, number = arguments
     try:
-        gpu = CheckedGpu(TimedDriver(options.libcuda), options.device)
+        begun_s = time.monotonic()
+        gpu = FaultingGpu(CudaDriver(libcuda))
         gpu.work(1, 1)
-        facts = gpu.facts()
+        _say(
+            "ready",
+            cuda_s=round(time.monotonic() - begun_s, 4),
+            name=gpu.name(),
+            mps=gpu.attribute(MPS_ENABLED),
+            memory_mib=int(gpu.memory_mib()[1]),
+            multiprocessors=gpu.attribute(MULTIPROCESSOR_COUNT),
+        )
+        MODES[mode](gpu, int(number))
     except CudaError as error:
         _say("error", **error.as_json())
         return 3
-    _say("ready", **facts)
-    Commands(gpu).serve()
-    try:
-        gpu.close()
-    except CudaError as error:
-        _say("error", **error.as_json())
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("gpu-check --client")
-    parser.add_argument("--device", type=int, default=0)
-    parser.add_argument("--uid", type=int)
-    parser.add_argument("--libcuda", default="libcuda.so.1")
-    return parser.parse_args(arguments)
-
-
-def _become(uid: int) -> None:
-    """Switch to another user, after importing what that user may not be able to read."""
-    os.setgroups([])
-    os.setgid(uid)
-    os.setuid(uid)
-    # Its new user cannot inspect a process that has changed its user, but can inspect a real client.
-    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
-    die_with_parent()
-
-
 def _say(event: str, **values: Any) -> None:
-    print(json.dumps({"event": event, "t": time.monotonic(), **values}), flush=True)
+    line = json.dumps({"event": event, "t": time.monotonic(), **values}) + "\n"
+    os.write(1, line.encode())
 
 
-class Commands:
-    """The client's commands, each a method of that name."""
+def _hold(_: CudaGpu, __: int) -> None:
+    """Stay attached."""
+    sys.stdin.readline()
 
-    def __init__(self, gpu: CheckedGpu) -> None:
-        self._gpu = gpu
-        self._input = b""
-        self._ended = False
 
-    def serve(self) -> None:
-        """Execute commands until the input ends."""
-        while (line := self._line(None)) is not None:
-            request = json.loads(line)
-            name = request.pop("do")
-            if name == "quit":
-                return
-            command: Callable[..., dict[str, Any]] = getattr(self, name)
-            try:
-                reply = {"ok": True, **command(**request)}
-            except CudaError as error:
-                reply = {"ok": False, "error": error.as_json()}
-            _say("reply", to=name, **reply)
-
-    def _line(self, timeout_s: float | None) -> bytes | None:
-        """Return the next line; None at the end of the input, b"" at the timeout."""
-        while b"\n" not in self._input:
-            if self._ended:
-                return None
-            if not select.select([0], [], [], timeout_s)[0]:
-                return b""
-            part = os.read(0, 65536)
-            self._ended = not part
-            self._input += part
-        line, _, self._input = self._input.partition(b"\n")
-        return line
-
-    def memory(self) -> dict[str, Any]:
-        """Free and total memory as seen by this client."""
-        free, total = self._gpu.memory_mib()
-        return {"free_mib": round(free, 1), "total_mib": round(total, 1)}
-
-    def allocate(self, mib: int) -> dict[str, Any]:
-        """Allocate one block, and free it at once."""
-        try:
-            self._gpu.allocate(mib)
-        finally:
-            self._gpu.release()
-        return {"mib": mib}
-
-    def fill(self, cap_mib: int) -> dict[str, Any]:
-        """Allocate ever smaller blocks until allocation fails or `cap_mib` is reached; then free all.
-
-        The last blocks have 2 MiB, the driver's unit of allocation.
-        """
-        taken = 0
-        last: CudaError | None = None
-        for piece in (1024, 128, 16, 2):
-            while taken + piece <= cap_mib:
-                try:
-                    self._gpu.allocate(piece)
-                except CudaError as error:
-                    last = error
-                    break
-                taken += piece
-        self._gpu.release()
-        return {
-            "mib": taken,
-            "capped": taken + 2 > cap_mib,
-            "refusal": last.as_json() if last else None,
-        }
-
-    def calibrate(self, blocks: int) -> dict[str, Any]:
-        """Return how many iterations one launch takes to run for about a millisecond, alone on the GPU."""
-        iterations = 1 << 12
-        seconds = 0.0
-        self.work(0.0, _WARM_S, blocks, iterations)
-        while iterations < 1 << 24:
-            start_s = time.monotonic()
-            self._gpu.work(blocks, iterations)
-            seconds = time.monotonic() - start_s
-            if seconds > _MAX_LAUNCH_S:
-                break
-            iterations *= 2
-        return {"iterations": max(1, int(iterations * 0.001 / max(seconds, 1e-6)))}
-
-    def work(
-        self, start: float, seconds: float, blocks: int, iterations: int, batch: int = 4
-    ) -> dict[str, Any]:
-        """Launch kernels for some seconds, beginning at `start` (monotonic seconds)."""
-        time.sleep(max(0.0, start - time.monotonic()))  # all clients begin at the same moment
-        launches = 0
-        begin_s = time.monotonic()
-        end_s = begin_s + seconds
-        while (now_s := time.monotonic()) < end_s:
-            self._gpu.work(blocks, iterations, batch)
-            launches += batch
+def _beat(gpu: CudaGpu, mib: int) -> None:
+    """Allocate `mib`, then launch small kernels; tell every 50 ms how many, and the longest pause."""
+    if mib:
+        gpu.allocate(mib)
+    launches = 0
+    longest_s = 0.0
+    last_s = told_s = time.monotonic()
+    while not select.select([0], [], [], 0)[0]:  # no line has come, and no end
+        gpu.work(*_SMALL)
+        launches += 1
         now_s = time.monotonic()
-        return {"launches": launches, "seconds": now_s - begin_s, "per_s": launches / (now_s - begin_s)}
+        longest_s = max(longest_s, now_s - last_s)
+        last_s = now_s
+        if now_s - told_s >= _BEAT_S:
+            _say("beat", launches=launches, longest_s=round(longest_s, 4))
+            told_s = now_s
+            longest_s = 0.0
 
-    def multiprocessors(self, blocks: int, iterations: int) -> dict[str, Any]:
-        """How many SMs the blocks of one launch ran on."""
-        return {"used": self._gpu.multiprocessors_used(blocks, iterations)}
 
-    def beat(self, blocks: int, iterations: int) -> dict[str, Any]:
-        """Launch one kernel after another until a line arrives; report a `beat` every 50 ms.
+def _fault(gpu: FaultingGpu, _: int) -> None:
+    """Fault once told to."""
+    sys.stdin.readline()
+    gpu.fault()
 
-        `gap` is the duration of the longest launch since the last event.
-        """
-        launches, gap = 0, 0.0
-        last_s = told_s = time.monotonic()
-        while self._line(0) == b"":
+
+def _memory(gpu: CudaGpu, limit_mib: int) -> None:
+    """Measure how much can be allocated if the limit should be `limit_mib`, in one block and in many."""
+    free_mib, total_mib = gpu.memory_mib()
+    taken_mib = 0
+    refusal = ""
+    # The last blocks have 2 MiB, CUDA's unit of allocation. 2 GiB above the limit there is obviously none.
+    for block_mib in (1024, 128, 16, 2):
+        while taken_mib + block_mib <= limit_mib + 2048:
             try:
-                self._gpu.work(blocks, iterations)
+                gpu.allocate(block_mib)
             except CudaError as error:
-                _say("error", launches=launches, **error.as_json())
-                self._line(None)
-                raise
-            launches += 1
-            now_s = time.monotonic()
-            gap, last_s = max(gap, now_s - last_s), now_s
-            if now_s - told_s >= _BEAT_S:
-                _say("beat", launches=launches, gap=round(gap, 4))
-                told_s, gap = now_s, 0.0
-        return {"launches": launches}
+                refusal = str(error)
+                break
+            taken_mib += block_mib
+    gpu.release()
+    _say(
+        "result",
+        limit_mib=limit_mib,
+        free_mib=round(free_mib),
+        total_mib=round(total_mib),
+        taken_mib=taken_mib,
+        refusal=refusal,
+        block_below=_can_allocate(gpu, max(2, min(taken_mib, limit_mib) - 64)),
+        block_above=_can_allocate(gpu, limit_mib + 2),
+    )
 
-    def fault(self) -> dict[str, Any]:
-        """Write to an invalid address; the reply has the error."""
-        self._gpu.fault()
-        return {}
+
+def _can_allocate(gpu: CudaGpu, mib: int) -> bool:
+    try:
+        gpu.allocate(mib)
+    except CudaError:
+        return False
+    gpu.release()
+    return True
+
+
+def _throughput(gpu: CudaGpu, multiprocessors: int) -> None:
+    """Measure kernels that fill the GPU, which has so many SMs: the SMs used and, once told to, the rate."""
+    per_sm, iterations = _LARGE
+    blocks = per_sm * multiprocessors
+    begun_s = time.monotonic()
+    while time.monotonic() < begun_s + _WARM_S:
+        gpu.work(blocks, iterations)
+    used = gpu.multiprocessors_used(blocks, iterations)
+    _say("warm")
+    sys.stdin.readline()
+    launches = 0
+    begun_s = time.monotonic()
+    while time.monotonic() < begun_s + _MEASURED_S:
+        gpu.work(blocks, iterations)
+        launches += 1
+    _say("result", per_s=launches / (time.monotonic() - begun_s), used=used)
+
+
+MODES = {"hold": _hold, "beat": _beat, "fault": _fault, "memory": _memory, "throughput": _throughput}

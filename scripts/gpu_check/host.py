@@ -1,218 +1,154 @@
-"""Find the driver's library and programs, and a GPU that a client can use."""
+"""The driver's files on this machine, and the GPU."""
 
 from __future__ import annotations
 
 import glob
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
-import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gpu_check.clients import Client
-from gpu_check.values import Host, StepContext, StepError
-
+CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 LIBCUDA = "libcuda.so.1"
 CONTROL = "nvidia-cuda-mps-control"
 SERVER = "nvidia-cuda-mps-server"
-SMI = "nvidia-smi"
 
-#: Where drivers install their programs if not on PATH: mounts in containers, Debian's versioned directories.
-PROGRAM_FOLDERS = (
+_NATIVE = f"{os.uname().machine}-linux-gnu"
+#: Where drivers install their libraries if the loader does not find them.
+_LIBRARY_FOLDERS = (
+    "/usr/local/nvidia/lib64",
+    f"/usr/lib/{_NATIVE}/nvidia/current",
+    "/usr/lib64",
+    f"/run/nvidia/driver/usr/lib/{_NATIVE}",
+)
+#: Where drivers install their programs if they are not on PATH; at last, what scripts/setup has unpacked.
+_PROGRAM_FOLDERS = (
     "/usr/bin",
-    "/usr/sbin",
-    "/usr/local/bin",
     "/usr/local/nvidia/bin",
     "/usr/lib/nvidia/current",
     "/run/nvidia/driver/usr/bin",
-    "/opt/nvidia/bin",
+    f"{CHECKOUT}/.nvidia/usr/bin",
+    f"{CHECKOUT}/.nvidia/usr/sbin",
+    f"{CHECKOUT}/.nvidia/usr/lib/nvidia/current",
 )
-_SETTINGS = {
-    "compute_mode": "compute_mode",
-    "driver_version": "driver",
-    "persistence_mode": "persistence",
-    "mig.mode.current": "mig",
-    "memory.total": "memory_total",
-    "memory.used": "memory_used",
-    "utilization.gpu": "utilization",
-    "clocks.sm": "clock_sm",
-    "pci.bus_id": "pci",
-    "name": "name",
-}
+#: What nvidia-smi is asked about the first GPU.
+_GPU_FIELDS = "name,uuid,driver_version,compute_mode,mig.mode.current,memory.total,memory.used"
 
 
-def library_folders(machine: str = os.uname().machine) -> tuple[str, ...]:
-    """Return the directories in which drivers install the libraries of an architecture."""
-    native = f"{machine}-linux-gnu"
-    return (
-        "/usr/local/nvidia/lib64",
-        "/usr/local/nvidia/lib",
-        f"/usr/lib/{native}",
-        "/usr/lib64",
-        f"/usr/lib/{native}/nvidia/current",
-        "/usr/lib/wsl/lib",
-        f"/run/nvidia/driver/usr/lib/{native}",
-        "/run/nvidia/driver/usr/lib64",
-    )
-
-
-class NoGpu(Exception):  # noqa: N818 - it is what most machines say
-    """There is no GPU to measure; the text says what was searched for."""
-
-
-class DriverFiles(NamedTuple):
-    """The driver's library and programs; a path is empty if it is missing."""
+class Host(NamedTuple):
+    """What was found on this machine; a path is empty if it is missing."""
 
     libcuda: str
-    """Its name if the loader finds it, otherwise its path."""
+    """The library's name if the loader finds it, otherwise its path."""
     control: str
     server: str
     smi: str
-    looked_in: list[str]
+    environment: dict[str, str]
+    """Of all processes of the run: with only this GPU, and without other variables of CUDA."""
+    gpu: dict[str, str]
+    """nvidia-smi's answers by field; empty if nvidia-smi is missing or fails."""
+    multiprocessors: int = 0
+    """The GPU's SMs; 0 until a client has told."""
 
 
-def find_driver(folder: str = "") -> DriverFiles:
-    """Search for the driver's files, first in `folder` if one is given; raises NoGpu without libcuda."""
-    library, path = _library()
-    if not library:
-        tried = ", ".join(("the loader's path", *library_folders()))
-        devices = ", ".join(sorted(glob.glob("/dev/nvidia*"))) or "none"
-        raise NoGpu(f"{LIBCUDA} was not found (searched {tried}; device nodes /dev/nvidia*: {devices})")
-    first = [part for part in (folder, *os.environ.get("PATH", "").split(os.pathsep)) if part.startswith("/")]
-    smi_path = _program(SMI, [*first, *PROGRAM_FOLDERS])
-    near = [os.path.dirname(path), os.path.normpath(f"{os.path.dirname(path)}/../bin")]
-    near += [os.path.dirname(os.path.realpath(smi_path))] if smi_path else []
-    places = [*first, *PROGRAM_FOLDERS, *near]
-    control = _program(CONTROL, places)
-    server = _program(SERVER, [*places, *([os.path.dirname(os.path.realpath(control))] if control else [])])
-    return DriverFiles(library, control, server, smi_path, places)
+def find_host(programs: str) -> Host:
+    """Search for the driver's files (programs: first in the directory `programs`) and for the first GPU."""
+    folders = os.pathsep.join([programs, os.environ.get("PATH", os.defpath), *_PROGRAM_FOLDERS])
+    libcuda = _find_libcuda()
+    server = shutil.which(SERVER, path=folders) or ""
+    environment = {}
+    for name, value in os.environ.items():
+        if not name.startswith("CUDA_"):
+            environment[name] = value
+    if server:  # a control daemon looks for its server on its own PATH
+        environment["PATH"] = f"{os.path.dirname(server)}:{environment.get('PATH', os.defpath)}"
+    if "/" in libcuda:
+        environment["LD_LIBRARY_PATH"] = (
+            f"{os.path.dirname(libcuda)}:{environment.get('LD_LIBRARY_PATH', '')}"
+        )
+    environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    environment["CUDA_CACHE_DISABLE"] = "1"  # leave nothing in a home directory
+    control = shutil.which(CONTROL, path=folders) or ""
+    smi = shutil.which("nvidia-smi", path=folders) or ""
+    host = Host(libcuda, control, server, smi, environment, gpu={})
+    answer = ask_smi(host, "-i", "0", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader")
+    gpu = dict(zip(_GPU_FIELDS.split(","), answer.split(", "))) if answer else {}
+    environment["CUDA_VISIBLE_DEVICES"] = gpu.get("uuid", "0")
+    return host._replace(gpu=gpu)
 
 
-def _library() -> tuple[str, str]:
-    """Return what to load, and its path; both are empty if it was not found.
-
-    A separate process loads it, because the steps are forked from this one, which must not have loaded it.
-    """
-    program = (
-        f"import ctypes; ctypes.CDLL({LIBCUDA!r})\n"
-        "print(*{line.split()[-1] for line in open('/proc/self/maps') if 'libcuda.so' in line})"
-    )
-    result = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=60
-    )
-    if result.returncode == 0:
-        return LIBCUDA, (result.stdout.split() or [LIBCUDA])[0]
-    paths = [f"{folder}/{LIBCUDA}" for folder in library_folders()]
-    path = next((path for path in paths if os.path.exists(path)), "")
-    return path, os.path.realpath(path) if path else ""
-
-
-def _program(name: str, folders: list[str]) -> str:
-    for folder in folders:
-        path = os.path.join(folder, name)
-        if os.path.isfile(path) and os.access(path, os.X_OK):
-            return path
+def _find_libcuda() -> str:
+    # In a process of its own: those of the questions are forked from this one, which must not have loaded it.
+    program = f"import ctypes; ctypes.CDLL({LIBCUDA!r})"
+    tried = subprocess.run([sys.executable, "-I", "-S", "-c", program], stderr=subprocess.DEVNULL, timeout=60)
+    if tried.returncode == 0:
+        return LIBCUDA
+    for folder in _LIBRARY_FOLDERS:
+        if os.path.exists(f"{folder}/{LIBCUDA}"):
+            return f"{folder}/{LIBCUDA}"
     return ""
 
 
-def environment(found: DriverFiles, directory: str) -> dict[str, str]:
-    """The environment of the run's processes: without CUDA's variables, and with the run's mark."""
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("CUDA_") or name == "CUDA_VISIBLE_DEVICES"
-    }
-    variables.setdefault("PATH", os.defpath)
-    if "/" in found.libcuda:
-        libraries = [os.path.dirname(found.libcuda), variables.get("LD_LIBRARY_PATH", "")]
-        variables["LD_LIBRARY_PATH"] = os.pathsep.join(part for part in libraries if part)
-    variables["GPU_CHECK_RUN"] = directory
-    variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    variables["CUDA_CACHE_DISABLE"] = "1"  # leave nothing in a home directory
-    return variables
-
-
-def probe(found: DriverFiles, directory: str, device: int) -> Host:
-    """Return the host after a first client has used the GPU; raises NoGpu if no client can."""
-    variables = environment(found, directory)
-    host = Host(found.libcuda, found.control, found.server, found.smi, variables, device, {}, {})
+def ask_smi(host: Host, *arguments: str) -> str:
+    """Return what nvidia-smi prints; empty if it is missing, fails or hangs."""
+    argv = [host.smi, *arguments]
     try:
-        gpu = _first_client(host, directory)
-    except StepError as error:
-        settings = smi_settings(host, "")
-        if settings.get("compute_mode") in ("Prohibited", "Exclusive_Process"):
-            gpu = {"name": settings.get("name", "GPU"), "uuid": "", "unusable": str(error)}
-            return host._replace(gpu=gpu, settings=settings)
-        raise NoGpu(f"{found.libcuda} was found, but no GPU can be used with it: {error}") from None
-    if gpu["devices_seen"] > 1 or "CUDA_VISIBLE_DEVICES" in variables:
-        # One GPU is measured: the control daemon and its clients see only that one, as device 0.
-        host = host._replace(device=0, environment={**variables, "CUDA_VISIBLE_DEVICES": gpu["uuid"]})
-    return host._replace(gpu=gpu, settings=smi_settings(host, gpu["uuid"]))
-
-
-def _first_client(host: Host, directory: str) -> dict[str, Any]:
-    context = StepContext(host, directory, time.monotonic() + 120)
-    with Client(context, "first") as client:
-        facts = client.ready(90)
-        gpu = {key: value for key, value in facts.items() if key not in ("event", "t")}
-        gpu["seconds_until_ready"] = round(facts["t"] - client.started_s, 3)
-        sizes = host._replace(gpu=gpu)
-        for key, blocks in (("iterations", sizes.small_blocks), ("iterations_large", sizes.large_blocks)):
-            gpu[key] = client.ask("calibrate", 30, blocks=blocks)["iterations"]
-        gpu["memory"] = client.ask("memory")
-    return gpu
-
-
-def smi_settings(host: Host, uuid: str) -> dict[str, str]:
-    """The GPU's settings according to nvidia-smi; empty if it is missing or fails."""
-    fields = ",".join(_SETTINGS)
-    text = smi(host, "-i", uuid or str(host.device), f"--query-gpu={fields}", "--format=csv,noheader")
-    values = text.strip().split(", ")
-    return dict(zip(_SETTINGS.values(), values)) if len(values) == len(_SETTINGS) else {}
-
-
-def smi(host: Host, *arguments: str, timeout_s: float = 20.0) -> str:
-    """What nvidia-smi prints; empty if it is missing, fails or hangs."""
-    if not host.smi:
+        result = subprocess.run(argv, capture_output=True, text=True, timeout=20, env=host.environment)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
         return ""
-    try:
-        result = subprocess.run(
-            [host.smi, *arguments],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            env=host.environment,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout if result.returncode == 0 else ""
+    return result.stdout.strip() if result.returncode == 0 else ""
 
 
-def notes(host: Host) -> list[str]:
-    """What a reader should know about the state of the GPU before the run."""
-    said = []
-    mode = host.settings.get("compute_mode", "")
-    if mode not in ("", "Default"):
-        said.append(f"The GPU's compute mode is {mode}; it was not changed.")
-    if host.settings.get("mig", "").lower() == "enabled":
-        said.append("The GPU is in MIG mode: the results are those of one of its MIG devices.")
-    others = smi(host, "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader").strip()
-    if others:
-        said.append(
-            f"Other processes were using the GPU when the run started, and were not touched: {others!r}."
-        )
-    pipes = [path for path in ("/tmp/nvidia-mps", os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "")) if path]
-    said += [
-        f"{path} has the socket of another control daemon, which was not touched."
-        for path in pipes
-        if os.path.exists(f"{path}/control")
-    ]
+def has_module(name: str) -> bool:
+    """Return whether this Python finds a module."""
+    return importlib.util.find_spec(name) is not None
+
+
+def find_missing(host: Host) -> list[str]:
+    """Say what is missing on this machine, and which answers that costs."""
+    missing = []
+    if not host.libcuda:
+        searched = ", ".join(("the loader's path", *_LIBRARY_FOLDERS))
+        nodes = " ".join(sorted(glob.glob("/dev/nvidia*"))) or "none"
+        missing.append(f"{LIBCUDA} (searched: {searched}; device nodes: {nodes}): no answers")
     for name, path in ((CONTROL, host.control), (SERVER, host.server)):
         if not path:
-            said.append(f"{name} was not found, so all steps that need MPS were skipped.")
-    if shutil.disk_usage("/tmp").free < 1 << 24:
-        said.append("/tmp is nearly full.")
+            missing.append(f"{name} (see --programs): no answers about MPS")
+    if not host.gpu:
+        missing.append("nvidia-smi, or its answer: no answers about UUIDs and yunion-mps-daemon")
+    if not has_module("psutil"):
+        missing.append("the Python module psutil: processes that are left over are not ended")
+    if not has_module("pynvml"):
+        missing.append("the Python module pynvml: no answers about NVML and yunion-mps-daemon")
+    return missing
+
+
+def describe_host(host: Host) -> list[str]:
+    """Say what a reader of the answers should know about the GPU and the programs."""
+    kernel = os.uname()
+    said = [f"{name}: {value}" for name, value in host.gpu.items()]
+    said.append(f"SMs: {host.multiprocessors}; CPUs: {len(os.sched_getaffinity(0))}")
+    said.append(f"kernel: {kernel.sysname} {kernel.release}; Python: {sys.version.split()[0]}")
+    for path in (host.control, host.server):
+        if path:
+            said.append(f"{path}: release {_release(path)}")
+    if host.gpu.get("compute_mode", "Default") != "Default":
+        said.append("the compute mode is not Default; it was not changed")
+    if host.gpu.get("mig.mode.current") == "Enabled":
+        said.append("the GPU is in MIG mode: the answers are those of one of its MIG devices")
+    others = ask_smi(host, "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
+    if others:
+        said.append(f"other processes use the GPU, and were not touched: {others!r}")
+    if os.path.exists("/tmp/nvidia-mps/control"):
+        said.append("/tmp/nvidia-mps has another control daemon's socket, which was not touched")
     return said
+
+
+def _release(path: str) -> str:
+    """Return the driver release that a program of NVIDIA's was built for."""
+    with open(path, "rb") as file:
+        found = re.search(rb"\0(\d{3}\.[\d.]+\d)\0", file.read())
+    return found[1].decode() if found else "unknown"

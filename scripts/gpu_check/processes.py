@@ -1,298 +1,234 @@
-"""The processes of a run: control daemons, and which processes to end after the run.
-
-A process belongs to the run if it descends from it, or if its environment names the run's directory.
-"""
+"""The processes of a run: clients, control daemons, and the end of all of them."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import glob
+import json
 import os
-import signal
 import socket
 import struct
 import subprocess
 import time
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from gpu_check.values import StepContext, StepError, seconds
+from gpu_check.host import Host, has_module
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-def die_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-
-
-def become_subreaper() -> None:
-    """Make this process the parent of descendants whose own parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def reap() -> None:
-    """Reap children that have ended."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-class Stat(NamedTuple):
-    """A process that exists."""
-
-    parent: int
-    state: str
-    uid: int
-
-
-def stat_of(pid: int) -> Stat | None:
-    """Return its entry in /proc; None if it has ended or is a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            words = file.read().decode(errors="replace").rpartition(")")[2].split()
-        uid = os.stat(f"/proc/{pid}").st_uid
-    except OSError:
-        return None
-    return None if words[0] in "ZX" else Stat(int(words[1]), words[0], uid)
-
-
-def name_of(pid: int) -> str:
-    """Return the name of the process; empty if it has ended."""
-    try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def all_pids() -> list[int]:
-    """Every process that /proc shows."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def of_run(directory: str) -> list[int]:
-    """The running processes of the run, except this process and its parents; `directory` is the run's."""
-    parents = {pid: stat.parent for pid in all_pids() if (stat := stat_of(pid))}
-    above = {os.getpid()}
-    pid = os.getpid()
-    while (pid := parents.get(pid, 0)) > 0:
-        above.add(pid)
-    return [
-        pid
-        for pid in parents
-        if pid not in above and (_descends(pid, os.getpid(), parents) or names(pid, directory))
-    ]
-
-
-def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
-    for _ in range(100):
-        pid = parents.get(pid, 0)
-        if pid == ancestor:
-            return True
-        if pid <= 1:
-            return False
-    return False
-
-
-def names(pid: int, directory: str) -> bool:
-    """Whether the process was started with an environment that names the directory."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return directory.encode() in file.read()
-    except OSError:
-        return False
-
-
-def end_all(directory: str, patience_s: float = 6.0) -> list[str]:
-    """End the remaining processes of the run; returns a line for each."""
-    left = of_run(directory)
-    said = [f"{name_of(pid)} (PID {pid}) was still running and was ended" for pid in left]
-    for number, share in ((signal.SIGCONT, 0.0), (signal.SIGTERM, 0.3), (signal.SIGKILL, 0.7)):
-        for pid in left:
-            with contextlib.suppress(OSError):
-                os.kill(pid, number)
-        end_s = time.monotonic() + share * patience_s
-        while left and time.monotonic() < end_s:
-            reap()
-            left = of_run(directory)
-            time.sleep(0.02)  # a poll: most are not our children, and cannot be waited for
-    return said + [f"{name_of(pid)} (PID {pid}) did not end after SIGKILL" for pid in left]
-
-
 _CREDENTIALS = struct.Struct("3i")
-_LOG_BYTES = 40_000
-
-# Each command of a front-end adds four such lines.
+#: Each command of a front-end adds four such lines to the log.
 _CHATTER = ("Accepting connection...", "NEW UI", "UI closed")
+#: A client whose kernels take a millisecond stands still if it has told nothing for this long.
+_STILL_S = 2.0
+
+Event = dict[str, Any]
 
 
-class Answer(NamedTuple):
-    """The control daemon's answer to one command; `status` is None if there was none in time."""
+class QuestionError(Exception):
+    """A question cannot be answered further; the text says why."""
 
-    command: str
-    text: str
-    status: int | None
-    seconds: float
 
-    def words(self) -> str:
-        """The answer as a user would see it."""
-        if self.status is None:
-            return f"{self.text}(no answer within {seconds(self.seconds)})"
-        return self.text.strip() or "(nothing)"
+def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Return whether the condition came true in time."""
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.005)  # a poll: what is waited for is in files and in processes of others
+    return True
+
+
+def duration(value_s: float) -> str:
+    """Format a duration, below one second in milliseconds."""
+    return f"{value_s * 1000:.0f} ms" if value_s < 1 else f"{value_s:.1f} s"
+
+
+class Client:
+    """One process that uses CUDA; its events go to a file, so that nothing has to read them meanwhile."""
+
+    def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], files: str) -> None:
+        """Start it; `files` is the beginning of the paths of its files."""
+        self.name = name
+        self.started_s = time.monotonic()
+        self._events_file = f"{files}.events"
+        self._errors_file = f"{files}.errors"
+        with open(self._events_file, "wb") as events, open(self._errors_file, "wb") as errors:
+            self.process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=events, stderr=errors, env=environment, bufsize=0
+            )
+        assert self.process.stdin is not None
+        self.input = self.process.stdin
+        self.pid = self.process.pid
+
+    def events(self, *kinds: str) -> list[Event]:
+        """Return its events of these kinds so far."""
+        with open(self._events_file, encoding="utf-8") as file:
+            lines = file.readlines()
+        events = []
+        for line in lines:
+            with contextlib.suppress(ValueError):  # it is just being written
+                event = json.loads(line)
+                if event["event"] in kinds:
+                    events.append(event)
+        return events
+
+    def wait_event(self, kind: str, timeout_s: float = 30.0) -> Event:
+        """Return its first event of this kind; raises QuestionError if it does not come."""
+        wait_for(lambda: bool(self.events(kind, "error")) or self.process.poll() is not None, timeout_s)
+        found = self.events(kind)
+        if found:
+            return found[0]
+        raise QuestionError(f"{self.name} was not {kind}: {self.complaint()}")
+
+    def complaint(self) -> str:
+        """Return why it has not done what it should: its error, or how it ended, or that it hangs."""
+        errors = self.events("error")
+        if errors:
+            return f"{errors[0]['name']} ({errors[0]['code']}) from {errors[0]['call']}"
+        with open(self._errors_file, encoding="utf-8", errors="replace") as file:
+            lines = file.read().strip().splitlines()
+        words = f" ({lines[-1]})" if lines else ""
+        status = self.process.poll()
+        if status is not None:
+            return f"it exited with status {status}{words}"
+        return f"nothing was heard of it for {duration(time.monotonic() - self.started_s)}{words}"
+
+    def describe_start(self, timeout_s: float) -> str:
+        """Wait until it has run a kernel or has failed, and say so."""
+        wait_for(lambda: bool(self.events("ready")) or self.is_over(), timeout_s)
+        ready = self.events("ready")
+        if not ready:
+            return f"{self.name} did not run a kernel: {self.complaint()}"
+        where = {0: "OUTSIDE MPS, without a limit", 1: "under MPS"}
+        mps = where.get(ready[0]["mps"], "and CUDA does not say whether under MPS")
+        took = duration(ready[0]["t"] - self.started_s)
+        return f"{self.name} ran a kernel after {took} ({duration(ready[0]['cuda_s'])} in CUDA), {mps}"
+
+    def tell(self) -> None:
+        """Tell it to go on, as its mode understands it."""
+        with contextlib.suppress(OSError):
+            self.input.write(b"\n")
+
+    def is_over(self) -> bool:
+        """Return whether it has failed or ended."""
+        return self.process.poll() is not None or bool(self.events("error"))
+
+    def fate(self, since_s: float) -> str:
+        """Say what it has done since `since_s` (monotonic seconds)."""
+        errors = self.events("error")
+        if errors:
+            return f"{self.name} got {self.complaint()} {duration(errors[0]['t'] - since_s)} later"
+        status = self.process.poll()
+        if status is not None:
+            return f"{self.name} exited with status {status} and reported no error"
+        beats = self.events("beat")
+        last_s = beats[-1]["t"] if beats else self.started_s
+        silent_s = time.monotonic() - last_s
+        if silent_s > _STILL_S:
+            return f"{self.name} has stood still for {duration(silent_s)}"
+        launches = 0
+        longest_s = silent_s
+        for beat in beats:
+            if beat["t"] <= since_s:
+                launches = beat["launches"]
+            else:
+                longest_s = max(longest_s, beat["longest_s"])
+        more = beats[-1]["launches"] - launches
+        return f"{self.name} continued ({more} launches, longest pause {duration(longest_s)})"
+
+    def close(self) -> None:
+        """Let it end, and end it if it does not."""
+        self.input.close()
+        if not wait_for(lambda: self.process.poll() is not None, 3.0):
+            self.process.kill()
+            wait_for(lambda: self.process.poll() is not None, 3.0)
 
 
 class Control:
-    """One control daemon; a context manager that ends it and its servers."""
+    """One of NVIDIA's control daemons, in directories of its own."""
 
-    def __init__(self, context: StepContext, *, pipe: str = "", log: str = "") -> None:
-        """Prepare its directories: new ones unless they are given."""
-        self._context = context
-        host = context.host
-        self.servers: set[int] = set()
-        self.pipe, self.log = pipe or context.fresh("p"), log or context.fresh("l")
-        os.makedirs(self.pipe, exist_ok=True)
-        os.chmod(self.pipe, 0o755)
-        os.makedirs(self.log, exist_ok=True)
-        os.chmod(self.log, 0o1777)
-        self.output = context.fresh("o")
-        places = [os.path.dirname(host.server), os.path.dirname(host.control), host.environment["PATH"]]
-        self._environment = {
-            **host.environment,
-            "PATH": os.pathsep.join(places),
-            "CUDA_MPS_PIPE_DIRECTORY": self.pipe,
-            "CUDA_MPS_LOG_DIRECTORY": self.log,
-        }
-        self.process: subprocess.Popen[bytes] | None = None
+    def __init__(self, host: Host, directory: str) -> None:
+        self.pipe = f"{directory}/pipe"
+        self._log = f"{directory}/log"
+        self._program = host.control
+        os.makedirs(self.pipe)
+        os.makedirs(self._log)
+        self._environment = dict(host.environment)
+        self._environment["CUDA_MPS_PIPE_DIRECTORY"] = self.pipe
+        self._environment["CUDA_MPS_LOG_DIRECTORY"] = self._log
+        self.pid = 0
 
-    def start(self, *flags: str, timeout_s: float = 10.0) -> Control:
-        """Start it in the foreground and wait until it listens on its socket; raises StepError."""
-        start_s = time.monotonic()
-        with open(self.output, "ab") as output:
-            self.process = subprocess.Popen(
-                [self._context.host.control, "-f", *flags],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=self._environment,
-                start_new_session=True,
+    def start(self) -> float:
+        """Start it, or its successor, and return after how many seconds it listens; raises QuestionError."""
+        begun_s = time.monotonic()
+        with open(f"{self._log}/output", "ab") as output:
+            self._process = subprocess.Popen(
+                [self._program, "-f"], stdout=output, stderr=output, env=self._environment
             )
-        while listener(self.pipe) != self.process.pid:
-            if self.process.poll() is not None:
-                raise StepError(
-                    f"the control daemon exited with status {self.process.returncode}: {self._last_words()}"
-                )
-            if time.monotonic() > start_s + timeout_s:
-                raise StepError(f"the control daemon was not listening after {seconds(timeout_s)}")
-            time.sleep(0.001)  # a poll: nothing tells that its socket listens
-        self.start_seconds = time.monotonic() - start_s
-        return self
+        self.pid = self._process.pid
+        wait_for(lambda: listener(self.pipe) == self.pid or self.state() != "runs", 10.0)
+        if listener(self.pipe) != self.pid:
+            raise QuestionError(f"the control daemon {self.state()} and does not listen: {self.logs(3)}")
+        return time.monotonic() - begun_s
 
-    @property
-    def pid(self) -> int:
-        """Its PID; raises StepError if it has not been started."""
-        if self.process is None:
-            raise StepError("the control daemon was not started")
-        return self.process.pid
+    def state(self) -> str:
+        """Say whether it runs."""
+        status = self._process.poll()
+        return "runs" if status is None else f"has exited with status {status}"
 
-    @property
-    def alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None
+    def ask(self, command: str, timeout_s: float = 5.0) -> str:
+        """Return what NVIDIA's front-end prints for a command, without spaces around."""
+        try:
+            result = subprocess.run(
+                [self._program],
+                input=f"{command}\n",
+                capture_output=True,
+                text=True,
+                env=self._environment,
+                timeout=timeout_s,
+            )
+        except subprocess.TimeoutExpired:
+            return f"(no answer within {duration(timeout_s)})"
+        return f"{result.stdout}{result.stderr}".strip()
 
-    def ask(self, command: str, timeout_s: float = 5.0) -> Answer:
-        """Send one command through NVIDIA's front-end, which exits with 0 whatever the answer is."""
-        start_s = time.monotonic()
-        with subprocess.Popen(
-            [self._context.host.control],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=self._environment,
-        ) as front_end:
-            try:
-                output, _ = front_end.communicate(command.encode() + b"\n", timeout=timeout_s)
-                status: int | None = front_end.returncode
-            except subprocess.TimeoutExpired:
-                front_end.kill()
-                output, _ = front_end.communicate()
-                status = None
-        text = output.decode(errors="replace")
-        return Answer(command, text, status, round(time.monotonic() - start_s, 4))
-
-    def server_pids(self) -> list[int]:
-        """The servers that it lists; all of them are ended with it."""
-        words = self.ask("get_server_list").text.split()
-        found = [int(word) for word in words if word.isdigit()]
-        self.servers.update(found)
-        return found
-
-    def the_server(self) -> int:
-        """The PID of its server; raises StepError if there is none."""
-        found = self.server_pids()
-        if not found:
-            raise StepError(f"no MPS server is running, although a client is ready: {self._last_words()}")
-        return found[0]
-
-    def successor(self) -> Control:
-        """Return another control daemon with the same directories, not yet started."""
-        other = Control(self._context, pipe=self.pipe, log=self.log)
-        other.servers |= self.servers
-        return other
-
-    def signal(self, number: int) -> None:
-        """Send it a signal."""
-        if self.process is not None:
-            self.process.send_signal(number)
-
-    def logs(self, lines: int = 200) -> str:
-        """The last lines of its output and of each log file, without those that our commands caused."""
-        files = [self.output, *sorted(glob.glob(f"{self.log}/*"))]
+    def transcript(self, commands: Sequence[str]) -> str:
+        """Ask each command, and return them with their answers."""
         parts = []
-        for path in files:
-            told = [line for line in _tail(path).splitlines() if not line.endswith(_CHATTER)]
-            text = "\n".join(told[-lines:])
-            name = "control daemon's output" if path == self.output else os.path.basename(path)
-            parts.append(f"--- {name}\n{text}")
+        for command in commands:
+            parts.append(f"> {command}\n{self.ask(command) or '(nothing)'}")
         return "\n".join(parts)
 
-    def log_lines(self, *words: str) -> list[str]:
-        """The lines of all logs that contain one of the words, ignoring case."""
-        return [
-            line for line in self.logs().splitlines() if any(word.lower() in line.lower() for word in words)
-        ]
+    def servers(self) -> list[int]:
+        """Return the PIDs of the servers that it lists."""
+        return [int(word) for word in self.ask("get_server_list").split() if word.isdigit()]
 
-    def _last_words(self) -> str:
-        return " / ".join(_tail(self.output).strip().splitlines()[-3:]) or "no output"
+    def server(self) -> int:
+        """Return its server's PID; raises QuestionError if it lists none."""
+        found = self.servers()
+        if not found:
+            raise QuestionError(f"no MPS server is listed, although a client is ready: {self.logs(3)}")
+        return found[0]
 
-    def end(self) -> None:
-        """End it with quit, SIGTERM or SIGKILL, then the servers that outlive it."""
-        if self.alive:
-            self.signal(signal.SIGCONT)
-            with contextlib.suppress(StepError):
-                self.server_pids()
-            self.ask("quit -t 1", timeout_s=4)
-            self._wait(1.0)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if self.alive:
-                self.signal(number)
-                self._wait(2.0)
-        end_servers({pid for pid in self.servers if names(pid, self.pipe)})
+    def logs(self, lines: int = 60) -> str:
+        """Return the last lines of each log (its own is in its output) without those that we caused."""
+        parts = []
+        for path in sorted(glob.glob(f"{self._log}/*")):
+            with open(path, encoding="utf-8", errors="replace") as file:
+                told = [line for line in file.read().splitlines() if not line.endswith(_CHATTER)]
+            parts.append("\n".join([f"--- {os.path.basename(path)}", *told[-lines:]]))
+        return "\n".join(parts)
 
-    def _wait(self, timeout_s: float) -> None:
-        assert self.process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout_s)
-
-    def __enter__(self) -> Control:  # noqa: PYI034 - typing.Self is not in 3.9
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
+    def close(self) -> None:
+        """Let it end with its servers, if it still runs; what is left is ended after the question."""
+        if self.state() == "runs":
+            self.ask("quit -t 1", timeout_s=3)
+            wait_for(lambda: self.state() != "runs", 2.0)
 
 
 def listener(pipe: str) -> int:
-    """The PID that listens on the socket in a pipe directory, according to the kernel; 0 if none does."""
+    """Return the PID that listens on the socket in a pipe directory; 0 if none does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(0.5)
         try:
@@ -303,22 +239,34 @@ def listener(pipe: str) -> int:
     return int(_CREDENTIALS.unpack(raw)[0])
 
 
-def end_servers(pids: set[int], patience_s: float = 3.0) -> None:
-    """End servers that are still running."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        left = [pid for pid in pids if stat_of(pid)]
-        for pid in left:
-            with contextlib.suppress(OSError):
-                os.kill(pid, number)
-        end_s = time.monotonic() + patience_s
-        while any(stat_of(pid) for pid in left) and time.monotonic() < end_s:
-            time.sleep(0.01)  # a poll: they are not our children, and cannot be waited for
+def process_state(pid: int) -> str:
+    """Say whether a process, which may be no child of ours, runs."""
+    return "runs" if os.path.exists(f"/proc/{pid}/exe") else "has exited"
 
 
-def _tail(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
+def become_subreaper() -> None:
+    """Make this process the parent of descendants whose own parent ends, so that it finds them."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap_orphans(question: int) -> None:
+    """Reap ended processes that became our children, but not the process of the question."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is None or found.si_pid == question:
+                return
+            os.waitpid(found.si_pid, 0)
+
+
+def end_descendants() -> None:
+    """End everything below this process."""
+    if not has_module("psutil"):
+        return
+    import psutil
+
+    left = psutil.Process().children(recursive=True)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=5)

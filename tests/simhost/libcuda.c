@@ -125,8 +125,8 @@ int cuModuleLoadData(void **module, const char *text)
 
 int cuModuleGetFunction(const char **function, void *module, const char *name)
 {
-    *function = strcmp(name, "work") ? "fault" : "work";
-    return module ? OK : INVALID;
+    *function = name;
+    return module && !strcmp(name, "work") ? OK : INVALID;
 }
 
 int cuMemGetInfo_v2(size_t *left, size_t *total)
@@ -163,12 +163,12 @@ int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t size) { return memcpy(to, (v
 int cuLaunchKernel(const char *function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
                    unsigned shared, void *stream, void **arguments, void **extra)
 {
-    (void)y, (void)z, (void)bx, (void)by, (void)bz, (void)shared, (void)stream, (void)extra;
+    (void)function, (void)y, (void)z, (void)bx, (void)by, (void)bz, (void)shared, (void)stream, (void)extra;
     if (state())
         return broken;
-    if (!strcmp(function, "fault"))
-        return broken = ADDRESS, OK;
     uint32_t *marks = *(uint32_t **)arguments[0];
+    if ((uintptr_t)marks < 4096) /* nothing is there */
+        return broken = ADDRESS, OK;
     for (unsigned sm = 0; sm < x && sm < SMS * percentage / 100; sm++)
         marks[sm] = 1;
     pending += *(uint32_t *)arguments[1];

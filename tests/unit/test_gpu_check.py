@@ -1,4 +1,4 @@
-"""scripts/gpu-check without a GPU: that it says so, that no step hinders the next, and that every step runs.
+"""scripts/gpu-check without a GPU: every question is asked, none hinders the next, and nothing is left.
 
 The driver is a stand-in (tests/simhost/libcuda.c, and the servers of simhost.mps), the control daemon
 NVIDIA's own. So this shows that the program works, and nothing about MPS.
@@ -7,88 +7,104 @@ NVIDIA's own. So this shows that the program works, and nothing about MPS.
 from __future__ import annotations
 
 import ctypes
-import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from integration.daemon_host import eventually
+from integration.daemon_host import control_daemons, eventually
 from simhost import SimHost
 from simhost.install import libcuda
 from simhost.mps import StandIns
 
-CHECKOUT = Path(__file__).resolve().parent.parent.parent
-SCRIPTS = CHECKOUT / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 PROGRAM = SCRIPTS / "gpu-check"
 UUID = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"
-STEM = "*-stand-in-gpu-0"
 
-#: Steps of the test's own, run as `gpu-check` runs its steps.
-STEPS = """
-import os, signal, subprocess, sys, time
+#: Words of the answers to each question, by which is seen that it was asked to its end.
+ANSWERS = {
+    "start": [" in CUDA), under MPS", "3 s after its last client, the server runs"],
+    "killed_client": ["client b continued", "a new client ran a kernel"],
+    "deaths": [
+        "job a continued",
+        "the next one was READY",
+        "`yunion-mps terminate` of the new job: job a continued",
+    ],
+    "killed_control": [
+        "OUTSIDE MPS, without a limit",
+        "5 s after its last client, the old server has exited",
+    ],
+    "killed_server": ["client a got CUDA_ERROR_MPS_RPC_FAILURE (806)", "a new client ran a kernel"],
+    "terminate_client": ["client a got CUDA_ERROR_MPS_CLIENT_TERMINATED (810)", "client b continued"],
+    "memory_limit": ["The default limit 5760M for device 0 did NOT hold", "5760M gave 640 MiB more than 5G"],
+    "life": [
+        "`yunion-mps run true`",
+        "The budget of one of 4 devices",
+        "SIGTERM with a running job: exit status 0",
+    ],
+    "thread_limit": ["100 % held: 16 of 16 SMs", "Four at once", "10 % did NOT hold"],
+    "fault": ["CUDA_ERROR_ILLEGAL_ADDRESS (700)", "new ones were tried 1 times"],
+    "memory_by_uuid": ["for the UUID did NOT hold", "in a client's environment held"],
+    "nvml": ["NVIDIA-SMI", "nvmlDeviceGetMemoryInfo"],
+    "shutdown_now": ["client a got CUDA_ERROR_MPS_RPC_FAILURE (806)", "The control daemon runs"],
+    "quit_timeout": ["client a got CUDA_ERROR_MPS_RPC_FAILURE (806)", "The control daemon has exited"],
+    "sixty_clients": ["Of 62 clients started at once, 62 launched kernels", "62 of these still did"],
+}
+
+#: Questions of the test's own, which gpu-check asks as it asks its own.
+QUESTIONS = """
+import subprocess, sys, time
 sys.path.insert(0, {scripts!r})
+{before}
+from gpu_check.bench import question
 from gpu_check.cli import main
-from gpu_check.values import Step, StepError, StepSkipped
 
-def fine(context, report):
-    report.answer("q", "It is fine.")
-    report.raw("environment", context.host.environment["GPU_CHECK_RUN"])
-def raises(context, report):
-    report.answer("q", "Half of it.")
+@question("What of it?", 5, "")
+def fine(bench):
+    bench.answer("It is fine.")
+@question("What of it?", 5, "")
+def breaks(bench):
+    bench.answer("Half of it.")
     raise ValueError("what a pity")
-def troubled(context, report):
-    raise StepError("no server")
-def skips(context, report):
-    raise StepSkipped("not here")
-def dies(context, report):
-    os._exit(7)
-def hangs(context, report):
-    report.answer("q", "It began to hang.")
-    child = subprocess.Popen(["sh", "-c", "trap '' TERM; while :; do sleep 1; done"], start_new_session=True)
-    report.raw("child", child.pid)
+@question("What of it?", 1, "")
+def hangs(bench):
+    subprocess.Popen(["sh", "-c", "trap '' TERM; exec sleep 1000"], start_new_session=True)
+    bench.answer("It began to hang.")
     time.sleep(1000)
-def leaves(context, report):
-    report.raw("child", subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
 
-steps = [Step(f.__name__, f"The step that is called {{f.__name__}}", f, 3.0, [("q", "What of it?")])
-         for f in (fine, raises, troubled, skips, dies, hangs, leaves)]
-sys.exit(main(sys.argv[1:], [*steps, steps[0]._replace(name="again")]))
+sys.exit(main(sys.argv[1:], [breaks, hangs, fine]))
 """
 
 
 @pytest.fixture
 def host() -> Iterator[SimHost]:
+    """A host with the stand-ins, and the check that nothing of gpu-check is left on it."""
     with SimHost.create([{"kind": "h200", "uuid": UUID}]) as host, StandIns(host) as stand_ins:
         shutil.copy(libcuda(), host.root / "lib/libcuda.so.1")
+        temporary = host.root / "t"
+        temporary.mkdir()
+        host.env["TMPDIR"] = str(temporary)
         yield host
         assert stand_ins.servers() == []
+        assert control_daemons(host.root) == []
+        assert list(temporary.iterdir()) == []
 
 
 def check(host: SimHost, output: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return host.run([PROGRAM, "--output", output, *options], timeout=120)
 
 
-def written(output: Path) -> tuple[dict[str, Any], str]:
-    (file,) = output.glob(f"{STEM}.json")
-    result: dict[str, Any] = json.loads(file.read_text())
-    return result, file.with_suffix(".md").read_text()
+def page_in(output: Path) -> str:
+    (file,) = output.iterdir()
+    assert file.name.endswith("-stand-in-gpu-0.md")
+    return file.read_text()
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def test_without_a_driver_gpu_check_says_what_it_searched_and_exits_0(tmp_path: Path) -> None:
+def test_gpu_check_without_a_driver_says_what_it_searched(tmp_path: Path) -> None:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -97,146 +113,75 @@ def test_without_a_driver_gpu_check_says_what_it_searched_and_exits_0(tmp_path: 
         pytest.skip("a driver is here")
     result = subprocess.run([PROGRAM, "--output", tmp_path], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("gpu-check: skipped: libcuda.so.1 was not found (searched ")
-    assert "/usr/local/nvidia/lib64" in result.stdout
+    assert result.stdout.startswith("gpu-check: missing: libcuda.so.1 (searched: the loader's path, ")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_with_a_driver_but_no_gpu_gpu_check_says_so_and_exits_0(host: SimHost, tmp_path: Path) -> None:
+def test_gpu_check_without_a_gpu_says_what_cuda_says(host: SimHost, tmp_path: Path) -> None:
     host.env["STANDIN_NO_DEVICE"] = "1"
     result = check(host, tmp_path)
-    assert result.returncode == 0
-    assert "skipped: libcuda.so.1 was found, but no GPU can be used with it" in result.stdout
+    assert result.returncode == 0, result.stderr
+    assert "missing: a GPU that can be used: " in result.stdout
     assert "CUDA_ERROR_NO_DEVICE (100) from cuInit" in result.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-def test_steps_run_to_their_end_and_leave_nothing_behind(host: SimHost, tmp_path: Path) -> None:
-    steps = "memory_default,memory_client,end_shutdown_f,users_multi,recovery,outside"
-    result = check(host, tmp_path, "--only", steps)
+@pytest.mark.parametrize("name", ANSWERS)
+def test_gpu_check_asks_a_question_to_its_end(host: SimHost, tmp_path: Path, name: str) -> None:
+    result = check(host, tmp_path, "--only", name)
     assert result.returncode == 0, result.stderr
-    found, page = written(tmp_path)
-    by_name = {step["name"]: step for step in found["steps"]}
-    assert list(by_name) == steps.split(",")
-    assert by_name.pop("users_multi")["status"] in ("done", "skipped")  # by the release; or it needs root
-    assert {name: (step["status"], step["reason"]) for name, step in by_name.items()} == dict.fromkeys(
-        by_name, ("done", "")
+    page = page_in(tmp_path)
+    assert f" {name}: answered\n" in result.stdout, page
+    for words in ANSWERS[name]:
+        assert words in page
+
+
+def test_gpu_check_has_no_other_questions(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [PROGRAM, "--only", "x"], capture_output=True, text=True, timeout=60, cwd=tmp_path
     )
-    for entry in found["catalogue"]:
-        for name, question in entry["questions"]:
-            assert f"- **{question}** " in page
-            if entry["name"] in by_name:
-                assert by_name[entry["name"]]["answers"][name] in page
-    assert [step["left_behind"] for step in found["steps"]] == [[]] * 6
-    # The stand-in keeps the limits of a client's own environment, and knows of no others.
-    answers = by_name["memory_client"]["answers"]
-    assert answers["odd"] == "5760M is enforced as 5760M: 640 MiB more could be allocated than with 5G."
-    assert "NOT enforced" in by_name["memory_default"]["answers"]["number"]
-    assert "CUDA_ERROR_MPS_RPC_FAILURE (806)" in by_name["end_shutdown_f"]["answers"]["clients"]
+    assert result.returncode == 2
+    assert f"unknown question: x (choose from: {', '.join(ANSWERS)})" in result.stderr
 
 
-def test_no_step_affects_the_next_or_leaves_a_process(host: SimHost, tmp_path: Path) -> None:
-    program = tmp_path / "steps.py"
-    program.write_text(STEPS.format(scripts=str(SCRIPTS)))
-    result = host.run([sys.executable, program, "--output", tmp_path / "out"], timeout=120)
+def test_gpu_check_asks_nothing_about_mps_if_no_client_runs(host: SimHost, tmp_path: Path) -> None:
+    (host.root / "usr/bin/behaviour").write_text("failing")
+    result = check(host, tmp_path, "--only", "start,killed_client,thread_limit")
     assert result.returncode == 0, result.stderr
-    found, page = written(tmp_path / "out")
-    steps = {step["name"]: step for step in found["steps"]}
-    assert {name: step["status"] for name, step in steps.items()} == {
-        "fine": "done",
-        "raises": "failed",
-        "troubled": "failed",
-        "skips": "skipped",
-        "dies": "failed",
-        "hangs": "timed out",
-        "leaves": "done",
-        "again": "done",
-    }
-    assert steps["raises"]["reason"] == "ValueError: what a pity"
-    assert "what a pity" in steps["raises"]["raw"]["traceback"]
-    assert steps["raises"]["answers"] == {"q": "Half of it."}
-    assert steps["dies"]["reason"] == "its process exited with status 7 and no message"
-    assert steps["hangs"]["answers"] == {"q": "It began to hang."}
-    assert steps["leaves"]["left_behind"] == [
-        f"sleep (PID {steps['leaves']['raw']['child']}) was still running and was ended"
-    ]
-    assert is_gone(steps["hangs"]["raw"]["child"])
-    assert is_gone(steps["leaves"]["raw"]["child"])
-    assert not Path(steps["fine"]["raw"]["environment"]).exists()
-    assert "**Timed out: it did not finish within " in page
-    assert "**Skipped: not here.**" in page
+    assert "the first client did not run a kernel: CUDA_ERROR_MPS_CONNECTION_FAILED" in page_in(tmp_path)
+    assert "killed_client: not asked: start has no good answer" in result.stdout
 
 
-def test_an_interrupted_run_keeps_its_results_and_leaves_no_process(host: SimHost, tmp_path: Path) -> None:
-    run = host.popen([PROGRAM, "--output", tmp_path, "--only", "outside,end_sigstop,recovery"])
-    # end_sigstop takes at least ten seconds, so the signal comes in its midst.
-    eventually(
-        lambda: b'"status": "done"' in b"".join(f.read_bytes() for f in tmp_path.glob("*.json")), "a result"
-    )
-    first, _ = written(tmp_path)
-    eventually(lambda: bool(_of_runs(host)), "a control daemon")
+def questions(tmp_path: Path, before: str = "") -> list[object]:
+    program = tmp_path / "questions.py"
+    program.write_text(QUESTIONS.format(scripts=str(SCRIPTS), before=before))
+    return [sys.executable, program, "--output", tmp_path / "out"]
+
+
+def test_no_question_of_gpu_check_hinders_the_next(host: SimHost, tmp_path: Path) -> None:
+    result = host.run(questions(tmp_path), timeout=120)
+    assert result.returncode == 0, result.stderr
+    page = page_in(tmp_path / "out")
+    assert "Half of it." in page
+    assert "ValueError: what a pity" in page
+    assert "It began to hang." in page
+    assert "*no full answer within 1.0 s, " in page
+    assert "It is fine.\n\n*answered, " in page
+
+
+def test_gpu_check_without_psutil_says_what_that_costs(host: SimHost, tmp_path: Path) -> None:
+    before = "sys.modules['psutil'] = None"
+    result = host.run([*questions(tmp_path, before), "--only", "fine"], timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("gpu-check: missing: the Python module psutil: ")
+    assert "It is fine." in page_in(tmp_path / "out")
+
+
+def test_an_interrupted_gpu_check_keeps_its_answers(host: SimHost, tmp_path: Path) -> None:
+    run = host.popen([PROGRAM, "--output", tmp_path, "--only", "killed_client,killed_server"])
+    eventually(lambda: any(tmp_path.iterdir()) and "## " in page_in(tmp_path), "a question")
     run.send_signal(signal.SIGTERM)
-    _, errors = run.communicate(timeout=60)
+    output, errors = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGTERM, errors
-    assert "interrupted; the results so far have been written" in errors
-    assert _of_runs(host) == []
-    second, page = written(tmp_path)
-    assert second["steps"][0] == first["steps"][0]
-    assert [step["status"] for step in second["steps"]] == ["done", "failed"]
-    assert "**Not measured.**" in page
-
-
-def _of_runs(host: SimHost) -> list[int]:
-    """The control daemons that this host's gpu-check has started."""
-    root = f"YUNION_MPS_ROOT={host.root}\0".encode()
-    found = []
-    for entry in os.listdir("/proc"):
-        try:
-            environment = Path(f"/proc/{entry}/environ").read_bytes() + b"\0"
-        except OSError:
-            continue
-        if root in environment and b"GPU_CHECK_RUN=" in environment and b"CUDA_MPS_LOG_" in environment:
-            found.append(int(entry))
-    return found
-
-
-def test_another_control_daemon_is_not_touched(host: SimHost, tmp_path: Path) -> None:
-    pipe = host.root / "tmp/other"
-    pipe.mkdir(parents=True)
-    variables = {**host.env, "CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(pipe)}
-    control = shutil.which("nvidia-cuda-mps-control", path=host.env["PATH"])
-    assert control
-    other = subprocess.Popen(
-        [control, "-f"], env=variables, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
-    )
-    try:
-        eventually(lambda: (pipe / "control").exists(), "a control daemon")
-        host.env["CUDA_MPS_PIPE_DIRECTORY"] = str(pipe)
-        assert check(host, tmp_path, "--only", "outside,end_shutdown_f").returncode == 0
-        found, page = written(tmp_path)
-        assert [step["status"] for step in found["steps"]] == ["done", "done"]
-        assert f"{pipe} has the socket of another control daemon, which was not touched." in page
-        assert other.poll() is None
-        listed = subprocess.run(
-            [control], input="get_server_list\n", env=variables, capture_output=True, text=True, timeout=60
-        )
-        assert (listed.returncode, listed.stdout) == (0, "")
-    finally:
-        other.kill()
-        other.wait()
-
-
-def test_a_prohibited_compute_mode_is_not_changed(host: SimHost, tmp_path: Path) -> None:
-    host.gpus[0].compute_mode = "prohibited"
-    assert check(host, tmp_path).returncode == 0
-    found, page = written(tmp_path)
-    assert {step["status"] for step in found["steps"]} == {"skipped"}
-    assert "The GPU's compute mode is Prohibited; it was not changed." in page
-    assert host.gpus[0].compute_mode == "prohibited"
-
-
-def test_a_second_run_on_the_same_day_has_its_own_files(host: SimHost, tmp_path: Path) -> None:
-    host.gpus[0].compute_mode = "prohibited"  # so that all steps are skipped
-    for _ in range(2):
-        assert check(host, tmp_path, "--only", "outside").returncode == 0
-    assert len(list(tmp_path.glob("*.json"))) == len(list(tmp_path.glob("*.md"))) == 2
+    assert "interrupted; the answers so far have been written" in output
+    assert "## killed_client: What does SIGKILL" in page_in(tmp_path)
