@@ -32,7 +32,7 @@ class Bench:
 
     def __init__(self, host: Host, directory: str, page: Page, question: str) -> None:
         self.host = host
-        self.page = page
+        self._page = page
         self._directory = directory
         self._question = question
         self._clients: list[Client] = []
@@ -41,7 +41,7 @@ class Bench:
 
     def answer(self, sentence: str) -> None:
         """Give an answer, or a part of it."""
-        self.page.write(f"- {sentence}")
+        self._page.write(f"- {sentence}")
 
     def show(self, title: str, text: str) -> None:
         """Show a program's literal output."""
@@ -49,7 +49,7 @@ class Bench:
         if len(lines) > _MOST_LINES:
             half = _MOST_LINES // 2
             lines[half:-half] = [f"... ({len(lines) - 2 * half} lines omitted)"]
-        self.page.write("\n".join([f"{title}:", "", "```", *lines, "```"]))
+        self._page.write("\n".join([f"{title}:", "", "```", *lines, "```"]))
 
     def fresh(self) -> str:
         """Return a new path, short enough for a socket below it."""
@@ -90,9 +90,9 @@ class Bench:
         self._clients.append(client)
         return client
 
-    def beating(self, pipe: str, names: str, mib: int = 0) -> list[Client]:
+    def beating(self, pipe: str, names: str) -> list[Client]:
         """Start a client for each letter, and wait until all launch kernels; raises QuestionError."""
-        clients = [self.client(f"client {name}", "beat", pipe=pipe, number=mib) for name in names]
+        clients = [self.client(f"client {name}", "beat", pipe=pipe) for name in names]
         for client in clients:
             client.wait_event("beat")
         return clients
@@ -120,23 +120,24 @@ class Bench:
             close()
 
 
+Ask = Callable[[Bench], None]
+
+
 class Question(NamedTuple):
     """A question and what answers it, in a process of its own, until its deadline."""
 
     name: str
     text: str
-    ask: Callable[[Bench], None]
+    ask: Ask
     deadline_s: float
     needs: str
     """Words for what it needs: `mps` if it is about MPS, `daemon` if about this project's daemon."""
 
 
-def question(
-    text: str, deadline_s: float, needs: str = "mps"
-) -> Callable[[Callable[[Bench], None]], Question]:
+def question(text: str, deadline_s: float, needs: str = "mps") -> Callable[[Ask], Question]:
     """Make a question of the function that answers it."""
 
-    def make(ask: Callable[[Bench], None]) -> Question:
+    def make(ask: Ask) -> Question:
         return Question(ask.__name__, text, ask, deadline_s, needs)
 
     return make

@@ -18,13 +18,7 @@ from collections.abc import Sequence
 from gpu_check import daemon, mps
 from gpu_check.bench import Bench, Page, Question
 from gpu_check.host import CHECKOUT, Host, describe_host, find_host, find_missing, has_module
-from gpu_check.processes import (
-    QuestionError,
-    become_subreaper,
-    duration,
-    end_descendants,
-    reap_orphans,
-)
+from gpu_check.processes import QuestionError, become_subreaper, duration, end_descendants, reap_orphans
 
 _DESCRIPTION = """\
 Answer questions about MPS on a real NVIDIA GPU. This changes no setting of the GPU, touches no control daemon
@@ -186,6 +180,7 @@ class Run:
             if process.is_alive():
                 process.terminate()
                 process.join(_GRACE_S - 2)
+                process.kill()
             end_descendants()
 
 

@@ -7,7 +7,6 @@ It prints events, one JSON object a line, each with `t`, the machine's monotonic
 from __future__ import annotations
 
 import json
-import os
 import select
 import sys
 import time
@@ -38,11 +37,8 @@ class FaultingGpu(CudaGpu):
     """The doctor's CUDA client, which can also write to an invalid address."""
 
     def fault(self) -> None:
-        """Launch a kernel that does so.
-
-        Raises CudaError; the context cannot be used afterwards.
-        """
-        self._marks.value = _BAD_ADDRESS
+        """Launch a kernel that does so; raises CudaError, and the context cannot be used afterwards."""
+        self.marks.value = _BAD_ADDRESS
         self.work(1, 1)
 
 
@@ -58,7 +54,6 @@ def main(arguments: Sequence[str]) -> int:
             cuda_s=round(time.monotonic() - begun_s, 4),
             name=gpu.name(),
             mps=gpu.attribute(MPS_ENABLED),
-            memory_mib=int(gpu.memory_mib()[1]),
             multiprocessors=gpu.attribute(MULTIPROCESSOR_COUNT),
         )
         MODES[mode](gpu, int(number))
@@ -69,8 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _say(event: str, **values: Any) -> None:
-    line = json.dumps({"event": event, "t": time.monotonic(), **values}) + "\n"
-    os.write(1, line.encode())
+    print(json.dumps({"event": event, "t": time.monotonic(), **values}), flush=True)
 
 
 def _hold(_: CudaGpu, __: int) -> None:

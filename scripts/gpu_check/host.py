@@ -58,21 +58,21 @@ def find_host(programs: str) -> Host:
     """Search for the driver's files (programs: first in the directory `programs`) and for the first GPU."""
     folders = os.pathsep.join([programs, os.environ.get("PATH", os.defpath), *_PROGRAM_FOLDERS])
     libcuda = _find_libcuda()
+    control = shutil.which(CONTROL, path=folders) or ""
     server = shutil.which(SERVER, path=folders) or ""
+    smi = shutil.which("nvidia-smi", path=folders) or ""
     environment = {}
     for name, value in os.environ.items():
         if not name.startswith("CUDA_"):
             environment[name] = value
-    if server:  # a control daemon looks for its server on its own PATH
-        environment["PATH"] = f"{os.path.dirname(server)}:{environment.get('PATH', os.defpath)}"
+    # A control daemon looks for its server on its own PATH only, and our daemon for all of them.
+    places = [os.path.dirname(path) for path in (server, control, smi) if path]
+    environment["PATH"] = os.pathsep.join([*places, environment.get("PATH", os.defpath)])
     if "/" in libcuda:
-        environment["LD_LIBRARY_PATH"] = (
-            f"{os.path.dirname(libcuda)}:{environment.get('LD_LIBRARY_PATH', '')}"
-        )
+        libraries = [os.path.dirname(libcuda), environment.get("LD_LIBRARY_PATH", "")]
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     environment["CUDA_CACHE_DISABLE"] = "1"  # leave nothing in a home directory
-    control = shutil.which(CONTROL, path=folders) or ""
-    smi = shutil.which("nvidia-smi", path=folders) or ""
     host = Host(libcuda, control, server, smi, environment, gpu={})
     answer = ask_smi(host, "-i", "0", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader")
     gpu = dict(zip(_GPU_FIELDS.split(","), answer.split(", "))) if answer else {}
@@ -128,22 +128,15 @@ def find_missing(host: Host) -> list[str]:
 
 def describe_host(host: Host) -> list[str]:
     """Say what a reader of the answers should know about the GPU and the programs."""
-    kernel = os.uname()
     said = [f"{name}: {value}" for name, value in host.gpu.items()]
     said.append(f"SMs: {host.multiprocessors}; CPUs: {len(os.sched_getaffinity(0))}")
-    said.append(f"kernel: {kernel.sysname} {kernel.release}; Python: {sys.version.split()[0]}")
+    said.append(f"kernel: {os.uname().release}; Python: {sys.version.split()[0]}")
     for path in (host.control, host.server):
         if path:
             said.append(f"{path}: release {_release(path)}")
-    if host.gpu.get("compute_mode", "Default") != "Default":
-        said.append("the compute mode is not Default; it was not changed")
-    if host.gpu.get("mig.mode.current") == "Enabled":
-        said.append("the GPU is in MIG mode: the answers are those of one of its MIG devices")
     others = ask_smi(host, "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
     if others:
         said.append(f"other processes use the GPU, and were not touched: {others!r}")
-    if os.path.exists("/tmp/nvidia-mps/control"):
-        said.append("/tmp/nvidia-mps has another control daemon's socket, which was not touched")
     return said
 
 

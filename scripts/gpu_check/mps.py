@@ -9,15 +9,7 @@ from typing import Any
 
 from gpu_check.bench import Bench, question
 from gpu_check.host import ask_smi, has_module
-from gpu_check.processes import (
-    Client,
-    Control,
-    Event,
-    QuestionError,
-    duration,
-    process_state,
-    wait_for,
-)
+from gpu_check.processes import Client, Control, Event, QuestionError, duration, process_state, wait_for
 
 _SET_LIMIT = "set_default_device_pinned_mem_limit"
 _GET_LIMIT = "get_default_device_pinned_mem_limit"
@@ -33,7 +25,10 @@ def start(bench: Bench) -> None:
     first = bench.client("the first client", "beat", pipe=control.pipe)
     bench.answer(f"{first.describe_start(40)}.")
     second = bench.client("the second client", "beat", pipe=control.pipe)
-    bench.answer(f"{second.describe_start(20)}.")
+    bench.answer(f"{second.describe_start(10)}.")
+    if not second.events("ready"):
+        bench.show("The logs", control.logs())
+        raise QuestionError("not even two clients have run a kernel under MPS")
     server = control.server()
     commands = ["get_server_list", "ps", "device_query", "lspart", f"get_device_pinned_mem_limit {server} 0"]
     for command in ("get_server_status", "get_client_list", "get_active_thread_percentage"):
@@ -204,7 +199,7 @@ def memory_limit(bench: Bench) -> None:
 def memory_by_uuid(bench: Bench) -> None:
     uuid = bench.host.gpu.get("uuid")
     if not uuid:
-        raise QuestionError("the GPU's UUID is not known without nvidia-smi")
+        raise QuestionError("the UUID of the GPU is not known without nvidia-smi")
     control = bench.control()
     commands = [f"{_SET_LIMIT} {uuid} 5760M", f"{_GET_LIMIT} {uuid}", f"{_GET_LIMIT} 0"]
     bench.show("A default limit by UUID", control.transcript(commands))
@@ -219,10 +214,8 @@ def memory_by_uuid(bench: Bench) -> None:
 
 def _throughput(bench: Bench, pipe: str, count: int = 1) -> list[Event]:
     """Measure so many clients whose kernels fill the GPU, at the same time."""
-    clients: list[Client] = []
-    for index in range(count):
-        name = f"client {index}"
-        clients.append(bench.client(name, "throughput", pipe=pipe, number=bench.host.multiprocessors))
+    number = bench.host.multiprocessors
+    clients = [bench.client("a client", "throughput", pipe=pipe, number=number) for _ in range(count)]
     for client in clients:
         client.wait_event("warm")
     for client in clients:
@@ -257,42 +250,40 @@ def thread_limit(bench: Bench) -> None:
 @question("What do NVML and nvidia-smi say of clients, their memory and their use of SMs?", 40)
 def nvml(bench: Bench) -> None:
     control = bench.control()
-    small = bench.beating(control.pipe, "a", mib=512)[0]
-    large = bench.beating(control.pipe, "b", mib=1024)[0]
+    small = bench.client("client a", "beat", pipe=control.pipe, number=512)
+    large = bench.client("client b", "beat", pipe=control.pipe, number=1024)
+    large.wait_event("beat")
     server = control.server()
     bench.answer(f"Client a ({small.pid}) has 512 MiB, b ({large.pid}) 1024; the server is {server}.")
     bench.answer(f"{bench.fates([small, large], time.monotonic(), 2)}.")
-    bench.show("nvidia-smi", ask_smi(bench.host) or "(missing, or failed)")
-    bench.show(
-        "nvidia-smi pmon", ask_smi(bench.host, "pmon", "-c", "1", "-s", "um") or "(missing, or failed)"
-    )
+    for title, arguments in (("nvidia-smi", ""), ("nvidia-smi pmon", "pmon -c 1 -s um")):
+        bench.show(title, ask_smi(bench.host, *arguments.split()) or "(missing, or failed)")
     if not has_module("pynvml"):
         raise QuestionError("the Python module pynvml is missing")
     import pynvml
 
     pynvml.nvmlInit()
-    gpu = pynvml.nvmlDeviceGetHandleByUUID(bench.host.gpu["uuid"])
-    calls: dict[str, tuple[Any, ...]] = {
-        "nvmlDeviceGetComputeRunningProcesses": (gpu,),
-        "nvmlDeviceGetMPSComputeRunningProcesses": (gpu,),
-        "nvmlDeviceGetProcessUtilization": (gpu, 0),
-        "nvmlDeviceGetMemoryInfo": (gpu,),
-    }
-    for call, arguments in calls.items():
-        try:
-            found = getattr(pynvml, call)(*arguments)
-        except pynvml.NVMLError as error:
-            found = error
-        rows = found if isinstance(found, list) else [found]
-        bench.show(call, "\n".join(str(row) for row in rows) or "(nothing)")
+    gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+    _show_rows(bench, "nvmlDeviceGetComputeRunningProcesses", gpu)
+    _show_rows(bench, "nvmlDeviceGetMPSComputeRunningProcesses", gpu)
+    _show_rows(bench, "nvmlDeviceGetProcessUtilization", gpu, 0)
+
+
+def _show_rows(bench: Bench, call: str, *arguments: Any) -> None:
+    """Show the rows that a call of NVML returns, or its error."""
+    import pynvml
+
+    try:
+        rows = getattr(pynvml, call)(*arguments)
+    except pynvml.NVMLError as error:
+        rows = [error]
+    bench.show(call, "\n".join(str(row) for row in rows) or "(nothing)")
 
 
 @question("Do 60 clients run at the same time, and what happens to more?", 80)
 def sixty_clients(bench: Bench) -> None:
     control = bench.control()
-    clients: list[Client] = []
-    for index in range(62):
-        clients.append(bench.client(f"client {index}", "beat", pipe=control.pipe))
+    clients = [bench.client(f"client {index}", "beat", pipe=control.pipe) for index in range(62)]
     wait_for(lambda: all(client.events("beat") or client.is_over() for client in clients), 35)
     took = duration(time.monotonic() - clients[0].started_s)
     ready: list[Client] = []

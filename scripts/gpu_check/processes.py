@@ -158,7 +158,6 @@ class Control:
         self._environment = dict(host.environment)
         self._environment["CUDA_MPS_PIPE_DIRECTORY"] = self.pipe
         self._environment["CUDA_MPS_LOG_DIRECTORY"] = self._log
-        self.pid = 0
 
     def start(self) -> float:
         """Start it, or its successor, and return after how many seconds it listens; raises QuestionError."""
@@ -195,10 +194,7 @@ class Control:
 
     def transcript(self, commands: Sequence[str]) -> str:
         """Ask each command, and return them with their answers."""
-        parts = []
-        for command in commands:
-            parts.append(f"> {command}\n{self.ask(command) or '(nothing)'}")
-        return "\n".join(parts)
+        return "\n".join(f"> {command}\n{self.ask(command) or '(nothing)'}" for command in commands)
 
     def servers(self) -> list[int]:
         """Return the PIDs of the servers that it lists."""

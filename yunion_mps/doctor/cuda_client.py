@@ -34,7 +34,7 @@ _ITERATIONS = 4096
 _TARGETS = (("6.3", "sm_75"), ("6.0", "sm_70"), ("6.0", "sm_50"), ("8.0", "sm_90"))
 #: PTX text, which every driver compiles for its GPU. `work` keeps four independent chains of multiply-adds
 #: busy in every thread, so that blocks spread over all SMs, and records the SM of each block.
-WORK = """
+_WORK = """
 .visible .entry work(.param .u64 marks, .param .u32 iterations)
 {
     .reg .pred %again, %never, %first;
@@ -142,52 +142,47 @@ class CudaDriver:
 
 
 class CudaGpu:
-    """A device with its primary context current and the kernels loaded; methods raise CudaError."""
+    """The first device with its primary context current and the kernel loaded; methods raise CudaError."""
 
-    def __init__(self, driver: CudaDriver, ordinal: int = 0, kernels: str = WORK) -> None:
-        #: Makes one call of the driver.
-        self.call = driver.call
+    def __init__(self, driver: CudaDriver) -> None:
+        self._call = driver.call
         self._allocations: list[int] = []
-        self.device = c_int()
+        self._device = c_int()
         self._context = c_void_p()
         self._module = c_void_p()
-        self.call("cuInit", c_uint(0))
-        self.call("cuDeviceGet", byref(self.device), c_int(ordinal))
-        self.call("cuDevicePrimaryCtxRetain", byref(self._context), self.device)
-        self.call("cuCtxSetCurrent", self._context)
-        self.target = self._load(kernels)
-        self._work = self.function("work")
-        self._marks = c_uint64(self._allocate(_MAX_MULTIPROCESSORS * 4))
+        self._call("cuInit", c_uint(0))
+        self._call("cuDeviceGet", byref(self._device), c_int(0))
+        self._call("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
+        self._call("cuCtxSetCurrent", self._context)
+        self._load()
+        self._work = c_void_p()
+        self._call("cuModuleGetFunction", byref(self._work), self._module, c_char_p(b"work"))
+        #: The address to which the kernel writes.
+        self.marks = c_uint64(self._allocate(_MAX_MULTIPROCESSORS * 4))
 
-    def _load(self, kernels: str) -> str:
+    def _load(self) -> None:
         first: CudaError | None = None
         for version, target in _TARGETS:
-            text = f".version {version}\n.target {target}\n.address_size 64\n{kernels}"
+            text = f".version {version}\n.target {target}\n.address_size 64\n{_WORK}"
             try:
-                self.call("cuModuleLoadData", byref(self._module), c_char_p(text.encode()))
+                self._call("cuModuleLoadData", byref(self._module), c_char_p(text.encode()))
             except CudaError as error:
                 first = first or error
             else:
-                return target
+                return
         assert first is not None
         raise first
 
-    def function(self, name: str) -> c_void_p:
-        """Return the kernel of this name."""
-        function = c_void_p()
-        self.call("cuModuleGetFunction", byref(function), self._module, c_char_p(name.encode()))
-        return function
-
     def name(self) -> str:
         name = ctypes.create_string_buffer(256)
-        self.call("cuDeviceGetName", name, c_int(len(name)), self.device)
+        self._call("cuDeviceGetName", name, c_int(len(name)), self._device)
         return name.value.decode(errors="replace")
 
     def attribute(self, number: int) -> int | None:
         """Return an attribute of the device; None if this driver does not know it."""
         value = c_int()
         try:
-            self.call("cuDeviceGetAttribute", byref(value), c_int(number), self.device)
+            self._call("cuDeviceGetAttribute", byref(value), c_int(number), self._device)
         except CudaError:
             return None
         return value.value
@@ -196,12 +191,12 @@ class CudaGpu:
         """Return free and total memory in MiB, as this client sees it."""
         free = c_size_t()
         total = c_size_t()
-        self.call("cuMemGetInfo_v2", byref(free), byref(total))
+        self._call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value / MIB, total.value / MIB
 
     def _allocate(self, size: int) -> int:
         address = c_uint64()
-        self.call("cuMemAlloc_v2", byref(address), c_size_t(size))
+        self._call("cuMemAlloc_v2", byref(address), c_size_t(size))
         return address.value
 
     def allocate(self, mib: int) -> None:
@@ -211,29 +206,32 @@ class CudaGpu:
     def release(self) -> None:
         """Free what `allocate` has allocated."""
         while self._allocations:
-            self.call("cuMemFree_v2", c_uint64(self._allocations.pop()))
+            self._call("cuMemFree_v2", c_uint64(self._allocations.pop()))
 
-    def work(self, blocks: int, iterations: int, launches: int = 1) -> None:
+    def work(self, blocks: int, iterations: int) -> None:
         """Run the computing kernel and wait for its end."""
-        marks = self._marks
+        marks = self.marks
         count = c_uint(iterations)
         arguments = (c_void_p * 2)(ctypes.addressof(marks), ctypes.addressof(count))
-        for _ in range(launches):
-            self.launch(self._work, blocks, _THREADS, arguments)
-        self.call("cuCtxSynchronize")
-
-    def launch(self, function: c_void_p, blocks: int, threads: int, arguments: Any) -> None:
-        """Launch a kernel, and do not wait for its end."""
-        grid = [c_uint(number) for number in (blocks, 1, 1, threads, 1, 1)]
-        launch = ["cuLaunchKernel", function, *grid, c_uint(0), c_void_p(), arguments, c_void_p()]
-        self.call(*launch)
+        grid = [c_uint(number) for number in (blocks, 1, 1, _THREADS, 1, 1)]
+        launch: list[Any] = [
+            "cuLaunchKernel",
+            self._work,
+            *grid,
+            c_uint(0),
+            c_void_p(),
+            arguments,
+            c_void_p(),
+        ]
+        self._call(*launch)
+        self._call("cuCtxSynchronize")
 
     def multiprocessors_used(self, blocks: int, iterations: int) -> int:
         """Return how many SMs the blocks of one launch ran on."""
         marks = (c_uint * _MAX_MULTIPROCESSORS)()
-        self.call("cuMemsetD32_v2", self._marks, c_uint(0), c_size_t(len(marks)))
+        self._call("cuMemsetD32_v2", self.marks, c_uint(0), c_size_t(len(marks)))
         self.work(blocks, iterations)
-        self.call("cuMemcpyDtoH_v2", marks, self._marks, c_size_t(ctypes.sizeof(marks)))
+        self._call("cuMemcpyDtoH_v2", marks, self.marks, c_size_t(ctypes.sizeof(marks)))
         return len(list(filter(None, marks)))
 
 
