@@ -10,10 +10,7 @@ if __name__ == "__main__":
     here = os.path.dirname(os.path.abspath(__file__))
     scripts = os.path.dirname(here)
     checkout = os.path.dirname(scripts)
-    if here in sys.path:
-        sys.path.remove(here)
-    sys.path.insert(0, checkout)
-    sys.path.insert(0, scripts)
+    sys.path[:0] = [scripts, checkout]
     # Of another Python, perhaps, but most modules there run with any.
     sys.path.extend(glob.glob(f"{checkout}/.venv/lib/python3*/site-packages"))
     if sys.argv[1:2] == ["--client"]:

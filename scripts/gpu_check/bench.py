@@ -12,8 +12,6 @@ from gpu_check.host import Host
 from gpu_check.processes import Client, Control, wait_for
 
 _MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
-#: Longer texts are shortened in the middle.
-_MOST_LINES = 160
 
 
 class Page(NamedTuple):
@@ -45,11 +43,7 @@ class Bench:
 
     def show(self, title: str, text: str) -> None:
         """Show a program's literal output."""
-        lines = text.rstrip().replace("```", "'''").splitlines()
-        if len(lines) > _MOST_LINES:
-            half = _MOST_LINES // 2
-            lines[half:-half] = [f"... ({len(lines) - 2 * half} lines omitted)"]
-        self._page.write("\n".join([f"{title}:", "", "```", *lines, "```"]))
+        self._page.write(f"{title}:\n\n```\n{text.rstrip()}\n```")
 
     def fresh(self) -> str:
         """Return a new path, short enough for a socket below it."""
@@ -130,14 +124,14 @@ class Question(NamedTuple):
     text: str
     ask: Ask
     deadline_s: float
-    needs: str
-    """Words for what it needs: `mps` if it is about MPS, `daemon` if about this project's daemon."""
+    needs: list[str]
+    """Words: NVIDIA's `programs`, `mps` if clients must run under it, `daemon` for what our daemon needs."""
 
 
-def question(text: str, deadline_s: float, needs: str = "mps") -> Callable[[Ask], Question]:
+def question(text: str, deadline_s: float, needs: str = "programs mps") -> Callable[[Ask], Question]:
     """Make a question of the function that answers it."""
 
     def make(ask: Ask) -> Question:
-        return Question(ask.__name__, text, ask, deadline_s, needs)
+        return Question(ask.__name__, text, ask, deadline_s, needs.split())
 
     return make

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from gpu_check import daemon, mps
 from gpu_check.bench import Bench, Page, Question
-from gpu_check.host import CHECKOUT, Host, describe_host, find_host, find_missing, has_module
+from gpu_check.host import CHECKOUT, Host, ask_gpu, describe_host, find_host, find_missing, has_module
 from gpu_check.processes import QuestionError, become_subreaper, duration, end_descendants, reap_orphans
 
 _DESCRIPTION = """\
@@ -42,6 +42,7 @@ QUESTIONS = (
     mps.shutdown_now,
     mps.quit_timeout,
     mps.sixty_clients,
+    daemon.time_slicing,
 )
 
 #: How long a question that was told to stop may take to end what it started.
@@ -149,14 +150,15 @@ class Run:
                 print(f"gpu-check: {took:>7} {question.name}: {status}", flush=True)
             if question.name == mps.start.name:
                 self._mps_works = status == "answered"
+        self._page.write(f"At the end: {' '.join(ask_gpu(self._host).values())}")
 
     def _why_not(self, question: Question) -> str:
         """Return why a question cannot be asked here and now; empty if it can."""
-        if not (self._host.control and self._host.server):
+        if "programs" in question.needs and not (self._host.control and self._host.server):
             return "not asked: NVIDIA's programs for MPS are missing"
-        if question.needs == "mps" and not self._mps_works:
+        if "mps" in question.needs and not self._mps_works:
             return f"not asked: {mps.start.name} has no good answer"
-        if question.needs == "daemon" and not (has_module("pynvml") and self._host.gpu):
+        if "daemon" in question.needs and not (has_module("pynvml") and self._host.gpu):
             return "not asked: pynvml or nvidia-smi is missing"
         if self._end_s - time.monotonic() < 2 * _GRACE_S:
             return "not asked: the time is up"

@@ -29,7 +29,7 @@ cuda_mps_log_directory: /mps/log
 _DEVICE_FILE = """\
 devices:
 - path: {uuid}
-  type: NVIDIA_MPS
+  type: {kind}
   virtual_number: {number}
 """
 
@@ -37,8 +37,10 @@ devices:
 class DaemonUnderTest:
     """yunion-mps-daemon in a root directory of its own; it can be started again after its end."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, kind: str = "NVIDIA_MPS") -> None:
+        """Write its configuration, for a GPU of this type."""
         self._bench = bench
+        self._kind = kind
         self._root = bench.fresh()
         self.pipe = f"{self._root}/mps/pipe"
         self._log = f"{self._root}/daemon.log"
@@ -64,8 +66,8 @@ class DaemonUnderTest:
 
     def divide(self, number: int) -> None:
         """Write the device file."""
-        uuid = self._bench.host.gpu["uuid"]
-        self._write("etc/yunion/host_container_device.yml", _DEVICE_FILE.format(uuid=uuid, number=number))
+        text = _DEVICE_FILE.format(uuid=self._bench.host.gpu["uuid"], kind=self._kind, number=number)
+        self._write("etc/yunion/host_container_device.yml", text)
 
     def start(self) -> float:
         """Start it, and return after how many seconds it was READY; raises QuestionError if it was not."""
@@ -108,7 +110,8 @@ class DaemonUnderTest:
 
     def job(self, name: str, mode: str, number: int = 0) -> Client:
         """Start a client through `yunion-mps run`."""
-        run = self._command("run", "--")
+        limited = ["--"] if self._kind == "NVIDIA_MPS" else ["--allow-unlimited", "--"]
+        run = self._command("run", *limited)
         return self._bench.client(name, mode, number=number, environment=self._environment, prefix=run)
 
     def beating(self, names: str) -> list[Client]:
@@ -130,7 +133,7 @@ class DaemonUnderTest:
             self.process.wait(5)
 
 
-@question("What becomes of jobs if our control daemon is killed, and then our daemon?", 100, "daemon")
+@question("What becomes of jobs if our control daemon and our daemon are killed?", 100, "programs daemon")
 def deaths(bench: Bench) -> None:
     daemon = DaemonUnderTest(bench)
     daemon.start()
@@ -164,7 +167,7 @@ def deaths(bench: Bench) -> None:
     daemon.show_log()
 
 
-@question("Does our daemon work from start to stop, and does the budget of its devices hold?", 120, "daemon")
+@question("Does our daemon work from start to stop, and do its budgets hold?", 120, "programs daemon")
 def life(bench: Bench) -> None:
     daemon = DaemonUnderTest(bench)
     bench.answer(f"It was READY after {duration(daemon.start())}.")
@@ -210,3 +213,15 @@ def _tell_budget(bench: Bench, daemon: DaemonUnderTest, number: int) -> None:
     job.tell()
     bench.answer(f"Its percentage: {job.wait_event('result')['used']} of {total} SMs.")
     job.close()
+
+
+@question("Does our daemon share the GPU by time-slicing, and what does it show of jobs?", 60, "daemon")
+def time_slicing(bench: Bench) -> None:
+    daemon = DaemonUnderTest(bench, "NVIDIA_GPU_SHARE")
+    bench.answer(f"It was READY after {duration(daemon.start())}.")
+    jobs = daemon.beating("ab")
+    since_s = time.monotonic()
+    for command in ("list", "who", "gpus", "status"):
+        daemon.show(command)
+    bench.answer(f"{bench.fates(jobs, since_s, 1)}.")
+    daemon.show_log()

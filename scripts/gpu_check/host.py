@@ -35,7 +35,7 @@ _PROGRAM_FOLDERS = (
     f"{CHECKOUT}/.nvidia/usr/lib/nvidia/current",
 )
 #: What nvidia-smi is asked about the first GPU.
-_GPU_FIELDS = "name,uuid,driver_version,compute_mode,mig.mode.current,memory.total,memory.used"
+_GPU_FIELDS = "name,uuid,driver_version,compute_mode,mig.mode.current,persistence_mode,memory.total"
 
 
 class Host(NamedTuple):
@@ -74,8 +74,7 @@ def find_host(programs: str) -> Host:
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     environment["CUDA_CACHE_DISABLE"] = "1"  # leave nothing in a home directory
     host = Host(libcuda, control, server, smi, environment, gpu={})
-    answer = ask_smi(host, "-i", "0", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader")
-    gpu = dict(zip(_GPU_FIELDS.split(","), answer.split(", "))) if answer else {}
+    gpu = ask_gpu(host)
     environment["CUDA_VISIBLE_DEVICES"] = gpu.get("uuid", "0")
     return host._replace(gpu=gpu)
 
@@ -105,6 +104,12 @@ def ask_smi(host: Host, *arguments: str) -> str:
 def has_module(name: str) -> bool:
     """Return whether this Python finds a module."""
     return importlib.util.find_spec(name) is not None
+
+
+def ask_gpu(host: Host) -> dict[str, str]:
+    """Return nvidia-smi's answers about the first GPU by field; empty if it gives none."""
+    answer = ask_smi(host, "-i", "0", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader")
+    return dict(zip(_GPU_FIELDS.split(","), answer.split(", "))) if answer else {}
 
 
 def find_missing(host: Host) -> list[str]:

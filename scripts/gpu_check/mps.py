@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from gpu_check.bench import Bench, question
-from gpu_check.host import ask_smi, has_module
+from gpu_check.host import ask_smi
 from gpu_check.processes import Client, Control, Event, QuestionError, duration, process_state, wait_for
 
 _SET_LIMIT = "set_default_device_pinned_mem_limit"
@@ -42,9 +42,6 @@ def start(bench: Bench) -> None:
     bench.show("The logs", control.logs())
     if not first.events("ready")[0]["mps"]:
         raise QuestionError("the client ran outside MPS, although a control daemon listens")
-
-
-# -- who survives what
 
 
 def _tell_aftermath(bench: Bench, control: Control, server: int) -> None:
@@ -159,9 +156,6 @@ def quit_timeout(bench: Bench) -> None:
     _tell_end(bench, "quit -t 3", 8)
 
 
-# -- limits
-
-
 def measure_memory(client: Client) -> tuple[int, str]:
     """Return what a client in the mode `memory` got, and whether its limit held; raises QuestionError."""
     found = client.wait_event("result", 60)
@@ -244,24 +238,18 @@ def thread_limit(bench: Bench) -> None:
         control.close()
 
 
-# -- what is shown
-
-
-@question("What do NVML and nvidia-smi say of clients, their memory and their use of SMs?", 40)
+@question("What do NVML and nvidia-smi say of clients, their memory and their use of SMs?", 40, "daemon")
 def nvml(bench: Bench) -> None:
-    control = bench.control()
-    small = bench.client("client a", "beat", pipe=control.pipe, number=512)
-    large = bench.client("client b", "beat", pipe=control.pipe, number=1024)
-    large.wait_event("beat")
-    server = control.server()
-    bench.answer(f"Client a ({small.pid}) has 512 MiB, b ({large.pid}) 1024; the server is {server}.")
+    import pynvml
+
+    pipe = bench.control().pipe if bench.host.control and bench.host.server else ""
+    small = bench.client("client a", "beat", pipe=pipe, number=512)
+    large = bench.client("client b", "beat", pipe=pipe, number=1024)
+    bench.answer(f"{small.describe_start(10)}; {large.describe_start(10)}.")
+    bench.answer(f"Client a ({small.pid}) has 512 MiB, client b ({large.pid}) 1024 MiB.")
     bench.answer(f"{bench.fates([small, large], time.monotonic(), 2)}.")
     for title, arguments in (("nvidia-smi", ""), ("nvidia-smi pmon", "pmon -c 1 -s um")):
         bench.show(title, ask_smi(bench.host, *arguments.split()) or "(missing, or failed)")
-    if not has_module("pynvml"):
-        raise QuestionError("the Python module pynvml is missing")
-    import pynvml
-
     pynvml.nvmlInit()
     gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
     _show_rows(bench, "nvmlDeviceGetComputeRunningProcesses", gpu)

@@ -53,6 +53,7 @@ ANSWERS = {
     "shutdown_now": ["client a got CUDA_ERROR_MPS_RPC_FAILURE (806)", "The control daemon runs"],
     "quit_timeout": ["client a got CUDA_ERROR_MPS_RPC_FAILURE (806)", "The control daemon has exited"],
     "sixty_clients": ["Of 62 clients started at once, ", "2 s later, "],
+    "time_slicing": ["It was READY", "job a continued", "job b continued"],
 }
 
 #: Questions of the test's own, which gpu-check asks as it asks its own.
