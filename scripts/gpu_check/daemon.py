@@ -42,7 +42,7 @@ class DaemonUnderTest:
         self._bench = bench
         self._kind = kind
         self._root = bench.fresh()
-        self.pipe = f"{self._root}/mps/pipe"
+        self._pipe = f"{self._root}/mps/pipe"
         self._log = f"{self._root}/daemon.log"
         os.makedirs(f"{self._root}/etc/yunion")
         outer = os.environ.get("YUNION_MPS_ROOT", "")
@@ -51,9 +51,6 @@ class DaemonUnderTest:
         self._write("etc/machine-id", "0123456789abcdef0123456789abcdef\n")
         self._write("etc/yunion/host.conf", _HOST_CONF)
         self.divide(_DEVICES)
-        self._inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._inbox.bind(f"{self._root}/notify")
-        self._inbox.setblocking(False)  # noqa: FBT003 - its only argument
         self._environment = dict(bench.host.environment)
         del self._environment["CUDA_VISIBLE_DEVICES"]
         self._environment["YUNION_MPS_ROOT"] = self._root
@@ -72,28 +69,36 @@ class DaemonUnderTest:
     def start(self) -> float:
         """Start it, and return after how many seconds it was READY; raises QuestionError if it was not."""
         begun_s = time.monotonic()
-        with open(self._log, "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "yunion_mps.daemon"],
-                stdout=log,
-                stderr=log,
-                env={**self._environment, "NOTIFY_SOCKET": f"{self._root}/notify"},
-                cwd=CHECKOUT,
-            )
-        if not wait_for(self._is_ready, 30):
+        address = self._bench.fresh()
+        command = [sys.executable, "-m", "yunion_mps.daemon"]
+        environment = {**self._environment, "NOTIFY_SOCKET": address}
+        self._is_ready = False
+        # It is closed after READY, because a socket that nobody reads would soon stop the daemon.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as inbox, open(self._log, "ab") as log:
+            inbox.bind(address)
+            inbox.setblocking(False)  # noqa: FBT003 - its only argument
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=CHECKOUT)
+            wait_for(lambda: self._hear_ready(inbox) or self.process.poll() is not None, 30)
+        if not self._is_ready:
             self.show_log()
-            raise QuestionError("yunion-mps-daemon was not READY within 30 s")
+            raise QuestionError(f"yunion-mps-daemon was not READY (exit status {self.process.poll()})")
         return time.monotonic() - begun_s
 
-    def _is_ready(self) -> bool:
-        """Return whether the next notification says READY; raises QuestionError if none can come."""
-        if self.process.poll() is not None:
-            self.show_log()
-            raise QuestionError(f"yunion-mps-daemon exited with status {self.process.returncode}")
-        try:
-            return b"READY=1" in self._inbox.recv(4096)
-        except BlockingIOError:
-            return False
+    def _hear_ready(self, inbox: socket.socket) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            self._is_ready = b"READY=1" in inbox.recv(4096)
+        return self._is_ready
+
+    def control(self, other_than: int = 0) -> int:
+        """Return the PID of its control daemon, or of another one; raises QuestionError if none listens."""
+        end_s = time.monotonic() + 15
+        pid = listener(self._pipe)
+        while pid in (0, other_than):
+            if time.monotonic() > end_s:
+                raise QuestionError("no control daemon of yunion-mps-daemon listens")
+            time.sleep(0.005)  # a poll: nothing tells that a socket listens
+            pid = listener(self._pipe)
+        return pid
 
     def _command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-c", "from yunion_mps.cli import main; main()", *arguments]
@@ -138,26 +143,26 @@ def deaths(bench: Bench) -> None:
     daemon = DaemonUnderTest(bench)
     daemon.start()
     jobs = daemon.beating("ab")
-    control = listener(daemon.pipe)
+    control = daemon.control()
     since_s = time.monotonic()
     os.kill(control, signal.SIGKILL)
-    wait_for(lambda: listener(daemon.pipe) not in (0, control), 15)
+    successor = daemon.control(other_than=control)
     took = duration(time.monotonic() - since_s)
-    bench.answer(f"{took} after SIGKILL of control daemon {control}, {listener(daemon.pipe)} listens.")
+    bench.answer(f"{took} after SIGKILL of control daemon {control}, {successor} listens.")
     bench.answer(f"{bench.fates(jobs, since_s, 2)}.")
     daemon.show("status")
     begun_s = time.monotonic()
     jobs.append(daemon.job("a new job", "beat"))
     wait_for(lambda: bool(jobs[2].events("beat")) or jobs[2].is_over(), 15)
     bench.answer(f"{bench.fates(jobs, begun_s, 1)}.")
-    control = listener(daemon.pipe)
+    control = daemon.control()
     since_s = time.monotonic()
     daemon.process.kill()
     daemon.process.wait()
     ready = duration(daemon.start())
     bench.answer(
         f"After SIGKILL of yunion-mps-daemon, with control daemon {control}, the next one was READY after "
-        f"{ready}, with control daemon {listener(daemon.pipe)}."
+        f"{ready}, with control daemon {daemon.control()}."
     )
     bench.answer(f"{bench.fates(jobs, since_s, 2)}.")
     daemon.show("list")
@@ -193,7 +198,7 @@ def life(bench: Bench) -> None:
     bench.answer(f"After the job, `reload --drain` took {duration(time.monotonic() - begun_s)}.")
     _tell_budget(bench, daemon, _DEVICES_AFTER)
     jobs = daemon.beating("b")
-    control = listener(daemon.pipe)
+    control = daemon.control()
     since_s = time.monotonic()
     daemon.process.terminate()
     wait_for(lambda: daemon.process.poll() is not None, 20)

@@ -134,8 +134,7 @@ def find_missing(host: Host) -> list[str]:
 def describe_host(host: Host) -> list[str]:
     """Say what a reader of the answers should know about the GPU and the programs."""
     said = [f"{name}: {value}" for name, value in host.gpu.items()]
-    said.append(f"SMs: {host.multiprocessors}; CPUs: {len(os.sched_getaffinity(0))}")
-    said.append(f"kernel: {os.uname().release}; Python: {sys.version.split()[0]}")
+    said.append(f"{host.multiprocessors} SMs, {os.cpu_count()} CPUs, Linux {os.uname().release}")
     for path in (host.control, host.server):
         if path:
             said.append(f"{path}: release {_release(path)}")
