@@ -22,7 +22,7 @@ from simhost import SimHost
 from unit.as_user import needs_root
 from unit.file_systems import file_system_of, fill, hung_mount
 from unit.http.server_host import NOBODY
-from unit.leases.shares import leases_on
+from unit.leases.lease_builders import leases_on
 from unit.supervised import Begin, MakeHost, PutToWork, Supervised, configure, pid
 
 pytestmark = [needs_root, pytest.mark.processes]
@@ -274,7 +274,7 @@ def begin_elsewhere(begin: Begin) -> tuple[SimHost, Supervised]:
     shutil.rmtree(taken)
     taken.mkdir()
     os.chown(taken, NOBODY, NOBODY)
-    again = made.again()
+    again = made.start_next()
     assert in_effect(again) == [(READY, "/run/nvidia-mps/pipe")]
     taken.rmdir()
     return host, again
@@ -314,7 +314,7 @@ def test_a_control_daemon_stays_in_our_directories_at_a_restart(begin: Begin) ->
     """Leases know them, and those of the earlier daemon may not be restored yet."""
     _, made = begin_elsewhere(begin)
     before = pid(made)
-    again = made.again()
+    again = made.start_next()
     check_it_stays(again, before)
     check_it_returns(again)
 
