@@ -30,8 +30,9 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import add_recorded, recorded_ledger
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
-from yunion_mps.supervisor.changes import Change, DesiredState
+from yunion_mps.supervisor.changes import Change
 from yunion_mps.supervisor.condition_log import ConditionLog
+from yunion_mps.supervisor.desired import DesiredState
 from yunion_mps.supervisor.event_log import RECORDS_LOST, EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
 from yunion_mps.supervisor.gpu_settings import GpuSettings

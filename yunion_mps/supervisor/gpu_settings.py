@@ -28,7 +28,8 @@ from yunion_mps.gpus.reconciler import (
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.mps.domain import Domain
-from yunion_mps.supervisor.changes import Change, DesiredState
+from yunion_mps.supervisor.changes import Change
+from yunion_mps.supervisor.desired import DesiredState
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.host_conditions import PendingSetting

@@ -36,7 +36,8 @@ from yunion_mps.gpus.reconciler import Gate
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.planning.mig import describe
-from yunion_mps.supervisor.changes import Change, DesiredState
+from yunion_mps.supervisor.changes import Change
+from yunion_mps.supervisor.desired import DesiredState
 from yunion_mps.supervisor.gpus import Gpus
 
 log = logging.getLogger(__name__)

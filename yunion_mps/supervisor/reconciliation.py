@@ -27,7 +27,8 @@ from yunion_mps.host.store import Store
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.supervisor.changes import Change, DesiredState
+from yunion_mps.supervisor.changes import Change
+from yunion_mps.supervisor.desired import DesiredState
 from yunion_mps.supervisor.gpu_settings import Due, GpuSettings
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.layouts import LayoutsDue, MigLayouts

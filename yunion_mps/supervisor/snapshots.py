@@ -11,11 +11,12 @@ from yunion_mps.core.models import DomainPlan, DomainStatus, Gpu, Snapshot
 from yunion_mps.core.reasons import NO_REASON, Reason
 from yunion_mps.core.waits import wait_reason
 from yunion_mps.mps.domain import Domain
-from yunion_mps.supervisor.changes import DesiredState, order_of
+from yunion_mps.supervisor.desired import DesiredState
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpu_settings import GpuSettings
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.host_conditions import ConditionFacts, conditions_of, warnings_of_configuration
+from yunion_mps.supervisor.in_effect import order_of
 from yunion_mps.supervisor.layouts import MigLayouts
 
 _WAITS = wait_reason("its control daemon", "the one that now serves its GPUs", reasons.LIMITS_PENDING)
