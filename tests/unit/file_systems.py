@@ -38,9 +38,9 @@ def hung_mount(path: Path, uid: int) -> Iterator[None]:
 
 
 @contextmanager
-def file_system_of(path: Path, most_files: int) -> Iterator[None]:
-    """Mount a file system like that of /tmp, which can hold only so many files."""
-    options = f"size=1m,nr_inodes={most_files},mode=1777"
+def file_system_of(path: Path, most_files: int, size: str = "1m") -> Iterator[None]:
+    """Mount a file system like that of /tmp, which can hold only so many files; 0 is no limit."""
+    options = f"size={size},nr_inodes={most_files},mode=1777"
     mount = ["mount", "-t", "tmpfs", "-o", options, "small", str(path)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")

@@ -447,10 +447,10 @@ def _check_directory(info: os.stat_result, parent: os.stat_result, path: str, *,
 
 def _check_space(directory: int, path: str) -> None:
     """Raise UnsafePathError if users have left no space for the files of a control daemon."""
-    space = os.fstatvfs(directory)
-    if space.f_bfree * space.f_frsize < _MIN_FREE_BYTES:
+    space = os.fstatvfs(directory)  # a tmpfs without a limit reports no blocks and no files at all
+    if space.f_blocks and space.f_bfree * space.f_frsize < _MIN_FREE_BYTES:
         raise UnsafePathError(f"{path} is on a full file system", _FREE_SPACE)
-    if space.f_files and space.f_ffree < _MIN_FREE_FILES:  # without a limit, some report no files at all
+    if space.f_files and space.f_ffree < _MIN_FREE_FILES:
         raise UnsafePathError(f"{path} is on a file system that can hold no more files", _FREE_SPACE)
 
 

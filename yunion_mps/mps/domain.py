@@ -258,20 +258,20 @@ class Domain(StateMachine):
         self._rollover.drain(now_s)
         self._set_end_order(None)
 
-    def end_servers(self, now_s: float, may_end: Callable[[int], bool] | None = None) -> None:
+    def end_servers(
+        self, now_s: float, may_end: Callable[[int], bool], with_all_clients: Collection[int]
+    ) -> None:
         """Shut down the servers that a change waits for at once, with their clients.
 
         may_end: says whether a client (PID) may be ended. A server with another one is shut down after its
-            clients (see `take_unconfirmed`), and no server that has outlived its control daemon is ended.
-            Without it, all of them end.
+            clients (see `take_unconfirmed`).
+        with_all_clients: the servers (PIDs) that end whatever clients they have. No other server that has
+            outlived its control daemon is ended.
         """
-        if may_end is None:
-            self._rollover.end_at_once(now_s)
-            self._set_end_order(None)
-            return
-        self._rollover.drain(now_s, by_command=False)
-        has_servers = bool(self.control.servers())
-        self._set_end_order(EndOrder(may_end, now_s + FORCE_WITHIN_S) if has_servers else None)
+        self._rollover.end_at_once(now_s, with_all_clients)
+        others = [pid for pid in self.control.servers() if pid not in with_all_clients]
+        order = EndOrder(may_end, now_s + FORCE_WITHIN_S, frozenset(with_all_clients))
+        self._set_end_order(order if others else None)
 
     def _set_end_order(self, order: EndOrder | None) -> None:
         """Carry out this order, and no other one; None for those that need no look at the clients."""
@@ -386,15 +386,16 @@ class Domain(StateMachine):
     def _tick_answering(self, now_s: float) -> float | None:
         monitor = self._task
         assert isinstance(monitor, HealthMonitor)
-        if self.retiring and not self.server_pids():
-            self.stop(now_s)
-            return self._step(now_s)
-        self._rollover.note_ended(self.control.target)
         every = self._ends_all_servers or self.is_draining
+        # Also without any server left: it reports which clients have ended with the servers.
         if self._end_order and not monitor.is_busy:
             due_s = self._tick_forced_end(now_s, self._end_order, every=every)
             if due_s is not None:
                 return due_s
+        if self.retiring and not self.server_pids():
+            self.stop(now_s)
+            return self._step(now_s)
+        self._rollover.note_ended(self.control.target)
         if self._starts.due_s(now_s) is not None:
             self._read_log(now_s)
         # A server that is ordered must not delay the end of the domain, or of what uses the GPUs.
@@ -433,7 +434,10 @@ class Domain(StateMachine):
     def _tick_forced_end(self, now_s: float, order: EndOrder, *, every: bool) -> float | None:
         """Carry out the order; return when to be called again, None if that is done."""
         if self._forced_end is None:
-            servers = self._rollover.own_blocking_servers(every=every)
+            servers: list[int] = []
+            for pid in self._rollover.own_blocking_servers(every=every):
+                if pid not in order.with_all_clients:
+                    servers.append(pid)
             self._forced_end = ForcedEnd(self.control, servers, order)
         due_s = self._forced_end.tick(now_s)
         if due_s is None:

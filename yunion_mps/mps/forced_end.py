@@ -60,6 +60,8 @@ class EndOrder(NamedTuple):
     may_end: Callable[[int], bool]
     #: When the order is given up.
     until_s: float
+    #: The servers (PIDs) that others end, with all of their clients.
+    with_all_clients: frozenset[int] = frozenset()
 
 
 class LateClient(NamedTuple):

@@ -194,28 +194,28 @@ class Rollover:
         """Return the servers of the current control daemon that a pending change waits for."""
         return self._servers() if every else self._limits.old_servers
 
-    def drain(self, now_s: float, *, by_command: bool = True) -> None:
+    def drain(self, now_s: float) -> None:
         """Request the shutdown of blocking servers after their clients have ended.
 
-        They are shut down by a command once the control daemon is reachable. Not `by_command`: a `ForcedEnd`
-        shuts down those of now. Orphans, which get no new clients, are left to their jobs.
+        They are shut down by a command once the control daemon is reachable. Orphans, which get no new
+        clients, are left to their jobs.
         """
-        self._request_end(now_s, force=False, by_command=by_command)
+        self._request_end(now_s, self._servers(), force=False)
 
-    def end_at_once(self, now_s: float) -> None:
-        """Request the shutdown of blocking servers with their clients, orphans among them.
+    def end_at_once(self, now_s: float, servers: Collection[int]) -> None:
+        """Request the shutdown of these servers (PIDs) with their clients, orphans among them.
 
-        A command that cannot be sent within `FORCE_WITHIN_S` is given up, because new jobs may attach.
+        A command that cannot be sent within `FORCE_WITHIN_S` is given up, because new jobs may attach. A
+        `ForcedEnd` shuts down the others.
         """
-        self.orphans.end(now_s, "requested by reload --now")
-        self._request_end(now_s, force=True)
+        self.orphans.end(now_s, "requested by reload --now", servers)
+        self._request_end(now_s, [pid for pid in self._servers() if pid in servers], force=True)
 
-    def _request_end(self, now_s: float, *, force: bool, by_command: bool = True) -> None:
+    def _request_end(self, now_s: float, requested: Iterable[int], *, force: bool) -> None:
         self._end_requested_s = now_s
-        servers = self._servers()
-        self._end_requests = dict.fromkeys(servers, force) if by_command else {}
+        self._end_requests = dict.fromkeys(requested, force)
         self.drains = True
-        self._drained = set(servers)
+        self._drained = set(self._servers())
 
     def end_drain(self) -> None:
         """Shut down no more servers that start from now on."""
@@ -348,10 +348,11 @@ class OrphanedServers:
                 consequence,
             )
 
-    def end(self, at_s: float, why: str) -> None:
-        """End the current ones at this time, even with jobs."""
+    def end(self, at_s: float, why: str, pids: Collection[int] | None = None) -> None:
+        """End the current ones, or those with these `pids`, at this time, even with jobs."""
         for orphan in self._orphans:
-            orphan.end(at_s, why)
+            if pids is None or orphan.pid in pids:
+                orphan.end(at_s, why)
 
     def detach(self) -> None:
         """Forget them, and log that they are left running."""

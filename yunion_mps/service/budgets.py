@@ -243,10 +243,9 @@ class BudgetEnforcer:
             return None
         self._taken_s = use.taken_s
         now_s = asyncio.get_running_loop().time()
-        running = _running(clients)
-        excesses = find_excesses(leases, running, gpus.keys())
+        excesses = find_excesses(leases, self._counted(clients), gpus.keys())
         unknown = {address for address, uuid in gpus.items() if uuid not in use.gpus}
-        for client in running:
+        for client in _running(clients):
             for gpu, mib in zip(client["gpus"], client["memory_by_gpu_mib"]):
                 if mib is None:
                     unknown.add(gpu)
@@ -315,18 +314,23 @@ class BudgetEnforcer:
         Empty while a killed process of the job still runs, because its memory may be the excess.
         """
         gpus = self._queries.terminating_gpus()
-        clients = [client for client in _running(listed) if client["mps"] and client["server"]]
+        clients = [client for client in self._counted(listed) if client["mps"] and client["server"]]
         excess = find_excesses(self._leases.leases(), clients, gpus.keys()).get(budget)
         if listed["errors"] or excess is None:
             return []
         self._survivors.intersection_update(map(_identity, clients))
-        if not self._survivors.isdisjoint(map(_identity, excess.processes)):
-            return []
-        right = self._right_of(budget.lease)
-        newest = excess.newest
-        if right is None or not may_terminate(newest["pid"], right.uid, right.container):
-            return []
-        return [newest]
+        if self._survivors.isdisjoint(map(_identity, excess.processes)):
+            return [excess.newest]
+        return []
+
+    def _counted(self, listed: ClientListJson) -> list[MpsClientJson]:
+        """Return the running clients that the budget of their lease may end: no others count with it."""
+        counted: list[MpsClientJson] = []
+        for client in _running(listed):
+            right = self._right_of(client["lease"]) if client["lease"] else None
+            if right is not None and may_terminate(client["pid"], right.uid, right.container):
+                counted.append(client)
+        return counted
 
     def _right_of(self, lease_id: str) -> _Right | None:
         """Return whose processes the budget of a lease may end: those that its user may; None if it ended.

@@ -336,7 +336,7 @@ class Reloader:
         fleet = self._supervisor.fleet
         loop = asyncio.get_running_loop()
         order = FleetEndOrder(
-            with_all_clients={unknown.domain for unknown in left.unknown},
+            with_all_clients={unknown.server for unknown in left.unknown},
             with_clients={client["domain"] for client in left.clients},
             may_end=confirmed_client(confirmed),
         )

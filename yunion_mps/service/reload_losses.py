@@ -146,28 +146,35 @@ def losses_of_clients(
     waiting: set[str] = set()
     servers: set[int | None] = {None}  # a client whose server is unknown could use any of them
     for domain in domains:
-        name = domain.plan.name
-        if name in delayed:
-            changed.add(name)
-        for uuid in domain.plan.gpu_uuids:
-            if addresses.get(uuid, uuid) in delayed:
-                changed.add(name)
+        if _is_changed(domain, delayed, addresses):
+            changed.add(domain.plan.name)
         if domain.pending:
-            waiting.add(name)
+            waiting.add(domain.plan.name)
         servers.update(domain.waits_for)
     if not changed and not waiting:
         return NO_LOSSES
-    affected = [domain for domain in domains if domain.plan.name in changed | waiting]
     lost = []
     for client in clients["clients"]:
         waited_for = client["domain"] in waiting and client["server"] in servers
         if client["mps"] is not False and (client["domain"] in changed or waited_for):
             lost.append(client)
-    return ReloadLosses(clients=lost, unknown=_unknown_clients(clients, affected))
+    return ReloadLosses(clients=lost, unknown=_unknown_clients(clients, domains, changed))
 
 
-def _unknown_clients(clients: ClientListJson, domains: Iterable[DomainStatus]) -> list[UnknownClients]:
-    """Return which servers may have clients that nothing lists, and why."""
+def _is_changed(domain: DomainStatus, delayed: Collection[str], addresses: Mapping[str, str]) -> bool:
+    """Whether one of the `delayed` changes is of the domain or of one of its GPUs."""
+    if domain.plan.name in delayed:
+        return True
+    return any(addresses.get(uuid, uuid) in delayed for uuid in domain.plan.gpu_uuids)
+
+
+def _unknown_clients(
+    clients: ClientListJson, domains: Iterable[DomainStatus], changed: Collection[str]
+) -> list[UnknownClients]:
+    """Return which servers in the way may have clients that nothing lists, and why.
+
+    These are those that a pending change waits for, or all of a domain that is `changed`.
+    """
     unknown: list[UnknownClients] = []
     for domain in domains:
         name = domain.plan.name
@@ -178,8 +185,10 @@ def _unknown_clients(clients: ClientListJson, domains: Iterable[DomainStatus]) -
             reasons.append(f"domain {name}: {what}, so only the driver knows the clients")
         if any(client["domain"] == name and client["pid"] <= 0 for client in clients["clients"]):
             reasons.append(f"domain {name}: a client is in another PID namespace")
+        in_the_way = set(domain.waits_for) if domain.pending else set()
+        if name in changed:
+            in_the_way.update(server["pid"] for server in clients["servers"] if server["domain"] == name)
         if reasons:
-            for server in clients["servers"]:
-                if server["domain"] == name:
-                    unknown.append(UnknownClients(name, server["pid"], "; ".join(reasons)))
+            for pid in sorted(in_the_way):
+                unknown.append(UnknownClients(name, pid, "; ".join(reasons)))
     return unknown

@@ -234,7 +234,7 @@ class Terminator:
             what=what,
             cause=cause,
             code=order.code,
-            common=f"jobs of {client['user']} terminated for {user_name(order.uid)}",
+            common=f"jobs of {client['user']}: {cause}",  # `what` has the command line
         )
         self._supervisor.event_log.record(event)
         return termination_json(client, how, ended=ended)

@@ -569,5 +569,5 @@ def _readable(lines: Iterable[str]) -> Iterator[tuple[int, EventRecord]]:
                 row = dict(zip(("id", "time_s", *_FIELDS), row))
             number = int(row["id"])
             if 0 < number < _MAX_EVENT_ID:
-                event = Event(**{name: str(row[name]) for name in _FIELDS})
+                event = Event(**{name: str(row.get(name, "")) for name in _FIELDS})
                 yield number, EventRecord(number, float(row["time_s"]), event)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple, Optional
 
 from yunion_mps.core import reasons
@@ -38,9 +39,10 @@ _JUST_BEFORE_S = 0.1
 class FleetEndOrder(NamedTuple):
     """The order to end MPS servers now."""
 
-    #: The names of the domains whose servers end whatever clients they have.
-    with_all_clients: Collection[str]
-    #: Of those whose servers end if all of their clients may end, and otherwise after them.
+    #: The servers (PIDs) that end whatever clients they have.
+    with_all_clients: AbstractSet[int]
+    #: The names of the domains whose other servers end if all of their clients may end, and otherwise after
+    #: them.
     with_clients: Collection[str]
     #: Whether a client (PID) may end.
     may_end: Callable[[int], bool]
@@ -199,11 +201,9 @@ class Fleet:
         What became of other clients is returned by `take_unconfirmed`.
         """
         for domain in self.domains:
-            name = domain.in_effect.name
-            if name in order.with_all_clients:
-                domain.end_servers(now_s)
-            elif name in order.with_clients:
-                domain.end_servers(now_s, order.may_end)
+            is_unlisted = not order.with_all_clients.isdisjoint(domain.server_pids())
+            if is_unlisted or domain.in_effect.name in order.with_clients:
+                domain.end_servers(now_s, order.may_end, order.with_all_clients)
             else:
                 domain.drain(now_s)
 

@@ -191,6 +191,10 @@ class DomainRun:
     def pending(self) -> str:
         return self.domain.status().pending
 
+    def end_all_servers(self) -> None:
+        """Order the end of all servers, whatever clients they have."""
+        self.domain.end_servers(self.now_s, lambda _: False, self.domain.server_pids())
+
     def until_ended(self) -> DomainRun:
         """Wait until the control daemon's end can be seen, without a tick."""
         poll = select.poll()

@@ -435,6 +435,14 @@ def test_no_command_closes_a_directory_that_others_may_need(place: Path, mode: i
 # -- a file system that users have filled
 
 
+def test_a_file_system_without_limits_is_not_full(tmp_path: Path) -> None:
+    """It reports no blocks and no files, neither free ones nor others."""
+    tmp = tmp_path / "tmp"
+    tmp.mkdir()
+    with file_system_of(tmp, most_files=0, size="0"):
+        assert find_obstacle(str(tmp / "nvidia-mps/pipe"), make=True, for_start=True) is None
+
+
 @pytest.fixture
 def full(tmp: Path) -> Iterator[Path]:
     """A directory like /tmp with a log directory, in which no file can be created any more."""

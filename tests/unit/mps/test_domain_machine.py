@@ -113,9 +113,10 @@ class Faults(RuleBasedStateMachine):
         self.run.domain.drain(self.run.now_s)
         self.let(1.0)
 
-    @rule(may_end=st.sampled_from([None, lambda _: True, lambda _: False]))
-    def end_servers(self, may_end: Callable[[int], bool] | None) -> None:
-        self.run.domain.end_servers(self.run.now_s, may_end)
+    @rule(may_end=st.sampled_from([lambda _: True, lambda _: False]), has_unlisted=st.booleans())
+    def end_servers(self, *, may_end: Callable[[int], bool], has_unlisted: bool) -> None:
+        servers = self.run.domain.server_pids() if has_unlisted else []
+        self.run.domain.end_servers(self.run.now_s, may_end, servers)
         self.let(1.0)
 
     @rule(in_use=st.sampled_from([None, True, False]))

@@ -59,7 +59,7 @@ def wrap(run: DomainRun, bench: Bench, script: str) -> None:
 def force(run: DomainRun, *clients: Client) -> None:
     """Order the end of the servers, and of no clients but these."""
     pids = [client.pid for client in clients]
-    run.domain.end_servers(run.now_s, may_end=lambda pid: pid in pids)
+    run.domain.end_servers(run.now_s, may_end=lambda pid: pid in pids, with_all_clients=())
 
 
 def force_with_a_gap(run: DomainRun, bench: Bench, job: Client, in_between: Callable[[], None]) -> None:
@@ -119,7 +119,7 @@ def test_a_client_that_attaches_after_the_list_may_end_if_confirmed(
     job = bench.jobs.begin()
     run.change(other)
     wrap(run, bench, STOPS_AFTER_THE_LISTS)
-    run.domain.end_servers(run.now_s, may_end=lambda _: True)
+    run.domain.end_servers(run.now_s, may_end=lambda _: True, with_all_clients=())
     run.until_true(lambda: (bench.place / "listed").exists())
     later = bench.jobs.begin()
     (bench.place / "go").touch()
@@ -250,6 +250,20 @@ def test_only_new_jobs_of_the_users_whose_servers_ended_are_reported(
     force(run, job)
     run.until_true(lambda: not run.domain.is_forcing(run.now_s))
     assert job.says() == "server gone"
+    ended = UnconfirmedClients((server,), (LateClient(1_000_000_000, os.getuid()),), has_ended=True)
+    assert run.domain.take_unconfirmed() == [ended]
+
+
+def test_a_domain_that_retires_reports_what_ended_before_it_stops(run: DomainRun, bench: Bench) -> None:
+    job = bench.jobs.begin()
+    (server,) = bench.jobs.servers()
+    line = f"{HEADER} NEW CLIENT 1000000000 from user {os.getuid()}: Server already exists\n"
+    (bench.place / "lines").write_text(line)
+    log = Path(bench.plan.log_directory, LOG_NAME)
+    wrap(run, bench, WRITES_LINES_BEFORE_THE_END.replace("{log}", str(log)))
+    run.domain.retire()
+    force(run, job)
+    run.until_true(lambda: not run.domain.is_forcing(run.now_s))
     ended = UnconfirmedClients((server,), (LateClient(1_000_000_000, os.getuid()),), has_ended=True)
     assert run.domain.take_unconfirmed() == [ended]
 

@@ -211,7 +211,7 @@ def test_a_domain_that_retires_starts_nothing_new_for_its_orphans(run: DomainRun
 def test_orphans_can_be_ended_by_force_at_once(run: DomainRun, jobs: Jobs) -> None:
     orphan(run, jobs)
     run.domain.drain(run.now_s)  # there is no control daemon to ask
-    run.domain.end_servers(run.now_s)
+    run.end_all_servers()
     run.until_true(lambda: jobs.servers() == [])
 
 

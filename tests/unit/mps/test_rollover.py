@@ -82,7 +82,7 @@ def test_drain_waits_for_jobs_and_force_does_not(run: DomainRun, bench: Bench, o
     run.domain.drain(run.now_s)
     run.until_answered()
     assert run.advance(1).domain.limits_in_effect == LimitsInEffect(bench.plan, (server,))
-    run.domain.end_servers(run.now_s)
+    run.end_all_servers()
     run.until_true(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     assert job.says() == "server gone"
 
@@ -102,12 +102,19 @@ def test_a_server_drained_while_it_has_jobs_ends_after_them(
     assert bench.jobs.servers() == []
 
 
+def test_only_the_servers_that_were_confirmed_end_with_all_clients(plan: DomainPlan) -> None:
+    """Another one may have started since they were listed."""
+    rollover = Rollover(LimitsInEffect(plan, (5, 6)), lambda: (5, 6), lambda _: None, lambda: None)
+    rollover.end_at_once(0.0, [5])
+    assert rollover.commands(0.0, every=False) == ["shutdown_server 5 -f"]
+
+
 def test_a_new_shutdown_request_survives_delivery_of_an_earlier_one(plan: DomainPlan) -> None:
     rollover = Rollover(LimitsInEffect(plan, (5,)), lambda: (5,), lambda _: None, lambda: None)
     rollover.drain(0.0)
     orders = rollover.commands(0.0, every=False)
     assert orders == ["shutdown_server 5"]
-    rollover.end_at_once(0.0)
+    rollover.end_at_once(0.0, [5])
     rollover.commands_delivered(orders)
     forced = rollover.commands(0.0, every=False)
     assert forced == ["shutdown_server 5 -f"]
@@ -123,7 +130,7 @@ def test_several_servers_are_named_in_the_plural(plan: DomainPlan) -> None:
 
 def test_no_server_is_told_to_end_if_nothing_is_pending(run: DomainRun, jobs: Jobs) -> None:
     jobs.begin()
-    run.domain.end_servers(run.now_s)
+    run.end_all_servers()
     run.domain.note_use(in_use=False)
     run.advance(60).advance(60)
     assert len(jobs.servers()) == 1
@@ -140,7 +147,7 @@ def test_an_undelivered_command_is_sent_again(
         bench.jobs.end(job)
     leave = held(run, bench, other, when)
     if force:
-        run.domain.end_servers(run.now_s)
+        run.end_all_servers()
     else:
         run.domain.drain(run.now_s)
     run.advance_steps(steps, step_s)
@@ -157,7 +164,7 @@ def test_an_order_that_ends_jobs_is_given_up_after_some_seconds(
     """New jobs may have begun until then; what waits for the jobs goes on waiting."""
     server = run.begin_job(bench.jobs)
     leave = held(run, bench, other, when)
-    run.domain.end_servers(run.now_s)
+    run.end_all_servers()
     run.advance_steps(9, 10)
     leave()
     run.advance(1).until(READY).until_answered()

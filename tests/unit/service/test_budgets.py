@@ -308,11 +308,11 @@ def test_nothing_is_terminated_unless_the_control_daemons_confirm_it(world: Worl
     assert world.enforcer.terminations[GPU] == 0
 
 
-def test_a_lease_ends_no_process_that_its_user_may_not_end(world: World) -> None:
+def test_a_process_that_its_user_may_not_end_does_not_count(world: World) -> None:
     """As one that root has started, with the lease's id in its environment."""
     world.holder = Holder("name", os.getuid() + 1)
     world.restarted()
-    assert world.follow(0, 30, *OVER) is not None
+    assert world.follow(0, 30, *OVER) is None
     assert world.ended == []
 
 

@@ -71,6 +71,21 @@ def test_a_process_outside_mps_is_not_in_the_way() -> None:
 
 
 UNKNOWN = UnknownClients("host", 4250, "domain host: it does not answer")
+
+
+@pytest.mark.parametrize(("changes", "servers"), [([], [4250]), ([change("00:06.0")], [4250, 4251])])
+def test_clients_are_unknown_only_where_a_server_has_to_end(
+    changes: list[Change], servers: list[int]
+) -> None:
+    """A new control daemon beside an orphan: its own server is in the way of a change only."""
+    first, second = TWO.domains
+    orphaned = first._replace(pending="x", waits_for=(4250,), orphans=(4250,))
+    server: Any = {**fake_services.SERVER, "domain": "00:06.0"}
+    listed = fake_services.clients(servers=({**server, "pid": 4250}, {**server, "pid": 4251}))
+    found = losses_of_clients(listed, changes, [orphaned, second], ADDRESSES)
+    assert [unknown.server for unknown in found.unknown] == servers
+
+
 LISTED = ReloadLosses([FIRST], [LEASED, FOREIGN], [UNKNOWN])
 
 

@@ -330,7 +330,7 @@ def test_a_pending_mode_is_set_at_once_if_the_servers_must_end_now(put_to_work: 
     made.reload()
     made.reconcile()
     for domain in made.supervisor.domains:
-        domain.end_servers(time.monotonic())
+        domain.end_servers(time.monotonic(), lambda _: True, domain.server_pids())
     made.until(lambda: not jobs.servers() and not made.supervisor.domains[0].server_pids())
     made.reconcile()
     assert modes(host) == ["default"]
