@@ -27,10 +27,10 @@ def test_each_fault_is_survived_as_the_page_says(fault: Fault, row: Callable[[Fa
 
 
 @as_root
-def test_the_page_tells_what_was_seen(fault_table: list[Row]) -> None:
-    if len(fault_table) < len(FAULTS):
+def test_the_page_tells_what_was_seen(rows: list[Row]) -> None:
+    if len(rows) < len(FAULTS):
         pytest.skip("not every fault was played")
     if os.environ.get(table.WRITE_VARIABLE):
-        table.write(fault_table)
+        table.write(rows)
     told = table.fixed(table.on_page())
-    assert told == table.fixed(table.render(fault_table)), f"rewrite it with {table.WRITE_VARIABLE}=1"
+    assert told == table.fixed(table.render(rows)), f"rewrite it with {table.WRITE_VARIABLE}=1"

@@ -114,6 +114,7 @@ _KNOWN = (
 )  # fmt: skip
 
 
+_CHANGED_MEANWHILE = "its MIG instances, or what uses them, have changed meanwhile; they are looked at again"
 #: Refusals after which it is certain that the driver has created no instance.
 _NOTHING_CREATED = (
     reasons.MIG_NO_PERMISSION, reasons.MIG_NOT_SUPPORTED, reasons.MIG_INSUFFICIENT_RESOURCES,
@@ -147,6 +148,8 @@ class _StepAtWork:
     def carry_out(self) -> Reason:
         """Return why the layout is not in effect; empty if it is. Raises YunionError."""
         step = self._step
+        if step.changes_layout and self._has_changed():
+            return Reason(_CHANGED_MEANWHILE, reasons.MIG_IN_USE)
         self._write(step.record)
         if step.changes_layout:
             self._remember_before()
@@ -164,6 +167,17 @@ class _StepAtWork:
             self._complete(instance)
         self._read_back()
         return step.why
+
+    def _has_changed(self) -> bool:
+        """Whether the GPU is not as it was found, or has new users: other GPUs may have taken minutes."""
+        before = self._step.found
+        current = find_layout(self._step.look, self._mig, self._originals)
+        if (current.mode, current.instances) != (before.mode, before.instances):
+            return True
+        has_new = bool(current.processes - before.processes)
+        for number, processes in current.by_instance.items():
+            has_new = has_new or bool(processes - before.by_instance.get(number, frozenset()))
+        return has_new
 
     def _set_mode(self, mode: bool) -> Reason:  # noqa: FBT001 - as NVML's call
         """Return why the mode is not in effect; empty if it is."""

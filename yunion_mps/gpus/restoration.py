@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from yunion_mps.core.mig import MigLayout
 from yunion_mps.core.models import Gpu
+from yunion_mps.core.reasons import DRIVER_HUNG
 from yunion_mps.gpus.blockers import Blockers
 from yunion_mps.gpus.mig_restore import restore_layouts
 from yunion_mps.gpus.mig_steps import LayoutResult
@@ -40,7 +41,8 @@ def restore_originals(
     switch of the MIG mode resets it. Steps that a thread still makes end before. Raises HostError if the
     records cannot be read.
 
-    nvml: if it is None, NVML is opened for the settings, and no layout is restored
+    nvml: if it is None, NVML is opened for the settings, and no layout is restored. It is also opened for
+        them if a call hangs while layouts are restored
     layouts: those of the configuration, which say whether the original ones are restored
     ledger: the leases that the state file has
     left: the GPUs and instances (UUIDs) of MPS processes that are left running
@@ -51,4 +53,6 @@ def restore_originals(
             layouts, gpus, nvml, originals, left=left, ledger=ledger, keeps_requests=keeps_requests
         )
         blockers = Blockers.of(ledger, gpus=gpus, left=left)
+        if any(reason.code == DRIVER_HUNG for reason in result.reasons.values()):
+            nvml = None  # while a call hangs, all others through it are refused
         return Restored(result, reconciler.restore(originals, [*gpus], nvml, blockers))

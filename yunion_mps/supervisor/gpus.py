@@ -148,7 +148,7 @@ class Gpus:
         """Raise DriverError if every GPU that the plan divides has refused its compute mode."""
         usable = [gpu for gpu in self.inventory.gpus if gpu.pci_address not in plan.unavailable]
         divided = [gpu for gpu in usable if gpu.uuid in plan.gpu_uuids]
-        if self.mode_errors and all(gpu.uuid in self.mode_errors for gpu in divided):
+        if divided and all(gpu.uuid in self.mode_errors for gpu in divided):
             first = next(iter(self.mode_errors.values()))
             what = f"no GPU's compute mode can be set: {first.message}"
             raise DriverError(what, first.hint, reasons.COMPUTE_MODE_REFUSED)

@@ -133,7 +133,7 @@ class Reconciliation:
         changes: list[Change] = []
         for _ in range(_MOST_ROUNDS):
             made = await self.set_values()
-            layouts = await self._run(self._layouts, self.layouts_due())
+            layouts = await self._run(self._layouts, self.layouts_due)
             if layouts:
                 made += layouts
                 made += await self.set_values()
@@ -145,7 +145,7 @@ class Reconciliation:
 
     async def set_values(self) -> list[Change]:
         """Set and restore the settings that are due; return what was done."""
-        return await self._run(self._settings, self.settings_due())
+        return await self._run(self._settings, self.settings_due)
 
     # -- at a stop, on this thread
 
@@ -170,11 +170,16 @@ class Reconciliation:
 
     # -- one stage
 
-    async def _run(self, stage: Stage[DueT, ObservedT, StepsT, ResultsT], due: DueT | None) -> list[Change]:
-        if due is None:
-            return []
-        work, nvml = due, self._find_nvml()
+    async def _run(
+        self, stage: Stage[DueT, ObservedT, StepsT, ResultsT], find_due: Callable[[], DueT | None]
+    ) -> list[Change]:
+        """Run a stage, and return what was done; what fails is logged, and due again in the next cycle."""
+        nvml = self._find_nvml()
         try:
+            due = find_due()
+            if due is None:
+                return []
+            work = due
             observed = await on_thread(lambda: stage.observe(work, nvml))
             steps = stage.decide(work, observed)
             results = await on_thread(lambda: stage.carry_out(steps, nvml))

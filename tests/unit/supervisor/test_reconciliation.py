@@ -1,0 +1,90 @@
+"""The cycle of what is set on GPUs: neither a shortage nor another program or refusal spoils the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from yunion_mps.core.mig import MigLayout
+from yunion_mps.core.models import Gpu
+from yunion_mps.core.paths import Paths
+from yunion_mps.gpus.blockers import Blockers
+from yunion_mps.gpus.mig_layout import LayoutLook
+from yunion_mps.gpus.mig_steps import bring_into_effect
+from yunion_mps.inventory.mig import Mig, MigMode
+from yunion_mps.inventory.scan import Scanner
+from yunion_mps.planning.mig import layout_profiles
+
+from simhost.tree import device_file
+from unit.mig_host import MakeMigHost, MigHost
+from unit.mps.other_processes import no_descriptor_left
+from unit.supervised import Begin, MakeHost, Supervise
+
+pytestmark = pytest.mark.processes
+
+
+def test_what_cannot_be_read_in_a_shortage_is_due_again(begin: Begin) -> None:
+    """The original mode of a GPU that left the configuration is restored once no process of ours uses it."""
+    host, made = begin([{"kind": "v100"}, {"kind": "a100"}], 4, 4)
+    host.fail("nvmlDeviceSetComputeMode", "unknown", gpu=1)
+    host.divide(4)
+    made.reload()
+    made.rescan()
+
+    async def set_values() -> None:
+        with no_descriptor_left():
+            assert await made.supervisor.reconciliation.set_values() == []
+
+    asyncio.run(set_values())
+
+
+def test_a_start_goes_on_if_only_a_gpu_that_is_not_divided_refuses(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    """Otherwise the control daemon of the other one would be left without supervision at each start."""
+    host = make_host([{"kind": "v100"}, {"kind": "h100"}])
+    host.gpus[1].compute_mode = "prohibited"
+    host.divide(4)
+    made = supervise(host).start()
+    made.supervisor.release()
+    layout = device_file([(host.gpus[1].uuid, "type: NVIDIA_MPS; mig: all-3g.40gb")])
+    (host.root / "etc/yunion/host_container_device.yml").write_text(layout)
+    host.fail("nvmlDeviceSetComputeMode", "no_permission", gpu=1)
+    made.next_supervisor().supervisor.start(time.monotonic())
+
+
+def gpus_of(host: MigHost) -> list[Gpu]:
+    return [gpu for gpu in Scanner(Paths(str(host.sim.root))).scan(host.nvml).gpus if not gpu.parent]
+
+
+def look_at(host: MigHost, number: int, *profiles: str) -> LayoutLook:
+    gpu = gpus_of(host)[number]
+    return LayoutLook(MigLayout(str(gpu.uuid), True, layout_profiles(profiles, gpu)), gpu)
+
+
+class SlowMig(Mig):
+    """While it switches a mode, an operator replaces an idle instance of the second GPU by the same."""
+
+    host: MigHost
+
+    def set_mode(self, uuid: str, on: bool) -> MigMode:
+        mode = super().set_mode(uuid, on)
+        gpu = gpus_of(self.host)[1]
+        (ours,) = [instance for instance in gpu.mig_instances if instance.profile == "1g.10gb"]
+        (profile,) = [profile for profile in gpu.mig_profiles if profile.name == ours.profile]
+        self.destroy(str(gpu.uuid), ours.id)
+        number = self.create(str(gpu.uuid), profile, ours.start)
+        self.create_compute(str(gpu.uuid), number)
+        return mode
+
+
+def test_an_instance_that_another_program_has_just_created_is_kept(mig_host: MakeMigHost) -> None:
+    host = mig_host([{"kind": "h100"}, {"kind": "h100"}])
+    host.result(look_at(host, 1, "3g.40gb", "1g.10gb"))
+    looks = [look_at(host, 0, "all-1g.10gb"), look_at(host, 1, "3g.40gb")]
+    mig = SlowMig(host.nvml)
+    mig.host = host
+    result = bring_into_effect(looks, mig, host.originals, Blockers())
+    assert sorted(instance.profile for instance in gpus_of(host)[1].mig_instances) == ["1g.10gb", "3g.40gb"]
+    assert "have changed meanwhile" in result.reasons[looks[1].uuid]
