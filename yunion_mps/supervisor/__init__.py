@@ -370,6 +370,7 @@ class Supervisor:
         for domain in self.domains:
             domain.note_use(in_use=None)  # its jobs are unknown from now on
         self.settings.note_processes({})
+        self.settings.forget_pending()
         gpus = tuple(gpu._replace(reason=error.reason) for gpu in self._gpus.inventory.gpus)
         self.update_gpus(self._gpus.inventory._replace(gpus=gpus), now_s)
 

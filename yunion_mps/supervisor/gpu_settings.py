@@ -174,6 +174,12 @@ class GpuSettings:
             self.pending = tuple(pending)
             self._changed()
 
+    def forget_pending(self) -> None:
+        """Forget what settings wait for: without the driver, it is not known whether that still holds."""
+        if self.pending:
+            self.pending = ()
+            self._changed()
+
     def carry_out(self, steps: Decision, nvml: Nvml | None) -> Results:
         """Make the steps, unless a stop has begun; run it on a thread. Raises HostError."""
         if steps.is_empty:

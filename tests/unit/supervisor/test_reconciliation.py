@@ -6,9 +6,11 @@ import asyncio
 import time
 
 import pytest
+from yunion_mps.core.errors import DriverError
 from yunion_mps.core.mig import MigLayout
-from yunion_mps.core.models import Gpu
+from yunion_mps.core.models import Gpu, Snapshot
 from yunion_mps.core.paths import Paths
+from yunion_mps.core.reasons import DRIVER_HUNG, SETTING_PENDING
 from yunion_mps.gpus.blockers import Blockers
 from yunion_mps.gpus.mig_layout import LayoutLook
 from yunion_mps.gpus.mig_steps import bring_into_effect
@@ -19,7 +21,7 @@ from yunion_mps.planning.mig import layout_profiles
 from simhost.tree import device_file
 from unit.mig_host import MakeMigHost, MigHost
 from unit.mps.other_processes import no_descriptor_left
-from unit.supervised import Begin, MakeHost, Supervise
+from unit.supervised import Begin, MakeHost, PutToWork, Supervise, configure
 
 pytestmark = pytest.mark.processes
 
@@ -37,6 +39,27 @@ def test_what_cannot_be_read_in_a_shortage_is_due_again(begin: Begin) -> None:
             assert await made.supervisor.reconciliation.set_values() == []
 
     asyncio.run(set_values())
+
+
+def test_without_the_driver_no_setting_is_said_to_wait(put_to_work: PutToWork) -> None:
+    """What it waited for may have ended since; the next poll that succeeds tells."""
+    host, _, made, job = put_to_work([{"kind": "v100"}], 4)
+    configure(host, cuda_mps_compute_mode="keep")
+    made.reload()
+    made.bring_about()
+    assert waiting(made.snapshot) == ["00:06.0"]
+    made.supervisor.driver_failed(DriverError("it hangs", code=DRIVER_HUNG), time.monotonic())
+    assert waiting(made.snapshot) == []
+    job.end()
+
+
+def waiting(snapshot: Snapshot) -> list[str]:
+    """The GPUs with a setting that waits."""
+    subjects = []
+    for condition in snapshot.conditions:
+        if condition.reason.code == SETTING_PENDING:
+            subjects.append(condition.subject)
+    return subjects
 
 
 def test_a_start_goes_on_if_only_a_gpu_that_is_not_divided_refuses(
