@@ -289,7 +289,9 @@ class _Choice:
 
     def change(self) -> LayoutChange:
         """Return the instances to keep, to destroy and to create."""
-        places, existing, fixed = self._look.places, self._existing, self._fixed()
+        places = self._look.places
+        existing = self._existing
+        fixed = self._fixed()
         if places is not None:
             needed = change_to(places, existing, fixed)
             left = self._left(needed)

@@ -293,7 +293,9 @@ def _walk(path: str, *, make: bool, checks: bool) -> tuple[int, str]:
                 child, part = os.open("/", _NAME), ""
                 child_mount = _mount_id(child)
             os.close(directory)
-            directory, at, mount = child, part, child_mount
+            directory = child
+            at = part
+            mount = child_mount
     except BaseException:
         os.close(directory)
         raise

@@ -6,7 +6,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from yunion_mps.core.enums import READY
 from yunion_mps.core.models import DomainPlan
+from yunion_mps.mps.control_daemon import MULTIUSER
 from yunion_mps.mps.forced_end import LOG_WITHIN_S, LateClient, UnconfirmedClients
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.log_file import LOG_NAME
@@ -44,6 +46,16 @@ if grep -q ' -f$' {place}/commands; then
     until [ -e {place}/go ]; do sleep 0.01; done
 fi
 {program} <{place}/commands"""
+#: In the place of the control program: it starts the control daemon without this option.
+WITHOUT_THE_OPTION = """\
+case "$1" in -f)
+    for word; do
+        shift
+        [ "$word" = {option} ] || set -- "$@" "$word"
+    done
+    exec {program} "$@" ;;
+esac
+"""
 WRITES_LINES_BEFORE_THE_END = """\
 cat >{place}/commands
 grep -q ' -f$' {place}/commands && cat {place}/lines >>{log}
@@ -251,6 +263,24 @@ def test_only_new_jobs_of_the_users_whose_servers_ended_are_reported(
     run.until_true(lambda: not run.domain.is_forcing(run.now_s))
     assert job.says() == "server gone"
     ended = UnconfirmedClients((server,), (LateClient(1_000_000_000, os.getuid()),), has_ended=True)
+    assert run.domain.take_unconfirmed() == [ended]
+
+
+def test_with_one_server_for_all_users_new_jobs_of_each_are_reported(bench: Bench, other: DomainPlan) -> None:
+    """The real control daemon does not know the option, which releases from 570 on have."""
+    log = Path(bench.plan.log_directory, LOG_NAME)
+    script = WITHOUT_THE_OPTION + WRITES_LINES_BEFORE_THE_END.replace("{log}", str(log))
+    values = {"option": MULTIUSER, "program": bench.jobs.program, "place": bench.place}
+    run = bench.domain(bench.plan._replace(multiuser=True), bench.script(script.format(**values)))
+    run.start().until(READY)
+    job = bench.jobs.begin()
+    run.change(other._replace(multiuser=True))
+    (server,) = bench.jobs.servers()
+    line = f"{HEADER} NEW CLIENT 1000000000 from user {os.getuid() + 1}: Server already exists\n"
+    (bench.place / "lines").write_text(line)
+    force(run, job)
+    run.until_true(lambda: not run.domain.is_forcing(run.now_s))
+    ended = UnconfirmedClients((server,), (LateClient(1_000_000_000),), has_ended=True)
     assert run.domain.take_unconfirmed() == [ended]
 
 

@@ -215,6 +215,13 @@ def test_orphans_can_be_ended_by_force_at_once(run: DomainRun, jobs: Jobs) -> No
     run.until_true(lambda: jobs.servers() == [])
 
 
+def test_an_orphan_that_was_not_confirmed_does_not_end(run: DomainRun, jobs: Jobs) -> None:
+    server, _ = orphan(run, jobs)
+    run.domain.end_servers(run.now_s, lambda _: True, with_all_clients=())
+    run.advance(10).advance(10)
+    assert jobs.servers() == [server]
+
+
 def test_a_daemon_that_fails_itself_leaves_orphans_alone_and_says_so(
     run: DomainRun, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

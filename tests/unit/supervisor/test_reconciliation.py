@@ -14,6 +14,7 @@ from yunion_mps.core.reasons import DRIVER_HUNG, SETTING_PENDING
 from yunion_mps.gpus.blockers import Blockers
 from yunion_mps.gpus.mig_layout import LayoutLook
 from yunion_mps.gpus.mig_steps import bring_into_effect
+from yunion_mps.inventory.driver import Deadline
 from yunion_mps.inventory.mig import Mig, MigMode
 from yunion_mps.inventory.scan import Scanner
 from yunion_mps.planning.mig import layout_profiles
@@ -24,6 +25,9 @@ from unit.mps.other_processes import no_descriptor_left
 from unit.supervised import Begin, MakeHost, PutToWork, Supervise, configure
 
 pytestmark = pytest.mark.processes
+
+#: How long a driver call may take.
+DEADLINE_S = 1.0
 
 
 def test_what_cannot_be_read_in_a_shortage_is_due_again(begin: Begin) -> None:
@@ -75,6 +79,20 @@ def test_a_start_goes_on_if_only_a_gpu_that_is_not_divided_refuses(
     (host.root / "etc/yunion/host_container_device.yml").write_text(layout)
     host.fail("nvmlDeviceSetComputeMode", "no_permission", gpu=1)
     made.next_supervisor().supervisor.start(time.monotonic())
+
+
+def test_a_mig_call_that_hangs_keeps_no_other_gpu_from_being_restored(begin: Begin) -> None:
+    """While it hangs, all calls through the same NVML are refused."""
+    mig = "type: NVIDIA_MPS; mig: all-3g.40gb; mig_restore: true"
+    host, made = begin([{"kind": "h100"}, {"kind": "v100"}], mig, 2)
+    made.bring_about()
+    assert host.gpus[1].compute_mode == "exclusive_process"
+    assert made.supervisor.nvml
+    made.supervisor.nvml.deadline = Deadline(DEADLINE_S)
+    host.fail("nvmlGpuInstanceDestroy", "success", delay_ms=3_600_000)
+    made.stop()
+    assert host.gpus[1].compute_mode == "default"
+    host.clear()
 
 
 def gpus_of(host: MigHost) -> list[Gpu]:
