@@ -84,11 +84,17 @@ class _Division(TypedDict, total=False):
     memory: int
     thread_overcommit: float
     thread_percentage: int
+    reserved_for: str
     over_budget: str
     cuda_mps_compute_mode: str
     time_slice: str
     mig: list[str]
+    mig_restore: bool
 
+
+#: The keys of an entry that its text names after what divides the GPU; those of the first line are in MiB.
+_IN_MIB = ("memory", "memory_reserve")
+_OTHER_KEYS = ("thread_overcommit", "reserved_for", "over_budget", "cuda_mps_compute_mode", "mig_restore")
 
 EntryFields = TypedDict("EntryFields", {"path": str, "type": str, "from": str})
 
@@ -211,20 +217,35 @@ def _setting(value: object, source: Source) -> SettingRecord:
 
 
 def _entry_json(entry: DeviceEntry) -> EntryRecord:
-    shown: _Division = {}
+    return {
+        "path": entry.path,
+        "type": ENTRY_TYPES[entry.sharing],
+        **_division_json(entry),
+        **_other_keys_json(entry),
+        "from": _source_text(entry.path_at),
+    }
+
+
+def _division_json(entry: DeviceEntry) -> _Division:
+    """Return the key that divides the GPU, and those that only that one can have beside it."""
     if entry.slices:
-        shown["slices"] = [_slice_json(part) for part in entry.slices]
-    elif entry.memory_unit_mib:
-        shown["memory_unit"] = entry.memory_unit_mib
-        shown["memory_reserve"] = entry.memory_reserve_mib
-        if entry.thread_percentage:
-            shown["thread_percentage"] = entry.thread_percentage
-    else:
-        shown["virtual_number"] = entry.virtual_number
+        return {"slices": [_slice_json(part) for part in entry.slices]}
+    if not entry.memory_unit_mib:
+        return {"virtual_number": entry.virtual_number}
+    shown: _Division = {"memory_unit": entry.memory_unit_mib, "memory_reserve": entry.memory_reserve_mib}
+    if entry.thread_percentage:
+        shown["thread_percentage"] = entry.thread_percentage
+    return shown
+
+
+def _other_keys_json(entry: DeviceEntry) -> _Division:
+    shown: _Division = {}
     if entry.memory_mib is not None:
         shown["memory"] = entry.memory_mib
     if entry.thread_overcommit is not None:
         shown["thread_overcommit"] = entry.thread_overcommit
+    if entry.reserved_for:
+        shown["reserved_for"] = entry.reserved_for
     if entry.over_budget:
         shown["over_budget"] = entry.over_budget
     if entry.cuda_mps_compute_mode:
@@ -233,12 +254,8 @@ def _entry_json(entry: DeviceEntry) -> EntryRecord:
         shown["time_slice"] = entry.time_slice
     if entry.mig:
         shown["mig"] = list(entry.mig)
-    return {
-        "path": entry.path,
-        "type": ENTRY_TYPES[entry.sharing],
-        **shown,
-        "from": _source_text(entry.path_at),
-    }
+        shown["mig_restore"] = entry.mig_restore
+    return shown
 
 
 def _slice_json(part: SliceEntry) -> SliceRecord:
@@ -267,23 +284,29 @@ def _setting_rows(config: Config) -> list[tuple[str, object, str]]:
 
 
 def _entry_text(entry: DeviceEntry) -> str:
-    details = f"; over_budget: {entry.over_budget}" if entry.over_budget else ""
-    if entry.memory_mib is not None:
-        details += f"; memory: {entry.memory_mib} MiB"
-    if entry.cuda_mps_compute_mode:
-        details += f"; cuda_mps_compute_mode: {entry.cuda_mps_compute_mode}"
+    """Return how the entry divides its GPU, then each other key that it has."""
+    text = _division_text(entry)
+    for name, value in _entry_json(entry).items():
+        if name in _IN_MIB and value:
+            text += f"; {name}: {value} MiB"
+        elif name in _OTHER_KEYS and value:
+            text += f"; {name}: {'true' if value is True else value}"
+    return text
+
+
+def _division_text(entry: DeviceEntry) -> str:
     how = f"time-sliced ({entry.time_slice})" if entry.time_slice else "time-sliced"
     sliced = f", {how}" if entry.sharing == TIME_SLICING else ""
     if entry.mig not in ((), (DISABLED,)):
         number = entry.virtual_number
         devices = f", {count(number, 'equal device')} each" if number else ""
-        return f"MIG: {' + '.join(entry.mig)}{devices}{sliced}{details}"
+        return f"MIG: {' + '.join(entry.mig)}{devices}{sliced}"
     if entry.slices:
-        return ", ".join(f"{part.memory_mib} MiB" for part in entry.slices) + details
+        return ", ".join(f"{part.memory_mib} MiB" for part in entry.slices)
     if entry.memory_unit_mib:
         threads = f", {entry.thread_percentage} % of the threads each" if entry.thread_percentage else ""
-        return f"units of {entry.memory_unit_mib} MiB{threads}{details}"
-    return count(entry.virtual_number, "equal device") + sliced + details
+        return f"units of {entry.memory_unit_mib} MiB{threads}"
+    return count(entry.virtual_number, "equal device") + sliced
 
 
 @config_group.command("check", short_help="Check the files, and show the resulting plan.")

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+import yaml
 from yunion_mps.cli.config import config_json, config_text, gpu_records, plan_json, plan_text
+from yunion_mps.core.enums import TIME_SLICING
 from yunion_mps.core.models import Gpu, Inventory
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import GPU_LOST, MULTIUSER_UNSUPPORTED, RECORD_HIDDEN, Reason
@@ -14,6 +17,8 @@ from yunion_mps.supervisor.preflight import Preflight
 
 from unit.builders import DEVICES, MACHINE_ID, config, entry, gpu, inventory
 from unit.http.snapshots import WAYS, every_way
+
+CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def preflight_of(settings: Config, found: Inventory) -> Preflight:
@@ -55,6 +60,31 @@ def test_an_entry_shows_what_the_file_has_of_how_it_divides_its_gpu() -> None:
         [2, "1 x 8192 MiB, 50 % + 1 x 4096 MiB, 10 %, below normal", None, None, "host", ""],
         [0, "127 units of 128 MiB, 64 MiB reserved for each client", None, None, "host", ""],
     ]
+
+
+def test_every_key_that_an_entry_has_is_shown() -> None:
+    written: dict[str, Any] = {
+        "thread_overcommit": 2.0,
+        "reserved_for": "kubernetes",
+        "over_budget": "terminate",
+        "cuda_mps_compute_mode": "keep",
+        "mig_restore": True,
+    }
+    divided = entry("01:00.0", 4)._replace(memory_mib=4096, mig=("1g.10gb",), sharing=TIME_SLICING, **written)
+    pool = entry("02:00.0", 0)._replace(memory_unit_mib=128, memory_reserve_mib=64, thread_percentage=10)
+    sliced = entry("03:00.0", 0)._replace(slices=(SliceEntry(8192, 50.0),))
+    settings = config(divided._replace(time_slice="short"), pool, sliced)
+    shown: set[str] = set()
+    for record in config_json(settings)["devices"]:
+        shown |= record.keys()
+    keys = yaml.safe_load((CHECKOUT / "scripts/manual/keys.yml").read_text())["host_container_device.yml"]
+    assert shown - {"from"} == keys.keys()
+    assert config_json(settings)["devices"][0].items() >= written.items()
+    text = config_text(settings)
+    for name, value in written.items():
+        assert f"; {name}: {'true' if value is True else value}" in text, name
+    assert "; memory: 4096 MiB" in text
+    assert "; memory_reserve: 64 MiB" in text
 
 
 def test_a_setting_that_is_ignored_is_shown_as_it_is_written() -> None:
