@@ -1,4 +1,4 @@
-"""The daemon's life cycle: preflight, start the domains, READY, serve, stop, restore the compute modes."""
+"""The daemon's life cycle: preflight, start the domains, READY, serve, stop, restore what GPUs had before."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ class DaemonLife:
         self._record("info", f"ready, {__version__}", consequence=summary)
 
     def stop(self, *, spare_adopted: bool = False) -> bool:
-        """Stop the control daemons and restore the compute modes; return whether their originals are known.
+        """Stop the control daemons and restore what GPUs had before; return whether that is known.
 
         Not called if the daemon crashes: then, as after SIGKILL, the control daemons and their clients keep
         running, and the next daemon adopts them.
