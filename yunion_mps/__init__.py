@@ -38,7 +38,8 @@ def revision() -> str:
     git = os.path.join(checkout, _read(f"{checkout}/.git").removeprefix("gitdir: ") or ".git")
     head = _read(f"{git}/HEAD")
     if head.startswith("ref: "):
-        reference, common = head[len("ref: ") :], os.path.join(git, _read(f"{git}/commondir"))
+        reference = head[len("ref: ") :]
+        common = os.path.join(git, _read(f"{git}/commondir"))
         rows = (line.split(" ") for line in _read(f"{common}/packed-refs").splitlines())
         packed = next((row[0] for row in rows if row[1:] == [reference]), "")
         head = _read(f"{common}/{reference}") or packed

@@ -468,7 +468,9 @@ def plan_text(preflight: Preflight) -> str:
         served = count(len(domain.gpu_uuids), "GPU")
         text += f"Control daemon of domain {domain.name}: {served}, pipe directory {domain.pipe_directory}\n"
     users = _users(preflight)
-    return text + (wrapped(f"Users: {users}.", 7) if users else "")
+    if users:
+        text += wrapped(f"Users: {users}.", 7)
+    return text
 
 
 def _users(preflight: Preflight) -> str:

@@ -141,11 +141,14 @@ def list_devices(gpu: str | None, free: bool, output: str) -> None:
         devices = [record for record in devices if is_free(record)]
     answer = {"isolated_devices": devices, "total": len(devices), "limit": 0, "offset": 0}
     units = pools(gpus)
-    none = "No devices match." if gpu or free else "No devices."
-    none += "" if units or gpu or free else " See why: yunion-mps status"
+    without_devices = "No devices."
+    if gpu or free:
+        without_devices = "No devices match."
+    elif not units:
+        without_devices = "No devices. See why: yunion-mps status"
     show(
         answer, output, _DEVICE_FIELDS, devices,
-        lambda: _devices_text(devices, none, wide=output == "wide") + units,
+        lambda: _devices_text(devices, without_devices, wide=output == "wide") + units,
     )  # fmt: skip
 
 
@@ -294,9 +297,12 @@ def _device_text(answer: DeviceDetailsJson) -> str:
     why = WHY_UNENFORCED.get(answer["sharing"])
     unenforced = "" if answer["budget_enforced"] else f" (not enforced: the GPU is {why})"
     link = answer["pcie_info"]
+    state = describe_state(answer)
+    if answer["reason"]:
+        state += f": {answer['reason']}"
     lines: dict[str, object] = {
         "Address": answer["addr"],
-        "State": describe_state(answer) + (f": {answer['reason']}" if answer["reason"] else ""),
+        "State": state,
         "Holder": answer["holder"],
         "Lease": answer["lease"],
         "Budget": f"{_memory_of_all(answer)}, {cell(answer['thread_percentage'])} % of the SM threads"

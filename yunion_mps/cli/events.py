@@ -149,8 +149,10 @@ def _text(events: list[EventJson]) -> str:
             often = f" ({event['count']} times until {date_and_time(event['last_time'])})"
         lines.append(f"{date_and_time(event['time'])}  {severity:7}  {subject}: {event['what']}{often}")
         for name, text in (("cause", event["cause"]), ("consequence", event["consequence"])):
-            for number, line in enumerate(text.splitlines()):
-                lines.append("    " + (f"{name}: " if not number else "") + line)
+            label = f"{name}: "  # only before the first line
+            for line in text.splitlines():
+                lines.append(f"    {label}{line}")
+                label = ""
     return "".join(wrapped(line, _INDENT, _NARROWEST) for line in lines)
 
 

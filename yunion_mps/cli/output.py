@@ -346,19 +346,24 @@ def _character_width(character: str) -> int:
 def fit(text: str, width: int, *, utf8: bool | None = None, right_aligned: bool = False) -> str:
     """Cut or pad the text to a width; `utf8` defaults to the locale's."""
     text = cell(text)
-    taken = display_width(text)
-    if taken <= width:
-        space = " " * (width - taken)
+    text_width = display_width(text)
+    if text_width <= width:
+        space = " " * (width - text_width)
         return space + text if right_aligned else text + space
-    kept = ""
-    taken = 0
+    if width <= 0:
+        return ""
+    start = ""
+    start_width = 0
     for character in text:
-        taken += _character_width(character)
-        if taken > width - 1:
+        character_width = _character_width(character)
+        if start_width + character_width > width - 1:
             break
-        kept += character
-    mark = "…" if (is_utf8() if utf8 is None else utf8) else "~"
-    return kept + mark + " " * (width - 1 - display_width(kept)) if width > 0 else ""
+        start += character
+        start_width += character_width
+    if utf8 is None:
+        utf8 = is_utf8()
+    mark = "…" if utf8 else "~"
+    return start + mark + " " * (width - 1 - start_width)
 
 
 def age(duration_s: float) -> str:

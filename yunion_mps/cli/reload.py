@@ -201,9 +201,11 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
         answer = call_daemon(RELOAD, mode="drain" if drain else None)
         status = call_daemon(GET_STATUS)
     waits = drain or now
+    if now and not timeout:
+        timeout = _NOW_S
     try:
         if waits:
-            status = _wait(timeout or (None if drain else _NOW_S))
+            status = _wait(timeout or None)
             answer = _in_effect(answer, status)
     finally:
         show(
@@ -230,9 +232,9 @@ def _in_effect(answer: ChangeListJson, status: StatusJson) -> ChangeListJson:
     GPUs that are missing, whose modes the operator has to change, or whose settings wait for jobs without MPS
     stay pending, but are no reason to fail.
     """
-    changes: list[ChangeJson] = [
-        {**change, "effect": AT_ONCE, "at_once": True} for change in answer["changes"]
-    ]
+    changes: list[ChangeJson] = []
+    for change in answer["changes"]:
+        changes.append({**change, "effect": AT_ONCE, "at_once": True})
     pending: list[PendingJson] = []
     for problem in _pending(status, {*MODE_NEEDS, *GPU_NEEDS, SETTING_PENDING}):
         text = f"{problem['text']}; {problem['hint']}"
@@ -252,8 +254,9 @@ def _describe_reload(answer: ChangeListJson, status: StatusJson, *, waits: bool)
         of_idle_leases = hints - {hint_of(LIMITS_PENDING)}
         hint = min(of_idle_leases, default=hint)
         text += hint_text(hint[0].upper() + hint[1:], "")
-    has_leases = any(entry["leases"] for entry in answer["pending"])
-    return text + ("See who holds the leases: yunion-mps who\n" if has_leases else "")
+    if any(entry["leases"] for entry in answer["pending"]):
+        text += "See who holds the leases: yunion-mps who\n"
+    return text
 
 
 def _reload_now(yes: bool) -> tuple[ChangeListJson, StatusJson]:

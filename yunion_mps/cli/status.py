@@ -217,15 +217,19 @@ def _device_counts(held: Iterable[Holding]) -> dict[str, _DeviceCounts]:
     counts: dict[str, _DeviceCounts] = defaultdict(lambda: _DeviceCounts(0, 0, 0, frozenset()))
     for holding in held:
         size = len(holding.devices)
+        in_use = size if holding.in_use else 0
+        free = 0
         restrictions = set()
-        if holding.is_spare and holding.restriction:
-            restrictions.add(holding.restriction.removeprefix("for "))
+        if holding.is_spare:
+            free = 1
+            if holding.restriction:
+                restrictions.add(holding.restriction.removeprefix("for "))
         for address in {holding.gpu, physical_gpu(holding.gpu)}:
             before = counts[address]
             counts[address] = _DeviceCounts(
                 total=before.total + size,
-                in_use=before.in_use + (size if holding.in_use else 0),
-                free=before.free + (1 if holding.is_spare else 0),
+                in_use=before.in_use + in_use,
+                free=before.free + free,
                 restrictions=before.restrictions | restrictions,
             )
     return counts
@@ -307,11 +311,15 @@ def _default_limit(domain: DomainJson) -> str | None:
 
 def _domain_table(domains: Sequence[DomainJson], limit: int) -> str:
     """Format the control daemons; if there are more than `limit`, only those that are not ready."""
-    shown = [domain for domain in domains if len(domains) <= limit or domain["state"] != "ready"][:_MAX_ROWS]
+    shown = list(domains)
+    if len(domains) > limit:
+        shown = [domain for domain in domains if domain["state"] != "ready"]
+    shown = shown[:_MAX_ROWS]
     columns = list(_DOMAIN_COLUMNS)
     if not any(domain["serves"] for domain in shown):
         columns.remove(_SERVES)
     text = table(columns, shown) if shown else ""
-    left = len(domains) - len(shown)
-    ready = sum(domain["state"] == "ready" for domain in domains)
-    return text + (f"Domains:  {ready} of {len(domains)} ready (list all: -o json)\n" if left else "")
+    if len(shown) < len(domains):
+        ready = sum(domain["state"] == "ready" for domain in domains)
+        text += f"Domains:  {ready} of {len(domains)} ready (list all: -o json)\n"
+    return text

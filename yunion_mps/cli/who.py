@@ -222,8 +222,9 @@ def waiting_text(waiting: Sequence[QueuedRequestJson]) -> str:
         user = f"{request['user']} (PID {request['pid']})" if request["pid"] else request["user"]
         why = request["reason"] or f"requested {request['requested']}"
         text += wrapped(f"Waiting: {user} for {age_of(request['since'])}: {why}")
-    waits_for_user = any(request["reason_code"] == OTHER_USER for request in waiting)
-    return text + (hint_text(hint_of(OTHER_USER)) if waits_for_user else "")
+    if any(request["reason_code"] == OTHER_USER for request in waiting):
+        text += hint_text(hint_of(OTHER_USER))
+    return text
 
 
 def _memory(used_mib: int | None, budget_mib: int | None) -> str | None:

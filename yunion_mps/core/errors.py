@@ -43,7 +43,10 @@ class YunionError(Exception):
     def lines(self) -> list[str]:
         """What a program prints: the message with the reason code, unless it is `failed`, and the hint."""
         reason_code = "" if self.code == reasons.FAILED else f" [{self.code}]"
-        return f"{self.message}{reason_code}".split("\n") + (self.hint.split("\n") if self.hint else [])
+        lines = f"{self.message}{reason_code}".split("\n")
+        if self.hint:
+            lines += self.hint.split("\n")
+        return lines
 
 
 class WrongUsageError(YunionError):

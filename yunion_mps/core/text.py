@@ -67,7 +67,9 @@ def parse_number(text: str) -> int | None:
 
 def count(number: int, name: str, names: str = "") -> str:
     """Return `1 GPU`, `2 GPUs`; `names` is the plural if it does not end in s."""
-    return f"{number} {name if number == 1 else names or name + 's'}"
+    if number == 1:
+        return f"1 {name}"
+    return f"{number} {names or name + 's'}"
 
 
 def gpus_that_are(how: str, gpus: Sequence[str]) -> str:
@@ -79,5 +81,7 @@ def gpus_that_are(how: str, gpus: Sequence[str]) -> str:
 
 def list_of(names: Iterable[str]) -> str:
     """Return `a`, `a and b` or `a, b and c`; empty without names."""
-    *most, last = [*names] or [""]
-    return f"{', '.join(most)} and {last}" if most else last
+    listed = list(names)
+    if len(listed) > 1:
+        return f"{', '.join(listed[:-1])} and {listed[-1]}"
+    return "".join(listed)

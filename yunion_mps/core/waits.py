@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from yunion_mps.core.reasons import LEASES_PENDING, Reason
+from yunion_mps.core.text import list_of
 
 AT_ONCE = "at once"
 #: The most GPUs of a server that are named.
@@ -29,7 +30,9 @@ class Servers(NamedTuple):
             return text
         if len(self.gpus) > _MAX_NAMED:
             return f"{text} of {len(self.gpus)} GPUs"
-        return f"{text} of GPU{'s' if len(self.gpus) > 1 else ''} {', '.join(self.gpus)}"
+        if len(self.gpus) == 1:
+            return f"{text} of GPU {self.gpus[0]}"
+        return f"{text} of GPUs {', '.join(self.gpus)}"
 
 
 class Users(NamedTuple):
@@ -46,10 +49,13 @@ class Users(NamedTuple):
         return any(self)
 
     def __str__(self) -> str:
-        more = [f"{self.more_leases} more"] if self.more_leases else []
-        processes = [_with_pids("process", "processes", self.processes)] if self.processes else []
-        *others, last = [*self.leases, *more, *map(str, self.servers), *processes] or [""]
-        return f"{', '.join(others)} and {last}" if others else last
+        users = list(self.leases)
+        if self.more_leases:
+            users.append(f"{self.more_leases} more")
+        users.extend(map(str, self.servers))
+        if self.processes:
+            users.append(_with_pids("process", "processes", self.processes))
+        return list_of(users)
 
     @property
     def effect(self) -> str:
@@ -58,7 +64,7 @@ class Users(NamedTuple):
             return AT_ONCE
         number = len(self.leases) + self.more_leases + len(self.processes)
         number += sum(len(servers.pids) for servers in self.servers)
-        return f"once {self} {'have' if number > 1 else 'has'} ended"
+        return f"once {self} have ended" if number > 1 else f"once {self} has ended"
 
 
 NO_USERS = Users()
@@ -130,10 +136,13 @@ def describe_servers(pids: Collection[int], verb: str = "") -> str:
     servers = _with_pids("MPS server", "MPS servers", pids)
     if not verb:
         return servers
-    plural = {"has": "have", "is": "are"}[verb]
-    return f"{servers} {plural if len(pids) > 1 else verb}"
+    if len(pids) > 1:
+        verb = {"has": "have", "is": "are"}[verb]
+    return f"{servers} {verb}"
 
 
 def _with_pids(name: str, names: str, pids: Collection[int]) -> str:
-    plural = len(pids) > 1
-    return f"the {names if plural else name} (PID{'s' if plural else ''} {', '.join(map(str, pids))})"
+    listed = ", ".join(map(str, pids))
+    if len(pids) > 1:
+        return f"the {names} (PIDs {listed})"
+    return f"the {name} (PID {listed})"

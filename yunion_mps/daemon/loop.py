@@ -132,7 +132,8 @@ class _Loop:
 
     async def _until_end(self) -> bool:
         """Tick and handle signals until the end; return whether a re-exec is requested."""
-        store, event_log = self._supervisor.store(), self._supervisor.event_log
+        store = self._supervisor.store()
+        event_log = self._supervisor.event_log
         with store.without_waiting(), event_log.retried_by(self._schedule_tick):
             self._guard(self._tick)
             self._guard(self._handle_signals)

@@ -92,7 +92,8 @@ def _describe_versions(version: str, read: Collection[str], *, needs_program: bo
     text = f"version {version}"
     if matching:
         is_one = len(read) == 1 and _PROGRAMS not in read
-        text += f"; {list_of(matching)} {'matches' if is_one else 'match'}"
+        verb = "matches" if is_one else "match"
+        text += f"; {list_of(matching)} {verb}"
     if unknown:
         text += f"; not known: the version of the {list_of(unknown)}"
     return text
@@ -111,7 +112,10 @@ def programs(host: Host) -> Findings:
         return [problem(error.message, error.hint)]
     findings: list[Finding] = []
     pids = host.control_pids()
-    searched = {environment_of(pid).get("PATH") for pid in pids} - {None} or {server_path(program)}
+    searched = {environment_of(pid).get("PATH") for pid in pids}
+    searched.discard(None)
+    if not searched:
+        searched = {server_path(program)}
     for path in searched:
         if not shutil.which(SERVER, path=path):
             what = f"{SERVER} is not on the control daemon's PATH ({path}): every client is refused"

@@ -42,7 +42,8 @@ from yunion_mps.planning.environment import DEVICE_VARIABLE
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|setenv\s+)?(\w+)[= ]\s*[\"']?([^\"'\s;#]*)", re.MULTILINE)
 _MAX_SCRIPT_BYTES = 1 << 16
 #: Stand in a hint for a command and a device that are not known.
-_COMMAND, _DEVICE = "COMMAND", "DEVICE"
+_COMMAND = "COMMAND"
+_DEVICE = "DEVICE"
 _MAX_COMMAND = 100
 
 

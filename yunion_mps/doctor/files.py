@@ -37,7 +37,8 @@ _LEAST_SHM_BYTES = 64 << 20
 _LEAST_SHM_FREE_BYTES = 8 << 20
 
 #: Types of tmpfiles.d(5) that clean up by age, and types that exclude a path from it.
-_CLEANING, _KEEPING = "dDeqQvC", "xX"
+_CLEANING = "dDeqQvC"
+_KEEPING = "xX"
 
 _LAST_LOG_BYTES = 1 << 20
 _DAY_S = 86_400.0
@@ -73,11 +74,14 @@ def pipe_directory(host: Host) -> Findings:
         return findings
     if missing:
         return [ok(f"{_summary(missing)}: will be created when the daemon starts")]
-    return [ok(f"{_summary(directories)}: {f'only the group {group}' if group else 'all users'} have access")]
+    users = f"only the group {group}" if group else "all users"
+    return [ok(f"{_summary(directories)}: {users} have access")]
 
 
 def _summary(directories: Sequence[str]) -> str:
-    return directories[0] if len(directories) == 1 else f"{directories[0]} and {len(directories) - 1} more"
+    if len(directories) == 1:
+        return directories[0]
+    return f"{directories[0]} and {len(directories) - 1} more"
 
 
 @host_check("socket cleanup", SOCKETS_REMOVED, "no cleanup program removes old sockets")

@@ -126,7 +126,8 @@ def _known_findings(host: Host) -> list[Finding]:
 
 def _own_findings(host: Host) -> list[Finding]:
     """Return what the daemon does not say: it does not run, or has not polled a GPU since that failed."""
-    plan, known = host.plan()[0], host.known_gpus()
+    plan = host.plan()[0]
+    known = host.known_gpus()
     findings = [] if host.known_status() else _missing_entries(plan)
     for gpu in _gpus_to_check(host):
         daemons = known.get(gpu.pci_address)

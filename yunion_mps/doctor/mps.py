@@ -105,8 +105,11 @@ def responsiveness(host: Host) -> Findings:
         except UnresponsiveError as error:
             cause = diagnose(peer.pid, domain.pipe_directory)
             what = f"the control daemon of domain {domain.name} (PID {peer.pid}): {error.message}"
-            what += f"; {cause}" if cause else ""
-            findings.append(problem(what, hint_of((cause or error.reason).code)))
+            code = error.reason.code
+            if cause:
+                what += f"; {cause}"
+                code = cause.code
+            findings.append(problem(what, hint_of(code)))
             continue
         front_end = front_end_at(domain.pipe_directory, daemon) if front_ends else ""
         if front_end:

@@ -260,7 +260,8 @@ def _files() -> dict[str, Response]:
     for file in (files("yunion_mps.gateway") / "page").iterdir():
         kind = _KINDS.get(file.name.rpartition(".")[2])
         if kind:
-            pages["/" if file.name == _INDEX else f"/{file.name}"] = Response(200, kind, file.read_bytes())
+            path = "/" if file.name == _INDEX else f"/{file.name}"
+            pages[path] = Response(200, kind, file.read_bytes())
     return pages
 
 

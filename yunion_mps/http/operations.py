@@ -513,9 +513,13 @@ GET_READINESS: Operation[str] = Operation(
     media_types=("text/plain",),
 )
 
-OPERATIONS: tuple[Operation[Any], ...] = tuple(
-    value for value in tuple(globals().values()) if isinstance(value, Operation)
-)
+
+def _operations() -> tuple[Operation[Any], ...]:
+    return tuple(value for value in globals().values() if isinstance(value, Operation))
+
+
+#: All operations, in the order in which they are declared above.
+OPERATIONS = _operations()
 
 
 def _routes() -> dict[str, dict[str, Operation[Any]]]:

@@ -322,7 +322,8 @@ class Connection(asyncio.BufferedProtocol):
         head = h11.Response(status_code=response.status, headers=headers)
         out = self._http.send(head) or b""
         is_head = self._request is not None and self._request.method == b"HEAD"
-        out += b"" if is_head else self._http.send(h11.Data(data=response.body)) or b""
+        if not is_head:
+            out += self._http.send(h11.Data(data=response.body)) or b""
         out += self._http.send(h11.EndOfMessage()) or b""
         self._transport.write(out)
 

@@ -203,7 +203,8 @@ async def request_lease(
         except (UnreachableError, BusyError) as error:
             if time.monotonic() >= end_s:
                 raise
-            await (busy if isinstance(error, BusyError) else unreachable).wait(error)
+            pause = busy if isinstance(error, BusyError) else unreachable
+            await pause.wait(error)
             is_connected = False
         except (Exception, GeneratorExit):
             raise

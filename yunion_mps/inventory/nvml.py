@@ -306,10 +306,10 @@ def _of_each_gpu(function: Callable[[Any], T], *, whole: bool = False) -> dict[s
         with contextlib.suppress(DriverError):
             gpu = call_driver(pynvml.nvmlDeviceGetHandleByIndex, index)
             devices = list(mig_devices(gpu))
-            for handle in [gpu, *devices] if whole or not devices else devices:
-                results[printable_text(call_driver(pynvml.nvmlDeviceGetUUID, handle))] = call_driver(
-                    function, handle
-                )
+            handles = [gpu, *devices] if whole or not devices else devices
+            for handle in handles:
+                uuid = printable_text(call_driver(pynvml.nvmlDeviceGetUUID, handle))
+                results[uuid] = call_driver(function, handle)
     return results
 
 

@@ -78,15 +78,18 @@ class LeaseRequest(NamedTuple):
         if ALL in self.devices:
             return "all devices"
         if self.devices:
-            return f"device{'s' if len(self.devices) > 1 else ''} {', '.join(self.devices)}"
-        where = f" of GPU {self.gpu}" if self.gpu else ""
-        what = count(self.number, "device")
+            names = ", ".join(self.devices)
+            return f"devices {names}" if len(self.devices) > 1 else f"device {names}"
+        text = count(self.number, "device")
         if self.memory_mib:
-            what = f"{what} of {self.memory_mib} MiB" if self.number > 1 else f"{self.memory_mib} MiB"
+            text = f"{text} of {self.memory_mib} MiB" if self.number > 1 else f"{self.memory_mib} MiB"
         if self.thread_percentage:
-            what += f" with {self.thread_percentage} % of the threads"
-        together = " on different GPUs" if self.across else " on one GPU"
-        return what + where + (together if self.number > 1 and not self.gpu else "")
+            text += f" with {self.thread_percentage} % of the threads"
+        if self.gpu:
+            return f"{text} of GPU {self.gpu}"
+        if self.number > 1:
+            return f"{text} on different GPUs" if self.across else f"{text} on one GPU"
+        return text
 
 
 class QueuedRequest(NamedTuple):

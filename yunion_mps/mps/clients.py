@@ -154,7 +154,8 @@ def parse_clients(answer: Sequence[str]) -> list[ClientRow]:
         return []
     columns = {name: index for index, name in enumerate(header)}
     try:
-        server, device = columns["SERVER"], columns["DEVICE"]
+        server = columns["SERVER"]
+        device = columns["DEVICE"]
     except KeyError:
         raise ControlError(f"its list of clients cannot be read: {' '.join(header)!r}") from None
     rows = []
@@ -187,14 +188,20 @@ def waiting_clients(plan: DomainPlan, servers: Sequence[int]) -> list[WaitingCli
 
     Source: nvidia-cuda-mps-control(1), section "DESCRIPTION": a server has the clients of one user.
     """
-    owners = {pid: uid for pid in servers if (uid := uid_of(pid)) is not None}
+    owners: dict[int, int] = {}
+    for pid in servers:
+        owner = uid_of(pid)
+        if owner is not None:
+            owners[pid] = owner
     if plan.multiuser or not owners:
         return []
     waiting = []
     for pid, (uid, since_s) in parse_waiting(_read_log(plan), timestamp_parser(time.time())).items():
-        others = [server for server, owner in owners.items() if owner != uid]
-        if uid_of(pid) == uid:
-            waiting.append(WaitingClient(pid, uid, since_s, (others or list(owners))[0]))
+        if uid_of(pid) != uid:
+            continue
+        servers_of_others = [server for server, owner in owners.items() if owner != uid]
+        server = servers_of_others[0] if servers_of_others else next(iter(owners))
+        waiting.append(WaitingClient(pid, uid, since_s, server))
     return sorted(waiting, key=lambda client: client.since_s)
 
 
@@ -208,7 +215,8 @@ def parse_waiting(log: bytes, seconds: Callable[[str], float]) -> dict[int, tupl
     users: dict[int, int | None] = {}
     for line in parse_lines(log):
         if line.kind == CONTROL_STARTED:
-            pending, users = {}, {}
+            pending = {}
+            users = {}
         elif line.kind == CLIENT_WAITS and line.uid is not None:
             with contextlib.suppress(ValueError, OverflowError):  # the time, if another process wrote it
                 pending[line.pid] = (line.uid, seconds(line.time))

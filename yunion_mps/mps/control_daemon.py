@@ -61,7 +61,8 @@ class ControlDaemon:
         #: The order to adopt it, if another program has started it.
         self.order: AdoptionOrder | None = None
         #: Whether it ran before this daemon, and whether its servers may have limits that we set.
-        self.was_adopted = self.has_served = False
+        self.was_adopted = False
+        self.has_served = False
         #: Whether it replaces an unresponsive control daemon, and has not served yet.
         self.is_replacement = False
         self._had_process = False
@@ -151,7 +152,8 @@ class ControlDaemon:
         self.target = in_running_order(plan, self.target)
 
     def note_served(self) -> None:
-        self.has_served = self._is_recorded = True
+        self.has_served = True
+        self._is_recorded = True
         self.is_replacement = False
 
     # -- its end
@@ -181,12 +183,14 @@ class ControlDaemon:
         return self._take_servers()
 
     def _take_servers(self) -> tuple[int, ...]:
-        servers, self._known_servers = self._known_servers, ()
+        servers = self._known_servers
+        self._known_servers = ()
         return servers
 
     def _release(self) -> None:
         self.process.close()
-        self._process = self.order = None
+        self._process = None
+        self.order = None
 
 
 class ControlTask:
@@ -209,7 +213,8 @@ class ControlTask:
         for part in (self._probe, self._conversation):
             if part:
                 part.close()
-        self._probe = self._conversation = None
+        self._probe = None
+        self._conversation = None
 
     def _wake(self) -> None:
         wake([self._control.process.pid, *self._control.servers()])
@@ -276,7 +281,10 @@ def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningD
         if could_be_ours(peer.pid):
             hint += f"; or adopt it with its jobs: yunion-mps-daemon --adopt {peer.pid}"
         raise HostError(what, hint, reasons.ADOPTION_REFUSED)
-    daemon = next((daemon for daemon in daemons if peer and daemon.pid == peer.pid), daemons[0])
+    daemon = daemons[0]
+    for listening in daemons:
+        if peer is not None and listening.pid == peer.pid:
+            daemon = listening
     order = adoption_order(daemon.pid)
     if order and not order.can_serve(plan):
         what = f"the control daemon (PID {daemon.pid}) that was adopted in {path}"

@@ -61,11 +61,12 @@ class OccupiedError(ControlError):
 
     code = CONTROL_DAEMON_BUSY
 
-    def __init__(self, pipe_directory: str, who: str = "") -> None:
-        super().__init__(
-            f"it does not answer, because another {PROGRAM} is connected to it{f': {who}' if who else ''}",
-            f"end that process; find it: pgrep -a nvidia-cuda-mps (pipe directory {pipe_directory})",
-        )
+    def __init__(self, pipe_directory: str, front_end: str = "") -> None:
+        message = f"it does not answer, because another {PROGRAM} is connected to it"
+        if front_end:
+            message += f": {front_end}"
+        hint = f"end that process; find it: pgrep -a nvidia-cuda-mps (pipe directory {pipe_directory})"
+        super().__init__(message, hint)
 
 
 class EndingError(OccupiedError):
@@ -135,7 +136,9 @@ def _find_listener(path: str) -> Peer | None:
     with contextlib.suppress(OSError), open("/proc/net/unix", "rb") as file:
         rows = [line.rstrip(b"\n").split(b" ", 7) for line in file if line.endswith(f" {path}\n".encode())]
         inodes = {f"socket:[{int(row[6])}]" for row in rows if int(row[3], 16) & _ACCEPTS}
-        for pid in all_pids() if inodes else []:
+        if not inodes:
+            return None
+        for pid in all_pids():
             if program_name(pid) == PROGRAM and count_open(pid, inodes):
                 return Peer(pid, uid_of(pid) or 0)
     return None
@@ -361,17 +364,21 @@ def _blocking_connection(pid: int, pipe_directory: str) -> str:
     """Servers, front-ends and this process may be connected and idle; any other may be the cause."""
     ours = {pid, os.getpid(), *server_pids(pid)}
     counts = connections(pipe_directory)
-    strangers = [other for other in counts if other not in ours and program_name(other) != PROGRAM]
+    strangers: list[int] = []
+    for other in counts:
+        if other not in ours and program_name(other) != PROGRAM:
+            strangers.append(other)
     if sum(counts.values()) > _QUEUE:
         most = sorted(strangers, key=lambda other: -counts[other])[:5]
-        who = ", ".join(f"{describe_process(other)} has {counts[other]} connections" for other in most)
-        return f"its queue is full, so no other process can connect: {who}"
-    stopped = [other for other in strangers if is_stopped(other)]
-    who = " or ".join(describe_process(other) for other in stopped[:1] or strangers[:5])
-    if stopped:
-        return f"{who} is connected to it and was stopped, which blocks all other processes"
+        connected = ", ".join(f"{describe_process(other)} has {counts[other]} connections" for other in most)
+        return f"its queue is full, so no other process can connect: {connected}"
+    for stranger in strangers:
+        if is_stopped(stranger):
+            process = describe_process(stranger)
+            return f"{process} is connected to it and was stopped, which blocks all other processes"
     if strangers:
-        return f"{who} is connected to it but sends nothing, which blocks all other processes"
+        processes = " or ".join(map(describe_process, strangers[:5]))
+        return f"{processes} is connected to it but sends nothing, which blocks all other processes"
     return ""
 
 

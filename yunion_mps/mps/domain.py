@@ -226,10 +226,12 @@ class Domain(StateMachine):
         """
         if not (self._waits_for_leases and waits_for_leases):
             self._rollover.end_drain()
-        self.retiring, self._waits_for_leases = False, waits_for_leases
+        self.retiring = False
+        self._waits_for_leases = waits_for_leases
         if self.state in (BACKOFF, FAILED):
             self._deadline_s = now_s  # an operator may have fixed what kept it from starting
-        differs, self.desired = plan != self.desired, plan
+        differs = plan != self.desired
+        self.desired = plan
         if differs and not self.control.has_process:
             self._rollover.limits_found(LimitsInEffect(plan))
         elif differs:
@@ -244,7 +246,8 @@ class Domain(StateMachine):
         """End it once its servers have ended."""
         if not (self.retiring or self._waits_for_leases):
             self._rollover.end_drain()
-        self.retiring, self._waits_for_leases = True, False
+        self.retiring = True
+        self._waits_for_leases = False
         self._changed()
 
     def await_restoration(self, *, is_awaited: bool) -> None:
@@ -288,7 +291,8 @@ class Domain(StateMachine):
 
     def take_unconfirmed(self) -> list[UnconfirmedClients]:
         """Return the clients for which `may_end` was false, with their servers; only once."""
-        unconfirmed, self._unconfirmed_clients = self._unconfirmed_clients, []
+        unconfirmed = self._unconfirmed_clients
+        self._unconfirmed_clients = []
         return unconfirmed
 
     def note_use(self, *, in_use: bool | None, polled_s: float | None = None) -> None:
@@ -307,7 +311,8 @@ class Domain(StateMachine):
 
     def take_poll_request(self) -> bool:
         """Whether NVML is to be polled at once; true only once for each cause."""
-        requested, self._wants_poll = self._wants_poll, False
+        requested = self._wants_poll
+        self._wants_poll = False
         return requested
 
     # -- time
@@ -479,7 +484,8 @@ class Domain(StateMachine):
         failures = {} if is_degraded else self._starts.failing_users
         if failures == self._failures_of_users:
             return
-        before, self._failing_users = self._failing_users, {}
+        before = self._failing_users
+        self._failing_users = {}
         self._failures_of_users = failures
         for uid, failure in failures.items():
             cause = failure_cause(failure, self.control.target.log_directory)
@@ -503,7 +509,8 @@ class Domain(StateMachine):
             if not task.failed:
                 self._change_reason(task.reason)
                 return due_s
-            self._task = task = Shutdown(self._idle_control(), now_s, timeout_s=None)
+            task = Shutdown(self._idle_control(), now_s, timeout_s=None)
+            self._task = task
         assert isinstance(task, Shutdown)
         return task.tick(now_s)
 
@@ -564,7 +571,8 @@ class Domain(StateMachine):
         self.cancel_task()
         if control.has_process and isinstance(error, UnresponsiveError):
             self.error = error
-            self._task = recovery = Recovery(control, error, now_s)
+            recovery = Recovery(control, error, now_s)
+            self._task = recovery
             self.change_state(WEDGED, now_s, recovery.reason, recovery.reason.code)
             self._wants_poll = True  # only a poll from now on shows that it has no jobs
             hint = reasons.hint_of(self.reason.code)
@@ -580,7 +588,8 @@ class Domain(StateMachine):
         state, wait_s = after_failure(self._failures, error, lasting=lasting)
         self.served_s = 0.0
         self.restarts += 1
-        self.error, self._deadline_s = error, now_s + wait_s
+        self.error = error
+        self._deadline_s = now_s + wait_s
         log.error(
             "domain %s: %s; next start in %g s; %s", self.in_effect.name, error.message, wait_s, error.hint
         )

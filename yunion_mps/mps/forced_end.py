@@ -95,7 +95,8 @@ class ForcedEnd(ControlTask):
         self._servers = tuple(servers)
         self._order = order
         self._phase = LIST
-        self._retry_at_s = self._log_deadline_s = 0.0
+        self._retry_at_s = 0.0
+        self._log_deadline_s = 0.0
         #: The command that the log has to have, and the log's size before the clients were listed.
         self._mark = ""
         self._log_start = 0
@@ -216,7 +217,8 @@ class ForcedEnd(ControlTask):
 
         `attached` are the lines about clients that have attached meanwhile, None if they are unknown.
         """
-        new = self._unconfirmed([line.pid for line in attached or ()])
+        attached_pids = [] if attached is None else [line.pid for line in attached]
+        new = self._unconfirmed(attached_pids)
         chosen = []
         refused = []
         for server in self._servers:

@@ -62,7 +62,8 @@ class HealthMonitor(ControlTask):
 
         Raises UnresponsiveError if it does not answer, LimitsChangedError if its limits are not ours.
         """
-        self.delivered, self.has_asked = (), False
+        self.delivered = ()
+        self.has_asked = False
         due_s = self._tick_probe(now_s)
         if self._conversation:
             return min(due_s, self._tick_conversation(self._conversation, now_s))

@@ -113,7 +113,8 @@ class Shutdown(ControlTask):
             self._warn(f"sending {self._signal.name} to the control daemon (PID {self._control.process.pid})")
             self._control.process.signal(self._signal)
             self._signal_servers(servers, self._signal)
-        self._deadline_s = now_s + (UNKILLABLE_S if self._signal == signal.SIGKILL else GRACE_S)
+        grace_s = UNKILLABLE_S if self._signal == signal.SIGKILL else GRACE_S
+        self._deadline_s = now_s + grace_s
         return self._deadline_s
 
     def _signal_servers(self, servers: Sequence[int], number: signal.Signals) -> None:
@@ -148,14 +149,12 @@ class Shutdown(ControlTask):
             if not answer:
                 self._on_rejected(now_s)
         except ControlError as error:
-            self._quit_requested = (
-                now_s >= self._deadline_s
-            )  # no answer in all that time: it waits for its servers
-            self._warn(
-                "its control daemon did not end in time"
-                if self._quit_requested
-                else f"its control daemon does not quit: {error}"
-            )
+            if now_s >= self._deadline_s:  # no answer in all that time: it waits for its servers
+                self._quit_requested = True
+                self._warn("its control daemon did not end in time")
+            else:
+                self._quit_requested = False
+                self._warn(f"its control daemon does not quit: {error}")
             if not self._control.servers():  # otherwise jobs get their time, and `quit` is sent again
                 self._deadline_s = now_s
         self._conversation = None
@@ -201,7 +200,8 @@ class Recovery(ControlTask):
     @property
     def reason(self) -> Reason:
         """What is wrong, and what it waits for."""
-        pid, why = self._control.process.pid, self._why
+        pid = self._control.process.pid
+        why = self._why
         what = f"the control daemon (PID {pid}) does not serve: {why}"
         if self.spared_for:
             servers = f"{describe_servers(self.spared_for)}, which may have jobs,"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from yunion_mps.core import reasons
 from yunion_mps.core.errors import ControlError, ShortageError, YunionError
-from yunion_mps.core.models import DomainPlan
+from yunion_mps.core.models import DomainPlan, PlannedGpu
 from yunion_mps.core.reasons import NO_REASON, Reason
 from yunion_mps.core.waits import describe_servers
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask, in_running_order
@@ -53,7 +53,8 @@ class LimitsInEffect(NamedTuple):
     def from_json(cls, value: Any) -> LimitsInEffect | None:
         """Parse the result of `to_json`; None for anything else, such as another release's record."""
         try:
-            plan, servers = plan_from_json(value["plan"]), tuple(int(pid) for pid in value["old_servers"])
+            plan = plan_from_json(value["plan"])
+            servers = tuple(int(pid) for pid in value["old_servers"])
         except (TypeError, KeyError, ValueError):
             return None
         return cls(plan, servers) if plan else None
@@ -154,9 +155,8 @@ class LimitsSetter(ControlTask):
         elif not match(target, limits):
             if self._control.is_unrecorded:
                 return None
-            if set(servers) - set(self._known.old_servers) and not match(
-                self._without_unknown_gpus(before), limits
-            ):
+            has_new_servers = bool(set(servers) - set(self._known.old_servers))
+            if has_new_servers and not match(self._without_unknown_gpus(before), limits):
                 self._refuse_unknown_limits(servers)
             elif before == target:  # a change was withdrawn: the servers have the desired limits
                 self._known = LimitsInEffect(self._known.plan)
@@ -165,8 +165,10 @@ class LimitsSetter(ControlTask):
 
     def _without_unknown_gpus(self, plan: DomainPlan) -> DomainPlan:
         """Return the plan without limits for GPUs that are not queried: these are no longer desired."""
-        asked = {gpu.uuid for gpu in self._plan.gpus if gpu.memory_limit_mib is not None}
-        gpus = (gpu if gpu.uuid in asked else gpu._replace(memory_limit_mib=None) for gpu in plan.gpus)
+        queried = {gpu.uuid for gpu in self._plan.gpus if gpu.memory_limit_mib is not None}
+        gpus: list[PlannedGpu] = []
+        for gpu in plan.gpus:
+            gpus.append(gpu if gpu.uuid in queried else gpu._replace(memory_limit_mib=None))
         return plan._replace(gpus=tuple(gpus))
 
     def _refuse_unknown_limits(self, servers: tuple[int, ...]) -> None:
@@ -181,7 +183,8 @@ class LimitsSetter(ControlTask):
 
         NVML lists a job only some time after it has attached.
         """
-        servers, self._listed_servers = self._listed_servers, ()
+        servers = self._listed_servers
+        self._listed_servers = ()
         if servers_without_clients(servers, answer) != [*servers]:
             self._refuse(servers)
         self._phase = SET

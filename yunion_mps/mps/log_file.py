@@ -207,13 +207,15 @@ class LogReader:
             if outcome.kind != NOT_STARTED or outcome.uid not in self._failing_users:
                 outcomes.append(outcome)
         news = news._replace(outcomes=outcomes)
-        for event in events_of(news, self._plan, self._servers()) if any(news) else ():
-            self._emit(event)
+        if any(news):
+            for event in events_of(news, self._plan, self._servers()):
+                self._emit(event)
         return bool(self._outcomes)
 
     def take_outcomes(self) -> list[Outcome]:
         """Return what became of servers since the last call; at first, recent failures from before."""
-        outcomes, self._outcomes = self._outcomes, []
+        outcomes = self._outcomes
+        self._outcomes = []
         return outcomes
 
     def displaced_by(self, server: int) -> int | None:
@@ -228,7 +230,8 @@ class LogReader:
             with directories.open_file(self._path) as log:
                 size = os.fstat(log.fileno()).st_size
                 if size < self.size:  # it was truncated
-                    self.size, self._rest = 0, b""
+                    self.size = 0
+                    self._rest = b""
                 start = max(self.size, size - _MAX_BYTES)
                 text = self._rest + os.pread(log.fileno(), size - start, start)
         except (OSError, MemoryError):  # the next call reads it
@@ -376,14 +379,14 @@ def _why_started(outcome: Outcome, plan: DomainPlan) -> str:
 
 def _failed_starts(failed: Sequence[Outcome], plan: DomainPlan) -> Event:
     # Without a number: more of them may be in the part that is read next, and then are no news.
-    which = (
-        f"MPS servers (PID {failed[0].pid} and later)"
-        if len(failed) > 1
-        else f"MPS server (PID {failed[0].pid})"
-    )
-    what = f"{which}{_whose(failed[0], plan)} failed to start"
-    consequence = "jobs that wait for a server are refused" if any(one.has_client for one in failed) else ""
-    return _failure_event(plan, what, failed[-1], consequence, reasons.SERVER_START_FAILED)
+    first = failed[0]
+    servers = f"MPS server (PID {first.pid})"
+    if len(failed) > 1:
+        servers = f"MPS servers (PID {first.pid} and later)"
+    text = f"{servers}{_whose(first, plan)} failed to start"
+    has_client = any(outcome.has_client for outcome in failed)
+    consequence = "jobs that wait for a server are refused" if has_client else ""
+    return _failure_event(plan, text, failed[-1], consequence, reasons.SERVER_START_FAILED)
 
 
 def failing_user_events(
@@ -426,10 +429,14 @@ def _waiting_event(
     waiting: Sequence[LogLine], uid: int, domain: str, servers: Collection[int]
 ) -> Event | None:
     """Return the event for waiting clients; None if they have ended, or wait for their own user's server."""
-    other_uids = {other for pid in servers if (other := uid_of(pid)) is not None and other != uid}
+    other_uids: set[int] = set()
+    for pid in servers:
+        other_uid = uid_of(pid)
+        if other_uid is not None and other_uid != uid:
+            other_uids.add(other_uid)
     if not other_uids:
         return None
-    names = ", ".join(sorted(user_name(other) for other in other_uids))
+    names = ", ".join(sorted(map(user_name, other_uids)))
     pids = []
     for entry in waiting:
         has_ended = entry.pid != 0 and uid_of(entry.pid) is None
@@ -437,14 +444,16 @@ def _waiting_event(
             pids.append(str(entry.pid))
     if not pids:
         return None
-    plural, verb = ("s", "wait") if len(pids) > 1 else ("", "waits")
-    first = ", ".join(pids[:_MAX_NAMED]) + (", ..." if len(pids) > _MAX_NAMED else "")
-    what = f"{len(pids)} job{plural} of {user_name(uid)} (PID{plural} {first}) {verb}"
+    few = ", ".join(pids[:_MAX_NAMED]) + (", ..." if len(pids) > _MAX_NAMED else "")
+    if len(pids) > 1:
+        text = f"{len(pids)} jobs of {user_name(uid)} (PIDs {few}) wait"
+    else:
+        text = f"1 job of {user_name(uid)} (PID {few}) waits"
     return Event(
         severity="warning",
         kind="client",
         subject=domain,
-        what=what,
+        what=text,
         cause=f"MPS serves one user at a time, and is serving {names}",
         consequence="jobs start once the other user's jobs have ended",
         code=reasons.CLIENT_WAITING,

@@ -137,13 +137,16 @@ def parse_line(line: str) -> Iterator[LogLine]:
 
 def _with_header(header: re.Match[str], text: str) -> LogLine:
     messages = _CONTROL_PATTERNS if header["writer"] == "Control" else _SERVER_PATTERNS
-    kind, values = OTHER, {}
+    kind = OTHER
+    values: dict[str, str | None] = {}
     for its_kind, pattern in messages:
         match = pattern.match(text)
         if match:
-            kind, values = its_kind, match.groupdict()
+            kind = its_kind
+            values = match.groupdict()
             break
-    status, uid = values.get("status"), values.get("uid")
+    status = values.get("status")
+    uid = values.get("uid")
     return LogLine(
         kind=kind,
         pid=int(values.get("pid") or 0),

@@ -209,7 +209,8 @@ def _environment_after_exec(pid: int) -> dict[str, str]:
     """Return the environment of a process; waits while it is empty, before exec."""
     while not (environment := environment_of(pid)):
         ticks = started_ticks(pid)
-        now_s, forked_s = time.clock_gettime(time.CLOCK_BOOTTIME), (ticks or 0) / os.sysconf("SC_CLK_TCK")
+        now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+        forked_s = (ticks or 0) / os.sysconf("SC_CLK_TCK")
         if ticks is None or now_s - forked_s > EXEC_S:
             break
         time.sleep(0.0005)

@@ -71,7 +71,8 @@ class Rollover:
         self._poll_at_s = 0.0
         self._search_s: float | None = None
         self._stop_s: float | None = None
-        self._next_request_s = self._end_requested_s = 0.0
+        self._next_request_s = 0.0
+        self._end_requested_s = 0.0
         #: The servers to shut down if a change waits for them, and whether to force that despite clients.
         self._end_requests: dict[int, bool] = {}
         #: Whether servers that start later are to be shut down after their clients, until all have ended.
@@ -90,7 +91,8 @@ class Rollover:
         """
         why = "it has no jobs"
         if self._stop_s is not None:
-            end_s, why = self._stop_s, _STOP
+            end_s = self._stop_s
+            why = _STOP
         self.orphans.add(servers, cause, end_s, why)
         self._changed()
 
@@ -295,7 +297,8 @@ class _Orphan:
 
     def end(self, at_s: float, why: str) -> None:
         if not self.signalled and (self.end_s is None or at_s < self.end_s):
-            self.end_s, self.why = at_s, why
+            self.end_s = at_s
+            self.why = why
 
     def note_use(self, now_s: float, *, in_use: bool | None) -> None:
         if in_use is not False:
@@ -370,15 +373,20 @@ class OrphanedServers:
             self._orphans.remove(orphan)
             what = f"{describe_servers([orphan.pid])}, which had no control daemon, has ended"
             self._report("info", what, orphan.why)
-        return min((self._tick(orphan, now_s, in_use=in_use) for orphan in self._orphans), default=None)
+        return earliest(self._tick(orphan, now_s, in_use=in_use) for orphan in self._orphans)
 
     def _tick(self, orphan: _Orphan, now_s: float, *, in_use: bool | None) -> float:
         orphan.note_use(now_s, in_use=in_use)
         if orphan.end_s is not None and now_s >= orphan.end_s:
-            self._signal(orphan, signal.SIGKILL if orphan.signalled else signal.SIGTERM)
-            orphan.end_s = now_s + (UNKILLABLE_S if orphan.signalled else GRACE_S)
+            if orphan.signalled:
+                self._signal(orphan, signal.SIGKILL)
+                orphan.end_s = now_s + UNKILLABLE_S
+            else:
+                self._signal(orphan, signal.SIGTERM)
+                orphan.end_s = now_s + GRACE_S
             orphan.signalled = True
-        soon_s = now_s + (_POLL_SOON_S if orphan.signalled else POLL_S)
+        poll_s = _POLL_SOON_S if orphan.signalled else POLL_S
+        soon_s = now_s + poll_s
         return soon_s if orphan.end_s is None else min(soon_s, orphan.end_s)
 
     def _signal(self, orphan: _Orphan, number: signal.Signals) -> None:

@@ -73,8 +73,11 @@ class _Server:
         self.pid = pid
         self.uid = uid
         self.begin_time = begin_time
-        self.is_ordered = self.has_client = self.is_ready = False
-        self.has_exception = self.is_end_expected = False
+        self.is_ordered = False
+        self.has_client = False
+        self.is_ready = False
+        self.has_exception = False
+        self.is_end_expected = False
         #: The user for whom it is to end, if a client or a start of another user waits for that.
         self.displaced_by: int | None = None
 
@@ -82,7 +85,8 @@ class _Server:
 def _server_from_before() -> _Server:
     """Return a server whose begin the log no longer has, which may have clients."""
     server = _Server(0, None, "")
-    server.is_ready = server.has_client = True
+    server.is_ready = True
+    server.has_client = True
     return server
 
 
@@ -190,7 +194,8 @@ class ServerHistory:
     def _end(self, line: LogLine) -> Outcome | None:
         server = self._servers.pop(line.pid, None)
         if server is None:
-            server, self._from_before = self._from_before, _server_from_before()
+            server = self._from_before
+            self._from_before = _server_from_before()
             server.pid = line.pid
         is_expected = not line.status and (server.is_end_expected or self._is_quitting)
         if server.has_exception and server.is_ready and server.has_client:

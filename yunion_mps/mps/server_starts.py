@@ -183,7 +183,8 @@ class ServerStarts:
         return outcome.is_ordered and outcome.uid is not None and outcome.uid == self._ordered_uid
 
     def _end_attempt(self) -> None:
-        self._ordered_uid = self._awaited_until_s = None
+        self._ordered_uid = None
+        self._awaited_until_s = None
 
     def commands(self, now_s: float, *, is_idle: bool) -> list[str]:
         """Return what to send to the control daemon until it is delivered; `is_idle`: no server runs."""

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 #: device and the GPU.
 _Key = tuple[str, str]
 #: The states of use without a device; it has no others.
-OUTSIDE_MPS, NO_DEVICE = "outside MPS", "no device"
+OUTSIDE_MPS = "outside MPS"
+NO_DEVICE = "no device"
 #: This much of a lease's id distinguishes it.
 ID_LENGTH = 8
 
@@ -266,7 +267,10 @@ def _abbreviate(gpu: str, addresses: Sequence[str]) -> str:
             ranges.append([slot])
     parts: list[str] = []
     for slots in ranges:
-        parts += [f"{slots[0]}..{slots[-1]}"] if len(slots) > 2 else slots
+        if len(slots) > 2:
+            parts.append(f"{slots[0]}..{slots[-1]}")
+        else:
+            parts.extend(slots)
     return f"{gpu}-{','.join(parts)}"
 
 
@@ -397,8 +401,10 @@ def _add_process(
     if client["mps"] is not False:
         kind = NO_DEVICE
         keys = [key for key in joined if key[0] == client["lease"]]
-        keys = keys or [keys_by_device[name] for name in device_names(client) if name in keys_by_device]
-        keys = keys or [*keys_by_pid.get(client["pid"], ())]
+        if not keys:
+            keys = [keys_by_device[name] for name in device_names(client) if name in keys_by_device]
+        if not keys:
+            keys = list(keys_by_pid.get(client["pid"], ()))
     keys = [key for key in dict.fromkeys(keys) if not used_mib or key[1] in used_mib]
     on_gpus = {gpu for _, gpu in keys}
     for gpu in used_mib:

@@ -206,8 +206,9 @@ def _clients_json(
             if pid not in domain.servers:
                 on_gpus.setdefault(pid, {})[uuid] = mib
     # A client that no control daemon lists has the only server that it can have.
-    silent = [pid for pid in domain.servers if pid not in domain.states] or domain.servers
-    only = silent[0] if len(silent) == 1 else None
+    silent = [pid for pid in domain.servers if pid not in domain.states]
+    possible = silent if silent else domain.servers
+    only_server = possible[0] if len(possible) == 1 else None
     rows: list[answers.MpsClientJson] = []
     for pid in sorted({*domain.clients, *on_gpus}):
         memory = on_gpus.get(pid, {})
@@ -227,7 +228,7 @@ def _clients_json(
                 "container": container.name if container else None,
                 "container_id": container.id if container else None,
                 "mps": through_mps,
-                "server": None if through_mps is False else domain.clients.get(pid, only),
+                "server": None if through_mps is False else domain.clients.get(pid, only_server),
                 "domain": domain.plan.name,
                 "device": _device_of(pid),
                 "lease": attribution.lease_of(pid, gpus),

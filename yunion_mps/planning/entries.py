@@ -257,7 +257,8 @@ class _Resolver:
         leads = f"leads to GPU {there.address}" if there else "leads to no GPU"
         what = f"path {entry.path} ({_place(entry)}) {leads} now, "
         what += f"but still means the GPU that it led to before: {gpu.address}"
-        what += f", {gpu.uuid}" if gpu.uuid else ""
+        if gpu.uuid:
+            what += f", {gpu.uuid}"
         self._warnings.append(Reason(what, reasons.PATH_OUTDATED))
 
     def _resolve_uncertain(self, entry: DeviceEntry, name: GpuPath) -> None:

@@ -116,7 +116,8 @@ def describe(profiles: Iterable[MigProfile | MigInstance]) -> str:
     """Return `2 x 1g.10gb + 1 x 3g.40gb`."""
     counts = Counter[str]()
     for profile in profiles:
-        counts[profile.name if isinstance(profile, MigProfile) else profile.profile] += 1
+        name = profile.name if isinstance(profile, MigProfile) else profile.profile
+        counts[name] += 1
     return " + ".join(f"{number} x {name}" for name, number in sorted(counts.items()))
 
 

@@ -78,7 +78,8 @@ class Facts(NamedTuple):
 async def collect_facts(services: Services, requests: RequestCounts) -> Facts:
     """All facts; if the driver does not answer in time, the use is that of an earlier observation."""
     clients, use = await services.observer.observe()
-    supervisor, queries = services.supervisor, services.queries
+    supervisor = services.supervisor
+    queries = services.queries
     now = ClockReadings(time.time(), asyncio.get_running_loop().time())
     leases = services.leases.ledger.leases.values()
     waits_s = [now.wall_s - queued.since_s for queued in services.leases.queue.requests]

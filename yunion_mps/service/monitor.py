@@ -87,9 +87,7 @@ class Monitor:
         try:
             while True:
                 self._watch_events()
-                is_urgent = self._supervisor.is_urgent or self._budgets.is_watching
-                is_urgent = is_urgent or bool(self._queries.used_by_others) or self._leases.waits_for_jobs
-                await self._wait_for_next_poll(FAST_POLL_S if is_urgent else POLL_S)
+                await self._wait_for_next_poll(FAST_POLL_S if self._is_urgent() else POLL_S)
                 self._poll_now.clear()
                 await self.poll()
                 if excess := await self._budgets.sample():
@@ -100,6 +98,11 @@ class Monitor:
                 self._events.stop()
             for task in self._tasks:
                 task.cancel()
+
+    def _is_urgent(self) -> bool:
+        if self._supervisor.is_urgent or self._budgets.is_watching:
+            return True
+        return bool(self._queries.used_by_others) or self._leases.waits_for_jobs
 
     async def _wait_for_next_poll(self, wait_s: float) -> None:
         """Wait until a poll is requested, a GPU has come or gone in sysfs, or `wait_s` have passed."""
@@ -221,8 +224,10 @@ class Monitor:
     def _may_find_more(self, inventory: Inventory) -> bool:
         """Whether NVML might report more GPUs if it were initialised again now."""
         unreported = not_found(inventory)
-        is_retried = time.monotonic() >= self._retry_at_s
-        return bool(unreported - self._not_found) or (bool(unreported) and is_retried)
+        if not unreported:
+            return False
+        has_new = not unreported <= self._not_found
+        return has_new or time.monotonic() >= self._retry_at_s
 
     def _note_not_found(self, inventory: Inventory) -> None:
         """Note which GPUs NVML does not report although it has just been initialised."""

@@ -21,7 +21,7 @@ from yunion_mps.core.enums import (
     WARNING,
 )
 from yunion_mps.core.errors import HostError, NotFoundError
-from yunion_mps.core.models import ALL, Gpu, Holder, Pool, ServedUser, Snapshot
+from yunion_mps.core.models import ALL, Device, Gpu, Holder, Pool, ServedUser, Snapshot
 from yunion_mps.core.reasons import DISABLED, NO_REASON, Reason, hint_of
 from yunion_mps.core.units import rfc3339
 from yunion_mps.host.proc import user_name
@@ -96,7 +96,9 @@ class Queries:
         self.ledger = Ledger() if ledger is None else ledger
         #: The whole MIG instances (UUIDs) that processes without a lease use, so they are not leased.
         self.used_by_others: Mapping[str, Reason] = {}
-        self._candidates, self._candidates_version, self._users_version = Candidates(), -1, -1
+        self._candidates = Candidates()
+        self._candidates_version = -1
+        self._users_version = -1
         #: The users with jobs on the MPS servers, by domain name.
         self.users_with_jobs: Mapping[str, Sequence[ServedUser]] = {}
         self._promised: Mapping[str, int] = {}
@@ -111,7 +113,8 @@ class Queries:
         """Set which whole MIG instances (UUIDs) processes without a lease use."""
         if used != self.used_by_others:
             self.used_by_others = used
-            self._cached_version = self._candidates_version = -1
+            self._cached_version = -1
+            self._candidates_version = -1
             self._use_version += 1
             self.changes.notify()
 
@@ -160,7 +163,7 @@ class Queries:
         users = self.candidates().users
         free_for = {}
         for name in {*users, *self._promised}:
-            uids = {one.uid for one in users.get(name, ())}
+            uids = {user.uid for user in users.get(name, ())}
             if name in self._promised:
                 uids.add(self._promised[name])
             free_for[name] = user_name(uids.pop()) if len(uids) == 1 else ""
@@ -184,9 +187,8 @@ class Queries:
         name = shown_address(name)
         devices = self.all_devices()
         matches = [device for device in devices if name in (device["id"], device["addr"])]
-        matches = matches or [
-            device for device in devices if device["id"].startswith(name) or device["addr"].startswith(name)
-        ]
+        if not matches:
+            matches = [device for device in devices if _has_prefix(device, name)]
         if not matches:
             raise NotFoundError(f"there is no device {shorten(name)}", "list the devices: yunion-mps list")
         if len(matches) > 1:
@@ -201,13 +203,16 @@ class Queries:
     def gpus(self) -> answers.GpuListJson:
         """Every GPU and MIG instance as of the last poll; one that cannot be leased has a reason."""
         snapshot = self._snapshot()
-        leased = [device for device in self.all_devices() if device["lease"]]  # counts the devices, too
-        ways = {one["gpu_uuid"]: one["sharing"] for one in leased if one["state"] != UNAVAILABLE}
+        ways: dict[str, str] = {}
+        for device in self.all_devices():  # which counts them, too
+            if device["lease"] and device["state"] != UNAVAILABLE:
+                ways[device["gpu_uuid"]] = device["sharing"]
         ways |= ways_in_effect(snapshot.plan)
         faults = snapshot.faults
         unusable = snapshot.unusable
         serving = self._serving()
-        domains, free_for = domain_names(snapshot.plan), self._free_for()
+        domains = domain_names(snapshot.plan)
+        free_for = self._free_for()
         listed = snapshot.inventory.gpus
         if divided := unusable_instances(listed):
             listed = in_order([*listed, *divided])
@@ -229,7 +234,8 @@ class Queries:
             gpus.append(row)
         sliced = {row["parent"] for row in gpus if row["parent"] and row["sharing"] == TIME_SLICING}
         for row in gpus:
-            row["budget_enforced"] = row["budget_enforced"] and row["uuid"] not in sliced
+            if row["uuid"] in sliced:
+                row["budget_enforced"] = False
         return {"gpus": gpus, "total": len(gpus)}
 
     def _serving(self) -> set[str]:
@@ -244,20 +250,23 @@ class Queries:
         """The GPUs whose memory is leased in units."""
         snapshot = self._snapshot()
         gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
-        why, free_for = unusable_reasons(snapshot), self._free_for()
-        pools = [
-            pool_json(
+        unusable = unusable_reasons(snapshot)
+        free_for = self._free_for()
+        pools: list[answers.PoolJson] = []
+        for pool in snapshot.plan.pools:
+            if pool.gpu_uuid not in gpus:
+                continue
+            why = unusable[pool.gpu_uuid]
+            row = pool_json(
                 pool,
                 gpus[pool.gpu_uuid],
-                why[pool.gpu_uuid],
-                0 if why[pool.gpu_uuid] else self._free_mib(pool),
-                0 if why[pool.gpu_uuid] else self.ledger.free_tenths(pool),
-                snapshot.plan.reserved.get(pool.gpu_uuid),
-                free_for.get(pool.domain),
+                reason=why,
+                memory_free_mib=0 if why else self._free_mib(pool),
+                free_tenths=0 if why else self.ledger.free_tenths(pool),
+                reserved_for=snapshot.plan.reserved.get(pool.gpu_uuid),
+                free_for=free_for.get(pool.domain),
             )
-            for pool in snapshot.plan.pools
-            if pool.gpu_uuid in gpus
-        ]
+            pools.append(row)
         return {"pools": pools, "total": len(pools)}
 
     def _memory_free_mib(self, gpu: Gpu, snapshot: Snapshot) -> int | None:
@@ -292,15 +301,20 @@ class Queries:
     def summary(self) -> str:
         """The status in one line, for systemd and for logs."""
         status = self.service()
-        devices, domains = status["devices"], status["domains"]
+        devices = status["devices"]
+        domains = status["domains"]
         serving = sum(domain["state"] == READY for domain in domains)
         if status["notice"]:
             return str(status["notice"])
         line = f"{devices['available']} of {devices['total']} devices available"
-        line += f", {devices['pending']} pending" if devices["pending"] else ""
-        line += f", {serving} of {len(domains)} control daemons serving" if domains else ""
-        errors: Sequence[str] = [d["reason"] for d in domains if d["state"] != READY]
-        return line + (f"; {errors[0]}" if errors else "")
+        if devices["pending"]:
+            line += f", {devices['pending']} pending"
+        if domains:
+            line += f", {serving} of {len(domains)} control daemons serving"
+        errors = [domain["reason"] for domain in domains if domain["state"] != READY]
+        if errors:
+            line += f"; {errors[0]}"
+        return line
 
     def conditions(self) -> tuple[Condition, ...]:
         """Everything that is wrong or pending, whatever processes do; those that follow from others, too."""
@@ -312,6 +326,8 @@ class Queries:
         snapshot = self._snapshot()
         devices = self.all_devices()
         states = Counter(device["state"] for device in devices)
+        unavailable_gpus = [gpu for gpu in self.gpus()["gpus"] if gpu["state"] == UNAVAILABLE]
+        users = self.candidates().users
         return {
             "notice": snapshot.notice,
             "notice_code": snapshot.notice.code,
@@ -334,14 +350,9 @@ class Queries:
             },
             "gpus": {
                 "total": sum(not gpu.parent for gpu in snapshot.inventory.gpus),
-                "unavailable": sum(
-                    gpu["state"] == UNAVAILABLE and not gpu["parent"] for gpu in self.gpus()["gpus"]
-                ),
+                "unavailable": sum(not gpu["parent"] for gpu in unavailable_gpus),
             },
-            "domains": [
-                domain_json(domain, self.candidates().users.get(domain.plan.name, ()))
-                for domain in snapshot.domains
-            ],
+            "domains": [domain_json(domain, users.get(domain.plan.name, ())) for domain in snapshot.domains],
         }
 
     def not_ready_reasons(self) -> list[str]:
@@ -360,14 +371,16 @@ class Queries:
         """What can be leased now, and whom the control daemons serve; computed once for each change."""
         snapshot = self._snapshot()
         if self._candidates_version != snapshot.version:
-            why = unusable_reasons(snapshot)
-            why |= {uuid: used for uuid, used in self.used_by_others.items() if not why.get(uuid, used)}
-            self._candidates = candidates_of(snapshot, why)
+            unusable = unusable_reasons(snapshot)
+            for uuid, reason in self.used_by_others.items():
+                if uuid in unusable and not unusable[uuid]:
+                    unusable[uuid] = reason
+            self._candidates = candidates_of(snapshot, unusable)
             self._candidates_version = snapshot.version
             self._users_version = -1
         if self._users_version != self.version:
-            leases, domains = self.ledger.leases.values(), self._candidates.domains
-            users = served_users(leases, self.users_with_jobs, domains)
+            leases = self.ledger.leases.values()
+            users = served_users(leases, self.users_with_jobs, self._candidates.domains)
             self._candidates = self._candidates._replace(users=users)
             self._users_version = self.version
         return self._candidates
@@ -377,7 +390,8 @@ class Queries:
         notice = self._snapshot().notice
         if notice.code == DISABLED:
             raise HostError(notice, hint_of(DISABLED), DISABLED)
-        devices, gpu = request.devices, request.gpu
+        devices = request.devices
+        gpu = request.gpu
         if devices and ALL not in devices:
             addresses = [self.device(name)["addr"] for name in devices]
             devices = tuple(dict.fromkeys(addresses))
@@ -389,31 +403,29 @@ class Queries:
     def terminating_gpus(self) -> Mapping[str, str]:
         """The GPUs (UUIDs by address) where `over_budget: terminate` applies."""
         snapshot = self._snapshot()
-        return {
-            gpu.address: gpu.uuid
-            for gpu in snapshot.inventory.gpus
-            if gpu.uuid and snapshot.plan.over_budget.get(gpu.uuid) == TERMINATE
-        }
+        terminating: dict[str, str] = {}
+        for gpu in snapshot.inventory.gpus:
+            if gpu.uuid and snapshot.plan.over_budget.get(gpu.uuid) == TERMINATE:
+                terminating[gpu.address] = gpu.uuid
+        return terminating
 
     def unusable_gpus(self) -> frozenset[str]:
         """The addresses of the GPUs that are unusable themselves, whatever the state of their domains."""
         snapshot = self._snapshot()
         serving = self._serving()
         faults = snapshot.faults
-        return frozenset(
-            gpu.address
-            for gpu in snapshot.inventory.gpus
-            if gpu.reason or (gpu.address in faults and gpu.uuid not in serving)
-        )
+        addresses: set[str] = set()
+        for gpu in snapshot.inventory.gpus:
+            is_faulty = gpu.address in faults and gpu.uuid not in serving
+            if gpu.reason or is_faulty:
+                addresses.add(gpu.address)
+        return frozenset(addresses)
 
     def _details(self, summary: answers.DeviceJson) -> answers.DeviceDetailsJson:
         snapshot = self._snapshot()
-        leased = [device for lease in self.ledger.leases.values() for device in lease.devices]
-        both = (*snapshot.plan.devices, *leased)
-        if summary["state"] == PENDING:
-            both = (*leased, *snapshot.plan.devices)
-        device = next(device for device in both if device.id == summary["id"])
-        domain = next((d.plan for d in snapshot.domains if d.plan.name == device.domain), None)
+        device = self._device_in_effect(summary)
+        plans = {domain.plan.name: domain.plan for domain in snapshot.domains}
+        domain = plans.get(device.domain)
         # The budget of a lease that another version has stored may not be known.
         is_served = domain is not None and device.memory_limit_mib is not None
         is_known = is_served or not device.domain
@@ -424,3 +436,20 @@ class Queries:
             "domain": device.domain,
             "client_environment": environment,
         }
+
+    def _device_in_effect(self, summary: answers.DeviceJson) -> Device:
+        """The device of the plan or, if the plan has none or its change is pending, as it was leased."""
+        name = summary["id"]
+        planned = {device.id: device for device in self._snapshot().plan.devices}
+        if name in planned and summary["state"] != PENDING:
+            return planned[name]
+        for lease in self.ledger.leases.values():
+            for device in lease.devices:
+                if device.id == name:
+                    return device
+        return planned[name]
+
+
+def _has_prefix(device: answers.DeviceJson, prefix: str) -> bool:
+    """Return whether the device's id or address starts with the prefix."""
+    return device["id"].startswith(prefix) or device["addr"].startswith(prefix)

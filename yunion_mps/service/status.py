@@ -34,15 +34,15 @@ class StatusService:
         return self.of(clients)
 
     def of(self, clients: answers.ClientListJson) -> answers.StatusJson:
-        gpus, devices = self._queries.gpus()["gpus"], self._queries.all_devices()
+        gpus = self._queries.gpus()["gpus"]
+        devices = self._queries.all_devices()
         activity = self._activity(clients)
-        used = {address for holding in activity.held for address in holding.devices}
-        service = self._queries.service(used)
-        conditions = self._queries.conditions()
-        problems = [
-            problem_json(condition)
-            for condition in shown(conditions_with_activity(conditions, activity, service, gpus, devices))
-        ]
+        used_addresses: set[str] = set()
+        for holding in activity.held:
+            used_addresses.update(holding.devices)
+        service = self._queries.service(used_addresses)
+        conditions = conditions_with_activity(self._queries.conditions(), activity, service, gpus, devices)
+        problems = [problem_json(condition) for condition in shown(conditions)]
         outside = sum(client["mps"] is False for client in clients["clients"])
         is_troubled = any(problem["level"] == PROBLEM for problem in problems)
         state = self._queries.state
@@ -122,7 +122,9 @@ def _used(
     clients: answers.ClientListJson,
 ) -> list[Holding]:
     """The holdings that are in use; idle devices are skipped first, because there may be thousands."""
-    names = {name for lease in leases for name in lease["devices"]}
+    names: set[str] = set()
+    for lease in leases:
+        names.update(lease["devices"])
     for client in clients["clients"]:
         names.update(name.strip() for name in (client["device"] or "").split(","))
     listed = [device for device in devices if device["addr"] in names]

@@ -236,7 +236,11 @@ def held_outside(leases: Iterable[LeaseRecordJson], addresses: Iterable[str]) ->
     for lease in leases:
         held = [addr for addr in lease["devices"] if addr in requested]
         if held and not job_of(lease):
-            holder = lease["name"] or (f"PID {lease['pid']}" if lease["pid"] else lease["id"])
+            holder = lease["id"]
+            if lease["name"]:
+                holder = lease["name"]
+            elif lease["pid"]:
+                holder = f"PID {lease['pid']}"
             what = f"device {held[0]} is leased outside Slurm: {lease['user']} ({holder})"
             return Reason(what, SLURM_DEVICE_HELD)
     return None

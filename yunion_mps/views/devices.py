@@ -213,8 +213,12 @@ class _DeviceStates:
             return PENDING, self._pending[device.id]
         if device.id in self._free:
             use = self._snapshot.plan.reserved.get(device.gpu_uuid)
-            return (RESERVED, Reason(f"reserved for {use}", codes.RESERVED)) if use else (FREE, NO_REASON)
-        return (LEASED if self.lease_of(device) else NO_MEMORY), NO_REASON
+            if use:
+                return RESERVED, Reason(f"reserved for {use}", codes.RESERVED)
+            return FREE, NO_REASON
+        if self.lease_of(device):
+            return LEASED, NO_REASON
+        return NO_MEMORY, NO_REASON
 
 
 def _plain(percentage: float) -> float | int:
@@ -223,7 +227,9 @@ def _plain(percentage: float) -> float | int:
 
 def _link_json(link: PcieLink | None) -> answers.PcieLinkJson | None:
     """The link as Cloudpods has it, its keys in alphabetical order."""
-    return link and {
+    if link is None:
+        return None
+    return {
         "lane_width": link.lane_width,
         "throughput": link.throughput,
         "transfer_rate_per_lane": link.transfer_rate_per_lane,
@@ -248,7 +254,8 @@ def gpu_json(
     `why_faulty` is why it does not serve as configured, `why_unusable` why its devices cannot be used, and
     `serving` has the UUIDs of GPUs that serve devices, themselves or by an instance.
     """
-    uuid, plan = gpu.uuid or "", snapshot.plan
+    uuid = gpu.uuid or ""
+    plan = snapshot.plan
     capability = gpu.compute_capability
     reason = why_faulty or why_unusable
     is_used = bool(sharing) or plan.divides(gpu)
@@ -305,6 +312,7 @@ def _gpu_state(gpu: Gpu, reason: Reason, *, is_used: bool, is_shared: bool, is_w
 def pool_json(
     pool: Pool,
     gpu: Gpu,
+    *,
     reason: Reason,
     memory_free_mib: int,
     free_tenths: int,

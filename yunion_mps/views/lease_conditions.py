@@ -219,7 +219,9 @@ def _waiting_client(waiting: answers.WaitingClientJson) -> Condition:
 def _over_budget(holding: Holding, terminating_gpus: Collection[str]) -> Condition:
     largest = max(holding.processes, key=lambda process: process.memory_mib or 0)
     more = len(holding.processes) - 1
-    processes = _describe_process(largest) + (f" and {more} more" if more else "")
+    processes = _describe_process(largest)
+    if more:
+        processes += f" and {more} more"
     what = f"{holding.named} uses {holding.used_mib} of {holding.budget_mib} MiB: {processes}"
     if holding.lease and holding.gpu in terminating_gpus:
         newest = max(holding.processes, key=lambda process: start_order(process.started, process.pid))
@@ -300,8 +302,10 @@ def _devices_that_are_gone(devices: Iterable[answers.DeviceJson]) -> Mapping[str
 def _describe_process(process: ProcessUse) -> str:
     """Return for example `PID 4260 of alice (python train.py)`."""
     command = process.shown.strip()
-    short = command if len(command) <= _COMMAND_LENGTH else f"{command[: _COMMAND_LENGTH - 3]}..."
-    return f"PID {process.pid} of {process.user or 'an unknown user'}" + (f" ({short})" if short else "")
+    if len(command) > _COMMAND_LENGTH:
+        command = f"{command[: _COMMAND_LENGTH - 3]}..."
+    text = f"PID {process.pid} of {process.user or 'an unknown user'}"
+    return f"{text} ({command})" if command else text
 
 
 def _describe_use(process: ProcessUse, gpu: str) -> str:

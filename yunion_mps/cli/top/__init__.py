@@ -96,7 +96,10 @@ def _once(first: Poll) -> str:
     text = ""
     for styled in shown.lines:
         line = "".join(part for part, _ in styled).rstrip()
-        text += hint_text(line[len(HINT) :], HINT) if line.startswith(HINT) else wrapped(line)
+        if line.startswith(HINT):
+            text += hint_text(line[len(HINT) :], HINT)
+        else:
+            text += wrapped(line)
     return text + incomplete_note(first.answers.clients["errors"])
 
 

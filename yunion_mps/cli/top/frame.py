@@ -189,7 +189,9 @@ def _counts(scene: Scene) -> Line:
     free_mib: int | None = None
     for gpu in answers.gpus:
         if gpu["memory_free_mib"] is not None:
-            free_mib = (free_mib or 0) + (0 if gpu["reserved_for"] else gpu["memory_free_mib"])
+            free_mib = free_mib or 0
+            if not gpu["reserved_for"]:
+                free_mib += gpu["memory_free_mib"]
     if free_mib is not None:
         parts.append(f"{_gib(free_mib)} GiB free in pools")
     leases_text = count(len(answers.leases), "lease")
@@ -359,7 +361,9 @@ def bar(share: float, width: int, *, utf8: bool) -> str:
         return f"[{'#' * full}{'-' * (inner - full)}]"[:width]
     eighths = max(int(share * width * 8 + 0.5), 1 if share else 0)
     full, part = divmod(eighths, 8)
-    drawn = "█" * full + (_EIGHTHS[part] if part else "")
+    drawn = "█" * full
+    if part:
+        drawn += _EIGHTHS[part]
     return drawn + "░" * (width - len(drawn))
 
 

@@ -134,12 +134,18 @@ class Kubeconfig:
             raise ApiServerError(what)
         access = Access(
             host=host,
-            port=port or (_HTTPS_PORT if is_tls else _HTTP_PORT),
-            tls=self._tls(cluster, user) if is_tls else None,
-            server_name=str(cluster.get("tls-server-name") or host) if is_tls else None,
+            port=port or _HTTP_PORT,
+            tls=None,
+            server_name=None,
             token=self._text(user, "token", "tokenFile").strip(),
             prefix=url.path.rstrip("/"),
         )
+        if is_tls:
+            access = access._replace(
+                port=port or _HTTPS_PORT,
+                tls=self._tls(cluster, user),
+                server_name=str(cluster.get("tls-server-name") or host),
+            )
         return access.checked(self._path)
 
     def _tls(self, cluster: Mapping[str, Any], user: Mapping[str, Any]) -> ssl.SSLContext:

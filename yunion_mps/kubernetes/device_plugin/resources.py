@@ -281,8 +281,9 @@ class MemoryResource(ExtendedResource):
             usable = _usable_units(pool, unit_mib, leased_mib[pool["addr"]])
             cause = _unoffered_cause(pool, unit_mib)
             for place in range(pool["memory_mib"] // unit_mib):
-                why_not = cause or ("" if place < usable else _TAKEN)
-                offer = Offer(pool["gpu_uuid"], pool["numa_node"], why_not)
+                if not cause and place >= usable:
+                    cause = _TAKEN
+                offer = Offer(pool["gpu_uuid"], pool["numa_node"], cause)
                 offers[f"{pool['addr']}-u{unit_mib}-{place}"] = offer
         self._offer(offers)
 
