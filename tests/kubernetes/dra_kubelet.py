@@ -19,8 +19,8 @@ import grpc
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.tasks import cancel
 from yunion_mps.kubernetes.api.credentials import Kubeconfig
-from yunion_mps.kubernetes.dra.devices import DRIVER
 from yunion_mps.kubernetes.dra.driver import DraService, DriverTimes
+from yunion_mps.kubernetes.dra.slice_devices import DRIVER
 from yunion_mps.kubernetes.kubelet import dra_api as api
 from yunion_mps.kubernetes.kubelet import pod_resources_api
 from yunion_mps.kubernetes.kubelet.protobuf import Empty, Message

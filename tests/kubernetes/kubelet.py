@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import grpc
 from yunion_mps.core.paths import Paths
 from yunion_mps.http.client import AsyncDaemonClient
-from yunion_mps.kubernetes.device_plugin.leases import ContainerLeases
+from yunion_mps.kubernetes.device_plugin.container_leases import ContainerLeases
 from yunion_mps.kubernetes.device_plugin.resources import ExtendedResource
 from yunion_mps.kubernetes.kubelet import device_plugin_api as api
 from yunion_mps.kubernetes.kubelet import pod_resources_api

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from yunion_mps import answers
-from yunion_mps.kubernetes.dra.devices import HostFacts, OfferedDevice, offered_devices
+from yunion_mps.kubernetes.dra.slice_devices import HostFacts, OfferedDevice, offered_devices
 
 V100, H100 = "Tesla V100-SXM2-16GB", "NVIDIA H100 80GB HBM3"
 

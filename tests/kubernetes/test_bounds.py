@@ -22,15 +22,15 @@ from yunion_mps.kubernetes.api.credentials import ApiServerError, Kubeconfig
 from yunion_mps.kubernetes.api.objects import Resource
 from yunion_mps.kubernetes.api.server import TIMEOUT_S, ApiServer, MissingObjectError
 from yunion_mps.kubernetes.daemon_watch import DaemonWatch
-from yunion_mps.kubernetes.device_plugin.leases import ContainerLeases
+from yunion_mps.kubernetes.device_plugin.container_leases import ContainerLeases
 from yunion_mps.kubernetes.device_plugin.node_resources import NodeResources, OfferWatch
 from yunion_mps.kubernetes.device_plugin.plugin import DevicePlugin
 from yunion_mps.kubernetes.device_plugin.registration import Registration
 from yunion_mps.kubernetes.device_plugin.resources import DeviceResource
 from yunion_mps.kubernetes.dra.claims import ClaimLeases, ClaimName
 from yunion_mps.kubernetes.dra.driver import DraDriver
-from yunion_mps.kubernetes.dra.host import DraHost
-from yunion_mps.kubernetes.dra.objects import AllocatedDevice
+from yunion_mps.kubernetes.dra.host_watch import DraHost
+from yunion_mps.kubernetes.dra.resource_objects import AllocatedDevice
 from yunion_mps.kubernetes.dra.slices import SLICES, SlicePublisher
 from yunion_mps.kubernetes.kubelet import dra_api
 from yunion_mps.kubernetes.kubelet.directory import DirectoryWatch

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from yunion_mps.core.errors import InfeasibleError
 from yunion_mps.kubernetes.api.quantities import memory_quantity, percentage_quantity, quantity
-from yunion_mps.kubernetes.dra.devices import (
+from yunion_mps.kubernetes.dra.resource_objects import AllocatedDevice
+from yunion_mps.kubernetes.dra.slice_devices import (
     ClaimRequest,
     architecture_of,
     bus_id,
@@ -17,7 +18,6 @@ from yunion_mps.kubernetes.dra.devices import (
     requested_by,
     semantic_version,
 )
-from yunion_mps.kubernetes.dra.objects import AllocatedDevice
 
 from kubernetes.offered_devices import H100, V100, facts, instance, lease, mig_uuid_of, pool, share, uuid_of
 from kubernetes.slice_rules import check_policy

@@ -13,8 +13,8 @@ from yunion_mps.core.tasks import first_of
 from yunion_mps.kubernetes.api.credentials import ApiServerError, Kubeconfig
 from yunion_mps.kubernetes.api.server import ApiServer
 from yunion_mps.kubernetes.dra.claims import ClaimLeases, is_claim_lease
-from yunion_mps.kubernetes.dra.devices import DRIVER
-from yunion_mps.kubernetes.dra.host import DraHost, HostTimes
+from yunion_mps.kubernetes.dra.host_watch import DraHost, HostTimes
+from yunion_mps.kubernetes.dra.slice_devices import DRIVER
 from yunion_mps.kubernetes.metrics import Counts
 
 from integration.daemon_host import PATIENCE_S, Daemon, eventually

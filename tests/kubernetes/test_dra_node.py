@@ -12,7 +12,7 @@ from yunion_mps.core.paths import Paths
 from yunion_mps.core.tasks import first_of
 from yunion_mps.kubernetes.api.credentials import Kubeconfig
 from yunion_mps.kubernetes.dra.driver import DraService, DriverTimes
-from yunion_mps.kubernetes.dra.host import HostTimes
+from yunion_mps.kubernetes.dra.host_watch import HostTimes
 from yunion_mps.kubernetes.metrics import Counts
 from yunion_mps.kubernetes.selection import CONFIG_LABEL
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from yunion_mps.kubernetes.api.credentials import Kubeconfig
 from yunion_mps.kubernetes.api.server import ApiServer, Backoff
-from yunion_mps.kubernetes.dra.devices import OfferedDevice, offered_devices
+from yunion_mps.kubernetes.dra.slice_devices import OfferedDevice, offered_devices
 from yunion_mps.kubernetes.dra.slices import SLICES as SLICES_RESOURCE
 from yunion_mps.kubernetes.dra.slices import (
     ResourceSlice,

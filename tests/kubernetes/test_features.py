@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 from yunion_mps.core.paths import Paths
 from yunion_mps.kubernetes.device_plugin.node_resources import NodeResources
-from yunion_mps.kubernetes.devices import KnownDevice
 from yunion_mps.kubernetes.features import GpuKind, labels_of
+from yunion_mps.kubernetes.offered import KnownDevice
 from yunion_mps.kubernetes.options import read_options
 
 from integration.daemon_host import Daemon, eventually

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from yunion_mps.kubernetes.dra.devices import offered_devices
+from yunion_mps.kubernetes.dra.slice_devices import offered_devices
 from yunion_mps.kubernetes.dra.slices import slices_of
 from yunion_mps.kubernetes.kubelet import device_plugin_api as api
 

@@ -16,16 +16,16 @@ from yunion_mps.core.addresses import full_address, normalise_address, physical_
 from yunion_mps.core.models import Gpu, Snapshot
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import GPU_FAULT, hint_of
-from yunion_mps.inventory.events import processes_of_xids
+from yunion_mps.inventory.gpu_events import processes_of_xids
 from yunion_mps.inventory.scan import in_order
 from yunion_mps.kubernetes.device_plugin.resources import DeviceResource
-from yunion_mps.kubernetes.dra.devices import HostFacts, offered_devices
-from yunion_mps.kubernetes.dra.host import pcie_root
+from yunion_mps.kubernetes.dra.host_watch import pcie_root
+from yunion_mps.kubernetes.dra.slice_devices import HostFacts, offered_devices
 from yunion_mps.kubernetes.options import PluginOptions, read_options
 from yunion_mps.leases.request import LeaseRequest
 from yunion_mps.planning.environment import client_environment
 from yunion_mps.service.queries import Filters, Queries
-from yunion_mps.slurm.devices import gres_lines, record_of
+from yunion_mps.slurm.gres_conf import gres_lines, record_of
 
 from unit import builders
 from unit.containers.cdi_specs import HOST, plan_of

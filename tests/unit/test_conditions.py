@@ -58,10 +58,10 @@ from yunion_mps.core.models import Gpu, Holder, Lease, MissingGpu, Snapshot
 from yunion_mps.core.reasons import GPU_NEEDS, LAYOUT_NEEDS, LAYOUT_WAITS, LIMITS_PENDING, Reason
 from yunion_mps.core.waits import NO_USERS, Servers, Users, wait_reason
 from yunion_mps.doctor.checks import Lazy
-from yunion_mps.kubernetes.devices import unhealthy_cause
+from yunion_mps.kubernetes.offered import unhealthy_cause
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.service.queries import Queries
-from yunion_mps.slurm.devices import why_no_jobs
+from yunion_mps.slurm.gres_conf import why_no_jobs
 from yunion_mps.supervisor.host_conditions import PendingSetting
 from yunion_mps.views.reload_rows import pending_rows
 

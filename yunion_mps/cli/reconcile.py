@@ -12,7 +12,7 @@ from yunion_mps.core.enums import SLURM
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.text import count
 from yunion_mps.slurm.job import JOB_ID
-from yunion_mps.slurm.leases import JobLeases
+from yunion_mps.slurm.job_leases import JobLeases
 
 _FIELDS = ("id", "name", "devices")
 

@@ -12,7 +12,7 @@ from yunion_mps.cli.root import SuggestingGroup
 from yunion_mps.core.errors import HostError
 from yunion_mps.core.paths import Paths
 from yunion_mps.http.operations import GET_GPUS, GET_STATUS
-from yunion_mps.slurm.devices import (
+from yunion_mps.slurm.gres_conf import (
     gpus_for_slurm,
     gres_lines,
     install,
@@ -21,7 +21,7 @@ from yunion_mps.slurm.devices import (
     record_of,
 )
 from yunion_mps.slurm.hooks import Hooks
-from yunion_mps.slurm.node import slurm_node_name
+from yunion_mps.slurm.node_state import slurm_node_name
 
 
 @click.group("slurm", cls=SuggestingGroup, short_help="Let Slurm assign devices to its jobs.")

@@ -6,8 +6,8 @@ needs the host's inventory, and is left to `planning`.
 
 from __future__ import annotations
 
-from yunion_mps.config.devices import DEVICE_FILE_KEYS, read_devices
-from yunion_mps.config.host import KEYS, read_host
+from yunion_mps.config.device_file import DEVICE_FILE_KEYS, read_devices
+from yunion_mps.config.host_conf import KEYS, read_host
 from yunion_mps.core.errors import Problem
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.settings import Config

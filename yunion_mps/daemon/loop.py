@@ -29,7 +29,7 @@ from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services
-from yunion_mps.slurm.instances import write_instances
+from yunion_mps.slurm.recreated_instances import write_instances
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from yunion_mps.doctor.checks import (
     warning,
 )
 from yunion_mps.host.files import open_regular, read_text
-from yunion_mps.inventory.events import kernel_records
+from yunion_mps.inventory.gpu_events import kernel_records
 from yunion_mps.mps.directory_access import find_access_problems
 
 #: A control daemon empties its log at 1 MiB; NVIDIA's server log and the sockets need little more.

@@ -16,8 +16,8 @@ from yunion_mps.http.operation import Operation
 from yunion_mps.http.operations import GET_DEVICES, GET_HEALTH, GET_POOLS
 from yunion_mps.http.parameters import Value
 from yunion_mps.http.transport import Retrier
-from yunion_mps.kubernetes.devices import DeviceT
 from yunion_mps.kubernetes.metrics import DAEMON, Counts
+from yunion_mps.kubernetes.offered import DeviceT
 
 if TYPE_CHECKING:
     from yunion_mps.answers import PoolJson

@@ -17,7 +17,7 @@ from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.kubernetes.api.credentials import ApiCredentials, find_credentials
 from yunion_mps.kubernetes.api.server import ApiServer
-from yunion_mps.kubernetes.device_plugin.leases import ContainerLeases
+from yunion_mps.kubernetes.device_plugin.container_leases import ContainerLeases
 from yunion_mps.kubernetes.device_plugin.node_resources import NodeResources, OfferWatch
 from yunion_mps.kubernetes.device_plugin.plugin import DevicePlugin
 from yunion_mps.kubernetes.device_plugin.registration import Registration

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from yunion_mps.config.devices import MEMORY_UNITS
+from yunion_mps.config.device_file import MEMORY_UNITS
 from yunion_mps.config.document import (
     FileProblemError,
     MappingNode,

@@ -13,7 +13,7 @@ from yunion_mps.core.models import Event
 from yunion_mps.core.paths import Paths
 from yunion_mps.host.proc import command_of, uid_of, user_name
 from yunion_mps.host.threads import on_thread
-from yunion_mps.inventory.events import processes_of_xids
+from yunion_mps.inventory.gpu_events import processes_of_xids
 from yunion_mps.observe.observer import Observer
 from yunion_mps.supervisor import Supervisor
 

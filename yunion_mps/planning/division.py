@@ -18,6 +18,7 @@ from yunion_mps.core.enums import KEEP, MPS, NORMAL, NOT_SHARED, TIME_SLICING, W
 from yunion_mps.core.errors import NotFoundError
 from yunion_mps.core.identity import uuid5
 from yunion_mps.core.models import (
+    DEFAULT,
     EXCLUSIVE_PROCESS,
     PROHIBITED,
     Device,
@@ -133,6 +134,19 @@ def unusable_reason(gpu: Gpu, sharing: str = MPS, *, keeps_mode: bool = False) -
             what, reasons.COMPUTE_MODE_FIXED if gpu.mode_is_fixed else reasons.COMPUTE_MODE_PROHIBITED
         )
     return NO_REASON
+
+
+def mode_for(gpu: Gpu, way: str) -> tuple[str, str]:
+    """Return the UUID of the whole GPU, and the compute mode that this way of sharing requires of it.
+
+    Under MPS, only its server should create contexts, for which NVIDIA recommends EXCLUSIVE_PROCESS. Time
+    slices are shared in the mode Default, and so are MIG instances: MIG does not support EXCLUSIVE_PROCESS.
+
+    Source: NVIDIA: Multi-Process Service, section "GPU Compute Modes"; Multi-Instance GPU User Guide, section
+    "MIG with CUDA MPS".
+    """
+    is_exclusive = way == MPS and not gpu.parent
+    return gpu.parent or str(gpu.uuid), EXCLUSIVE_PROCESS if is_exclusive else DEFAULT
 
 
 def divide(entry: DeviceEntry, gpu: Gpu, config: Config, domain: str, clients: int) -> PlannedGpu:

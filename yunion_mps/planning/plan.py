@@ -38,13 +38,14 @@ from yunion_mps.planning.division import (
     enforces_budgets,
     keeps_mode,
     max_clients,
+    mode_for,
     pools_of,
     unusable_reason,
 )
 from yunion_mps.planning.entries import Resolution, reservations, resolve_entries
 from yunion_mps.planning.mig import instances_of
 from yunion_mps.planning.multiuser import is_multiuser, multiuser_warnings
-from yunion_mps.planning.sharing import direct_devices, divide_directly, mode_for
+from yunion_mps.planning.without_mps import direct_devices, divide_directly
 
 
 class ModeChange(NamedTuple):

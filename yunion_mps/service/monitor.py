@@ -18,7 +18,7 @@ from yunion_mps.core.reasons import DRIVER_HUNG, DRIVER_MISMATCH, Reason
 from yunion_mps.host.log import Failures
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.driver import Deadline, replaced_library
-from yunion_mps.inventory.events import EventWatch
+from yunion_mps.inventory.gpu_events import EventWatch
 from yunion_mps.inventory.nvml import Load, Nvml
 from yunion_mps.inventory.scan import Scanner, not_found
 from yunion_mps.observe.clients import XidAnalyzer

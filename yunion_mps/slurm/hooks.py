@@ -25,12 +25,12 @@ from yunion_mps.core.reasons import INFEASIBLE, OTHER_USER, SERVER_START_FAILED,
 from yunion_mps.core.text import printable
 from yunion_mps.host.files import write_atomically
 from yunion_mps.http.transport import OnMessage, refuse_unreachable
-from yunion_mps.slurm.devices import Record, pending_change, read_record, why_no_jobs
-from yunion_mps.slurm.instances import current_environment
+from yunion_mps.slurm.gres_conf import Record, pending_change, read_record, why_no_jobs
 from yunion_mps.slurm.job import JOB_ID, Job, is_about_to_be_killed, job_id_of, job_of
 from yunion_mps.slurm.job_file import JobFile, read_job_file, write_job_file
-from yunion_mps.slurm.leases import Assignment, JobLeases, held_outside, still_used
-from yunion_mps.slurm.node import SlurmError, SlurmNode, counts_of
+from yunion_mps.slurm.job_leases import Assignment, JobLeases, held_outside, still_used
+from yunion_mps.slurm.node_state import SlurmError, SlurmNode, counts_of
+from yunion_mps.slurm.recreated_instances import current_environment
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DeviceJson, LeaseDetailsJson

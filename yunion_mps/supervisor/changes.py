@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps.config import KEYS
-from yunion_mps.config.devices import MEMORY_UNITS
+from yunion_mps.config.device_file import MEMORY_UNITS
 from yunion_mps.core import reasons
 from yunion_mps.core.models import DomainPlan, Event, Gpu, Plan
 from yunion_mps.core.settings import Config

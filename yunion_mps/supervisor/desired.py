@@ -18,8 +18,8 @@ from yunion_mps.gpus.mig_layout import ConfirmedLosses
 from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import find_control_program
+from yunion_mps.planning.kept_sharing import keep_sharing
 from yunion_mps.planning.plan import below_root, make_plan
-from yunion_mps.planning.sharing import keep_sharing
 from yunion_mps.supervisor.changes import Change, changes_to, setting_changes
 from yunion_mps.supervisor.domain_directories import DomainDirectories
 from yunion_mps.supervisor.fleet import Fleet

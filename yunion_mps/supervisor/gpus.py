@@ -20,7 +20,7 @@ from yunion_mps.core.models import PROHIBITED, Event, Gpu, Inventory, MeantGpu, 
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import NO_REASON, Reason
 from yunion_mps.host.files import write_atomically
-from yunion_mps.inventory.events import xid_meaning
+from yunion_mps.inventory.gpu_events import xid_meaning
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import (
     Scanner,

@@ -12,7 +12,7 @@ from yunion_mps.gpus.blockers import servers_of
 from yunion_mps.mps.domain import Domain
 from yunion_mps.planning.division import pools_of, with_memory
 from yunion_mps.planning.plan import devices_of
-from yunion_mps.planning.sharing import direct_devices
+from yunion_mps.planning.without_mps import direct_devices
 
 
 def in_effect(

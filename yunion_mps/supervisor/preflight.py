@@ -37,10 +37,11 @@ from yunion_mps.mps.processes import (
     our_processes,
     server_path,
 )
+from yunion_mps.planning.division import mode_for
 from yunion_mps.planning.entries import confirm_replacements
+from yunion_mps.planning.kept_sharing import ways_of_sharing
 from yunion_mps.planning.mig import with_layouts
 from yunion_mps.planning.plan import make_plan, without_root
-from yunion_mps.planning.sharing import mode_for, ways_of_sharing
 from yunion_mps.supervisor.domain_directories import DomainDirectories
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from yunion_mps.core.paths import Paths
-from yunion_mps.slurm.devices import (
+from yunion_mps.slurm.gres_conf import (
     Record,
     RecordedDevice,
 )

@@ -10,7 +10,7 @@ from yunion_mps.core.paths import Paths
 from yunion_mps.slurm.hooks import Hooks, environment_of_task, number_of_shards
 from yunion_mps.slurm.job import Job, indices_of
 from yunion_mps.slurm.job_file import JobFile
-from yunion_mps.slurm.node import counts_of
+from yunion_mps.slurm.node_state import counts_of
 
 from unit.slurm.slurm_answers import RECORD, write_record
 

@@ -7,7 +7,7 @@ import os
 import re
 
 import pytest
-from yunion_mps.inventory.events import EventWatch
+from yunion_mps.inventory.gpu_events import EventWatch
 from yunion_mps.service import offline
 
 from simhost import SimHost

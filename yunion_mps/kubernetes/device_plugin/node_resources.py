@@ -16,11 +16,11 @@ from yunion_mps.core.tasks import cancel, first_of
 from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.http.operations import GET_GPUS
 from yunion_mps.kubernetes.daemon_watch import DaemonWatch
-from yunion_mps.kubernetes.device_plugin.leases import ContainerLeases
+from yunion_mps.kubernetes.device_plugin.container_leases import ContainerLeases
 from yunion_mps.kubernetes.device_plugin.resources import DeviceResource, ExtendedResource, MemoryResource
-from yunion_mps.kubernetes.devices import KnownDevice, select_offered
 from yunion_mps.kubernetes.features import GpuKind
 from yunion_mps.kubernetes.metrics import Counts, ResourceHealth
+from yunion_mps.kubernetes.offered import KnownDevice, select_offered
 from yunion_mps.kubernetes.options import PluginOptions
 
 if TYPE_CHECKING:

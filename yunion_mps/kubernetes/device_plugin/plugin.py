@@ -18,7 +18,7 @@ from yunion_mps.core.errors import BusyError, InfeasibleError, NothingFreeError,
 from yunion_mps.core.models import CDI_KIND
 from yunion_mps.core.tasks import within
 from yunion_mps.core.text import count, printable
-from yunion_mps.kubernetes.device_plugin.leases import ContainerLeases
+from yunion_mps.kubernetes.device_plugin.container_leases import ContainerLeases
 from yunion_mps.kubernetes.device_plugin.resources import (
     ExtendedResource,
     Offer,

@@ -25,10 +25,10 @@ from yunion_mps.kubernetes.device_plugin.lease_names import (
     lease_prefix,
     resource_digest,
 )
-from yunion_mps.kubernetes.devices import KnownDevice, unhealthy_cause
 from yunion_mps.kubernetes.kubelet.device_plugin_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.kubelet.grpc import RpcError, StatusCode
 from yunion_mps.kubernetes.metrics import ResourceHealth
+from yunion_mps.kubernetes.offered import KnownDevice, unhealthy_cause
 from yunion_mps.kubernetes.options import PluginOptions
 from yunion_mps.planning.division import pool_percentage
 from yunion_mps.planning.environment import DEVICE_VARIABLE

@@ -26,8 +26,8 @@ from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes.api.objects import InvalidObjectError, Resource
 from yunion_mps.kubernetes.api.server import ApiServer, MissingObjectError
 from yunion_mps.kubernetes.daemon_watch import RESTART_S, call_patiently
-from yunion_mps.kubernetes.dra.devices import DRIVER, ClaimRequest
-from yunion_mps.kubernetes.dra.objects import API_VERSION, SINCE, AllocatedDevice, ResourceClaim
+from yunion_mps.kubernetes.dra.resource_objects import API_VERSION, SINCE, AllocatedDevice, ResourceClaim
+from yunion_mps.kubernetes.dra.slice_devices import DRIVER, ClaimRequest
 from yunion_mps.kubernetes.kubelet.pod_resources_api import list_containers
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from yunion_mps.kubernetes.api.credentials import ApiCredentials, ApiServerError
 from yunion_mps.kubernetes.api.server import ApiServer, Backoff
 from yunion_mps.kubernetes.daemon_watch import RESTART_S
 from yunion_mps.kubernetes.dra.claims import GONE_S, ClaimLeases, ClaimName
-from yunion_mps.kubernetes.dra.devices import DRIVER, OfferedDevice, requested_by
-from yunion_mps.kubernetes.dra.host import HOST_TIMES, DraHost, HostTimes
-from yunion_mps.kubernetes.dra.objects import AllocatedDevice
+from yunion_mps.kubernetes.dra.host_watch import HOST_TIMES, DraHost, HostTimes
+from yunion_mps.kubernetes.dra.resource_objects import AllocatedDevice
+from yunion_mps.kubernetes.dra.slice_devices import DRIVER, OfferedDevice, requested_by
 from yunion_mps.kubernetes.dra.slices import INTERVAL_S, SlicePublisher
 from yunion_mps.kubernetes.features import GpuKind, labels_of
 from yunion_mps.kubernetes.kubelet import dra_api, grpc

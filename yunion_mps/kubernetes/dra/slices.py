@@ -22,8 +22,8 @@ from yunion_mps.core.tasks import first_of
 from yunion_mps.kubernetes.api.credentials import ApiServerError
 from yunion_mps.kubernetes.api.objects import ApiObject, ObjectMeta, OwnerReference, Resource
 from yunion_mps.kubernetes.api.server import NODES, ApiServer, Backoff
-from yunion_mps.kubernetes.dra.devices import DRIVER, OfferedDevice
-from yunion_mps.kubernetes.dra.objects import API_VERSION, SINCE, DeviceTaint, SliceDevice
+from yunion_mps.kubernetes.dra.resource_objects import API_VERSION, SINCE, DeviceTaint, SliceDevice
+from yunion_mps.kubernetes.dra.slice_devices import DRIVER, OfferedDevice
 from yunion_mps.kubernetes.metrics import API_SERVER, Counts
 
 log = logging.getLogger(__name__)

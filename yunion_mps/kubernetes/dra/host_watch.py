@@ -18,7 +18,13 @@ from yunion_mps.http.client import AsyncDaemonClient, timeout_error
 from yunion_mps.http.operations import GET_GPUS, GET_LEASES, GET_STATUS
 from yunion_mps.kubernetes.daemon_watch import HANG_S, PROBE_S, DaemonWatch
 from yunion_mps.kubernetes.dra.claims import is_claim_lease
-from yunion_mps.kubernetes.dra.devices import DRIVER, HostDevice, HostFacts, OfferedDevice, offered_devices
+from yunion_mps.kubernetes.dra.slice_devices import (
+    DRIVER,
+    HostDevice,
+    HostFacts,
+    OfferedDevice,
+    offered_devices,
+)
 from yunion_mps.kubernetes.kubelet.device_plugin_api import HEALTHY, UNHEALTHY
 from yunion_mps.kubernetes.metrics import Counts, ResourceHealth
 

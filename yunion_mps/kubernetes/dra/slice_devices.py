@@ -16,8 +16,7 @@ from yunion_mps.core.addresses import full_address, is_on_instance, physical_gpu
 from yunion_mps.core.enums import AVAILABLE, LEASED, MIG, MPS, NOT_SHARED, UNAVAILABLE
 from yunion_mps.core.errors import InfeasibleError
 from yunion_mps.kubernetes.api.quantities import memory_quantity, percentage_quantity, quantity
-from yunion_mps.kubernetes.devices import KnownDevice, select_offered, unhealthy_cause
-from yunion_mps.kubernetes.dra.objects import (
+from yunion_mps.kubernetes.dra.resource_objects import (
     AllocatedDevice,
     DeviceAttribute,
     DeviceCapacity,
@@ -25,6 +24,7 @@ from yunion_mps.kubernetes.dra.objects import (
     RequestRange,
     SliceDevice,
 )
+from yunion_mps.kubernetes.offered import KnownDevice, select_offered, unhealthy_cause
 
 if TYPE_CHECKING:
     from yunion_mps import answers

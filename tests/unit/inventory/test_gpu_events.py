@@ -11,7 +11,7 @@ from typing import Optional
 
 import pytest
 from yunion_mps.core.paths import Paths
-from yunion_mps.inventory.events import EventWatch, processes_of_xids, xid_meaning
+from yunion_mps.inventory.gpu_events import EventWatch, processes_of_xids, xid_meaning
 
 from unit.inventory.conftest import OpenedHost, OpenHost
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from yunion_mps.core.reasons import GPU_LOST, Reason
-from yunion_mps.slurm.devices import pending_change
+from yunion_mps.slurm.gres_conf import pending_change
 from yunion_mps.slurm.job import is_about_to_be_killed, job_of, stale_leases
-from yunion_mps.slurm.leases import Assignment, held_outside
-from yunion_mps.slurm.node import NodeState, SlurmNode, drain_reason, parse_jobs, parse_state
+from yunion_mps.slurm.job_leases import Assignment, held_outside
+from yunion_mps.slurm.node_state import NodeState, SlurmNode, drain_reason, parse_jobs, parse_state
 
 from unit.slurm.slurm_answers import MIXED, lease
 

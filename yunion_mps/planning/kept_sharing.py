@@ -1,25 +1,20 @@
-"""GPUs that are shared without MPS, and the change of a GPU from one way of sharing to another."""
+"""How GPUs are shared until the leases of their devices end, while another way is desired."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from yunion_mps.core.enums import MIG, MPS, NOT_SHARED, TIME_SLICING
-from yunion_mps.core.identity import uuid5
 from yunion_mps.core.models import (
-    DEFAULT,
-    EXCLUSIVE_PROCESS,
-    Device,
     DirectGpu,
     DomainPlan,
     Gpu,
     Plan,
     PlannedGpu,
-    gpus_by_uuid,
 )
 from yunion_mps.core.reasons import LEASES_PENDING
-from yunion_mps.core.settings import DeviceEntry
 from yunion_mps.core.waits import NO_USERS, Users, wait_reason
+from yunion_mps.planning.division import mode_for
 
 #: Instead of a way of sharing: the GPU is no longer divided.
 _REMOVED = ""
@@ -28,55 +23,6 @@ _CHANGES = {
     NOT_SHARED: "the change to a single device",
     _REMOVED: "the removal of its devices",
 }
-
-
-def mode_for(gpu: Gpu, way: str) -> tuple[str, str]:
-    """Return the UUID of the whole GPU, and the compute mode that this way of sharing requires of it.
-
-    Under MPS, only its server should create contexts, for which NVIDIA recommends EXCLUSIVE_PROCESS. Time
-    slices are shared in the mode Default, and so are MIG instances: MIG does not support EXCLUSIVE_PROCESS.
-
-    Source: NVIDIA: Multi-Process Service, section "GPU Compute Modes"; Multi-Instance GPU User Guide, section
-    "MIG with CUDA MPS".
-    """
-    is_exclusive = way == MPS and not gpu.parent
-    return gpu.parent or str(gpu.uuid), EXCLUSIVE_PROCESS if is_exclusive else DEFAULT
-
-
-def divide_directly(entry: DeviceEntry, gpu: Gpu) -> DirectGpu:
-    """Divide the GPU, which is not shared through MPS, into the equal devices of a valid entry."""
-    uuid = str(gpu.uuid)
-    count = entry.virtual_number
-    if entry.sharing == NOT_SHARED:
-        percentage = gpu.sm_percentage or 100.0
-        return DirectGpu(uuid, gpu.memory_mib, 1, NOT_SHARED, percentage)
-    share_mib = None if gpu.memory_mib is None else gpu.memory_mib // count
-    return DirectGpu(uuid, share_mib, count, entry.sharing)
-
-
-def direct_devices(host_id: str, direct: Iterable[DirectGpu], gpus: Iterable[Gpu]) -> list[Device]:
-    """Return the devices of these GPUs, in the order of slots, as far as the GPUs are among `gpus`."""
-    by_uuid = gpus_by_uuid(gpus)
-    devices: list[Device] = []
-    for shared in direct:
-        gpu = by_uuid.get(shared.uuid)
-        if gpu is None:
-            continue
-        for slot in range(shared.device_count):
-            device = Device(
-                id=uuid5(host_id, f"{gpu.identity or shared.uuid}/{slot}"),
-                addr=gpu.address if shared.sharing == NOT_SHARED else f"{gpu.address}-{slot}",
-                gpu_uuid=shared.uuid,
-                slot=slot,
-                memory_limit_mib=shared.memory_limit_mib,
-                memory_total_mib=gpu.memory_mib,
-                thread_percentage=shared.thread_percentage,
-                budget_enforced=shared.sharing == NOT_SHARED,
-                domain="",
-                sharing=shared.sharing,
-            )
-            devices.append(device)
-    return devices
 
 
 def ways_of_sharing(plan: Plan) -> dict[str, str]:

@@ -9,14 +9,14 @@ import pytest
 from yunion_mps.core.errors import HostError, NotFoundError
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import SLURM_DEVICES_CHANGED
-from yunion_mps.slurm.devices import (
+from yunion_mps.slurm.gres_conf import (
     gpus_for_slurm,
     gres_lines,
     node_lines,
     read_record,
     record_of,
 )
-from yunion_mps.slurm.node import counts_of
+from yunion_mps.slurm.node_state import counts_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import GpuJson

@@ -9,8 +9,9 @@ from yunion_mps.core.models import Device, DirectGpu, Plan
 from yunion_mps.core.reasons import COMPUTE_MODE_EXCLUSIVE, GPU_LOST, LEASES_PENDING, Reason
 from yunion_mps.core.settings import DeviceEntry
 from yunion_mps.planning.environment import client_environment
+from yunion_mps.planning.kept_sharing import keep_sharing, ways_of_sharing
 from yunion_mps.planning.plan import make_plan
-from yunion_mps.planning.sharing import divide_directly, keep_sharing, ways_of_sharing
+from yunion_mps.planning.without_mps import divide_directly
 
 from unit.builders import MACHINE_ID, config, entry, gpu, inventory, planned
 

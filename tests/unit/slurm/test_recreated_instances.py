@@ -11,7 +11,7 @@ import pytest
 from yunion_mps.core.errors import HostError
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import GPU_LOST, MIG_INSTANCE_GONE
-from yunion_mps.slurm.instances import current_environment, write_instances
+from yunion_mps.slurm.recreated_instances import current_environment, write_instances
 
 from unit.slurm.slurm_answers import device, lease
 
