@@ -103,7 +103,7 @@ def _report_text(report: Report, *, nagios: bool) -> str:
         for finding in findings[:_MAX_ALIKE]:
             text += wrapped(f"{begin} {finding.what}", _REPORT_INDENT)
             text += hint_text(finding.hint, f"{'':<8} Hint: ", _REPORT_INDENT)
-        left = len(findings) - _MAX_ALIKE
-        if left > 0:
-            text += wrapped(f"{begin} {left} more like this (list all: -o csv)", _REPORT_INDENT)
+        more = len(findings) - _MAX_ALIKE
+        if more > 0:
+            text += wrapped(f"{begin} {more} more like this (list all: -o csv)", _REPORT_INDENT)
     return text

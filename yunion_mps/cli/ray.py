@@ -76,8 +76,8 @@ def start_ray_node(options: tuple[str, ...]) -> None:
       yunion-mps ray start --block --address=head:6379 --num-gpus=0
       yunion-mps ray start --head --resources='{"yunion_mps": 2}'
     """
-    given, others = _split(options)
-    merged = json.dumps({**_resources(), **given})
+    resources, others = _split(options)
+    merged = json.dumps({**_resources(), **resources})
     argv = ["ray", "start", f"{_OPTION}={merged}", *others]
     try:
         os.execvpe("ray", argv, {**_NO_IDLE_WORKERS, **os.environ})  # noqa: S606 - no shell is the point
@@ -117,16 +117,16 @@ def _is_offered(record: DeviceJson | PoolJson) -> bool:
 
 def _split(options: Sequence[str]) -> tuple[dict[str, object], list[str]]:
     """Return the resources in `options`, and the other options; raises UsageError."""
-    given: dict[str, object] = {}
+    resources: dict[str, object] = {}
     others = []
     words = iter(options)
     for word in words:
         name, equals, value = word.partition("=")
         if name == _OPTION:
-            given.update(_json_object(value if equals else next(words, "")))
+            resources.update(_json_object(value if equals else next(words, "")))
         else:
             others.append(word)
-    return given, others
+    return resources, others
 
 
 def _json_object(text: str) -> dict[str, object]:

@@ -50,12 +50,12 @@ class EngineCommand(RequestCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the command line; raises UsageError."""
-        given = list(args)  # click removes what it has parsed
+        words = list(args)  # click removes what it has parsed
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             for engine in ("docker", "podman"):
-                if f"--{engine}" in given:
+                if f"--{engine}" in words:
                     name = error.option_name
                     example = f"yunion-mps run --{engine} -- {name} … IMAGE"
                     what = f"run has no option {name}; write {engine}'s options after --: {example}"

@@ -102,9 +102,9 @@ def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationListJs
                 what = f"PID {pid} uses no GPU, but holds lease {lease['id'][:ID_LENGTH]}"
                 raise NotFoundError(what, f"terminate it, and the lease ends as well: kill {pid}")
         raise NotFoundError(f"PID {pid} is not an MPS client", "list the clients: yunion-mps who --clients")
-    who = _describe(client)
-    outside_mps = f"{who} runs outside MPS, so no MPS server disconnects it first. Terminate it?"
-    confirm(outside_mps if client.get("mps") is False else f"Terminate {who}?", yes)
+    process = _describe(client)
+    outside_mps = f"{process} runs outside MPS, so no MPS server disconnects it first. Terminate it?"
+    confirm(outside_mps if client.get("mps") is False else f"Terminate {process}?", yes)
     return _terminations(call_daemon(TERMINATE_CLIENT, pid=pid, signals=_signals(force)))
 
 
@@ -174,8 +174,8 @@ def _find(target: str) -> _Target:
 
 
 def _describe(process: AnyClient | TerminationJson) -> str:
-    who = cell(process["user"] or "an unknown user")
-    return f"PID {process['pid']} ({cell(process['command'] or 'unknown')}) of {who}"
+    user = cell(process["user"] or "an unknown user")
+    return f"PID {process['pid']} ({cell(process['command'] or 'unknown')}) of {user}"
 
 
 def _line(termination: TerminationJson) -> str:

@@ -74,13 +74,13 @@ class HostOverview(NamedTuple):
 
 
 def _memory(gpus: Sequence[GpuJson], clients: Sequence[MpsClientJson]) -> dict[str, int]:
-    used = memory_by_gpu(clients)
+    memory = memory_by_gpu(clients)
     addresses = {gpu["uuid"]: gpu["addr"] for gpu in gpus}
     for gpu in gpus:
-        if gpu["parent"] in addresses and gpu["addr"] in used:
+        if gpu["parent"] in addresses and gpu["addr"] in memory:
             whole = addresses[gpu["parent"]]
-            used[whole] = used.get(whole, 0) + used[gpu["addr"]]
-    return used
+            memory[whole] = memory.get(whole, 0) + memory[gpu["addr"]]
+    return memory
 
 
 def way_of(gpu: GpuJson) -> str | None:

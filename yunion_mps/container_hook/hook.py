@@ -142,9 +142,9 @@ def _taken_error(name: str, daemon: DaemonClient) -> YunionError | None:
     with contextlib.suppress(YunionError):
         for lease in daemon.call(GET_LEASES)["leases"]:
             if name == ALL or name in lease["devices"]:
-                who = lease["container"] or lease["name"] or lease["command"] or lease["user"]
+                holder = lease["container"] or lease["name"] or lease["command"] or lease["user"]
                 where = f", PID {lease['pid']}" if lease["pid"] else ""
-                taken = ", ".join(lease["devices"])
-                what = f"device {taken} is in use: {who} of {lease['user']}{where}"
+                devices = ", ".join(lease["devices"])
+                what = f"device {devices} is in use: {holder} of {lease['user']}{where}"
                 return NothingFreeError(what, "see: yunion-mps who")
     return None

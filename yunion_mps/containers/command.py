@@ -113,10 +113,10 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, value if equals or name in _PLAIN else next(remaining, "")
             continue
         for index, letter in enumerate(word[1:], start=2):
-            rest = word[index:]
-            if rest.startswith("="):
-                yield _LONG_NAMES.get(letter, letter), rest[1:]
+            remainder = word[index:]
+            if remainder.startswith("="):
+                yield _LONG_NAMES.get(letter, letter), remainder[1:]
                 break
             if letter not in _PLAIN_LETTERS:
-                yield _LONG_NAMES.get(letter, letter), rest or next(remaining, "")
+                yield _LONG_NAMES.get(letter, letter), remainder or next(remaining, "")
                 break

@@ -315,9 +315,9 @@ def _entries(value: Any, fields: _Fields) -> tuple[Entry, ...]:
         if not isinstance(entry, dict):
             raise _not_understood()
         values: dict[str, object] = {}
-        for name, read in fields.items():
-            if entry.get(name) is not None or read in _NEEDED:
-                values[name] = read(entry.get(name))
+        for name, parse in fields.items():
+            if entry.get(name) is not None or parse in _NEEDED:
+                values[name] = parse(entry.get(name))
         entries.append(values)
     return tuple(entries)
 

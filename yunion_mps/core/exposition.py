@@ -100,12 +100,12 @@ def _family(library: _Library, metric: Family) -> Any:
     suffix = _SUFFIXES.get(metric.kind, "")
     name = metric.name[: -len(suffix)] if suffix else metric.name
     family = library.families[metric.kind](name, metric.help, labels=metric.labels)
-    seen = set()
+    labels_written = set()
     for labels, value, *total in metric.samples:
         # Two domains may have the same name for a while, during a replacement.
-        if value is None or labels in seen:
+        if value is None or labels in labels_written:
             continue
-        seen.add(labels)
+        labels_written.add(labels)
         if metric.kind == INFO:  # the only text from elsewhere: driver versions, GPU names
             value = {key: printable(text) for key, text in value.items()}
         if metric.kind == HISTOGRAM:

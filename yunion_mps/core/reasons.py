@@ -24,9 +24,9 @@ class Reason(str):
     code: str
 
     def __new__(cls, text: str, code: str) -> Reason:  # noqa: PYI034 - there is no Self before 3.11
-        made = super().__new__(cls, text)
-        made.code = code
-        return made
+        reason = super().__new__(cls, text)
+        reason.code = code
+        return reason
 
 
 NO_REASON = Reason("", "")

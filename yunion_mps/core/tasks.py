@@ -25,8 +25,8 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]], retry_s: float = _RETRY_S
     while pending:
         for task in pending:
             task.cancel()
-        done, pending = await asyncio.wait(pending, timeout=retry_s)
-        await asyncio.gather(*done, return_exceptions=True)
+        ended, pending = await asyncio.wait(pending, timeout=retry_s)
+        await asyncio.gather(*ended, return_exceptions=True)
 
 
 async def within(timeout_s: float, work: Awaitable[T], error: Exception) -> T:
@@ -53,8 +53,8 @@ async def first_of(*work: Awaitable[object]) -> None:
     """
     tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
         await cancel(tasks)
-    for task in done:
+    for task in ended:
         task.result()

@@ -102,8 +102,8 @@ def wait_reason(what: str, users: Users | str, code: str) -> Reason:
 
     Instead of users that are known, their description may be given.
     """
-    known = users if isinstance(users, Users) else NO_USERS
-    return Wait(f"{what} waits for {users} to end", code, known)
+    text = f"{what} waits for {users} to end"
+    return Wait(text, code, users if isinstance(users, Users) else NO_USERS)
 
 
 def users_awaited(reason: str) -> Users:

@@ -285,9 +285,9 @@ class Host:
             served.pop(gpu.pci_address, None)
             if gpu.uuid in uuids or gpu.pci_address in addresses:
                 ours.append(gpu)
-        for address, gone in served.items():
-            reason = Reason(gone["reason"], gone["reason_code"])
-            ours.append(Gpu(address, gone["uuid"], gone["name"], reason=reason))
+        for address, unserved in served.items():
+            reason = Reason(unserved["reason"], unserved["reason_code"])
+            ours.append(Gpu(address, unserved["uuid"], unserved["name"], reason=reason))
         if not ours:
             raise self.nothing_divided()
         return ours

@@ -71,27 +71,28 @@ def driver(host: Host) -> Findings:
             raise SkipError(f"{error.message}; {_NOT_NEEDED}") from None
         return [problem(error.message, error.hint)]
     findings = []
-    read = set()
-    for part, what, other in _versions(host):
-        read.add(part)
-        if other != version:
-            level = warning if other.partition(".")[0] == version.partition(".")[0] else problem
-            findings.append(level(f"{what} is version {other}, but the driver is version {version}", _UPDATE))
-    return findings or [ok(_describe_versions(version, read, needs_program=host.uses_mps()))]
+    known_parts = set()
+    for part, what, other_version in _versions(host):
+        known_parts.add(part)
+        if other_version != version:
+            level = warning if other_version.partition(".")[0] == version.partition(".")[0] else problem
+            text = f"{what} is version {other_version}, but the driver is version {version}"
+            findings.append(level(text, _UPDATE))
+    return findings or [ok(_describe_versions(version, known_parts, needs_program=host.uses_mps()))]
 
 
-def _describe_versions(version: str, read: Collection[str], *, needs_program: bool) -> str:
+def _describe_versions(version: str, known_parts: Collection[str], *, needs_program: bool) -> str:
     """Say which parts of the driver match, and of which the version is not known."""
     matching: list[str] = []
     unknown: list[str] = []
     for part in _PARTS:
-        if part in read:
+        if part in known_parts:
             matching.append(part)
         elif part != _PROGRAMS or needs_program:
             unknown.append(part)
     text = f"version {version}"
     if matching:
-        is_one = len(read) == 1 and _PROGRAMS not in read
+        is_one = len(known_parts) == 1 and _PROGRAMS not in known_parts
         verb = "matches" if is_one else "match"
         text += f"; {list_of(matching)} {verb}"
     if unknown:

@@ -287,8 +287,8 @@ def _check_visibility(host: Host, pid: int, domain: DomainPlan | None) -> Iterat
     except DriverError:
         return
     for path in _loaded_libcuda(pid):
-        other = library_version(path)
-        if other and other != version:
+        loaded_version = library_version(path)
+        if loaded_version and loaded_version != version:
             what = f"PID {pid} has loaded {path}, but the driver is version {version}"
             yield warning(
                 what, "make it use the host's libcuda: remove compat libraries from LD_LIBRARY_PATH"
@@ -311,15 +311,15 @@ def _without_env(environ: dict[str, str], argv: list[str]) -> tuple[dict[str, st
     """Return the environment and the command, without `NAME=VALUE` words and env(1) with its options."""
     takes_options = False
     while argv:
-        word, *rest = argv
+        word, *arguments = argv
         name, equals, value = word.partition("=")
         if takes_options and word.startswith("-"):
             if word in ("-i", "-", "--ignore-environment"):
                 environ = {}
-            elif word in ("-u", "--unset") and rest:
-                environ.pop(rest.pop(0), None)
+            elif word in ("-u", "--unset") and arguments:
+                environ.pop(arguments.pop(0), None)
             elif word in ("-C", "--chdir"):
-                del rest[:1]
+                del arguments[:1]
         elif equals and name.isidentifier():
             environ[name] = value
             takes_options = False
@@ -327,7 +327,7 @@ def _without_env(environ: dict[str, str], argv: list[str]) -> tuple[dict[str, st
             takes_options = True
         else:
             break
-        argv = rest
+        argv = arguments
     return environ, argv
 
 

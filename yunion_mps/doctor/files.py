@@ -188,8 +188,8 @@ def shm(host: Host) -> Findings:
         what = f"{directory} has only {size >> 20} MiB in total, too little for many clients"
         findings.append(warning(what, f"mount -o remount,size=1G {directory}; docker run --shm-size 1g"))
     if free < _LEAST_SHM_FREE_BYTES or (system.f_files and not system.f_favail):
-        left = f"{free >> 20} MiB and {system.f_favail} inodes free"
-        what = f"{directory} is full ({left}): no MPS server can start"
+        available = f"{free >> 20} MiB and {system.f_favail} inodes free"
+        what = f"{directory} is full ({available}): no MPS server can start"
         hint = f"list its largest files (ls -laS {directory}), and remove those that no process uses"
         findings.append(problem(what, hint))
     return findings or [ok(f"{free >> 20} of {size >> 20} MiB free")]

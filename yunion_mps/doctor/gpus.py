@@ -357,17 +357,17 @@ def _describe_modes(gpus: Sequence[Gpu], plan: Plan, *, is_served: bool) -> str:
     """Describe the modes, all of which are right: those that are set, kept, and not known."""
     modes: set[str] = set()
     unknown: list[str] = []
-    kept: list[str] = []
+    unchanged: list[str] = []
     for gpu in gpus:
         if gpu.compute_mode is None:
             unknown.append(gpu.address)
         else:
             modes.add(gpu.compute_mode)
         if gpu.pci_address in plan.kept_modes:
-            kept.append(gpu.address)
+            unchanged.append(gpu.address)
     parts = [", ".join(sorted(modes))] if modes else []
-    if kept:
-        where = "" if len(kept) == len(gpus) else f" on {', '.join(kept)}"
+    if unchanged:
+        where = "" if len(unchanged) == len(gpus) else f" on {', '.join(unchanged)}"
         parts.append(f"left unchanged{where} because cuda_mps_compute_mode is keep")
     elif not plan.compute_modes and not unknown:
         parts.append("left unchanged because no GPU can be divided")

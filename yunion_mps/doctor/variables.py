@@ -124,8 +124,8 @@ def _check_visible(variables: Mapping[str, str], domain: DomainPlan, hint: str) 
     text = variables.get(VISIBLE)
     if text is None:
         if len(domain.gpu_uuids) > 1:
-            seen = f"all {len(domain.gpu_uuids)} GPUs of its control daemon"
-            yield warning(f"{VISIBLE} is not set, so the program sees {seen}", hint)
+            visible = f"all {len(domain.gpu_uuids)} GPUs of its control daemon"
+            yield warning(f"{VISIBLE} is not set, so the program sees {visible}", hint)
         return
     words = _words(text)
     unknown = [word for word in words if domain.gpu_uuids and _find_gpu(word, domain) is None]

@@ -42,12 +42,12 @@ def write_atomically(
     if dir_fd is None:
         os.makedirs(os.path.dirname(path) or ".", mode=directory_mode, exist_ok=True)
     directory, name = os.path.split(path)
-    new = os.path.join(directory, f"{'.' if hidden else ''}{name}{UNFINISHED}")
+    unfinished = os.path.join(directory, f"{'.' if hidden else ''}{name}{UNFINISHED}")
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(new, dir_fd=dir_fd)
+        os.unlink(unfinished, dir_fd=dir_fd)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     first_mode = _MODE if readable_by is None else _OWNER_MODE
-    descriptor = os.open(new, flags, first_mode, dir_fd=dir_fd)
+    descriptor = os.open(unfinished, flags, first_mode, dir_fd=dir_fd)
     try:
         with open(descriptor, "wb") as file:
             if readable_by is None:
@@ -58,10 +58,10 @@ def write_atomically(
             file.write(text.encode() if isinstance(text, str) else text)
             file.flush()
             info = os.fstat(descriptor)
-        os.replace(new, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        os.replace(unfinished, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except OSError:
         with contextlib.suppress(OSError):
-            os.unlink(new, dir_fd=dir_fd)
+            os.unlink(unfinished, dir_fd=dir_fd)
         raise
     return _version(info)
 

@@ -106,10 +106,10 @@ class Sandbox:
         """Return the path without symlinks, below the root; an absolute symlink is the host's own, too."""
         root = self._paths.root
         resolved = root
-        rest = path.split("/")
+        names = path.split("/")
         links = 0
-        while rest:
-            name = rest.pop(0)
+        while names:
+            name = names.pop(0)
             if name == "..":
                 resolved = os.path.dirname(resolved) if resolved != root else root
             if name in ("", ".", ".."):
@@ -123,7 +123,7 @@ class Sandbox:
             if target.startswith("/"):
                 target = self.shown(target)
                 resolved = root
-            rest = [*target.split("/"), *rest]
+            names = [*target.split("/"), *names]
         return resolved
 
     def shown(self, path: str) -> str:
@@ -153,8 +153,8 @@ class Sandbox:
                     yield Rule(self.resolve(path), mode, f"{setting}={value}")
         for setting, mode in (("BindPaths", BOUND), ("BindReadOnlyPaths", READ_ONLY)):
             for value in self._settings.get(setting, ()):
-                source, _, rest = value.lstrip("-").partition(":")
-                yield Rule(self.resolve(rest.partition(":")[0] or source), mode, f"{setting}={value}")
+                source, _, options = value.lstrip("-").partition(":")
+                yield Rule(self.resolve(options.partition(":")[0] or source), mode, f"{setting}={value}")
         for setting, parent in _CREATED.items():
             for value in self._settings.get(setting, ()):
                 yield Rule(self.resolve(f"{parent}/{value.partition(':')[0]}"), BOUND, f"{setting}={value}")

@@ -100,7 +100,7 @@ def _run(inbox: _Inbox) -> None:
     sys.settrace(getattr(threading, "_trace_hook", None))  # as threading.Thread does, for coverage
     is_kept = True
     while is_kept:
-        work, done = inbox.get()
+        work, report = inbox.get()
         result = None
         error: BaseException | None = None
         try:
@@ -112,5 +112,5 @@ def _run(inbox: _Inbox) -> None:
         is_kept = len(_idle) < _KEPT
         if is_kept:  # before `done`, whose caller may start more work immediately
             _idle.append(inbox)
-        done(result, error)
-        del work, done, result, error  # keep no reference while waiting
+        report(result, error)
+        del work, report, result, error  # keep no reference while waiting

@@ -52,7 +52,7 @@ class Exchange:
     """One request and its response, without I/O: send `request`, then feed what comes in."""
 
     def __init__(
-        self, method: str, sent: EncodedRequest, accept: str = _ACCEPTED, *, keep_alive: bool = False
+        self, method: str, request: EncodedRequest, accept: str = _ACCEPTED, *, keep_alive: bool = False
     ) -> None:
         """With `keep_alive` the connection stays open after the response."""
         self._http = h11.Connection(h11.CLIENT)
@@ -60,13 +60,13 @@ class Exchange:
         headers = [(b"Host", b"localhost"), (b"Accept", accept.encode("latin-1"))]
         if not keep_alive:
             headers.append((b"Connection", b"close"))
-        for name, value in sent.headers:
+        for name, value in request.headers:
             headers.append((name.encode(), value.encode()))
         if method == "POST":
-            headers.append((b"Content-Length", b"%d" % len(sent.body)))
-        events: list[h11.Event] = [h11.Request(method=method, target=sent.target, headers=headers)]
-        if sent.body:
-            events.append(h11.Data(data=sent.body))
+            headers.append((b"Content-Length", b"%d" % len(request.body)))
+        events: list[h11.Event] = [h11.Request(method=method, target=request.target, headers=headers)]
+        if request.body:
+            events.append(h11.Data(data=request.body))
         events.append(h11.EndOfMessage())
         self.request = b"".join(self._http.send(event) or b"" for event in events)
         self._status = 0

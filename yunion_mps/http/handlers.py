@@ -187,12 +187,12 @@ class Handlers:
         signals: str,
     ) -> answers.TerminationListJson:
         address = self._services.queries.device(id)["addr"]
-        sent = SIGNALS[signals]
-        is_careful = bool(sent) and signal.SIGKILL not in sent
+        sequence = SIGNALS[signals]
+        is_careful = bool(sequence) and signal.SIGKILL not in sequence
         terminations = await self._services.terminator.terminate_all(
             partial(clients_of_device, address),
             request.uid,
-            signals=sent,
+            signals=sequence,
             all_known_on=(gpu_of(address),) if is_careful else (),
         )
         return _list(terminations)

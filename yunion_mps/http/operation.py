@@ -143,22 +143,22 @@ class Operation(Generic[T]):
 
         Raises TypeError for an argument that is not a parameter.
         """
-        given = {name: value for name, value in arguments.items() if value is not None}
-        unknown = set(given) - {parameter.argument for parameter in self.parameters}
+        values = {name: value for name, value in arguments.items() if value is not None}
+        unknown = set(values) - {parameter.argument for parameter in self.parameters}
         if unknown:
             raise TypeError(f"{self.name} has no parameter {', '.join(sorted(unknown))}")
         headers: list[tuple[str, str]] = []
         for header in self.headers:
-            if header.argument in given:
-                headers.append((header.name, str(given[header.argument])))
+            if header.argument in values:
+                headers.append((header.name, str(values[header.argument])))
         members: dict[str, Value] = {}
         for member in self.members:
-            if member.name in given:
-                members[member.name] = _without_none(given[member.name])
+            if member.name in values:
+                members[member.name] = _without_none(values[member.name])
         if not members:
-            return EncodedRequest(self._target(given), tuple(headers))
+            return EncodedRequest(self._target(values), tuple(headers))
         headers.append(("Content-Type", "application/json"))
-        return EncodedRequest(self._target(given), tuple(headers), json.dumps(members).encode())
+        return EncodedRequest(self._target(values), tuple(headers), json.dumps(members).encode())
 
     def _target(self, given: Mapping[str, Value]) -> str:
         target = self.path

@@ -147,20 +147,20 @@ def query_arguments(query: str, parameters: Iterable[Parameter]) -> dict[str, Va
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query), max_num_fields=32)
     except ValueError:
         raise BadRequestError("the query cannot be parsed", "write it as name=value&name=value") from None
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name, value in pairs:
-        if name in given:
+        if name in values:
             raise BadRequestError(
                 f"parameter {name[:_SHOWN_LENGTH]!r} is given twice", "give each parameter once"
             )
-        given[name] = value
+        values[name] = value
     by_name = {parameter.name: parameter for parameter in parameters}
-    for name in given:
+    for name in values:
         if name not in by_name:
             raise _unknown("parameter", name, by_name)
     arguments: dict[str, Value] = {}
     for name, parameter in by_name.items():
-        arguments[name] = parameter.value(given[name]) if name in given else parameter.default
+        arguments[name] = parameter.value(values[name]) if name in values else parameter.default
     return arguments
 
 

@@ -92,8 +92,8 @@ def replaced_library(maps: str = "/proc/self/maps") -> str:
     """
     with contextlib.suppress(OSError), open(maps, encoding="utf-8", errors="replace") as file:
         for line in file:
-            _, slash, rest = line.rstrip("\n").partition("/")
-            loaded = f"{slash}{rest}"
+            _, slash, path = line.rstrip("\n").partition("/")
+            loaded = f"{slash}{path}"
             if not os.path.basename(loaded).startswith("libnvidia-ml.so"):
                 continue
             # A file that was overwritten is listed as `PATH (deleted)`, so it differs, too.

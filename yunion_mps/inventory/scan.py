@@ -249,7 +249,7 @@ def save_served(paths: Paths, gpus: Iterable[Gpu], meant: Mapping[str, MeantGpu]
 
 def _gpu_row(gpu: Gpu) -> dict[str, Any]:
     """Return what is saved of a GPU, by name: what does not change while it serves."""
-    kept = gpu._replace(
+    lasting = gpu._replace(
         nvml_index=None,
         compute_mode=None,
         mig_enabled=None,
@@ -259,7 +259,7 @@ def _gpu_row(gpu: Gpu) -> dict[str, Any]:
         reason=NO_REASON,
         mode_is_fixed=False,
     )
-    return {**kept._asdict(), "link": gpu.link and gpu.link._asdict()}
+    return {**lasting._asdict(), "link": gpu.link and gpu.link._asdict()}
 
 
 def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
@@ -268,22 +268,22 @@ def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
     A GPU whose address now belongs to another one was replaced, and is left out, as is a MIG instance that
     was made again.
     """
-    there = gpus_by_address(inventory.gpus)
+    present_by_address = gpus_by_address(inventory.gpus)
     uuids = gpus_by_uuid(inventory.gpus).keys()
     created_again = identities(inventory.gpus)
     nodes = {gpu.render_node for gpu in inventory.gpus}
-    gpus = dict(there)
+    gpus = dict(present_by_address)
     served = tuple(served)
     divided = {gpu.parent for gpu in served}  # these served by their instances only
     served_uuids = []
     for gpu in served:
-        present = there.get(gpu.pci_address)
+        present = present_by_address.get(gpu.pci_address)
         if gpu.uuid not in uuids:
             if gpu.identity in created_again:
                 continue
             if present is None:
                 node = gpu.render_node if gpu.parent or gpu.render_node not in nodes else None
-                gpus[gpu.pci_address] = gone(gpu, there)._replace(render_node=node)
+                gpus[gpu.pci_address] = gone(gpu, present_by_address)._replace(render_node=node)
             elif _may_be(present, gpu):
                 gpus[gpu.pci_address] = gpu._replace(reason=present.reason, render_node=present.render_node)
             else:
@@ -310,11 +310,11 @@ def with_saved(inventory: Inventory, saved: ServedGpus, *, are_named: bool) -> I
     )
 
 
-def gone(gpu: Gpu, there: Mapping[str, Gpu]) -> Gpu:
-    """Return the GPU with the reason why it is not among those `there` (by address)."""
+def gone(gpu: Gpu, present_by_address: Mapping[str, Gpu]) -> Gpu:
+    """Return the GPU with the reason why it is not among those that are present."""
     if not gpu.parent:
         return gpu._replace(reason=_GONE, nvml_index=None)
-    parent = there.get(gpu.physical_address)
+    parent = present_by_address.get(gpu.physical_address)
     if parent is None or parent.reason:
         return gpu._replace(reason=parent.reason if parent else _GONE)
     by_address = {f"{parent.pci_address}-g{instance.id}": instance for instance in parent.mig_instances}
@@ -340,14 +340,14 @@ def unusable_instances(gpus: Iterable[Gpu]) -> list[Gpu]:
 
     One that was served before is left out, because it is among the `gpus`.
     """
-    there = gpus_by_address(gpus)
+    present_by_address = gpus_by_address(gpus)
     unusable: list[Gpu] = []
-    for gpu in there.values():
+    for gpu in present_by_address.values():
         for instance in gpu.mig_instances:
             if instance.uuid:
                 continue
             shown = instance_gpu(gpu, instance)
-            if shown.pci_address not in there:
+            if shown.pci_address not in present_by_address:
                 unusable.append(shown._replace(reason=_not_leasable(instance.compute_instances)))
     return unusable
 

@@ -342,7 +342,7 @@ class _OptionsReader:
     def _values(self, root: MappingNode, keys: Mapping[str, Key]) -> dict[str, Any]:
         """Return the values that are written, of valid keys."""
         values: dict[str, Any] = {}
-        seen: dict[str, Node] = {}
+        known_keys: dict[str, Node] = {}
         for name, key, node, _ in pairs_of(root):
             if name not in keys:
                 what = f"unknown key {name or quote(key)}"
@@ -351,8 +351,8 @@ class _OptionsReader:
                     self._report(key, f"{what} (did you mean {near}?)", "")
                 else:
                     self._report(key, what, f"remove it; the valid keys are {', '.join(keys)}")
-            elif seen.setdefault(name, key) is not key:
-                hint = f"keep one of the two (the other is line {line_of(seen[name])})"
+            elif known_keys.setdefault(name, key) is not key:
+                hint = f"keep one of the two (the other is line {line_of(known_keys[name])})"
                 self._report(key, f"duplicate key {name}", hint)
             else:
                 try:

@@ -50,13 +50,13 @@ def choose(options: PluginOptions, name: str, labels: Mapping[str, str], models:
     configs = {config.name: config for config in options.configs}
     if not configs:
         return Choice(options, "")
-    asked = name or labels.get(CONFIG_LABEL, "")
-    if asked and asked not in configs:
+    requested = name or labels.get(CONFIG_LABEL, "")
+    if requested and requested not in configs:
         which = ", ".join(configs)
-        what = f"nothing is offered: {CONFIG_LABEL} is {asked}, but the configurations are {which}"
+        what = f"nothing is offered: {CONFIG_LABEL} is {requested}, but the configurations are {which}"
         return Choice(None, what)
-    if asked:
-        return Choice(configs[asked].options, f"configuration {asked}")
+    if requested:
+        return Choice(configs[requested].options, f"configuration {requested}")
     for config in options.configs:
         model = _matching_model(sorted(models), config.models)
         if model:

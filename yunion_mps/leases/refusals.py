@@ -180,17 +180,19 @@ def _never(selection: Selection) -> InfeasibleError:
     """Return the error that says what there is instead of what was requested."""
     request = selection.request
     number = len(selection.devices)
-    there = "no such devices"
+    existing = "no such devices"
     if number:
-        there = f"{count(number, 'such device')} on {_describe_places(selection)}"
+        existing = f"{count(number, 'such device')} on {_describe_places(selection)}"
     hint = "see: yunion-mps list" if selection.candidates.devices else "see why: yunion-mps status"
     if not number and selection.candidates.usable_pools(request):
         hint = "request an amount of memory instead of devices, such as 2 GiB"
     if request.memory_mib:
         sizes = [_describe_maximum(candidate) for candidate in selection.pools]
-        there = ", ".join(sizes) or "neither a GPU whose memory is leased in units nor a slice of that size"
+        existing = ", ".join(sizes)
+        if not sizes:
+            existing = "neither a GPU whose memory is leased in units nor a slice of that size"
         hint = _hint_for_memory(selection)
-    return InfeasibleError(f"{request} can never be allocated: the host has {there}", hint)
+    return InfeasibleError(f"{request} can never be allocated: the host has {existing}", hint)
 
 
 def _describe_places(selection: Selection) -> str:

@@ -212,7 +212,7 @@ def _ratio(percent: float | None) -> float | None:
 def _state_since_s(facts: Facts, domain: DomainStatus) -> float | None:
     if not domain.since_s:
         return None
-    return round(facts.now.wall_s - (facts.now.clock_s - domain.since_s), 1)
+    return round(facts.clocks.wall_s - (facts.clocks.clock_s - domain.since_s), 1)
 
 
 # fmt: off

@@ -76,9 +76,9 @@ def clients_of(program: str, plan: DomainPlan, control_pid: int) -> list[ClientR
     _refuse_stopped(servers)
     answer = _run_command(program, plan, "ps")
     if any(_is_unknown(line) for line in answer):
-        left = running_servers(servers)
-        if left:
-            raise BusyServerError(left[0])
+        running = running_servers(servers)
+        if running:
+            raise BusyServerError(running[0])
     return parse_clients(answer)
 
 

@@ -106,13 +106,13 @@ class ControlDaemon:
         if at_last_tick:
             return last_known
         try:
-            now = tuple(server_pids(self.pid)) if self.pid else ()
+            running = tuple(server_pids(self.pid)) if self.pid else ()
         except ShortageError as error:
             log.debug("%s", error)
             return last_known
         # A server that runs and is no longer its child is orphaned, which has not been noticed yet.
-        lost = running_servers(pid for pid in last_known if pid not in now)
-        self._known_servers = (*now, *lost)
+        lost = running_servers(pid for pid in last_known if pid not in running)
+        self._known_servers = (*running, *lost)
         return self._known_servers
 
     def adopt_or_start(

@@ -218,7 +218,7 @@ class ForcedEnd(ControlTask):
         `attached` are the lines about clients that have attached meanwhile, None if they are unknown.
         """
         attached_pids = [] if attached is None else [line.pid for line in attached]
-        new = self._unconfirmed(attached_pids)
+        unconfirmed_new = self._unconfirmed(attached_pids)
         chosen = []
         refused = []
         for server in self._servers:
@@ -230,12 +230,12 @@ class ForcedEnd(ControlTask):
                 self.unconfirmed.append(UnconfirmedClients((server,), unconfirmed))
             elif server not in self._with_clients:
                 continue
-            elif attached is None or new:
+            elif attached is None or unconfirmed_new:
                 refused.append(server)
             else:
                 chosen.append(server)
         if refused:
-            self.unconfirmed.append(UnconfirmedClients(tuple(refused), new))
+            self.unconfirmed.append(UnconfirmedClients(tuple(refused), unconfirmed_new))
         return tuple(chosen)
 
     def _unconfirmed(self, clients: Iterable[int]) -> tuple[LateClient, ...]:

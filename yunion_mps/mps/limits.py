@@ -116,9 +116,9 @@ class LimitsSetter(ControlTask):
         """Send the commands; None if no process can be started now and it may have jobs, to retry later."""
         if self._phase == LIST_CLIENTS:
             return self._try_to_converse(client_commands(self._listed_servers), now_s)
-        first = [*self._first, *set_commands(self._plan)] if self._phase == SET else []
+        commands = [*self._first, *set_commands(self._plan)] if self._phase == SET else []
         # The servers are listed after the limits are set, so one that starts in between counts as old.
-        return self._try_to_converse([*first, "get_server_list", *get_commands(self._plan)], now_s)
+        return self._try_to_converse([*commands, "get_server_list", *get_commands(self._plan)], now_s)
 
     def _try_to_converse(self, commands: Sequence[str], now_s: float) -> Conversation | None:
         try:
@@ -147,11 +147,12 @@ class LimitsSetter(ControlTask):
         servers = tuple(parse_servers(answer))
         limits = answer[len(servers) :]
         before = in_running_order(self._known.plan, target)
-        old = tuple(pid for pid in self._known.old_servers if pid in servers)
+        old_servers = tuple(pid for pid in self._known.old_servers if pid in servers)
         if self._phase == SET:
             check_limits(target, limits)
             if before != target or not self._control.has_served or self._control.is_unrecorded:
-                old = servers  # even of a new control daemon: a job may have started before the limits
+                # Even of a new control daemon: a job may have started before the limits.
+                old_servers = servers
         elif not match(target, limits):
             if self._control.is_unrecorded:
                 return None
@@ -161,7 +162,7 @@ class LimitsSetter(ControlTask):
             elif before == target:  # a change was withdrawn: the servers have the desired limits
                 self._known = LimitsInEffect(self._known.plan)
             return None
-        return LimitsInEffect(before, old) if old else LimitsInEffect(target)
+        return LimitsInEffect(before, old_servers) if old_servers else LimitsInEffect(target)
 
     def _without_unknown_gpus(self, plan: DomainPlan) -> DomainPlan:
         """Return the plan without limits for GPUs that are not queried: these are no longer desired."""

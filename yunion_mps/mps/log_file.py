@@ -121,22 +121,22 @@ def _truncate(directory: int, path: str, name: str) -> None:
     log = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     try:
         size = os.fstat(log).st_size
-        kept = _without_chatter(os.pread(log, MAX_BYTES, max(0, size - MAX_BYTES)))
+        important = _without_chatter(os.pread(log, MAX_BYTES, max(0, size - MAX_BYTES)))
         try:
-            _append_older(directory, path, f"{name}.1", kept)
+            _append_older(directory, path, f"{name}.1", important)
         finally:  # even if nothing can be kept, because then the disk is full
             os.ftruncate(log, 0)
     finally:
         os.close(log)
 
 
-def _append_older(directory: int, path: str, name: str, kept: bytes) -> None:
+def _append_older(directory: int, path: str, name: str, lines: bytes) -> None:
     """Append to the older log, truncated first if it would become too large."""
     older = directories.open_log(directory, path, name)
     try:
-        if os.fstat(older).st_size + len(kept) > MAX_BYTES:
+        if os.fstat(older).st_size + len(lines) > MAX_BYTES:
             os.ftruncate(older, 0)
-        os.write(older, kept)
+        os.write(older, lines)
     finally:
         os.close(older)
 

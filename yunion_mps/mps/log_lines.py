@@ -173,13 +173,13 @@ def timestamp_parser(now_s: float, zone: str = _ZONE) -> Callable[[str], float]:
     from datetime import datetime, timezone, tzinfo  # here, because the daemon's start needs neither
     from zoneinfo import ZoneInfo
 
-    here: tzinfo = timezone.utc
+    time_zone: tzinfo = timezone.utc
     with contextlib.suppress(OSError, ValueError), open(zone, "rb") as file:
-        here = ZoneInfo.from_file(file)
+        time_zone = ZoneInfo.from_file(file)
 
     def read(text: str) -> float:
-        first = datetime.fromisoformat(text).replace(tzinfo=here)
-        second_s = first.replace(fold=1).timestamp()
-        return second_s if second_s <= now_s else first.timestamp()
+        earlier = datetime.fromisoformat(text).replace(tzinfo=time_zone)
+        second_s = earlier.replace(fold=1).timestamp()
+        return second_s if second_s <= now_s else earlier.timestamp()
 
     return read

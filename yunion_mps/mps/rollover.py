@@ -136,13 +136,14 @@ class Rollover:
 
     def note_ended(self, target: DomainPlan) -> None:
         """Note the end of servers with older limits; `target` is the plan of the next ones."""
-        old = self._limits.old_servers
-        left = running_servers(old)
-        if left == old:
+        old_servers = self._limits.old_servers
+        running = running_servers(old_servers)
+        if running == old_servers:
             return
-        self._limits = LimitsInEffect(self._limits.plan, left) if left else LimitsInEffect(target)
-        if not left:
-            self._emit_limit_event("the new limits are in effect", f"{describe_servers(old, 'has')} ended")
+        self._limits = LimitsInEffect(self._limits.plan, running) if running else LimitsInEffect(target)
+        if not running:
+            cause = f"{describe_servers(old_servers, 'has')} ended"
+            self._emit_limit_event("the new limits are in effect", cause)
         self._changed()
 
     def change_withdrawn(self) -> None:
@@ -163,8 +164,8 @@ class Rollover:
                 f"; {describe_servers(wrong)} may have started with the other limits, which a server keeps "
                 "until it ends"
             )
-            old = tuple(sorted({*self._limits.old_servers, *wrong}))
-            self._limits = self._limits._replace(old_servers=old)
+            old_servers = tuple(sorted({*self._limits.old_servers, *wrong}))
+            self._limits = self._limits._replace(old_servers=old_servers)
         what = "another program changed its limits"
         self._emit_limit_event(what, cause, consequence, "warning", reasons.LIMITS_OVERWRITTEN)
 
@@ -336,9 +337,9 @@ class OrphanedServers:
 
         They are ended at `end_s` if that is given.
         """
-        new = tuple(pid for pid in running_servers(pids) if pid not in self.pids)
-        if new:
-            orphans = [_Orphan(pid) for pid in new]
+        added = tuple(pid for pid in running_servers(pids) if pid not in self.pids)
+        if added:
+            orphans = [_Orphan(pid) for pid in added]
             if end_s is not None:
                 for orphan in orphans:
                     orphan.end(end_s, why)
@@ -346,7 +347,7 @@ class OrphanedServers:
             consequence = "its jobs continue with their limits; new jobs may have to wait until it ends"
             self._report(
                 "warning",
-                f"{describe_servers(new, 'is')} still running without its control daemon",
+                f"{describe_servers(added, 'is')} still running without its control daemon",
                 cause,
                 consequence,
             )
@@ -368,8 +369,8 @@ class OrphanedServers:
 
         `in_use`: whether processes other than servers use their GPUs, None if unknown.
         """
-        left = running_servers(self.pids)
-        for orphan in [orphan for orphan in self._orphans if orphan.pid not in left]:
+        running = running_servers(self.pids)
+        for orphan in [orphan for orphan in self._orphans if orphan.pid not in running]:
             self._orphans.remove(orphan)
             what = f"{describe_servers([orphan.pid])}, which had no control daemon, has ended"
             self._report("info", what, orphan.why)

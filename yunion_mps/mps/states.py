@@ -144,9 +144,9 @@ class StateMachine:
             self._changed()
 
 
-def _common(what: str, reason: Reason) -> str:
+def _common(text: str, reason: Reason) -> str:
     """Return what repeated events have in common if their reasons name a process: its user chose the name."""
-    return what if reason.code in (CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT) else ""
+    return text if reason.code in (CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT) else ""
 
 
 def after_failure(count: int, error: YunionError, *, lasting: bool) -> tuple[str, float]:

@@ -194,14 +194,14 @@ class ProcessDevices:
             self._plan = plan
             self._planned_budgets = {device.addr: _budget_of(device) for device in plan.devices}
         budgets = dict(self._planned_budgets)
-        given: dict[int, tuple[str, ...]] = {}
+        devices_of_holder: dict[int, tuple[str, ...]] = {}
         for lease in self._ledger.leases.values():
             pid = lease.holder.pid
             for device in lease.devices:
                 budgets[device.addr] = _budget_of(device)
                 if pid is not None:
-                    given[pid] = (*given.get(pid, ()), device.addr)
-        return KnownDevices(budgets, given)
+                    devices_of_holder[pid] = (*devices_of_holder.get(pid, ()), device.addr)
+        return KnownDevices(budgets, devices_of_holder)
 
     def of(self, started: Mapping[int, int], known: KnownDevices) -> dict[int, tuple[str, ...]]:
         """Return the addresses of the known devices of each process; thread-safe.

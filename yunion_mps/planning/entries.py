@@ -251,10 +251,10 @@ class _Resolver:
 
     def _warn_if_outdated(self, entry: DeviceEntry, name: GpuPath, gpu: Gpu) -> None:
         """Warn if the path leads to another GPU than the one that the entry means."""
-        there = self._gpu_at_path(name)
-        if there is gpu or (there is None and name.kind != ADDRESS):
+        gpu_at_path = self._gpu_at_path(name)
+        if gpu_at_path is gpu or (gpu_at_path is None and name.kind != ADDRESS):
             return
-        leads = f"leads to GPU {there.address}" if there else "leads to no GPU"
+        leads = f"leads to GPU {gpu_at_path.address}" if gpu_at_path else "leads to no GPU"
         what = f"path {entry.path} ({_place(entry)}) {leads} now, "
         what += f"but still means the GPU that it led to before: {gpu.address}"
         if gpu.uuid:

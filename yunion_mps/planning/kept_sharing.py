@@ -62,21 +62,21 @@ def keep_sharing(
         if gpu.mig_enabled and not gpu.parent:  # nothing can use it as a whole anymore
             continue
         if before == MPS:
-            kept = _kept_in_domain(plan, former, uuid, gpus)
+            changed = _kept_in_domain(plan, former, uuid, gpus)
         else:
-            kept = _kept_directly(plan, former, uuid, before)
-        if kept is None:
+            changed = _kept_directly(plan, former, uuid, before)
+        if changed is None:
             continue
-        modes = dict(kept.compute_modes)
+        modes = dict(changed.compute_modes)
         whole_uuid, mode = mode_for(gpu, before)
-        if whole_uuid in kept.compute_modes or whole_uuid in former.compute_modes:
+        if whole_uuid in changed.compute_modes or whole_uuid in former.compute_modes:
             modes[whole_uuid] = mode
         what = _CHANGES.get(desired, f"the change to {desired}")
         why = wait_reason(what, users_of(uuid) or "the leases of its devices", LEASES_PENDING)
-        plan = kept._replace(
+        plan = changed._replace(
             compute_modes=modes,
-            sharing={**kept.sharing, gpu.pci_address: before},
-            pending={**kept.pending, uuid: why},
+            sharing={**changed.sharing, gpu.pci_address: before},
+            pending={**changed.pending, uuid: why},
         )
     return plan
 
@@ -100,31 +100,31 @@ def _kept_in_domain(plan: Plan, former: Plan, uuid: str, gpus: Sequence[Gpu]) ->
             former_domain = domain
     if former_domain is None:
         return None
-    kept = former_domain._replace(gpus=())
+    domain_of_gpu = former_domain._replace(gpus=())
     domains: list[DomainPlan] = []
     for domain in plan.domains:
         if domain.name == former_domain.name:
-            kept = domain
+            domain_of_gpu = domain
         else:
             domains.append(domain)
     order = [gpu.uuid for gpu in gpus]
-    members = [*kept.gpus, *(gpu for gpu in former_domain.gpus if gpu.uuid == uuid)]
+    members = [*domain_of_gpu.gpus, *(gpu for gpu in former_domain.gpus if gpu.uuid == uuid)]
     members.sort(key=lambda planned: order.index(planned.uuid))
-    domains.append(_with_gpus(kept, members))
+    domains.append(_with_gpus(domain_of_gpu, members))
     domains.sort(key=lambda domain: order.index(domain.gpu_uuids[0]))
     return plan._replace(domains=tuple(domains), direct=_direct_without(uuid, plan.direct))
 
 
 def _kept_directly(plan: Plan, former: Plan, uuid: str, sharing: str) -> Plan:
     """Return the plan with the GPU shared without MPS, as in its former one."""
-    kept = DirectGpu(uuid, 0, 0, sharing)
+    as_before = DirectGpu(uuid, 0, 0, sharing)
     for gpu in former.direct:
         if gpu.uuid == uuid:
-            kept = gpu
+            as_before = gpu
     return plan._replace(
         domains=tuple(_without(uuid, plan.domains)),
         parked=tuple(_without(uuid, plan.parked)),
-        direct=(*_direct_without(uuid, plan.direct), kept),
+        direct=(*_direct_without(uuid, plan.direct), as_before),
     )
 
 

@@ -196,12 +196,12 @@ def change_to(
 
     fixed: ids of instances that are never destroyed: those that occupy a place are in the way.
     """
-    there = {(instance.profile, instance.start): instance for instance in existing}
+    by_place = {(instance.profile, instance.start): instance for instance in existing}
     keep: list[MigInstance] = []
     complete: list[MigInstance] = []
     create: list[Placement] = []
     for place in places:
-        instance = there.get((place.profile.name, place.start))
+        instance = by_place.get((place.profile.name, place.start))
         is_kept = instance and (place.is_whole or not instance.uuid or instance.id in fixed)
         if instance is None or not is_kept:
             create.append(place)
@@ -272,11 +272,11 @@ def instances_of(entry: DeviceEntry, gpu: Gpu, gpus: Iterable[Gpu], used: Collec
 
 def _divided_instances(children: Iterable[Gpu], needed: LayoutChange) -> list[str]:
     """Return the addresses of the instances that the layout has, or has lost."""
-    kept = {instance.uuid for instance in needed.keep}
+    kept_uuids = {instance.uuid for instance in needed.keep}
     missing = Counter(place.profile.name for place in needed.create)
     addresses: list[str] = []
     for child in children:
-        if child.uuid in kept:
+        if child.uuid in kept_uuids:
             addresses.append(child.pci_address)
         elif child.reason and missing[child.mig_profile]:
             # A lost instance counts as one of the missing ones, so that its devices stay listed.
@@ -311,8 +311,8 @@ def _split(gpu: Gpu, layout: MigLayout, children: Sequence[Gpu]) -> list[Gpu]:
     """Return the GPU and its instances as they are once the layout is in effect."""
     needed = change(layout.profiles, gpu.mig_instances if gpu.mig_enabled else (), ())
     instances = list(needed.keep)
-    kept = {instance.uuid for instance in instances}
-    parts = [child for child in children if child.uuid in kept]
+    kept_uuids = {instance.uuid for instance in instances}
+    parts = [child for child in children if child.uuid in kept_uuids]
     for number, place in enumerate(needed.create, start=1):
         instance = MigInstance(
             id=-number,
@@ -367,13 +367,13 @@ def _kept(
 def _without(desired: Iterable[MigProfile], keep: Iterable[MigInstance]) -> list[MigProfile]:
     """Return the desired profiles that none of the kept instances has."""
     names = Counter(instance.profile for instance in keep)
-    rest = []
+    missing = []
     for profile in desired:
         if names[profile.name]:
             names[profile.name] -= 1
         else:
-            rest.append(profile)
-    return rest
+            missing.append(profile)
+    return missing
 
 
 def _place(
@@ -384,29 +384,35 @@ def _place(
     Source: NVML API Reference, nvmlDeviceGetGpuInstancePossiblePlacements: instances do not overlap.
     """
     counts = Counter[str]()
-    taken: set[int] = set()
+    taken_slices: set[int] = set()
     for instance in occupied:
         counts[instance.profile] += 1
-        taken.update(instance.slices)
+        taken_slices.update(instance.slices)
     for profile in desired:
         counts[profile.name] += 1
         if counts[profile.name] > profile.max_count:
             return None
-    return _search(desired, taken)
+    return _search(desired, taken_slices)
 
 
-def _search(desired: Sequence[MigProfile], taken: set[int], least: int = 0) -> tuple[Placement, ...] | None:
-    """Return places for all beside the `taken` memory slices, the first from `least` on; None without any."""
+def _search(
+    desired: Sequence[MigProfile], taken_slices: set[int], least_start: int = 0
+) -> tuple[Placement, ...] | None:
+    """Return places for all profiles beside the memory slices that are taken; None if there are none.
+
+    least_start: the least start of the first profile.
+    """
     if not desired:
         return ()
     profile = desired[0]
-    rest = desired[1:]
+    later_profiles = desired[1:]
     for start in sorted(profile.starts):
         place = Placement(profile, start)
-        if start < least or not taken.isdisjoint(place.slices):
+        if start < least_start or not taken_slices.isdisjoint(place.slices):
             continue
-        following = start if rest and rest[0] == profile else 0  # equal ones are placed in one order only
-        places = _search(rest, taken.union(place.slices), following)
+        # Equal profiles are placed in one order only.
+        is_repeated = bool(later_profiles) and later_profiles[0] == profile
+        places = _search(later_profiles, taken_slices.union(place.slices), start if is_repeated else 0)
         if places is not None:
             return (place, *places)
     return None

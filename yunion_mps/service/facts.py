@@ -56,7 +56,7 @@ class Facts(NamedTuple):
     `over_budget_terminations` is how many processes were terminated since the start, by GPU address.
     """
 
-    now: ClockReadings
+    clocks: ClockReadings
     revision: str
     status: answers.StatusJson
     gpus: Sequence[answers.GpuJson]
@@ -80,9 +80,9 @@ async def collect_facts(services: Services, requests: RequestCounts) -> Facts:
     clients, use = await services.observer.observe()
     supervisor = services.supervisor
     queries = services.queries
-    now = ClockReadings(time.time(), asyncio.get_running_loop().time())
+    clocks = ClockReadings(time.time(), asyncio.get_running_loop().time())
     leases = services.leases.ledger.leases.values()
-    waits_s = [now.wall_s - queued.since_s for queued in services.leases.queue.requests]
+    waits_s = [clocks.wall_s - queued.since_s for queued in services.leases.queue.requests]
     probe_s: dict[str, float] = {}
     for domain in supervisor.domains:
         if domain.probe_s is not None:
@@ -97,7 +97,7 @@ async def collect_facts(services: Services, requests: RequestCounts) -> Facts:
                 pods[device.addr] = labels
     bindings = Counter(lease.holder.binding for lease in leases)
     return Facts(
-        now=now,
+        clocks=clocks,
         revision=_REVISION,
         status=services.status.of(clients),
         gpus=queries.gpus()["gpus"],

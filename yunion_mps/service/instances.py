@@ -37,12 +37,12 @@ class InstanceCheck:
         leased = set(self._queries.ledger.ways_of_sharing())
         for device in granting.devices if granting else ():
             leased.discard(device.gpu_uuid)
-        used: dict[str, Reason] = {}
+        reasons: dict[str, Reason] = {}
         for uuid in _whole(self._supervisor.snapshot().plan.devices):
             reason = NO_REASON if uuid in leased else _describe_use(processes.get(uuid, {}))
             if reason:
-                used[uuid] = reason
-        self._queries.set_used(used)
+                reasons[uuid] = reason
+        self._queries.set_used(reasons)
 
     async def why_unusable(self, lease: Lease, *, is_new: bool) -> Reason:
         """Return why a lease cannot have its devices, empty if it can; poll the GPUs if one is missing.

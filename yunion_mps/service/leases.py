@@ -598,9 +598,9 @@ class LeaseService:
 
     def _record(self, lease: Lease, what: str, cause: str) -> None:
         """Record an event, while the holder still runs and its name is known."""
-        who = describe_holder(lease.holder, self.containers)
+        holder = describe_holder(lease.holder, self.containers)
         self._supervisor.event_log.record(
-            Event("info", "lease", lease.addresses or lease.id, f"{what} {who}", cause)
+            Event("info", "lease", lease.addresses or lease.id, f"{what} {holder}", cause)
         )
 
 

@@ -292,11 +292,11 @@ def _lease_conditions(
 
 
 def _devices_that_are_gone(devices: Iterable[answers.DeviceJson]) -> Mapping[str, Reason]:
-    gone = {}
+    reasons_by_address = {}
     for device in devices:
         if device["reason_code"] in _DEVICE_IS_GONE:
-            gone[device["addr"]] = Reason(device["reason"], device["reason_code"])
-    return gone
+            reasons_by_address[device["addr"]] = Reason(device["reason"], device["reason_code"])
+    return reasons_by_address
 
 
 def _describe_process(process: ProcessUse) -> str:

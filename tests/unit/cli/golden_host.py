@@ -366,7 +366,7 @@ async def _metrics(host: ServerHost) -> tuple[str, bytes]:
     }
     found = facts(
         host.snapshot,
-        now=ClockReadings(NOW_S, 9 * _DAY),
+        clocks=ClockReadings(NOW_S, 9 * _DAY),
         status=fake_services.status_of(service, *LEASES, clients=host.clients.listed),
         gpus=service.gpus()["gpus"],
         devices=service.all_devices(),

@@ -109,10 +109,10 @@ def poll(before: Poll | None = None) -> Poll:
     events = newest_events(_NEWEST_EVENTS, severe_first=True)
     leases = call_daemon(GET_LEASES)
     devices_s = time.monotonic()
-    seen = (events["last"], status["devices"], status["gpus"], status["started"])
+    versions = (events["last"], status["devices"], status["gpus"], status["started"])
     gpus: Sequence[GpuJson]
     devices: Sequence[DeviceJson]
-    if before and seen == before.seen and devices_s - before.devices_s < _STALE_S:
+    if before and versions == before.seen and devices_s - before.devices_s < _STALE_S:
         devices_s = before.devices_s
         gpus = before.answers.gpus
         devices = before.answers.devices
@@ -128,7 +128,7 @@ def poll(before: Poll | None = None) -> Poll:
         waiting=leases["waiting"],
         clients=clients,
     )
-    return Poll(time.time(), answers, events["events"], seen, devices_s)
+    return Poll(time.time(), answers, events["events"], versions, devices_s)
 
 
 class _Poller:

@@ -157,8 +157,8 @@ def _header(scene: Scene, outage: Outage | None, now_s: float) -> list[Line]:
         if outage.hint:
             why.append([(f"{HINT}{outage.hint}", "")])
         if outage.since_s is not None:
-            old = f"no answer since {clock(outage.since_s)}; showing the last data"
-            return [[begin, (old, "bad")], *why, _counts(scene)]
+            notice = f"no answer since {clock(outage.since_s)}; showing the last data"
+            return [[begin, (notice, "bad")], *why, _counts(scene)]
     driver = status["driver"]["version"]
     style = {"ready": "good", "degraded": "warn", "failed": "bad"}.get(status["state"], "")
     return [
@@ -213,12 +213,12 @@ def _problems(scene: Scene, limit: int) -> list[Line]:
     if sum(map(len, blocks)) <= limit:
         return list(chain.from_iterable(blocks))
     shown: list[Line] = []
-    left = sum(problem.number for problem in scene.problems)
+    remaining = sum(problem.number for problem in scene.problems)
     for problem, block in zip(scene.problems, blocks):
         if len(shown) < limit - 1:
             shown += block
-            left -= problem.number
-    more = f"{left} more; " if left else ""
+            remaining -= problem.number
+    more = f"{remaining} more; " if remaining else ""
     return [*shown[: max(limit - 1, 0)], [(f"{more}show all: yunion-mps status", "")]][:limit]
 
 
@@ -232,17 +232,17 @@ def _layout(scene: Scene, state: ViewState, rows: int) -> _Layout:
         events = min(len(scene.events), 3)
     if events:
         events += 1  # the heading
-    rest = max(rows - events, 0)
+    rows_left = max(rows - events, 0)
     if state.view == "GPUs":
-        return _Layout(rest, 0, events)
-    if state.view == "devices" or rest < 5:
-        return _Layout(0, rest, events)
-    gpus = min(len(scene.gpus), max(1, rest // 3 - 1)) + 1
-    devices = rest - gpus
+        return _Layout(rows_left, 0, events)
+    if state.view == "devices" or rows_left < 5:
+        return _Layout(0, rows_left, events)
+    gpus = min(len(scene.gpus), max(1, rows_left // 3 - 1)) + 1
+    devices = rows_left - gpus
     if devices > len(scene.devices) + 1:  # the events get the rest
         spare = devices - len(scene.devices) - 1
         gpus += min(spare, len(scene.gpus) + 1 - gpus)
-        devices = min(rest - gpus, len(scene.devices) + 1)
+        devices = min(rows_left - gpus, len(scene.devices) + 1)
         events = min(rows - gpus - devices, len(scene.events) + 1) if events else 0
     return _Layout(gpus, devices, events)
 
@@ -412,13 +412,13 @@ def _printable(line: Line) -> Line:
 
 
 def _cut(line: Line, state: ViewState) -> Line:
-    left = state.columns
+    columns_left = state.columns
     fitted: Line = []
     for text, style in line:
-        shown = fit(text, min(display_width(text), left), utf8=state.utf8)
+        shown = fit(text, min(display_width(text), columns_left), utf8=state.utf8)
         fitted.append((shown, style))
-        left -= display_width(shown)
-        if left <= 0:
+        columns_left -= display_width(shown)
+        if columns_left <= 0:
             break
     return fitted
 

@@ -149,14 +149,14 @@ def _read(expected: Any, value: Any, where: str) -> Any:
         return value
     if container is dict and isinstance(value, dict):
         members, others = _members(expected)
-        read: dict[str, Any] = {}
+        members_read: dict[str, Any] = {}
         for name, member in value.items():
             if member is not None:
-                read[name] = _read(members.get(name, others), member, f"{where}.{name}")
-        missing = set(getattr(expected, "__required_keys__", ())) - read.keys()
+                members_read[name] = _read(members.get(name, others), member, f"{where}.{name}")
+        missing = set(getattr(expected, "__required_keys__", ())) - members_read.keys()
         if missing:
             raise _invalid(f"{where}.{min(missing)}", "missing")
-        return read
+        return members_read
     if container is list and isinstance(value, list):
         (kind,) = get_args(expected)
         return [_read(kind, element, f"{where}[{index}]") for index, element in enumerate(value)]

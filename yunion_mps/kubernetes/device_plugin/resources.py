@@ -71,21 +71,21 @@ def preferred(
     GPU. Whole GPUs and instances are not mixed if avoidable.
     """
     chosen = list(required)
-    taken = set(chosen)
-    left: dict[str, list[str]] = {}
+    chosen_ids = set(chosen)
+    remaining: dict[str, list[str]] = {}
     for name in available:
-        if name not in taken:
-            left.setdefault(gpu_of.get(name, ""), []).append(name)
-    while len(chosen) < size and left:
+        if name not in chosen_ids:
+            remaining.setdefault(gpu_of.get(name, ""), []).append(name)
+    while len(chosen) < size and remaining:
         missing = size - len(chosen)
-        rank = _ranking(left.values(), chosen, missing, gpu_of, placement)
-        best = min(left.values(), key=rank)
-        chosen += left.pop(gpu_of.get(best[0], ""))[:missing]
+        rank = _ranking(remaining.values(), chosen, missing, gpu_of, placement)
+        best = min(remaining.values(), key=rank)
+        chosen += remaining.pop(gpu_of.get(best[0], ""))[:missing]
     return chosen
 
 
 def _ranking(
-    left: Iterable[Sequence[str]],
+    remaining: Iterable[Sequence[str]],
     chosen: Sequence[str],
     missing: int,
     gpu_of: Mapping[str, str],
@@ -97,7 +97,7 @@ def _ranking(
     begun_kinds = set(map(_is_on_instance, chosen))
     of_gpu = Counter[str]()
     of_kind = Counter[bool]()
-    for names in left:
+    for names in remaining:
         of_gpu[physical_gpu(names[0])] += len(names)
         of_kind[_is_on_instance(names[0])] += len(names)
 
@@ -231,9 +231,9 @@ class DeviceResource(ExtendedResource):
         self._offer(offers)
 
     def lease_source(self, ids: Sequence[str]) -> LeaseSource:
-        gone = sorted(set(ids) - self.offers.keys())
-        if gone:  # or of another kind: its pod was promised this one
-            what = f"no longer devices of {self.name}: {', '.join(gone[:_MAX_NAMED])} (delete the pod)"
+        missing = sorted(set(ids) - self.offers.keys())
+        if missing:  # or of another kind: its pod was promised this one
+            what = f"no longer devices of {self.name}: {', '.join(missing[:_MAX_NAMED])} (delete the pod)"
             raise RpcError(StatusCode.FAILED_PRECONDITION, what)
         kinds = {_is_on_instance(name): name for name in sorted(ids, reverse=True)}
         if len(kinds) > 1:

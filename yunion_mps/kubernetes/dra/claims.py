@@ -174,15 +174,15 @@ class ClaimLeases:
             return
         listed = await self._listed()
         now_s = time.monotonic()
-        gone: dict[str, float] = {}
+        unneeded_since_s: dict[str, float] = {}
         for lease, claim in leases:
             is_needed = lease["state"] != IDLE or (claim.namespace, claim.name) in listed
             if not is_needed and not await self._is_reserved(claim):
-                gone[lease["id"]] = self._gone_since_s.get(lease["id"], now_s)
-        self._gone_since_s = gone
+                unneeded_since_s[lease["id"]] = self._gone_since_s.get(lease["id"], now_s)
+        self._gone_since_s = unneeded_since_s
         failure: YunionError | None = None
         for lease, claim in leases:
-            if lease["id"] in gone and now_s - gone[lease["id"]] >= self._gone_s:
+            if lease["id"] in unneeded_since_s and now_s - unneeded_since_s[lease["id"]] >= self._gone_s:
                 async with self._lock(claim.uid):
                     log.warning("%s: no pod uses this claim any longer: releasing its lease", claim.lease)
                     try:

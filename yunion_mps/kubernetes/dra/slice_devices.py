@@ -313,11 +313,11 @@ def _pool(pool: answers.PoolJson, facts: HostFacts, common: GpuAttributes) -> Of
     percentage = pool["thread_percentage"]
     lacks_threads = False
     if percentage is not None:
-        left = int((pool["thread_percentage_total"] or 0) - taken_percentage)
+        percentage_left = int((pool["thread_percentage_total"] or 0) - taken_percentage)
         capacity[SM_PERCENTAGE] = _consumable(
-            percentage_quantity, default=percentage, least=1, step=1, left=left, most=100
+            percentage_quantity, default=percentage, least=1, step=1, left=percentage_left, most=100
         )
-        lacks_threads = left < percentage
+        lacks_threads = percentage_left < percentage
     is_healthy = pool["state"] == AVAILABLE
     taint = ""
     reason = ""

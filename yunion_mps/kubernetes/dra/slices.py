@@ -305,11 +305,11 @@ class SlicePublisher:
                 await self._read()  # another writer, or a kubelet that removed the slices
             raise
         self._existing[desired["metadata"]["name"]] = stored
-        sent = summary(desired["spec"]["devices"])
+        desired_summary = summary(desired["spec"]["devices"])
         versions = {existing["metadata"]["resourceVersion"] for existing in self._existing.values()}
         self._sent = {version: devices for version, devices in self._sent.items() if version in versions}
-        self._sent[stored["metadata"]["resourceVersion"]] = sent
-        if sent.have_taints and not stored["stored"].have_taints:
+        self._sent[stored["metadata"]["resourceVersion"]] = desired_summary
+        if desired_summary.have_taints and not stored["stored"].have_taints:
             log.warning("the cluster does not support device taints: publishing only untainted devices")
             self._with_taints = False
             self._changed.set()
