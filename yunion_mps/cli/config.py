@@ -453,8 +453,8 @@ def plan_text(preflight: Preflight) -> str:
     for warning in preflight.plan.warnings:
         text += f"Warning: {warning}.\n  {hint_of(warning.code)}\n"
     for entry in preflight.plan.missing:
-        what = f"Path {entry.path}" if entry in hidden else f"No GPU now for path {entry.path}"
-        text += f"{what} ({entry.place}): {entry.reason}.\n"
+        message = f"Path {entry.path}" if entry in hidden else f"No GPU now for path {entry.path}"
+        text += f"{message} ({entry.place}): {entry.reason}.\n"
         text += f"  {hint_of(entry.reason.code)}\n"
     gpus = gpu_records(preflight)
     if not gpus or (hidden and not preflight.plan.sharing):

@@ -81,8 +81,8 @@ def run_container(
 
 def _refuse_overrides(argv: Sequence[str], variables: Iterable[str], engine: str) -> None:
     for name in sorted(set_variables(argv).intersection(variables)):
-        what = f"--env {name} would override the device's value, because this {engine} does not support CDI"
-        raise click.UsageError(f"{what}: omit it.")
+        text = f"--env {name} would override the device's value, because this {engine} does not support CDI"
+        raise click.UsageError(f"{text}: omit it.")
 
 
 def _supports_cdi(engine: str, program: str) -> bool:
@@ -110,8 +110,8 @@ def _options_without_cdi(lease: LeaseRecordJson) -> list[str]:
     for gpu in call_daemon(GET_GPUS)["gpus"]:
         if gpu["addr"] in lease["gpus"]:
             gpus.append(Gpu(gpu["pci_address"], gpu["uuid"], minor=gpu["device_minor"]))
-    for what, hint in missing_nodes(paths, gpus).values():
-        raise HostError(what, hint)
+    for message, hint in missing_nodes(paths, gpus).values():
+        raise HostError(message, hint)
     nodes = list(driver_nodes(paths))
     for nodes_of_gpu in gpu_nodes(paths, gpus).values():
         nodes += nodes_of_gpu

@@ -42,12 +42,12 @@ def print_environment(device: str, output: str) -> None:
     with failing_reader(output):
         answer = call_daemon(GET_DEVICE, id=one_device(device))
         if answer["reason"]:
-            what = f"device {answer['addr']} is unavailable: {answer['reason']}"
-            raise HostError(what, "see: yunion-mps status", answer["reason_code"])
+            text = f"device {answer['addr']} is unavailable: {answer['reason']}"
+            raise HostError(text, "see: yunion-mps status", answer["reason_code"])
         show_environment(answer["client_environment"], output)
     if answer["state"] == FREE and not is_free(answer):
-        what = f"device {answer['addr']} is {describe_state(answer)}, so your job may wait for others' jobs"
-        print_notice(f"{what}; to get it in turn: yunion-mps run --wait --device {answer['addr']} COMMAND")
+        text = f"device {answer['addr']} is {describe_state(answer)}, so your job may wait for others' jobs"
+        print_notice(f"{text}; to get it in turn: yunion-mps run --wait --device {answer['addr']} COMMAND")
     warn_unenforced([] if answer["budget_enforced"] else [gpu_of(answer["addr"])], answer["sharing"])
 
 
@@ -73,8 +73,8 @@ def show_environment(environment: Mapping[str, str], style: str) -> None:
         return
     for name, value in environment.items():
         if not value.isprintable() or _EXPANDED[style].intersection(value):
-            what = f"{name}: the format {style} cannot represent {printable(value)}"
-            raise HostError(what, "use --output json, or set another directory in host.conf")
+            message = f"{name}: the format {style} cannot represent {printable(value)}"
+            raise HostError(message, "use --output json, or set another directory in host.conf")
     if style == "shell":
         for line in _unset_others(environment):
             click.echo(line)

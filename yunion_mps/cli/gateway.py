@@ -74,9 +74,9 @@ def _check_address(address: str, *, allow_public: bool) -> str:
             f"{address!r} is {error}: write {ENDPOINT_EXAMPLE}", param_hint="'--listen'"
         ) from None
     if is_public(endpoint) and not allow_public:
-        what = f"other hosts can reach {endpoint}, and the page is not protected by a password"
+        message = f"other hosts can reach {endpoint}, and the page is not protected by a password"
         hint = "use 127.0.0.1, or add --allow-public if this is intended"
-        raise click.BadParameter(f"{what}: {hint}", param_hint="'--listen'")
+        raise click.BadParameter(f"{message}: {hint}", param_hint="'--listen'")
     return endpoint
 
 

@@ -42,10 +42,10 @@ def inherited_devices() -> Mapping[str, str]:
         try:
             lease = call_daemon(GET_LEASE, lease=name)
         except NotFoundError:
-            what = (
+            text = (
                 f"--inherit: lease {name} of this environment has ended, so another job may have its devices"
             )
-            raise HostError(what, _WITHOUT) from None
+            raise HostError(text, _WITHOUT) from None
         except YunionError as error:
             environment = _own_environment(f"; the lease cannot be read: {error.message}")
         else:
@@ -61,9 +61,9 @@ def _own_environment(why_own: str) -> Mapping[str, str]:
     """Return our variables of the devices; raises HostError if a limit is missing."""
     own = {name: os.environ[name] for name in (*DEVICE_VARIABLES, JAX_VARIABLE) if name in os.environ}
     if missing := [name for name in _required(own) if not own.get(name)]:
-        what = f"--inherit: this environment lacks {', '.join(missing)}, so the command would have no limits"
+        text = f"--inherit: this environment lacks {', '.join(missing)}, so the command would have no limits"
         hint = "keep the job's environment (sudo --preserve-env, su without -, no env -i)"
-        raise HostError(f"{what}{why_own}", hint)
+        raise HostError(f"{text}{why_own}", hint)
     return own
 
 
@@ -86,18 +86,18 @@ def _current_environment(lease: LeaseDetailsJson) -> Mapping[str, str]:
         return _restrict(lease["environment"])
     hint = f"set {_DEVICE} to one of them or to all: {','.join(lease['devices'])}"
     if len(names) > 1:
-        what = f"--inherit: {_DEVICE} names {len(names)} of the {len(lease['devices'])} devices of this lease"
-        raise HostError(what, hint)
+        text = f"--inherit: {_DEVICE} names {len(names)} of the {len(lease['devices'])} devices of this lease"
+        raise HostError(text, hint)
     if names[0] not in lease["devices"]:
         if is_on_instance(names[0]):
-            what = "--inherit: the MIG instance of this environment was destroyed and replaced by another"
-            raise HostError(what, "start the job's step again", MIG_INSTANCE_GONE)
+            text = "--inherit: the MIG instance of this environment was destroyed and replaced by another"
+            raise HostError(text, "start the job's step again", MIG_INSTANCE_GONE)
         raise HostError(f"--inherit: {names[0]} is not among the devices of lease {lease['id']}", hint)
     device = call_daemon(GET_DEVICE, id=names[0])
     _refuse_missing(lease, device["reason_code"], device["reason"])
     if not device["client_environment"]:
-        what = f"--inherit: device {names[0]} is unavailable: {device['reason']}"
-        raise HostError(what, "see: yunion-mps status", device["reason_code"])
+        text = f"--inherit: device {names[0]} is unavailable: {device['reason']}"
+        raise HostError(text, "see: yunion-mps status", device["reason_code"])
     return {**device["client_environment"], _LEASE: lease["id"]}
 
 
@@ -115,9 +115,9 @@ def _refuse_destroyed(environment: Mapping[str, str]) -> None:
         except YunionError:  # the daemon cannot be reached
             return
         if device is None or device["gpu_uuid"] not in visible or device["reason_code"] in _MISSING:
-            what = f"--inherit: the MIG instance of {name} was destroyed"
+            message = f"--inherit: the MIG instance of {name} was destroyed"
             hint = f"if a new one exists, use its environment: yunion-mps env {name}"
-            raise HostError(what, hint, MIG_INSTANCE_GONE)
+            raise HostError(message, hint, MIG_INSTANCE_GONE)
 
 
 def _refuse_missing(lease: LeaseDetailsJson, code: str, reason: str) -> None:
@@ -142,6 +142,6 @@ def _restrict(environment: Mapping[str, str]) -> Mapping[str, str]:
     if unknown and len(names) >= len(known):
         return environment  # ours is out of date, and restricts nothing
     if unknown:
-        what = f"--inherit: {_VISIBLE} names {', '.join(unknown)}, but the GPUs of this lease are {leased}"
-        raise HostError(what, f"set {_VISIBLE} to one of them, or unset it to use all", MIG_INSTANCE_GONE)
+        message = f"--inherit: {_VISIBLE} names {', '.join(unknown)}, but the GPUs of this lease are {leased}"
+        raise HostError(message, f"set {_VISIBLE} to one of them, or unset it to use all", MIG_INSTANCE_GONE)
     return {**environment, _VISIBLE: chosen}

@@ -283,12 +283,12 @@ def request_options(function: F) -> F:
 
 
 def for_option(
-    what: str, engines: Sequence[str] = RESERVATIONS, *, required: bool = False
+    text: str, engines: Sequence[str] = RESERVATIONS, *, required: bool = False
 ) -> Callable[[F], F]:
     """Return an option `--for ENGINE`, as the parameter `engine`."""
     return click.option(
         "--for", "engine", type=click.Choice(engines), required=required, metavar="ENGINE",
-        help=f"{what}: {' or '.join(engines)}. Only for root.",
+        help=f"{text}: {' or '.join(engines)}. Only for root.",
     )  # fmt: skip
 
 
@@ -358,6 +358,6 @@ def _memory(text: str) -> int:
     """Parse an amount of memory into MiB; accepts `2G`, too. Raises UsageError."""
     mib = mebibytes(text if text.endswith("iB") else f"{text}iB")
     if not mib:
-        what = f"{text!r} is not an amount of memory: use a whole number of MiB or GiB, such as 2GiB."
-        raise click.BadParameter(what, param_hint="'--gpu-mem'")
+        message = f"{text!r} is not an amount of memory: use a whole number of MiB or GiB, such as 2GiB."
+        raise click.BadParameter(message, param_hint="'--gpu-mem'")
     return mib

@@ -282,8 +282,8 @@ def _reload_now(yes: bool) -> tuple[ChangeListJson, StatusJson]:
             for ended in answer["errors"]:
                 print_notice(ended)
             return _with(accepted, answer), call_daemon(GET_STATUS)
-    what = f"{_MAX_LISTINGS} times, more jobs or leases came after the list, so the reload was not completed"
-    raise YunionError(what, "admit no new jobs, and wait for the running ones: yunion-mps reload --drain")
+    text = f"{_MAX_LISTINGS} times, more jobs or leases came after the list, so the reload was not completed"
+    raise YunionError(text, "admit no new jobs, and wait for the running ones: yunion-mps reload --drain")
 
 
 def _confirm(plan: ChangeListJson, yes: bool, consequence: str) -> None:
@@ -344,8 +344,8 @@ def _wait(timeout_s: int | None) -> StatusJson:
         if timeout_s is not None and time.monotonic() > begin_s + timeout_s:
             hint = "it takes effect automatically; see: yunion-mps status"
             everything = _texts([*_pending(status, _AWAITED | _NEEDS), *_settling(status)])
-            what = f"still pending after {duration_text(timeout_s)}: {everything}; {_REST}"
-            raise YunionError(what, hint, waits[0]["code"])
+            message = f"still pending after {duration_text(timeout_s)}: {everything}; {_REST}"
+            raise YunionError(message, hint, waits[0]["code"])
         time.sleep(_POLL_S)
 
 
@@ -374,8 +374,8 @@ def _refuse_if_still_pending(status: StatusJson) -> None:
     """Raise YunionError if the operator has to act before all is in effect."""
     lasting = _pending(status, _NEEDS)
     if lasting:
-        what = f"still pending: {_texts(lasting)}; {_REST}"
-        raise YunionError(what, lasting[0]["hint"], lasting[0]["code"])
+        message = f"still pending: {_texts(lasting)}; {_REST}"
+        raise YunionError(message, lasting[0]["hint"], lasting[0]["code"])
 
 
 def _refuse_if_not_serving(status: StatusJson) -> None:
@@ -414,8 +414,8 @@ def reexec_daemon() -> None:
         if event["severity"] == "error":
             raise YunionError(event["what"], f"{event['consequence']}; {_SEE_LOG}", event["code"])
     if after["pid"] != before["pid"]:
-        what = f"the daemon was restarted: its PID changed from {before['pid']} to {after['pid']}"
-        raise YunionError(what, _SEE_LOG)
+        message = f"the daemon was restarted: its PID changed from {before['pid']} to {after['pid']}"
+        raise YunionError(message, _SEE_LOG)
     version = before["version"]
     if after["version"] != version:
         version += f" -> {after['version']}"

@@ -58,8 +58,8 @@ class EngineCommand(RequestCommand):
                 if f"--{engine}" in words:
                     name = error.option_name
                     example = f"yunion-mps run --{engine} -- {name} … IMAGE"
-                    what = f"run has no option {name}; write {engine}'s options after --: {example}"
-                    raise click.UsageError(what, ctx) from None
+                    message = f"run has no option {name}; write {engine}'s options after --: {example}"
+                    raise click.UsageError(message, ctx) from None
             raise
 
 
@@ -179,8 +179,8 @@ def _refuse_with_inherit(ctx: click.Context) -> None:
         if not isinstance(option, click.Option) or option.name in (None, "inherit", "grace_s"):
             continue
         if ctx.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE:
-            what = f"--inherit uses a device that has been leased already: omit {option.opts[0]}."
-            raise click.UsageError(what)
+            message = f"--inherit uses a device that has been leased already: omit {option.opts[0]}."
+            raise click.UsageError(message)
 
 
 def _environment_of_command(argv: Sequence[str], request: RequestMembers, wait_s: int) -> Mapping[str, str]:

@@ -100,8 +100,8 @@ def remain_as_parent(grace_s: int, engine: str) -> Callable[[str], None]:
 def _refuse_other_pid_namespace(timeout_s: float) -> None:
     """Raise HostError if the daemon's PIDs are not ours: they would name other processes."""
     if not shares_pid_namespace(timeout_s):
-        what = "--safe-stop: the daemon is in another PID namespace, so COMMAND's clients are unknown here"
-        raise HostError(what, "use the host's PID namespace (podman run --pid=host), or omit --safe-stop")
+        message = "--safe-stop: the daemon is in another PID namespace, so COMMAND's clients are unknown here"
+        raise HostError(message, "use the host's PID namespace (podman run --pid=host), or omit --safe-stop")
 
 
 def _report_lease(writer: int, lease_id: str) -> None:
@@ -214,7 +214,7 @@ class _Parent:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # ended, or another user's
                 os.kill(pid, number)
 
-    def _try(self, what: str, disconnect: Callable[[float], object]) -> None:
+    def _try(self, process: str, disconnect: Callable[[float], object]) -> None:
         """Call `disconnect` with a timeout; if the daemon does not answer by then, go on without it."""
         end_s = time.monotonic() + _DAEMON_S
         while not self._is_alone:
@@ -227,17 +227,17 @@ class _Parent:
                     time.sleep(_RETRY_S)
                     continue
                 self._is_alone = is_silent
-                self._tell_undisconnected(what, error)
+                self._tell_undisconnected(process, error)
             return
 
-    def _tell_undisconnected(self, what: str, error: YunionError) -> None:
+    def _tell_undisconnected(self, process: str, error: YunionError) -> None:
         """Tell it once of each process, or once of COMMAND as a whole: each signal asks the daemon again."""
-        if what in self._undisconnected or _COMMAND in self._undisconnected:
+        if process in self._undisconnected or _COMMAND in self._undisconnected:
             return
-        if what == _COMMAND and self._undisconnected:
+        if process == _COMMAND and self._undisconnected:
             return
-        self._undisconnected.add(what)
-        self._notify(f"{what} was not disconnected from MPS before its signal: {error.message}")
+        self._undisconnected.add(process)
+        self._notify(f"{process} was not disconnected from MPS before its signal: {error.message}")
 
     def _disconnect(self, pids: set[int], timeout_s: float) -> None:
         """Disconnect the clients among the processes, each of which is then removed from `pids`."""

@@ -66,13 +66,13 @@ def gres_conf(node: str | None, installs: bool, shards: bool) -> None:
     name = node or slurm_node_name()
     gpus = {gpu["addr"]: gpu["uuid"] for gpu in gpus_for_slurm(call_daemon(GET_GPUS)["gpus"])}
     if change := pending_change(gpus, call_daemon(GET_STATUS)["problems"]):
-        what = f"gres.conf cannot be written yet: {change}"
-        raise HostError(what, "repeat this once the change is in effect: yunion-mps status", change.code)
+        message = f"gres.conf cannot be written yet: {change}"
+        raise HostError(message, "repeat this once the change is in effect: yunion-mps status", change.code)
     devices = [device for device in listed_devices() if device["gpu_uuid"] in gpus.values()]
     if not devices:
-        what = "this host has no devices for Slurm"
+        message = "this host has no devices for Slurm"
         raise HostError(
-            what, "divide a GPU with virtual_number or slices: man yunion-mps-host_container_device.yml"
+            message, "divide a GPU with virtual_number or slices: man yunion-mps-host_container_device.yml"
         )
     record = record_of(devices, shards=shards)
     if installs:

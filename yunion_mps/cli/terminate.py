@@ -99,8 +99,8 @@ def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationListJs
     if client is None:
         for lease in call_daemon(GET_LEASES)["leases"]:
             if lease["pid"] == pid:
-                what = f"PID {pid} uses no GPU, but holds lease {lease['id'][:ID_LENGTH]}"
-                raise NotFoundError(what, f"terminate it, and the lease ends as well: kill {pid}")
+                message = f"PID {pid} uses no GPU, but holds lease {lease['id'][:ID_LENGTH]}"
+                raise NotFoundError(message, f"terminate it, and the lease ends as well: kill {pid}")
         raise NotFoundError(f"PID {pid} is not an MPS client", "list the clients: yunion-mps who --clients")
     process = _describe(client)
     outside_mps = f"{process} runs outside MPS, so no MPS server disconnects it first. Terminate it?"
@@ -139,8 +139,8 @@ def _terminate_all(target: str, *, force: bool, yes: bool) -> TerminationListJso
     else:
         terminated = call_daemon(TERMINATE_DEVICE, id=name, signals=_signals(force))
     if answer["errors"] and not terminated["terminations"]:
-        what = f"no process of {described} is known, so none was terminated"
-        raise HostError(what, "try again once the MPS server answers", PROCESSES_UNKNOWN)
+        message = f"no process of {described} is known, so none was terminated"
+        raise HostError(message, "try again once the MPS server answers", PROCESSES_UNKNOWN)
     return terminated
 
 
@@ -166,9 +166,9 @@ def _find(target: str) -> _Target:
     try:
         address = call_daemon(GET_DEVICE, id=target)["addr"]
     except NotFoundError as error:
-        what = f"{no_lease.message}, and {error.message}"
+        message = f"{no_lease.message}, and {error.message}"
         raise NotFoundError(
-            what, "list leases and devices: yunion-mps who; list processes: yunion-mps who --clients"
+            message, "list leases and devices: yunion-mps who; list processes: yunion-mps who --clients"
         ) from None
     return _Target("device", address, partial(clients_of_device, address))
 

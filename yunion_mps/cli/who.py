@@ -261,8 +261,8 @@ def _clients_text(answer: ClientListJson, *, wide: bool) -> str:
     text = ""
     for server in servers:
         if server["state"] == SERVER_FAULT:
-            what = "its jobs failed; it accepts new ones after they have exited"
-            text += wrapped(f"Fault: {_describe_server(server)}: {what}")
+            message = "its jobs failed; it accepts new ones after they have exited"
+            text += wrapped(f"Fault: {_describe_server(server)}: {message}")
     text += clients_table(answer["clients"], wide=wide, none=none)
     for client in answer["clients"]:
         if client["mps"] is False:

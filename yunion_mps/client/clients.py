@@ -106,9 +106,9 @@ def format_since(since: datetime | timedelta | None) -> str | None:
         return None
     moment = datetime.now(timezone.utc) - since if isinstance(since, timedelta) else since
     if not isinstance(moment, datetime) or moment.tzinfo is None:
-        what = f"since: {since!r} is not a time with a time zone"
+        message = f"since: {since!r} is not a time with a time zone"
         hint = "write datetime.now(timezone.utc), or a timedelta that is subtracted from now"
-        raise YunionError(what, hint, INVALID_REQUEST)
+        raise YunionError(message, hint, INVALID_REQUEST)
     return rfc3339(min(max(0.0, moment.timestamp()), LATEST_S))
 
 

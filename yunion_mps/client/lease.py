@@ -233,10 +233,10 @@ class BaseLease:
         return f"<{type(self).__name__} {self.id} of {', '.join(self.devices)}>"
 
     def __reduce__(self) -> NoReturn:
-        what = (
+        text = (
             f"a {type(self).__name__} cannot be passed to another process: pass its record or its environment"
         )
-        raise TypeError(what)
+        raise TypeError(text)
 
     async def _release(self, timeout_s: float = RECONNECT_TIMEOUT_S) -> None:
         if self._is_released or os.getpid() != self._pid:

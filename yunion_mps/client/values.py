@@ -65,10 +65,10 @@ def _convert(convert: Callable[[Any], Any], answer: Mapping[str, Any], member: s
     try:
         return convert(answer[member])
     except KeyError:
-        what = f"the daemon's answer has no member {member}"
+        message = f"the daemon's answer has no member {member}"
     except (TypeError, ValueError):
-        what = f"the daemon's answer has a member {member} of the wrong type"
-    raise VersionError(f"{what}: its version differs from this client's")
+        message = f"the daemon's answer has a member {member} of the wrong type"
+    raise VersionError(f"{message}: its version differs from this client's")
 
 
 @dataclass(frozen=True)

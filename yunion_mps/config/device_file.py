@@ -167,8 +167,8 @@ class _Reader(MappingReader):
         if root is None:
             return {}
         if not isinstance(root, MappingNode):
-            what = f"contains {quote(root)}, not a mapping"
-            raise FileProblemError(self._problem(root, what, "begin the file with devices:"))
+            message = f"contains {quote(root)}, not a mapping"
+            raise FileProblemError(self._problem(root, message, "begin the file with devices:"))
         pairs, duplicates, invalid = distinct_pairs(root, _key_name)
         for pair in invalid:
             self._report_mistake(pair.key, merge_mistake(pair))
@@ -193,8 +193,8 @@ class _Reader(MappingReader):
         near = nearest_key(name, (*_FILE_KEYS, *_OUR_KEYS))
         if near in _OUR_KEYS:
             guess = "" if near == name else f" (did you mean {near}?)"
-            what = f"unknown key {name} beside devices{guess}"
-            self._report(key, what, "indent it below an entry of devices")
+            text = f"unknown key {name} beside devices{guess}"
+            self._report(key, text, "indent it below an entry of devices")
         elif near:
             self._report(key, f"unknown key {name} (did you mean {near}?)")
         elif name in _KEYS and not has_devices:
@@ -208,8 +208,10 @@ class _Reader(MappingReader):
             return []
         entries = nodes["devices"].value
         if not isinstance(entries, SequenceNode):
-            what = f"devices is {quote(entries)}, not a list"
-            raise FileProblemError(self._problem(entries, what, "write each entry after a dash: - path: …"))
+            message = f"devices is {quote(entries)}, not a list"
+            raise FileProblemError(
+                self._problem(entries, message, "write each entry after a dash: - path: …")
+            )
         return list(entries.value)
 
     def _entry(self, item: Node) -> DeviceEntry | None:
@@ -219,8 +221,8 @@ class _Reader(MappingReader):
         invalid, it has one device.
         """
         if not isinstance(item, MappingNode):
-            what = f"an entry of devices is {quote(item)}, not a mapping"
-            self._report(item, what, "write - path: …, type: … and virtual_number: …")
+            text = f"an entry of devices is {quote(item)}, not a mapping"
+            self._report(item, text, "write - path: …, type: … and virtual_number: …")
             return None
         nodes, duplicates = self._nodes_of(item, _key_name)
         sharing = self._sharing(item, nodes)
@@ -302,8 +304,8 @@ class _Reader(MappingReader):
         if len(present) > 1:
             first, second = sorted(present, key=lambda name: (line_of(nodes[name].key), name))[:2]
             line = line_of(nodes[first].key)
-            what = f"{second} divides the GPU, but {first} on line {line} already does"
-            self._report(nodes[second].key, what, "keep one of the two")
+            text = f"{second} divides the GPU, but {first} on line {line} already does"
+            self._report(nodes[second].key, text, "keep one of the two")
             return entry
         division = present[0] if present else "virtual_number"
         if present:
@@ -337,13 +339,13 @@ class _Reader(MappingReader):
         """Refuse keys that are only valid with another kind of division."""
         for name, required in _VALID_WITH.items():
             if name in nodes and division not in required:
-                what = f"{name} is not allowed with {division}, only with {' or '.join(required)}"
+                text = f"{name} is not allowed with {division}, only with {' or '.join(required)}"
                 hint = "remove it"
                 if name == "thread_percentage" and division == "slices":
                     hint = "write it in each slice"
                 if name == "thread_overcommit":
                     hint += ", or set cuda_mps_thread_percentage in host.conf"
-                self._report(nodes[name].key, what, hint)
+                self._report(nodes[name].key, text, hint)
 
     def _slices(self, node: Node) -> tuple[SliceEntry, ...]:
         """Return the slices; none if any of them has a problem."""
@@ -353,8 +355,8 @@ class _Reader(MappingReader):
             return ()
         before = len(self.problems)
         if len(node.value) > self._max_devices:
-            what = f"slices has {len(node.value)} devices, more than a GPU can have"
-            self._report(node, what, f"write at most {self._max_devices}")
+            text = f"slices has {len(node.value)} devices, more than a GPU can have"
+            self._report(node, text, f"write at most {self._max_devices}")
         slices = tuple(self._slice(item) for item in node.value)
         return slices if len(self.problems) == before else ()
 
@@ -404,16 +406,16 @@ class _Reader(MappingReader):
         """Refuse keys that only our entries have: the type, which selects other software, is wrong."""
         for name in SHARING_KEYS:
             if name in nodes:
-                what = f"{name} is not allowed in an entry of the type {entry_type}"
+                text = f"{name} is not allowed in an entry of the type {entry_type}"
                 types = [f"type: {ENTRY_TYPES[sharing]}" for sharing, keys in _VALID.items() if name in keys]
-                self._report(nodes[name].key, what, f"write {' or '.join(types)}, or remove it")
+                self._report(nodes[name].key, text, f"write {' or '.join(types)}, or remove it")
 
     def _read_required(self, item: Node, name: str, kind: ValueKind, nodes: Nodes, sharing: str = MPS) -> Any:
         if name not in nodes:
             alternatives = _DIVIDING if name in _DIVIDING else (name,)
             if not any(_misspelt(alternative, nodes, _KEYS) for alternative in alternatives):
-                what = f"an {ENTRY_TYPES[sharing]} entry has no {name}"
-                self._report(item, what, f"add {name}, for example {_EXAMPLE[name]}")
+                text = f"an {ENTRY_TYPES[sharing]} entry has no {name}"
+                self._report(item, text, f"add {name}, for example {_EXAMPLE[name]}")
         return self._read_optional(name, kind, nodes)
 
 

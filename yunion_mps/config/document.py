@@ -121,8 +121,8 @@ def _compose(path: str, text: bytes, keys: frozenset[str]) -> Node | None:
         line = text.count(b"\n", 0, error.position) + 1
         raise _problem(path, line, f"not valid YAML ({error.reason})", "save it as UTF-8 text") from None
     except UnicodeDecodeError:  # PyYAML does not catch it in a tag with escapes, and knows no line
-        what = "not valid YAML (a tag is not UTF-8)"
-        raise _problem(path, None, what, "write the values without tags") from None
+        message = "not valid YAML (a tag is not UTF-8)"
+        raise _problem(path, None, message, "write the values without tags") from None
     return root
 
 
@@ -138,8 +138,8 @@ def _syntax_problem(path: str, text: bytes, error: Any) -> FileProblemError:
     if mark and mark.line >= len(lines):  # noticed only at the end of the file: the beginning says more
         mark = error.context_mark or mark
     line = min(mark.line + 1, len(lines)) if mark else None
-    what = " ".join(filter(None, (error.context, error.problem)))
-    return _problem(path, line, f"not valid YAML ({what})", "correct the syntax near this line")
+    message = " ".join(filter(None, (error.context, error.problem)))
+    return _problem(path, line, f"not valid YAML ({message})", "correct the syntax near this line")
 
 
 def _lines_of(text: bytes) -> list[str]:
@@ -160,8 +160,8 @@ def _check_other_document(path: str, root: Node, keys: frozenset[str]) -> None:
         return
     for pair in pairs_of(root):
         if pair.name in keys:
-            what = f"{pair.name} is in another document of the file, which is not read"
-            raise _problem(path, line_of(pair.key), what, "remove the line --- above it")
+            text = f"{pair.name} is in another document of the file, which is not read"
+            raise _problem(path, line_of(pair.key), text, "remove the line --- above it")
 
 
 def look_alike(text: str) -> str:
@@ -192,8 +192,8 @@ def _look_alike_in_line(line: str) -> Mistake | None:
         return Mistake(f"the line is indented with {_character_name(match['odd'])}", "indent it with spaces")
     match = re.match(_SEPARATOR, line)
     if match and match["colon"]:
-        what = f"the line contains {_character_name(match['colon'])}"
-        return Mistake(what, "replace it with a colon and a space")
+        text = f"the line contains {_character_name(match['colon'])}"
+        return Mistake(text, "replace it with a colon and a space")
     if match:
         return Mistake(f"the line contains {_character_name(match['odd'])}", "replace it with a space")
     return None
@@ -310,8 +310,8 @@ def _is_similar(name: str, word: str) -> bool:
     return abs(len(name) - len(word)) <= 3 and len(set(name.lower()) ^ set(word.lower())) <= 4
 
 
-def _problem(path: str, line: int | None, what: str, hint: str) -> FileProblemError:
-    return FileProblemError(Problem(path, line, what, hint))
+def _problem(path: str, line: int | None, message: str, hint: str) -> FileProblemError:
+    return FileProblemError(Problem(path, line, message, hint))
 
 
 def _read(path: str, example: str) -> bytes:
@@ -346,8 +346,8 @@ def _check_bounds(path: str, text: bytes) -> None:
         line = event.start_mark.line + 1 if event.start_mark else None
         if isinstance(event, yaml.AliasEvent):
             if any(event.anchor == anchor for anchor, _ in enclosing):
-                what = f"contains the alias *{event.anchor}, which refers to itself"
-                raise _problem(path, line, what, "write the values out")
+                message = f"contains the alias *{event.anchor}, which refers to itself"
+                raise _problem(path, line, message, "write the values out")
             values += sizes.get(event.anchor, 0)
         elif isinstance(event, yaml.CollectionStartEvent):
             enclosing.append((event.anchor, values))
@@ -359,8 +359,8 @@ def _check_bounds(path: str, text: bytes) -> None:
             anchor, before = enclosing.pop()
             sizes[anchor] = values - before
         if len(enclosing) > MAX_DEPTH:
-            what = f"is nested more than {MAX_DEPTH} levels deep"
-            raise _problem(path, line, what, "flatten it, as in the example")
+            message = f"is nested more than {MAX_DEPTH} levels deep"
+            raise _problem(path, line, message, "flatten it, as in the example")
         if values > MAX_VALUES:
-            what = f"contains more than {MAX_VALUES:,} values once its aliases are expanded"
-            raise _problem(path, line, what, "write a short file, without aliases")
+            message = f"contains more than {MAX_VALUES:,} values once its aliases are expanded"
+            raise _problem(path, line, message, "write a short file, without aliases")

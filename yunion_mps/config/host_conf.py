@@ -234,10 +234,10 @@ def _check_local_file(settings: list[_Setting], file: str) -> list[Problem]:
     sources = [setting.source for setting in settings if setting.pair.name == LOCAL_FILE]
     if not sources or _local_file(settings) == file:
         return []
-    what = f"{LOCAL_FILE} has no effect in this file"
+    text = f"{LOCAL_FILE} has no effect in this file"
     return [
         Problem(
-            file=sources[0].file, line=sources[0].line, what=what, hint="set it in host.conf, or remove it"
+            file=sources[0].file, line=sources[0].line, what=text, hint="set it in host.conf, or remove it"
         )
     ]
 
@@ -301,9 +301,9 @@ def _public_problem(config: Config, listen: str, allow: str) -> Problem:
     """Return the problem of an address (the key `listen`) that needs the key `allow`."""
     address = str(getattr(config, listen))
     source = config.sources[listen]
-    what = f"{listen} is {address}, which is reachable from other hosts"
+    text = f"{listen} is {address}, which is reachable from other hosts"
     hint = f"write 127.0.0.1:{split_endpoint(address)[1]}, or {allow}: true if this is intended"
-    return Problem(source.file, source.line, what, hint)
+    return Problem(source.file, source.line, text, hint)
 
 
 def _check_ports(config: Config) -> list[tuple[str, Problem]]:
@@ -313,8 +313,8 @@ def _check_ports(config: Config) -> list[tuple[str, Problem]]:
     if not (web and metrics and overlap(web, metrics)):
         return []
     source = config.sources["web_listen"]
-    what = f"web_listen is {web}, which metrics_listen already uses"
-    return [("web_listen", Problem(source.file, source.line, what, "use a different port for each"))]
+    text = f"web_listen is {web}, which metrics_listen already uses"
+    return [("web_listen", Problem(source.file, source.line, text, "use a different port for each"))]
 
 
 def _check_pipe_directory(paths: Paths, config: Config) -> list[Problem]:
@@ -325,5 +325,5 @@ def _check_pipe_directory(paths: Paths, config: Config) -> list[Problem]:
     length = len(config.cuda_mps_pipe_directory.encode())
     if length <= room:
         return []
-    what = f"cuda_mps_pipe_directory is {length} bytes long, too long for a socket address"
-    return [Problem(source.file, source.line, what, f"choose a path of at most {room} bytes")]
+    text = f"cuda_mps_pipe_directory is {length} bytes long, too long for a socket address"
+    return [Problem(source.file, source.line, text, f"choose a path of at most {room} bytes")]

@@ -65,8 +65,8 @@ def distinct_pairs(
 
 def merge_mistake(pair: Pair) -> Mistake:
     """Return what is wrong with a merge key that merges nothing."""
-    what = f"<< is {quote(pair.value)}, not a mapping"
-    return Mistake(what, "write <<: and the alias of a mapping, or remove it")
+    text = f"<< is {quote(pair.value)}, not a mapping"
+    return Mistake(text, "write <<: and the alias of a mapping, or remove it")
 
 
 def look_alike_mistake(name: str, keys: Iterable[str]) -> Mistake | None:
@@ -85,14 +85,14 @@ class MappingReader:
         self._file = file
         self.problems: list[Problem] = []
 
-    def _report(self, node: Node, what: str, hint: str = "") -> None:
-        self.problems.append(self._problem(node, what, hint))
+    def _report(self, node: Node, text: str, hint: str = "") -> None:
+        self.problems.append(self._problem(node, text, hint))
 
     def _report_mistake(self, node: Node, mistake: Mistake) -> None:
         self._report(node, mistake.what, mistake.hint)
 
-    def _problem(self, node: Node | None, what: str, hint: str = "") -> Problem:
-        return Problem(self._file, line_of(node) if node else None, what, hint)
+    def _problem(self, node: Node | None, text: str, hint: str = "") -> Problem:
+        return Problem(self._file, line_of(node) if node else None, text, hint)
 
     def _nodes_of(self, mapping: Node, name_of: Callable[[str], str] = str) -> tuple[Nodes, list[Problem]]:
         """Return the mapping's keys, and a problem for each duplicate and each invalid merge.

@@ -255,13 +255,13 @@ def max_devices(override: int | None) -> int:
     return max(override or 0, MAX_DEVICES_PER_GPU)
 
 
-def one_line(key: str, node: Node, what: str = "a string") -> str:
-    """Accept non-empty text on one line; `what` tells the hint what it should name."""
+def one_line(key: str, node: Node, meaning: str = "a string") -> str:
+    """Accept non-empty text on one line; `meaning` says in the hint what to write."""
     value = value_of(node)
     if isinstance(value, (int, float)) and ":" in node.value:
         value = node.value  # in YAML 1.1, the PCI address 00:06.0 is a sexagesimal number
     if not isinstance(value, str) or not value.strip():
-        raise InvalidValueError(key, node, "not a string", f"write {key}: followed by {what}")
+        raise InvalidValueError(key, node, "not a string", f"write {key}: followed by {meaning}")
     if not value.isprintable():
         raise InvalidValueError(key, node, "which contains control characters", "remove them")
     return value

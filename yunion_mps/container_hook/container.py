@@ -57,8 +57,8 @@ def read_environment(state: Mapping[str, Any]) -> dict[str, str]:
 def refuse_missing(name: str, environment: Mapping[str, str]) -> None:
     """Raise HostError if the container has none of a device's variables: CUDA would run without limits."""
     if not environment.get(_DEVICE_VARIABLE) and not environment.get(LEASE_VARIABLE):
-        what = f"the container has no variables of device {name}, so nothing would limit it"
-        raise HostError(what, f"name the device when you start it: --device yunion.io/mps={name}")
+        message = f"the container has no variables of device {name}, so nothing would limit it"
+        raise HostError(message, f"name the device when you start it: --device yunion.io/mps={name}")
 
 
 def refuse_several(name: str, environment: Mapping[str, str]) -> None:
@@ -67,5 +67,5 @@ def refuse_several(name: str, environment: Mapping[str, str]) -> None:
     lease = environment.get(LEASE_VARIABLE)
     if name not in (ALL, lease or device):
         beside = f"lease {lease}" if name == device else device or "another"
-        what = f"a container can have only one device, but this one was given {name} and {beside}"
-        raise HostError(what, "to combine several into one budget: yunion-mps run --count")
+        message = f"a container can have only one device, but this one was given {name} and {beside}"
+        raise HostError(message, "to combine several into one budget: yunion-mps run --count")

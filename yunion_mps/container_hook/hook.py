@@ -115,8 +115,8 @@ def _require_environment(environment: Mapping[str, str], leased: Mapping[str, st
     """
     for variable, value in leased.items():
         if variable not in _CHANGEABLE and environment.get(variable) != value:
-            what = f"device {name} changed while the container was starting"
-            raise HostError(what, "start the container again")
+            message = f"device {name} changed while the container was starting"
+            raise HostError(message, "start the container again")
 
 
 def _one_line(text: str) -> str:
@@ -145,6 +145,6 @@ def _taken_error(name: str, daemon: DaemonClient) -> YunionError | None:
                 holder = lease["container"] or lease["name"] or lease["command"] or lease["user"]
                 where = f", PID {lease['pid']}" if lease["pid"] else ""
                 devices = ", ".join(lease["devices"])
-                what = f"device {devices} is in use: {holder} of {lease['user']}{where}"
-                return NothingFreeError(what, "see: yunion-mps who")
+                message = f"device {devices} is in use: {holder} of {lease['user']}{where}"
+                return NothingFreeError(message, "see: yunion-mps who")
     return None

@@ -97,12 +97,12 @@ class Wait(Reason):
         return wait
 
 
-def wait_reason(what: str, users: Users | str, code: str) -> Reason:
-    """Return the reason why `what`, a noun in the singular, has not happened yet.
+def wait_reason(change: str, users: Users | str, code: str) -> Reason:
+    """Return the reason why the change, a noun in the singular, has not happened yet.
 
     Instead of users that are known, their description may be given.
     """
-    text = f"{what} waits for {users} to end"
+    text = f"{change} waits for {users} to end"
     return Wait(text, code, users if isinstance(users, Users) else NO_USERS)
 
 

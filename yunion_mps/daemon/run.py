@@ -228,19 +228,19 @@ class DaemonLife:
         try:
             reexec_program(state)
         except OSError as error:
-            what = f"cannot re-execute the program: {error}"
-            log.error("%s; the running daemon continues", what)
-            self._record("error", what, consequence="the running daemon continues", code=FAILED)
-            self._notifier.ready(what)
+            text = f"cannot re-execute the program: {error}"
+            log.error("%s; the running daemon continues", text)
+            self._record("error", text, consequence="the running daemon continues", code=FAILED)
+            self._notifier.ready(text)
 
     def _record(
-        self, severity: str, what: str, cause: str = "", consequence: str = "", code: str = ""
+        self, severity: str, text: str, cause: str = "", consequence: str = "", code: str = ""
     ) -> None:
         event = Event(
             severity=severity,
             kind="daemon",
             subject="yunion-mps-daemon",
-            what=what,
+            what=text,
             cause=cause,
             consequence=consequence,
             code=code,

@@ -82,12 +82,12 @@ class SkipError(YunionError):
         super().__init__(message, hint)
 
 
-def invisible(what: str) -> SkipError:
+def invisible(hidden: str) -> SkipError:
     """Return the error for something that this user cannot see, such as another user's processes."""
     if os.geteuid() != 0:
-        return SkipError(f"only root can see {what}", "run doctor as root")
+        return SkipError(f"only root can see {hidden}", "run doctor as root")
     return SkipError(
-        f"even root cannot see {what} here", "run doctor outside containers, with all capabilities"
+        f"even root cannot see {hidden} here", "run doctor outside containers, with all capabilities"
     )
 
 
@@ -372,8 +372,8 @@ class Finding(NamedTuple):
 Findings = Iterable[Finding]
 
 
-def ok(what: str) -> Finding:
-    return Finding(OK, what)
+def ok(text: str) -> Finding:
+    return Finding(OK, text)
 
 
 def finding_of(condition: StatusProblemJson) -> Finding:
@@ -387,18 +387,18 @@ def finding_of(condition: StatusProblemJson) -> Finding:
     )
 
 
-def skipped(what: str, hint: str = "") -> Finding:
-    return Finding(SKIPPED, what, hint)
+def skipped(text: str, hint: str = "") -> Finding:
+    return Finding(SKIPPED, text, hint)
 
 
-def warning(what: str, hint: str, code: str = "") -> Finding:
+def warning(text: str, hint: str, code: str = "") -> Finding:
     """Return a finding that some programs will fail, or get something other than they should."""
-    return Finding(WARNING, what, hint, code)
+    return Finding(WARNING, text, hint, code)
 
 
-def problem(what: str, hint: str, code: str = "") -> Finding:
+def problem(text: str, hint: str, code: str = "") -> Finding:
     """Return a finding that programs fail now, or run without their limits."""
-    return Finding(PROBLEM, what, hint, code)
+    return Finding(PROBLEM, text, hint, code)
 
 
 class Check(NamedTuple):

@@ -109,11 +109,11 @@ def daemon(host: Host) -> Findings:
     for domain in status["domains"]:
         if domain["restarts"]:
             times = "once" if domain["restarts"] == 1 else f"{domain['restarts']} times"
-            what = f"the control daemon of domain {domain['name']} was restarted {times}"
-            findings.append(warning(what, _EVENTS, CONTROL_DAEMON_EXITED))
+            text = f"the control daemon of domain {domain['name']} was restarted {times}"
+            findings.append(warning(text, _EVENTS, CONTROL_DAEMON_EXITED))
     if status["version"] != __version__:
-        what = f"the daemon runs version {status['version']}, but this command is version {__version__}"
-        findings.append(warning(what, hint_of(VERSION_DIFFERS), VERSION_DIFFERS))
+        text = f"the daemon runs version {status['version']}, but this command is version {__version__}"
+        findings.append(warning(text, hint_of(VERSION_DIFFERS), VERSION_DIFFERS))
     devices = status["devices"]
     summary = f"running; {devices['available']} of {devices['total']} devices available"
     return findings or [ok(summary)]
@@ -144,8 +144,8 @@ def _describe_plan(host: Host, plan: Plan) -> Finding:
     if unread:
         names = list_of(Gpu(address).address for address in unread)
         verb = "is" if len(unread) == 1 else "are"
-        what = f"{names} {verb} not divided yet, because the daemon has not read the files since they changed"
-        return warning(what, hint_of(RELOAD_NEEDED), RELOAD_NEEDED)
+        text = f"{names} {verb} not divided yet, because the daemon has not read the files since they changed"
+        return warning(text, hint_of(RELOAD_NEEDED), RELOAD_NEEDED)
     if host.hides_entries():
         return ok(f"the files have no errors; {invisible(WHICH_GPUS).message}")
     unusable = len(plan.unavailable) + len(plan.missing)
@@ -192,23 +192,23 @@ def _test(host: Host, device: DeviceDetailsJson) -> Finding:
     addr = device["addr"]
     other = _other_user(host, device["domain"])
     if other:
-        what = f"{addr} was not tested: a client of your user would block new jobs of {other}"
-        return skipped(what, f"run it as {other}, or while no MPS server is running")
+        text = f"{addr} was not tested: a client of your user would block new jobs of {other}"
+        return skipped(text, f"run it as {other}, or while no MPS server is running")
     budget = device["memory_mib"]
     over_mib = min(budget or 0, device["gpu_memory_mib"] or 0) + _OVER_MIB
     timeout_s = host.timeout_s * SELFTEST_TIMEOUT_FACTOR
     answer = _run_client(device["client_environment"], over_mib, timeout_s)
     if answer is None:
-        what = f"{addr}: a CUDA program was not served within {timeout_s:g} s"
+        text = f"{addr}: a CUDA program was not served within {timeout_s:g} s"
         hint = (
             "check whether it waits for other jobs (yunion-mps who --clients), and see the control "
             "daemon's log"
         )
-        return problem(what, hint)
+        return problem(text, hint)
     if "code" in answer:
         meaning, hint = _MEANINGS.get(answer["code"], _OTHER_ERROR)
-        what = f"{addr}: {meaning} ({answer['call']}: {answer['name']})"
-        return skipped(what, hint) if answer["code"] in _NO_GPU else problem(what, hint)
+        text = f"{addr}: {meaning} ({answer['call']}: {answer['name']})"
+        return skipped(text, hint) if answer["code"] in _NO_GPU else problem(text, hint)
     return _compare(device, answer)
 
 
@@ -218,19 +218,19 @@ def _compare(device: DeviceDetailsJson, answer: DeviceProbe) -> Finding:
     memory_mib = answer["memory_mib"]
     used = answer["used"]
     total = answer["multiprocessors"]
-    what = f"{device['addr']} ({answer['name']}): got {memory_mib} MiB of {_budget_text(budget_mib)}, "
-    what += f"and {used} of {total or '?'} SMs at {percentage:g} %"
+    text = f"{device['addr']} ({answer['name']}): got {memory_mib} MiB of {_budget_text(budget_mib)}, "
+    text += f"and {used} of {total or '?'} SMs at {percentage:g} %"
     if answer["mps"] == 0 and device["domain"]:
-        return problem(f"{what}; it was not served by MPS", "see the check `control daemon`")
+        return problem(f"{text}; it was not served by MPS", "see the check `control daemon`")
     if not device["budget_enforced"]:
-        return ok(f"{what}; no budget is enforced on this GPU")
+        return ok(f"{text}; no budget is enforced on this GPU")
     if answer["over_budget"] or (budget_mib is not None and memory_mib > budget_mib):
         hint = "see the limits: yunion-mps status; and restart the MPS server: yunion-mps reload"
-        return problem(f"{what}; it got more than its budget", hint)
+        return problem(f"{text}; it got more than its budget", hint)
     # Releases differ in whether the number of SMs that a client reports is already its share.
     if total and percentage < 100 and math.ceil(total * percentage / 100) < used < total:
-        return problem(f"{what}; it got more than its budget", "see the limits: yunion-mps status")
-    return ok(what)
+        return problem(f"{text}; it got more than its budget", "see the limits: yunion-mps status")
+    return ok(text)
 
 
 def _budget_text(budget_mib: int | None) -> str:

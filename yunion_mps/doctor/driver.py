@@ -72,11 +72,11 @@ def driver(host: Host) -> Findings:
         return [problem(error.message, error.hint)]
     findings = []
     known_parts = set()
-    for part, what, other_version in _versions(host):
+    for part, message, other_version in _versions(host):
         known_parts.add(part)
         if other_version != version:
             level = warning if other_version.partition(".")[0] == version.partition(".")[0] else problem
-            text = f"{what} is version {other_version}, but the driver is version {version}"
+            text = f"{message} is version {other_version}, but the driver is version {version}"
             findings.append(level(text, _UPDATE))
     return findings or [ok(_describe_versions(version, known_parts, needs_program=host.uses_mps()))]
 
@@ -119,15 +119,15 @@ def programs(host: Host) -> Findings:
         searched = {server_path(program)}
     for path in searched:
         if not shutil.which(SERVER, path=path):
-            what = f"{SERVER} is not on the control daemon's PATH ({path}): every client is refused"
-            findings.append(problem(what, f"install it, or link it into {os.path.dirname(program)}"))
+            text = f"{SERVER} is not on the control daemon's PATH ({path}): every client is refused"
+            findings.append(problem(text, f"install it, or link it into {os.path.dirname(program)}"))
     for pid in pids:
         if _is_deleted(pid):
-            what = (
+            text = (
                 f"the executable of the control daemon (PID {pid}) was replaced or removed after it started"
             )
             hint = "once its jobs have ended: systemctl restart yunion-mps-daemon"
-            findings.append(warning(what, hint))
+            findings.append(warning(text, hint))
     findings += _library_findings(host)
     return findings or [ok(f"{program}, {SERVER} and {_LIBRARY} are installed")]
 
@@ -135,9 +135,9 @@ def programs(host: Host) -> Findings:
 def _library_findings(host: Host) -> list[Finding]:
     if _libraries(host):
         return []
-    what = f"{_LIBRARY} was not found: without it, neither MPS servers nor CUDA programs can start"
+    text = f"{_LIBRARY} was not found: without it, neither MPS servers nor CUDA programs can start"
     hint = "install the driver's libraries (libcuda1, libnvidia-compute-*, nvidia-driver-cuda-libs)"
-    return [warning(what, hint)]
+    return [warning(text, hint)]
 
 
 @host_check("device nodes", DEVICE_NODES)
@@ -170,12 +170,12 @@ def nodes(host: Host) -> Findings:
 
 def _describe_access(groups: Collection[int], unknown: str) -> str:
     """Say who can open the nodes, and of which GPUs that is not known."""
-    what = "all exist and can be opened"
+    text = "all exist and can be opened"
     if groups:
-        what += f", but only by root and group {', '.join(map(str, sorted(groups)))}"
+        text += f", but only by root and group {', '.join(map(str, sorted(groups)))}"
     if unknown:
-        what += f"; not checked: that of {unknown}, whose minor number the driver does not report"
-    return what
+        text += f"; not checked: that of {unknown}, whose minor number the driver does not report"
+    return text
 
 
 def _node_access(host: Host, needed: Mapping[str, int]) -> tuple[list[str], list[str], set[int]]:
@@ -239,10 +239,10 @@ def _versions(host: Host) -> Iterator[tuple[str, str, str]]:
         return
 
 
-def _program_version(path: str, what: str) -> Iterator[tuple[str, str, str]]:
+def _program_version(path: str, name: str) -> Iterator[tuple[str, str, str]]:
     versions = set(_PROGRAM_VERSION.findall(read_text(path)))  # empty for another user's process
     if len(versions) == 1:
-        yield _PROGRAMS, what, versions.pop()
+        yield _PROGRAMS, name, versions.pop()
 
 
 def _libraries(host: Host) -> list[str]:

@@ -98,8 +98,8 @@ def of_command(host: Host, environ: Mapping[str, str], argv: Sequence[str]) -> F
     for path in (program, *argv[1:]):
         environ = {**environ, **_assignments_in(path)}
     if os.path.basename(argv[0]) == "yunion-mps" and argv[1:2] == ["run"]:
-        what = "yunion-mps run gives the command the environment of an MPS client, or refuses to start it"
-        return list(variables.misspelt(environ)) or [ok(what)]
+        text = "yunion-mps run gives the command the environment of an MPS client, or refuses to start it"
+        return list(variables.misspelt(environ)) or [ok(text)]
     subject = Subject(argv[0], environ, command=_shell_words(argv))
     client = _client(host, subject)
     return list(_check(host, subject)) or [ok(f"{argv[0]} would have everything that {client} needs")]
@@ -131,20 +131,20 @@ def outside_mps(host: Host) -> Findings:
             directory = environ.get(variables.PIPE, host.paths.under(DEFAULT_PIPE_DIRECTORY))
             is_outside = not any(is_same_directory(pid, directory, ours) for ours in directories)
             if is_outside and pid not in reported:
-                what = (
+                text = (
                     f"{describe_process(pid)} uses GPU {gpu.address} outside yunion-mps "
                     f"(its pipe directory is {directory})"
                 )
                 start = f"start it with: yunion-mps run {_command_of(pid)}"
                 hint = f"{start}; see why: yunion-mps doctor --pid {pid}"
-                findings.append(warning(f"{what}: it has no limits", hint))
+                findings.append(warning(f"{text}: it has no limits", hint))
     if findings:
         return findings
     if not unreadable:
-        what = "no program uses a GPU outside MPS"
+        text = "no program uses a GPU outside MPS"
         if total:
-            what = f"{count(total, 'program')} on the GPUs, none outside MPS"
-        return [ok(what + (f"; not known for {unknown}" if unknown else ""))]
+            text = f"{count(total, 'program')} on the GPUs, none outside MPS"
+        return [ok(text + (f"; not known for {unknown}" if unknown else ""))]
     raise invisible(f"how {unreadable} of {total} programs use the GPUs")
 
 
@@ -172,8 +172,8 @@ def of_logins(host: Host) -> Findings:
             for name in (variables.PIPE, variables.VISIBLE, variables.MEMORY, variables.THREADS):
                 is_ours = name == variables.PIPE and _domain_at(host, Subject("", environ))
                 if name in environ and not is_ours:
-                    what = f"{path} sets {name}={environ[name]} for every user"
-                    yield warning(what, f"remove that line from {path}")
+                    text = f"{path} sets {name}={environ[name]} for every user"
+                    yield warning(text, f"remove that line from {path}")
 
 
 def _check(host: Host, subject: Subject) -> Iterator[Finding]:
@@ -187,7 +187,7 @@ def _check(host: Host, subject: Subject) -> Iterator[Finding]:
         served = [other.pipe_directory for other in domains]
         directory = os.path.normpath(subject.variables.get(variables.PIPE, default))
         if subject.pid is not None and directory in served and os.path.isdir(directory):
-            what = (
+            text = (
                 f"{subject.title} does not see the host's {directory}: it runs in a container, or with "
                 "PrivateTmp=yes"
             )
@@ -195,7 +195,7 @@ def _check(host: Host, subject: Subject) -> Iterator[Finding]:
                 f"mount it into the container: docker run -v {directory}:{directory}; "
                 "in a unit, set PrivateTmp=no, or use a directory in /run"
             )
-            yield problem(what, hint)
+            yield problem(text, hint)
         else:
             yield variables.not_served(subject.variables, default, served, _start_hint(host, subject))
     elif domain:
@@ -270,8 +270,8 @@ def _check_device(host: Host, subject: Subject) -> Iterator[Finding]:
             actual.append(f"{key}={subject.variables.get(key, '')}")
             required.append(f"{key}={value}")
     if actual:
-        what = f"{DEVICE_VARIABLE} is {name}, but other variables do not match that device"
-        yield warning(f"{what}: {', '.join(actual)}", f"set that device's variables: {', '.join(required)}")
+        text = f"{DEVICE_VARIABLE} is {name}, but other variables do not match that device"
+        yield warning(f"{text}: {', '.join(actual)}", f"set that device's variables: {', '.join(required)}")
 
 
 def _check_visibility(host: Host, pid: int, domain: DomainPlan | None) -> Iterator[Finding]:
@@ -280,8 +280,8 @@ def _check_visibility(host: Host, pid: int, domain: DomainPlan | None) -> Iterat
     mine = _file_system_of(f"/proc/{control or os.getpid()}/root/dev/shm")
     theirs = _file_system_of(f"/proc/{pid}/root/dev/shm")
     if mine is not None and theirs is not None and mine != theirs:
-        what = f"PID {pid} has a private /dev/shm, so it cannot share memory with its MPS server"
-        yield problem(what, "start the container with --ipc=host (Kubernetes: hostIPC, or mount /dev/shm)")
+        text = f"PID {pid} has a private /dev/shm, so it cannot share memory with its MPS server"
+        yield problem(text, "start the container with --ipc=host (Kubernetes: hostIPC, or mount /dev/shm)")
     try:
         version = host.inventory().driver.version
     except DriverError:
@@ -289,9 +289,9 @@ def _check_visibility(host: Host, pid: int, domain: DomainPlan | None) -> Iterat
     for path in _loaded_libcuda(pid):
         loaded_version = library_version(path)
         if loaded_version and loaded_version != version:
-            what = f"PID {pid} has loaded {path}, but the driver is version {version}"
+            text = f"PID {pid} has loaded {path}, but the driver is version {version}"
             yield warning(
-                what, "make it use the host's libcuda: remove compat libraries from LD_LIBRARY_PATH"
+                text, "make it use the host's libcuda: remove compat libraries from LD_LIBRARY_PATH"
             )
 
 

@@ -67,7 +67,7 @@ def pipe_directory(host: Host) -> Findings:
     for directory in directories:
         try:
             problems = find_access_problems(host.paths.root, directory, group)
-            findings += [problem(what, hint) for what, hint in problems if what not in reported]
+            findings += [problem(text, hint) for text, hint in problems if text not in reported]
         except FileNotFoundError:
             missing.append(directory)
     if findings:
@@ -92,9 +92,9 @@ def socket_cleanup(host: Host) -> Findings:
         directory = "/" + os.path.relpath(domain.pipe_directory, host.paths.root)
         rule = _cleaning_rule(directory, rules)
         if rule:
-            what = f"systemd-tmpfiles removes files older than {rule.age} from {rule.path}"
+            text = f"systemd-tmpfiles removes files older than {rule.age} from {rule.path}"
             hint = f"echo 'x {directory}' >/etc/tmpfiles.d/yunion-mps-pipe.conf"
-            yield warning(f"{what}, including the sockets in {directory}", hint)
+            yield warning(f"{text}, including the sockets in {directory}", hint)
 
 
 class _TmpfilesRule(NamedTuple):
@@ -162,8 +162,8 @@ def disk_space(host: Host) -> Findings:
             hint = f"find its file system (findmnt -T {directory}), then: mount -o remount,rw MOUNTPOINT"
             yield problem(f"{directory} is read-only", hint)
         elif free < _LEAST_FREE_BYTES:
-            what = f"{directory} has only {free >> 20} MiB free: the control daemon cannot write its log"
-            yield problem(what, f"free disk space: df -h {directory}")
+            text = f"{directory} has only {free >> 20} MiB free: the control daemon cannot write its log"
+            yield problem(text, f"free disk space: df -h {directory}")
         elif system.f_files and not system.f_favail:
             yield problem(f"{directory} has no free inodes", f"remove files, and check: df -i {directory}")
 
@@ -175,23 +175,23 @@ def shm(host: Host) -> Findings:
         info = os.stat(directory)
         system = os.statvfs(directory)
     except OSError as error:
-        what = f"{directory}: {error.strerror}; MPS servers and clients need it for shared memory"
-        return [problem(what, f"mount -t tmpfs -o mode=1777 tmpfs {directory}")]
+        text = f"{directory}: {error.strerror}; MPS servers and clients need it for shared memory"
+        return [problem(text, f"mount -t tmpfs -o mode=1777 tmpfs {directory}")]
     free = system.f_bavail * system.f_frsize
     size = system.f_blocks * system.f_frsize
     findings = []
     if info.st_mode & 0o1777 != 0o1777:
         mode = stat.S_IMODE(info.st_mode)
-        what = f"{directory} has mode {mode:o}, so MPS servers of other users cannot create files there"
-        findings.append(problem(what, f"chmod 1777 {directory}"))
+        text = f"{directory} has mode {mode:o}, so MPS servers of other users cannot create files there"
+        findings.append(problem(text, f"chmod 1777 {directory}"))
     if size < _LEAST_SHM_BYTES:
-        what = f"{directory} has only {size >> 20} MiB in total, too little for many clients"
-        findings.append(warning(what, f"mount -o remount,size=1G {directory}; docker run --shm-size 1g"))
+        text = f"{directory} has only {size >> 20} MiB in total, too little for many clients"
+        findings.append(warning(text, f"mount -o remount,size=1G {directory}; docker run --shm-size 1g"))
     if free < _LEAST_SHM_FREE_BYTES or (system.f_files and not system.f_favail):
         available = f"{free >> 20} MiB and {system.f_favail} inodes free"
-        what = f"{directory} is full ({available}): no MPS server can start"
+        text = f"{directory} is full ({available}): no MPS server can start"
         hint = f"list its largest files (ls -laS {directory}), and remove those that no process uses"
-        findings.append(problem(what, hint))
+        findings.append(problem(text, hint))
     return findings or [ok(f"{free >> 20} of {size >> 20} MiB free")]
 
 
@@ -227,10 +227,10 @@ def _summarise_denials(lines: list[str], *, permissive: bool) -> Finding:
     details = ", ".join(f"{key} {value}" for key, value in _DETAIL.findall(last))
     module = "AppArmor" if "apparmor=" in last else "SELinux"
     times = count(len(lines), "time")
-    what = f"{module} denied MPS the operation {operation.strip()!r} ({times} in the last day; {details})"
+    text = f"{module} denied MPS the operation {operation.strip()!r} ({times} in the last day; {details})"
     if permissive:
-        return warning(f"{what}: it would be denied in enforcing mode", _HINTS[module])
-    return problem(what, _HINTS[module])
+        return warning(f"{text}: it would be denied in enforcing mode", _HINTS[module])
+    return problem(text, _HINTS[module])
 
 
 def _read_logs(audit: str, kernel: str) -> tuple[list[str], bool]:

@@ -157,8 +157,8 @@ def _missing_entries(plan: Plan) -> list[Finding]:
     for entry in plan.missing:
         code = entry.reason.code
         if code != RECORD_HIDDEN:
-            what = f"path {entry.path} ({entry.place}): {entry.reason}"
-            findings.append(problem(what, hint_of(code), code))
+            text = f"path {entry.path} ({entry.place}): {entry.reason}"
+            findings.append(problem(text, hint_of(code), code))
     if len(findings) < len(plan.missing):
         unseen = invisible(WHICH_GPUS)
         findings.append(skipped(unseen.message, unseen.hint))
@@ -190,10 +190,10 @@ def mig(host: Host) -> Findings:
 def _foreign_mode_change(gpu: Gpu) -> Finding:
     """Return the warning that another program has requested a MIG mode, in effect after the next reset."""
     mode, requested = ("on", "off") if gpu.mig_enabled else ("off", "on")
-    what = f"{_gpu_name(gpu)}: MIG mode is {mode}, and will be {requested} after the next reset"
+    text = f"{_gpu_name(gpu)}: MIG mode is {mode}, and will be {requested} after the next reset"
     means = "its devices will then be unavailable; running jobs are not affected until then"
     hint = f"cancel the change: nvidia-smi -i {gpu.pci_address} -mig {int(bool(gpu.mig_enabled))}"
-    return warning(f"{what}: {means}", hint, MIG_RESET_REQUIRED)
+    return warning(f"{text}: {means}", hint, MIG_RESET_REQUIRED)
 
 
 @host_check("vGPU", VGPU, "no divided GPU is a vGPU or hosts vGPUs")
@@ -203,19 +203,19 @@ def vgpu(host: Host) -> Findings:
         raise SkipError("the driver reports no GPU's name, by which vGPUs are known")
     for gpu in host.our_gpus():
         if gpu.name and _VGPU.search(gpu.name):
-            what = (
+            text = (
                 f"{_gpu_name(gpu)} is a vGPU: not every vGPU type and release supports MPS or enforces its "
                 "limits"
             )
             yield warning(
-                what, "test it: yunion-mps doctor --selftest; if it fails, pass through a whole GPU"
+                text, "test it: yunion-mps doctor --selftest; if it fails, pass through a whole GPU"
             )
         guests = _virtual_machines(host, gpu)
         if guests:
-            what = (
+            text = (
                 f"{_gpu_name(gpu)} hosts {guests} for virtual machines, which use its memory and compute time"
             )
-            yield problem(what, "remove the vGPUs, or remove the GPU from the device file")
+            yield problem(text, "remove the vGPUs, or remove the GPU from the device file")
 
 
 @host_check("budgets", BUDGET_NOT_ENFORCED, "enforced on every divided GPU")
@@ -226,12 +226,12 @@ def budgets(host: Host) -> Findings:
     for gpu in host.mps_gpus():
         if gpu.reason or enforces_budgets(gpu) or gpu.pci_address in known:
             continue
-        what = f"{_gpu_name(gpu)} is older than Volta: no budget is enforced"
+        text = f"{_gpu_name(gpu)} is older than Volta: no budget is enforced"
         if gpu.compute_capability is None:
-            what = f"the driver does not report the compute capability of {_gpu_name(gpu)}: unless it is "
-            what += "Volta or newer, no budget is enforced"
+            text = f"the driver does not report the compute capability of {_gpu_name(gpu)}: unless it is "
+            text += "Volta or newer, no budget is enforced"
         hint = "run only jobs that stay within their budgets by themselves"
-        findings.append(warning(f"{what}, and each client can use the whole GPU", hint))
+        findings.append(warning(f"{text}, and each client can use the whole GPU", hint))
     sliced = _time_sliced(host)
     if findings or not sliced:
         return findings
@@ -279,11 +279,11 @@ def _check_processes(gpu: Gpu, memory_mib: Mapping[int, int | None] | None) -> F
         return warning(f"{_gpu_name(gpu)} does not report its processes", _UPDATE_DRIVER)
     running = [mib for pid, mib in memory_mib.items() if process_name(pid)]
     if memory_mib and not running:
-        what = f"the processes on {_gpu_name(gpu)} are not visible here"
-        return warning(f"{what}: over_budget: terminate has no effect on them", _SAME_NAMESPACE)
+        text = f"the processes on {_gpu_name(gpu)} are not visible here"
+        return warning(f"{text}: over_budget: terminate has no effect on them", _SAME_NAMESPACE)
     if None in running:
-        what = f"the driver does not report how much memory the processes on {_gpu_name(gpu)} use"
-        return warning(f"{what}: over_budget: terminate has no effect on them", _UPDATE_DRIVER)
+        text = f"the driver does not report how much memory the processes on {_gpu_name(gpu)} use"
+        return warning(f"{text}: over_budget: terminate has no effect on them", _UPDATE_DRIVER)
     return None
 
 
@@ -318,9 +318,9 @@ def compute_mode(host: Host) -> Findings:
         mode = plan.compute_modes.get(gpu.uuid or "")
         finding = _check_mode(gpu, mode, is_served=is_served)
         if finding and mode and _is_as_the_daemon_wants(host, gpu):
-            what = f"{_gpu_name(gpu)} is in compute mode {gpu.compute_mode}; the files require {mode}, but "
-            what += "the daemon has not read them since they changed"
-            finding = warning(what, hint_of(RELOAD_NEEDED), RELOAD_NEEDED)
+            text = f"{_gpu_name(gpu)} is in compute mode {gpu.compute_mode}; the files require {mode}, but "
+            text += "the daemon has not read them since they changed"
+            finding = warning(text, hint_of(RELOAD_NEEDED), RELOAD_NEEDED)
         if finding and gpu.address not in reported:
             findings.append(finding)
     if findings:
@@ -387,19 +387,19 @@ def _check_mode(gpu: Gpu, planned: str | None, *, is_served: bool) -> Finding | 
             f"{setting} {DEFAULT.upper()}",
         )
     if is_served and planned and gpu.compute_mode not in (None, planned):
-        what = f"{_gpu_name(gpu)} is in compute mode {gpu.compute_mode} instead of {planned}"
+        text = f"{_gpu_name(gpu)} is in compute mode {gpu.compute_mode} instead of {planned}"
         hint = f"find what changed it (yunion-mps events --kind compute_mode); {setting} {planned.upper()}"
         means = "programs that bypass the control daemon run without limits"
         if planned == DEFAULT:
             means = "a single program would keep all others out, so its devices are unavailable"
-        return problem(f"{what}: {means}", hint)
+        return problem(f"{text}: {means}", hint)
     if not is_served and gpu.compute_mode == EXCLUSIVE_PROCESS:
-        what = (
+        text = (
             f"{_gpu_name(gpu)} is in mode {EXCLUSIVE_PROCESS} without a control daemon: it accepts one "
             "program at a time"
         )
         hint = f"start the daemon (systemctl start yunion-mps-daemon), or: {setting} {DEFAULT.upper()}"
-        return warning(f"{what}, and all others fail because the GPU is busy", hint)
+        return warning(f"{text}, and all others fail because the GPU is busy", hint)
     return None
 
 
@@ -425,23 +425,23 @@ def client_limit(host: Host) -> Findings:
         limits.append(limit)
         is_clear = is_clear and number < limit * _WARNING_SHARE
         if number >= limit:
-            what = (
+            text = (
                 f"GPU {gpu.address} has {number} clients, and MPS allows {limit}: the next one will be "
                 "refused"
             )
             yield problem(
-                what, "end some (list them: yunion-mps who --clients), or use fewer processes per job"
+                text, "end some (list them: yunion-mps who --clients), or use fewer processes per job"
             )
         elif number >= limit * _WARNING_SHARE:
-            what = f"GPU {gpu.address} has {number} of the {limit} clients that MPS allows"
-            yield warning(what, "list them: yunion-mps who --clients")
+            text = f"GPU {gpu.address} has {number} of the {limit} clients that MPS allows"
+            yield warning(text, "list them: yunion-mps who --clients")
     if not numbers and unknown:
         raise SkipError(f"the driver does not report the processes on {list_of(unknown)}")
     if not numbers:
         raise SkipError("no divided GPU answers")
     if is_clear:
-        what = f"at most {max(numbers)} of {min(limits)} clients on a GPU"
-        yield ok(f"{what}; not known for {list_of(unknown)}" if unknown else what)
+        text = f"at most {max(numbers)} of {min(limits)} clients on a GPU"
+        yield ok(f"{text}; not known for {list_of(unknown)}" if unknown else text)
 
 
 def _is_served(host: Host) -> bool:

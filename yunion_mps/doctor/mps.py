@@ -65,8 +65,8 @@ def _check_owner(host: Host, domain: DomainPlan) -> Finding:
     peer = peer_of(directory)
     known_pid = host.known_pids().get(domain.name)
     if peer is None and known_pid:
-        what = f"the control daemon of domain {domain.name} (PID {known_pid}) has no socket in {directory}"
-        return problem(f"{what}: it has been removed", _RESTART)
+        text = f"the control daemon of domain {domain.name} (PID {known_pid}) has no socket in {directory}"
+        return problem(f"{text}: it has been removed", _RESTART)
     if peer and known_pid == peer.pid:
         return ok(f"PID {peer.pid} serves domain {domain.name} in {directory}")
     if os.geteuid() != 0 and (peer is None or uid_of(peer.pid) != os.geteuid()):
@@ -76,16 +76,16 @@ def _check_owner(host: Host, domain: DomainPlan) -> Finding:
     except HostError as error:
         return problem(error.message, error.hint)
     if running is None:
-        what = f"no control daemon serves {directory}"
+        text = f"no control daemon serves {directory}"
         status = host.known_status()
         is_missed = status is not None and status["state"] != "disabled"
-        return problem(what, _RESTART) if is_missed else ok(f"{what}; the daemon will start one")
+        return problem(text, _RESTART) if is_missed else ok(f"{text}; the daemon will start one")
     pid = running.process.pid
     running.process.close()
-    what = f"PID {pid} still serves {directory} with its limits, although the daemon is not running"
+    text = f"PID {pid} still serves {directory} with its limits, although the daemon is not running"
     if peer is None:
-        what += ", but no new job can reach it because its socket has been removed"
-    return warning(what, "start the daemon, which will adopt it: systemctl start yunion-mps-daemon")
+        text += ", but no new job can reach it because its socket has been removed"
+    return warning(text, "start the daemon, which will adopt it: systemctl start yunion-mps-daemon")
 
 
 @host_check("control daemon answers", CONTROL_DAEMON_SILENT)
@@ -104,18 +104,18 @@ def responsiveness(host: Host) -> Findings:
             took_s = _greeting_time_s(domain.pipe_directory, peer.pid)
         except UnresponsiveError as error:
             cause = diagnose(peer.pid, domain.pipe_directory)
-            what = f"the control daemon of domain {domain.name} (PID {peer.pid}): {error.message}"
+            text = f"the control daemon of domain {domain.name} (PID {peer.pid}): {error.message}"
             code = error.reason.code
             if cause:
-                what += f"; {cause}"
+                text += f"; {cause}"
                 code = cause.code
-            findings.append(problem(what, hint_of(code)))
+            findings.append(problem(text, hint_of(code)))
             continue
         front_end = front_end_at(domain.pipe_directory, daemon) if front_ends else ""
         if front_end:
-            what = f"an interactive {PROGRAM} ({front_end}) is connected to domain {domain.name} and blocks "
-            what += "all other front-ends until it exits"
-            findings.append(warning(what, "end it: the control daemon serves one front-end at a time"))
+            text = f"an interactive {PROGRAM} ({front_end}) is connected to domain {domain.name} and blocks "
+            text += "all other front-ends until it exits"
+            findings.append(warning(text, "end it: the control daemon serves one front-end at a time"))
         else:
             findings.append(ok(f"domain {domain.name} answers within {max(took_s * 1000, 1):.0f} ms"))
     if not findings:
@@ -170,24 +170,24 @@ def others(host: Host) -> Findings:
         hint += "; then find what starts it: systemctl list-units '*mps*'; kubectl get pods -A"
         shares = _shares_gpus(host, other)
         if shares:
-            what = (
+            text = (
                 f"another control daemon, {other}, serves the same GPUs: only one of the two can use them "
                 "at a time"
             )
-            yield problem(f"{what}, and its clients have none of the configured limits", hint)
+            yield problem(f"{text}, and its clients have none of the configured limits", hint)
         elif directory == host.paths.under(DEFAULT_PIPE_DIRECTORY):
-            what = f"another control daemon, {other}, serves the default pipe directory"
+            text = f"another control daemon, {other}, serves the default pipe directory"
             yield warning(
-                f"{what}: programs that set no other directory get none of the configured limits", hint
+                f"{text}: programs that set no other directory get none of the configured limits", hint
             )
         elif shares is None:
             if other.gpus is None:
                 error = invisible("whether it serves the same GPUs")
-                what = f"another control daemon, {other}, is running, but {error.message}"
-                yield warning(what, f"{error.hint}; {hint}")
+                text = f"another control daemon, {other}, is running, but {error.message}"
+                yield warning(text, f"{error.hint}; {hint}")
             else:
-                what = f"another control daemon, {other}, may serve the same GPUs"
-                yield warning(f"{what}: its CUDA_VISIBLE_DEVICES does not name them by UUID", hint)
+                text = f"another control daemon, {other}, may serve the same GPUs"
+                yield warning(f"{text}: its CUDA_VISIBLE_DEVICES does not name them by UUID", hint)
         else:
             yield ok(f"another control daemon, {other}, serves other GPUs")
 
@@ -260,11 +260,11 @@ def orphans(host: Host) -> Findings:
         pids = orphaned_servers(domain.pipe_directory)
         if pids:
             servers = f"{count(len(pids), 'MPS server')} (PID {', '.join(map(str, pids))})"
-            what = (
+            text = (
                 f"domain {domain.name} has {servers} without a control daemon, so no new one can use its GPUs"
             )
             hint = "list the jobs: yunion-mps who --clients; the daemon ends each once its jobs have ended"
-            yield warning(what, hint)
+            yield warning(text, hint)
 
 
 @host_check("MPS servers", SERVER_FAILED, "none failed within the last hour")
@@ -291,16 +291,16 @@ def server_failures(host: Host) -> Findings:
         if status:  # the daemon knows whether servers start now
             fails_for_all = states.get(domain.name) != READY
         server_log = os.path.join(domain.log_directory, SERVER_LOG)
-        what = (
+        text = (
             f"MPS servers of domain {domain.name} failed {count(len(failures), 'time')} within the last hour"
         )
         level = problem if fails_for_all else warning
         code = SERVER_START_FAILED if failing else SERVER_FAILED
         if failing and not fails_for_all:
             names = ", ".join(sorted("an unknown user" if uid is None else user_name(uid) for uid in failing))
-            what += f", and do not start for {names} only"
+            text += f", and do not start for {names} only"
         hint = f"see {server_log}, {path} and dmesg"
-        findings.append(level(f"{what}; the last one {describe_failure(failures[-1], domain)}", hint, code))
+        findings.append(level(f"{text}; the last one {describe_failure(failures[-1], domain)}", hint, code))
     if not is_logged:
         raise SkipError("there are no logs yet")
     return findings
@@ -368,9 +368,9 @@ def _waiting_for_others(host: Host, domains: Iterable[DomainPlan], ours: set[int
         serving = {uid for uid in map(uid_of, pids) if uid is not None}
         users = ", ".join(user_name(uid) for uid in sorted(serving))
         for pid in _waiting_clients(domain, ours, serving):
-            what = f"{describe_process(pid)} is waiting for the jobs of {users} to end"
-            what += f": domain {domain.name} serves one user at a time"
-            yield warning(what, hint_of(CLIENT_WAITING))
+            text = f"{describe_process(pid)} is waiting for the jobs of {users} to end"
+            text += f": domain {domain.name} serves one user at a time"
+            yield warning(text, hint_of(CLIENT_WAITING))
 
 
 def _waiting_clients(domain: DomainPlan, ours: set[int], serving: set[int]) -> list[int]:

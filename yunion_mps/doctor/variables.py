@@ -83,14 +83,14 @@ def not_served(variables: Mapping[str, str], default: str, served: Sequence[str]
     """Return the finding for a pipe directory that none of our control daemons serves."""
     directory = variables.get(PIPE)
     if directory is None:
-        what = f"{PIPE} is not set, so CUDA looks in {default}, which no yunion-mps control daemon serves"
+        text = f"{PIPE} is not set, so CUDA looks in {default}, which no yunion-mps control daemon serves"
     else:
-        what = (
+        text = (
             f"{PIPE} is {directory}, which no yunion-mps control daemon serves (they serve "
             f"{' and '.join(served)})"
         )
-    what += "; the program runs without limits, or fails because the GPU is in mode Exclusive_Process"
-    return problem(what, hint)
+    text += "; the program runs without limits, or fails because the GPU is in mode Exclusive_Process"
+    return problem(text, hint)
 
 
 def _words(text: str) -> list[str]:
@@ -132,11 +132,11 @@ def _check_visible(variables: Mapping[str, str], domain: DomainPlan, hint: str) 
     if any(word.startswith("MIG-") for word in unknown):
         yield problem(f"{VISIBLE} names a MIG device ({text}), which its control daemon does not serve", hint)
     elif unknown:
-        what = f"{VISIBLE} is {text!r}: its control daemon has no GPU {unknown[0]!r}"
-        yield problem(f"{what}, so CUDA ignores this entry and all that follow", hint)
+        message = f"{VISIBLE} is {text!r}: its control daemon has no GPU {unknown[0]!r}"
+        yield problem(f"{message}, so CUDA ignores this entry and all that follow", hint)
     elif any(parse_number(word) is not None for word in words):
-        what = f"{VISIBLE} is {text!r}: with MPS, the control daemon numbers GPUs, not nvidia-smi"
-        yield warning(what, f"name GPUs by UUID: {','.join(_visible_gpus(text, domain))}")
+        message = f"{VISIBLE} is {text!r}: with MPS, the control daemon numbers GPUs, not nvidia-smi"
+        yield warning(message, f"name GPUs by UUID: {','.join(_visible_gpus(text, domain))}")
 
 
 def _check_order(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[Finding]:
@@ -145,8 +145,8 @@ def _check_order(variables: Mapping[str, str], domain: DomainPlan) -> Iterator[F
         yield problem(f"{ORDER} is {text!r}, which is not a valid value", f"write {ORDER}=PCI_BUS_ID")
     by_number = any(parse_number(word) is not None for word in _words(variables.get(VISIBLE, "0")))
     if text != "PCI_BUS_ID" and by_number and len(domain.gpu_uuids) > 1:
-        what = f"{ORDER} is {text or 'not set'}: CUDA numbers GPUs by speed, nvidia-smi by PCI address"
-        yield warning(what, f"write {ORDER}=PCI_BUS_ID, or name GPUs by UUID")
+        message = f"{ORDER} is {text or 'not set'}: CUDA numbers GPUs by speed, nvidia-smi by PCI address"
+        yield warning(message, f"write {ORDER}=PCI_BUS_ID, or name GPUs by UUID")
 
 
 def _check_memory(text: str | None, visible: Sequence[str], domain: DomainPlan) -> Iterator[Finding]:
@@ -155,25 +155,26 @@ def _check_memory(text: str | None, visible: Sequence[str], domain: DomainPlan) 
     limits = dict(zip(domain.gpu_uuids, domain.memory_limits_mib))
     for entry in text.split(","):
         if not _LIMIT.match(entry):
-            what = f"{MEMORY} is {text!r}: {entry!r} is not valid, so nothing is limited"
-            yield problem(what, f"write whole numbers without spaces or quotes: {MEMORY}=0=5760M")
+            message = f"{MEMORY} is {text!r}: {entry!r} is not valid, so nothing is limited"
+            yield problem(message, f"write whole numbers without spaces or quotes: {MEMORY}=0=5760M")
             continue
         number, _, size = entry.partition("=")
         index = parse_number(number)
         is_visible = index is not None and index < len(visible)
         if domain.gpu_uuids and not is_visible:
-            what = (
+            message = (
                 f"{MEMORY} is {text!r}: there is no GPU {number}, because the program sees "
                 f"{len(visible)} GPUs, numbered from 0"
             )
             yield problem(
-                f"{what}; one such entry disables all limits", "number the GPUs that the program sees from 0"
+                f"{message}; one such entry disables all limits",
+                "number the GPUs that the program sees from 0",
             )
             continue
         limit = limits.get(visible[index]) if index is not None and is_visible else None
         if limit is not None and _mib(size) > limit:
-            what = f"{MEMORY} is {text!r}, which exceeds the {limit} MiB that the control daemon allows"
-            yield warning(f"{what}, so the program gets {limit} MiB", "a client can only lower its limit")
+            message = f"{MEMORY} is {text!r}, which exceeds the {limit} MiB that the control daemon allows"
+            yield warning(f"{message}, so the program gets {limit} MiB", "a client can only lower its limit")
 
 
 def _mib(size: str) -> float:
@@ -191,11 +192,11 @@ def _check_threads(text: str | None, domain: DomainPlan) -> Iterator[Finding]:
     except ValueError:
         percentage = 0.0
     if not 0 < percentage <= 100:
-        what = f"{THREADS} is {text!r}, which is not a valid value"
-        yield problem(what, f"write a number above 0 and up to 100: {THREADS}=25")
+        message = f"{THREADS} is {text!r}, which is not a valid value"
+        yield problem(message, f"write a number above 0 and up to 100: {THREADS}=25")
     elif percentage > domain.thread_percentage:
-        what = f"{THREADS} is {text}, but the control daemon allows only {domain.thread_percentage:g} %"
-        yield warning(f"{what}, so the program gets that share", "a client can only lower its limit")
+        message = f"{THREADS} is {text}, but the control daemon allows only {domain.thread_percentage:g} %"
+        yield warning(f"{message}, so the program gets that share", "a client can only lower its limit")
 
 
 _SHM = "/dev/shm"
@@ -209,8 +210,8 @@ def sharing_problems(words: Sequence[str]) -> list[Finding]:
     mounts = mounts_in(words)
     findings = []
     if "host" not in option_values(words, "ipc") and not any(source == _SHM for source, _ in mounts):
-        what = f"the container has a private {_SHM}, so it cannot share memory with an MPS server"
-        findings.append(problem(what, f"add --ipc=host, or -v {_SHM}:{_SHM}"))
+        text = f"the container has a private {_SHM}, so it cannot share memory with an MPS server"
+        findings.append(problem(text, f"add --ipc=host, or -v {_SHM}:{_SHM}"))
     pipe = ""
     for assignment in option_values(words, "env"):
         name, _, value = assignment.partition("=")

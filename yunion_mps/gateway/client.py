@@ -41,13 +41,13 @@ async def get_from_daemon(
         exchange = Exchange("GET", EncodedRequest(target), accept or "*/*")
         return await asyncio.wait_for(send_to(paths.socket, exchange), timeout_s)
     except asyncio.TimeoutError:
-        what = f"the daemon did not answer within {timeout_s:g} s"
+        message = f"the daemon did not answer within {timeout_s:g} s"
     except NotAllowedError:
-        what = "the gateway's user has no access to the daemon's socket"
-        raise UnreachableError(what, "run it as root or as a member of the group yunion-mps") from None
+        message = "the gateway's user has no access to the daemon's socket"
+        raise UnreachableError(message, "run it as root or as a member of the group yunion-mps") from None
     except UnreachableError:
-        what = "the daemon is not running"
-    raise UnreachableError(what, "see: systemctl status yunion-mps-daemon")
+        message = "the daemon is not running"
+    raise UnreachableError(message, "see: systemctl status yunion-mps-daemon")
 
 
 class Overview(NamedTuple):

@@ -117,14 +117,14 @@ class HostNames:
         node = os.uname().nodename.lower()
         self._names = {"localhost", node, node.partition(".")[0]}
 
-    def refusal(self, host: str, what: str) -> Response | None:
-        """Return the error for a request for `what` with this Host header; None if the name is ours."""
+    def refusal(self, host: str, resource: str) -> Response | None:
+        """Return the error for a request for `resource` with this Host header; None if the name is ours."""
         name = re.sub(r":[0-9]{1,5}$", "", host).lower()
         if _ADDRESS.fullmatch(name) or name in self._names or name in self._aliases():
             return None
         ours = ", ".join(sorted(self._names))
         hint = f"use an IP address or one of {ours}; add other names to their line of /etc/hosts"
-        return problem_response(421, f"{what} not served under that name", hint)
+        return problem_response(421, f"{resource} not served under that name", hint)
 
     def _aliases(self) -> set[str]:
         """Return all names on the lines of /etc/hosts that contain ours; read again for each unknown name."""
@@ -308,8 +308,8 @@ class Listeners:
             listener = listen_on(address)
         except OSError as error:
             again = f"trying again every {_POLL_S:g} s. Choose another port in host.conf"
-            what = f"{key}: cannot listen on {address}: {error.strerror}"
-            self._failures[key].report(what, consequence=again)
+            text = f"{key}: cannot listen on {address}: {error.strerror}"
+            self._failures[key].report(text, consequence=again)
             return
         server = Server(self._handlers[key], LIMITS)
         await server.open(listener)

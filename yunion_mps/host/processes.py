@@ -146,10 +146,10 @@ def spawn(
             setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
         )
     except OSError as error:
-        what = f"{argv[0]} cannot be started: {error.strerror}"
+        message = f"{argv[0]} cannot be started: {error.strerror}"
         if error.errno in (errno.ENOENT, errno.ENOEXEC, errno.EACCES):
-            raise HostError(what, "reinstall it") from None
-        raise ShortageError(what) from None
+            raise HostError(message, "reinstall it") from None
+        raise ShortageError(message) from None
     try:
         return Process(pid, child=True)
     except OSError as error:
@@ -158,12 +158,12 @@ def spawn(
         raise ShortageError(f"{argv[0]} cannot be watched: {error.strerror}") from None
 
 
-def refuse_if_no_file_can_be_opened(what: str) -> None:
-    """Raise ShortageError, which begins with `what`, if no descriptor is left."""
+def refuse_if_no_file_can_be_opened(message: str) -> None:
+    """Raise ShortageError, which begins with `message`, if no descriptor is left."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
-        raise ShortageError(f"{what}: {error.strerror}") from None
+        raise ShortageError(f"{message}: {error.strerror}") from None
 
 
 def refuse_if_no_process_can_start() -> None:

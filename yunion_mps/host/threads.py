@@ -60,8 +60,8 @@ def start_thread(work: Callable[[], Any], done: Done) -> None:
             _thread.start_new_thread(_run, (inbox,))
         except (RuntimeError, MemoryError) as error:
             _starting.remove(inbox)
-            what = f"cannot start a thread: out of memory, processes or threads ({error})"
-            raise ShortageError(what) from None
+            message = f"cannot start a thread: out of memory, processes or threads ({error})"
+            raise ShortageError(message) from None
     inbox.put((work, done))
 
 

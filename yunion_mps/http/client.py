@@ -258,13 +258,13 @@ def unreachable_error(path: str, error: OSError) -> YunionError:
     if error.errno in (errno.EACCES, errno.EPERM):
         return NotAllowedError(f"permission denied: cannot connect to {path}", _join_hint(os.geteuid()))
     if error.errno == errno.ENOENT:
-        what = f"the daemon is not running: {path} does not exist"
+        message = f"the daemon is not running: {path} does not exist"
     elif error.errno == errno.ECONNREFUSED:
-        what = f"the daemon is not running: nothing is listening on {path}"
+        message = f"the daemon is not running: nothing is listening on {path}"
     else:
-        what = f"the daemon cannot be reached on {path}: {error.strerror}"
+        message = f"the daemon cannot be reached on {path}: {error.strerror}"
     return UnreachableError(
-        what, f"start it: systemctl start {_UNIT}; if that fails, see: systemctl status {_UNIT}"
+        message, f"start it: systemctl start {_UNIT}; if that fails, see: systemctl status {_UNIT}"
     )
 
 

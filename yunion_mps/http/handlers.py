@@ -233,8 +233,8 @@ class Handlers:
         if devices and (count > 1 or memory_mib is not None or memory_units is not None):
             raise BadRequestError("devices cannot be combined with count or memory", "omit one of them")
         if thread_percentage is not None and memory_mib is None and memory_units is None:
-            what = "thread_percentage requires memory_mib or memory_units"
-            raise BadRequestError(what, "add one of them, or omit thread_percentage")
+            message = "thread_percentage requires memory_mib or memory_units"
+            raise BadRequestError(message, "add one of them, or omit thread_percentage")
         if across and count == 1:
             raise BadRequestError("across requires several devices, but count is 1", "set count to 2 or more")
         mib = (memory_mib or 0) + (memory_units or 0) * self._services.leases.memory_unit_mib
@@ -306,11 +306,11 @@ def _holder(request: Request, members: RequestedHolder) -> Holder:
         raise BadRequestError("holder.ttl_s requires kind name", "omit one of them")
     if name is not None:
         if kind != "container" or pid is not None or command is not None:
-            what = "holder.name requires kind name, or container without pid and command"
-            raise BadRequestError(what, "omit one of them")
+            message = "holder.name requires kind name, or container without pid and command"
+            raise BadRequestError(message, "omit one of them")
         if name == ALL or not re.fullmatch(CONTAINER_NAME, name):
-            what = f"holder.name: {name} cannot be the name of a CDI device of a container"
-            raise BadRequestError(what, "write lower-case letters, digits and - inside, at most 32")
+            message = f"holder.name: {name} cannot be the name of a CDI device of a container"
+            raise BadRequestError(message, "write lower-case letters, digits and - inside, at most 32")
         return awaited_container(_caller(request), name)
     if kind == "connection" and pid not in (None, request.pid):
         raise BadRequestError("holder.pid requires kind process or container", "omit one of them")
@@ -322,8 +322,8 @@ def _named_holder(request: Request, members: RequestedHolder) -> Holder:
     name = members["name"]
     ttl_s = members["ttl_s"]
     if not name or ttl_s is None:
-        what = "a holder of kind name requires both name and ttl_s"
-        raise BadRequestError(what, 'write "holder": {"name": "job-17", "ttl_s": 600}')
+        message = "a holder of kind name requires both name and ttl_s"
+        raise BadRequestError(message, 'write "holder": {"name": "job-17", "ttl_s": 600}')
     for member, value in (("pid", members["pid"]), ("command", members["command"])):
         if value is not None:
             raise BadRequestError(f"holder.{member} does not apply to kind name", "omit one of them")

@@ -174,8 +174,8 @@ def body_arguments(body: bytes, content_type: str, members: Iterable[Parameter])
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json":
         shown = repr(kind[:_SHOWN_LENGTH]) if kind else "not given"
-        what = f"the body's content type is {shown}"
-        raise MediaTypeError(what, "send the header Content-Type: application/json")
+        message = f"the body's content type is {shown}"
+        raise MediaTypeError(message, "send the header Content-Type: application/json")
     return members_of(_parse(body), members)
 
 

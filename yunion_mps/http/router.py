@@ -118,8 +118,8 @@ class Router:
         operation = match.methods.get(request.method)
         if operation is None:
             allowed = ", ".join(match.methods)
-            what = f"{request.method} is not supported here"
-            return match.route, problem_response(405, what, f"use {allowed}", (("Allow", allowed),))
+            text = f"{request.method} is not supported here"
+            return match.route, problem_response(405, text, f"use {allowed}", (("Allow", allowed),))
 
         def work() -> Any:
             return self._call_handler(operation, request, match.arguments, url.query)

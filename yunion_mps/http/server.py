@@ -193,8 +193,8 @@ class Connection(asyncio.BufferedProtocol):
             more = self._handle()
         except h11.RemoteProtocolError as error:
             status = error.error_status_hint if error.error_status_hint in (400, 431, 501) else 400
-            what = str(error).partition(":")[0]  # h11 adds the bytes
-            why = f"the request is not valid HTTP: {what}"
+            text = str(error).partition(":")[0]  # h11 adds the bytes
+            why = f"the request is not valid HTTP: {text}"
             hint = "send HTTP/1.1 requests, as curl does"
             if status == 431:
                 why = f"the request's header is larger than {self._limits.head_bytes} bytes"
@@ -246,8 +246,8 @@ class Connection(asyncio.BufferedProtocol):
     def _add_body(self, piece: bytes) -> None:
         self._body += piece
         if len(self._body) > self._limits.body_bytes:
-            what = f"the body is larger than {self._limits.body_bytes} bytes"
-            self._refuse(problem_response(413, what, "send only the members that the operation defines"))
+            text = f"the body is larger than {self._limits.body_bytes} bytes"
+            self._refuse(problem_response(413, text, "send only the members that the operation defines"))
             raise h11.RemoteProtocolError("body too large")
 
     def _dispatch(self) -> None:

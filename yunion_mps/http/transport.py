@@ -275,11 +275,11 @@ def refuse_unreachable(environment: Mapping[str, str]) -> None:
     path = environment[_PIPE_DIRECTORY]
     control = os.path.join(path, "control")
     if not os.access(control, os.W_OK, effective_ids=True):
-        what = f"{control} cannot be reached by this user, so CUDA would run without limits"
+        message = f"{control} cannot be reached by this user, so CUDA would run without limits"
         hint = "see: yunion-mps doctor"
         if path.startswith(_PRIVATE_PLACES) and not os.path.exists(path):  # for the daemon it is there
             hint = f"in a unit with PrivateTmp=yes, set BindPaths={path}; otherwise {hint}"
-        raise HostError(what, hint, CONTROL_DAEMON_SILENT)
+        raise HostError(message, hint, CONTROL_DAEMON_SILENT)
 
 
 async def follow_events(

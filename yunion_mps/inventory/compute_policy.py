@@ -67,5 +67,5 @@ def _first_error(output: str) -> str:
     return lines[0] if lines else ""
 
 
-def _error(what: str) -> DriverError:
-    return DriverError(what, _HINT, TIME_SLICE_REFUSED)
+def _error(message: str) -> DriverError:
+    return DriverError(message, _HINT, TIME_SLICE_REFUSED)

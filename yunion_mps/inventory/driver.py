@@ -121,8 +121,8 @@ def refuse_if_abandoned() -> None:
     """Raise DriverError if the caller of this thread's work has given it up."""
     work: _Work | None = getattr(_of_thread, "work", None)
     if work and work.is_abandoned:
-        what = "an earlier call took too long, so this one is not made"
-        raise _Meaning(what, reasons.DRIVER_HUNG).error
+        text = "an earlier call took too long, so this one is not made"
+        raise _Meaning(text, reasons.DRIVER_HUNG).error
 
 
 def call_driver(function: Callable[..., Any], *arguments: Any, ignored: Collection[int] = ()) -> Any:
@@ -237,8 +237,8 @@ class Deadline:
 
     def _call(self, work: Callable[[], T], *, may_hang: bool) -> T:
         if self._hanging and self._hanging.empty():
-            what = "the NVIDIA driver still does not answer an earlier call"
-            raise _Meaning(what, reasons.DRIVER_HUNG).error
+            text = "the NVIDIA driver still does not answer an earlier call"
+            raise _Meaning(text, reasons.DRIVER_HUNG).error
         outcome: SimpleQueue[tuple[T, BaseException | None]] = SimpleQueue()
         state = _Work()
 
@@ -260,8 +260,8 @@ class Deadline:
         except Empty:
             state.is_abandoned = True
             self._hanging = outcome
-            what = f"the NVIDIA driver did not answer within {self._timeout_s:g} s"
-            raise _Meaning(what, reasons.DRIVER_HUNG).error from None
+            text = f"the NVIDIA driver did not answer within {self._timeout_s:g} s"
+            raise _Meaning(text, reasons.DRIVER_HUNG).error from None
         if error:
             raise error
         return result

@@ -82,10 +82,10 @@ class Mig:
         "Enable MIG Mode".
         """
         handle = handle_of(uuid)
-        what = f"MIG mode cannot be switched {'on' if enabled else 'off'}"
-        status = _change(what, pynvml.nvmlDeviceSetMigMode, handle, int(enabled))
+        message = f"MIG mode cannot be switched {'on' if enabled else 'off'}"
+        status = _change(message, pynvml.nvmlDeviceSetMigMode, handle, int(enabled))
         if status not in (pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_IN_USE, pynvml.NVML_ERROR_RESET_REQUIRED):
-            raise _refusal(what, pynvml.NVMLError(status))
+            raise _refusal(message, pynvml.NVMLError(status))
         return _mode(handle)._replace(in_use=status == pynvml.NVML_ERROR_IN_USE)
 
     @bounded
@@ -103,9 +103,9 @@ class Mig:
         """
         place = pynvml.c_nvmlGpuInstancePlacement_t(start, profile.size)
         handle = handle_of(uuid)
-        what = f"instance {profile.name} cannot be created at slice {start}"
+        text = f"instance {profile.name} cannot be created at slice {start}"
         create = pynvml.nvmlDeviceCreateGpuInstanceWithPlacement
-        instance = _change(what, create, handle, profile.id, pynvml.byref(place))
+        instance = _change(text, create, handle, profile.id, pynvml.byref(place))
         return int(call_driver(pynvml.nvmlGpuInstanceGetInfo, instance).id)
 
     @bounded
@@ -116,18 +116,18 @@ class Mig:
         """
         handle = call_driver(pynvml.nvmlDeviceGetGpuInstanceById, handle_of(uuid), instance)
         largest = max(_compute_profiles(handle), key=lambda profile: int(profile.sliceCount))
-        what = f"the compute instance of g{instance} cannot be created"
-        _change(what, pynvml.nvmlGpuInstanceCreateComputeInstance, handle, largest.id)
+        text = f"the compute instance of g{instance} cannot be created"
+        _change(text, pynvml.nvmlGpuInstanceCreateComputeInstance, handle, largest.id)
 
     @bounded
     def destroy(self, uuid: str, instance: int) -> None:
         """Destroy the GPU instance and its compute instances; the driver refuses while a process uses it."""
         handle = call_driver(pynvml.nvmlDeviceGetGpuInstanceById, handle_of(uuid), instance)
-        what = f"instance g{instance} cannot be destroyed"
+        text = f"instance g{instance} cannot be destroyed"
         for profile in _compute_profiles(handle):
             for compute in _listed(pynvml.nvmlGpuInstanceGetComputeInstances, handle, profile):
-                _change(what, pynvml.nvmlComputeInstanceDestroy, compute)
-        _change(what, pynvml.nvmlGpuInstanceDestroy, handle)
+                _change(text, pynvml.nvmlComputeInstanceDestroy, compute)
+        _change(text, pynvml.nvmlGpuInstanceDestroy, handle)
 
     @bounded
     def processes(self, uuid: str, instance: int | None = None) -> set[int]:
@@ -155,21 +155,21 @@ _REFUSALS = {
 }  # fmt: skip
 
 
-def _change(what: str, function: Any, *arguments: Any) -> Any:
-    """Call a function that changes something; its DriverError says `what` failed."""
+def _change(failure: str, function: Any, *arguments: Any) -> Any:
+    """Call a function that changes something; its DriverError begins with `failure`."""
     refuse_if_abandoned()
     try:
         return function(*arguments)
     except pynvml.NVMLError as error:
-        raise _refusal(what, error) from None
+        raise _refusal(failure, error) from None
 
 
-def _refusal(what: str, error: Any) -> DriverError:
+def _refusal(failure: str, error: Any) -> DriverError:
     """Return the error. No job is harmed, because nothing that a process uses is ever changed."""
     if error.value == pynvml.NVML_ERROR_GPU_IS_LOST:
         return driver_error(error)
     why, code = _REFUSALS.get(error.value, (f"NVML: {printable(str(error))}", reasons.MIG_REFUSED))
-    return DriverError(f"{what}: {why}; no running job is affected", hint_of(code), code)
+    return DriverError(f"{failure}: {why}; no running job is affected", hint_of(code), code)
 
 
 def _processes(handle: Any) -> set[int]:

@@ -337,8 +337,8 @@ def handle_of(uuid: str) -> Any:
     absent = (pynvml.NVML_ERROR_NOT_FOUND,)
     handle = call_driver(pynvml.nvmlDeviceGetHandleByUUID, uuid.encode(), ignored=absent)
     if handle is None:
-        what = "the driver no longer reports this GPU"
-        raise DriverError(what, reasons.hint_of(reasons.GPU_GONE), reasons.GPU_GONE)
+        message = "the driver no longer reports this GPU"
+        raise DriverError(message, reasons.hint_of(reasons.GPU_GONE), reasons.GPU_GONE)
     return handle
 
 
@@ -381,9 +381,9 @@ def _mode(handle: Any) -> str:
 def _refuse_in_mig_mode(handle: Any, mode: str) -> None:
     current = optional(pynvml.nvmlDeviceGetMigMode, handle)
     if mode == EXCLUSIVE_PROCESS and current and current[0]:
-        what = f"the driver does not support {mode} in MIG mode"
+        message = f"the driver does not support {mode} in MIG mode"
         hint = "once MIG mode is off, run: yunion-mps-daemon --restore"
-        raise DriverError(what, hint, reasons.MIG_ENABLED)
+        raise DriverError(message, hint, reasons.MIG_ENABLED)
 
 
 def _set_mode(handle: Any, mode: str) -> None:
@@ -398,8 +398,8 @@ def _set_mode(handle: Any, mode: str) -> None:
         if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:
             raise driver_error(error) from None
         code = reasons.COMPUTE_MODE_UNSUPPORTED
-        what = "the driver does not support changing the compute mode of this GPU"
-        raise DriverError(what, hint_of(code), code) from None
+        message = "the driver does not support changing the compute mode of this GPU"
+        raise DriverError(message, hint_of(code), code) from None
     actual = _mode(handle)
     if actual != mode:
         raise DriverError(

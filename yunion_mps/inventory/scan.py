@@ -157,8 +157,8 @@ def _other_driver(controller: Controller, paths: Paths) -> Reason:
     if controller.driver in _NVIDIA_DRIVERS:
         return NO_REASON
     if controller.driver:
-        what = f"the GPU is bound to the driver {controller.driver}, so the NVIDIA driver cannot use it"
-        return Reason(what, reasons.GPU_OTHER_DRIVER)
+        text = f"the GPU is bound to the driver {controller.driver}, so the NVIDIA driver cannot use it"
+        return Reason(text, reasons.GPU_OTHER_DRIVER)
     if not os.path.isdir(paths.under("/sys/module/nvidia")):
         return Reason("the NVIDIA driver's kernel module is not loaded", reasons.DRIVER_NOT_LOADED)
     return Reason("the GPU is not bound to any driver", reasons.GPU_OTHER_DRIVER)
@@ -353,12 +353,12 @@ def unusable_instances(gpus: Iterable[Gpu]) -> list[Gpu]:
 
 
 def _not_leasable(compute_instances: int) -> Reason:
-    what = f"another program divided it into {compute_instances} compute instances"
+    text = f"another program divided it into {compute_instances} compute instances"
     if compute_instances == 0:
-        what = "it has no compute instance"
+        text = "it has no compute instance"
     elif compute_instances == 1:
-        what = "another program created a compute instance with only some of its slices"
-    return Reason(what, reasons.MIG_FOREIGN_INSTANCE)
+        text = "another program created a compute instance with only some of its slices"
+    return Reason(text, reasons.MIG_FOREIGN_INSTANCE)
 
 
 def identities(gpus: Iterable[Gpu]) -> set[str]:

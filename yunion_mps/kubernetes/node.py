@@ -214,10 +214,10 @@ def dra_credentials(options: PluginOptions, paths: Paths) -> ApiCredentials:
     try:
         return find_credentials(options.kubeconfig or "", paths, os.environ)
     except YunionError as error:
-        what = f"dra is set, but {error.message}"
-        raise config_error(paths, what, "set kubeconfig, or remove dra") from None
+        text = f"dra is set, but {error.message}"
+        raise config_error(paths, text, "set kubeconfig, or remove dra") from None
 
 
-def config_error(paths: Paths, what: str, hint: str) -> ConfigError:
+def config_error(paths: Paths, message: str, hint: str) -> ConfigError:
     """Return the error of the plugin's configuration file, with the command that checks it."""
-    return ConfigError([Problem(paths.kubelet_plugin, None, what, hint)], check=f"{PROGRAM} --check")
+    return ConfigError([Problem(paths.kubelet_plugin, None, message, hint)], check=f"{PROGRAM} --check")

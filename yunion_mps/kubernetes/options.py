@@ -110,8 +110,8 @@ class PluginOptions(NamedTuple):
             if key_of.setdefault(name, key) != key:
                 return f"{key_of[name]} and {key} are both {name}", f"set {key} to another name"
             if self.mig_strategy == MIXED and name.startswith(f"{self._domain}/{mig_name('')}"):
-                what = f"{key} is {name}, which migStrategy {MIXED} may use for MIG instances"
-                return what, f"set {key} to another name"
+                text = f"{key} is {name}, which migStrategy {MIXED} may use for MIG instances"
+                return text, f"set {key} to another name"
         return None
 
     @property
@@ -309,8 +309,8 @@ class _OptionsReader:
 
     def options(self, root: Node | None) -> PluginOptions:
         if root is not None and not isinstance(root, MappingNode):
-            what = f"contains {quote(root)}, not a mapping"
-            self._report(root, what, "write a key and its value on each line")
+            text = f"contains {quote(root)}, not a mapping"
+            self._report(root, text, "write a key and its value on each line")
             root = None
         values = self._values(root, KEYS) if root else {}
         named = values.pop("configs", None)
@@ -330,8 +330,8 @@ class _OptionsReader:
                 hint = f"keep one of the two (the other is line {line_of(names[name])})"
                 self._report(key, f"duplicate configuration {name}", hint)
             elif not isinstance(node, MappingNode):
-                what = f"configuration {name} is {quote(node)}, not a mapping"
-                self._report(node, what, "indent its keys")
+                text = f"configuration {name} is {quote(node)}, not a mapping"
+                self._report(node, text, "indent its keys")
             else:
                 values = self._values(node, _NAMED_KEYS)
                 models = values.pop(_MODELS, ())
@@ -345,12 +345,12 @@ class _OptionsReader:
         known_keys: dict[str, Node] = {}
         for name, key, node, _ in pairs_of(root):
             if name not in keys:
-                what = f"unknown key {name or quote(key)}"
+                text = f"unknown key {name or quote(key)}"
                 near = nearest_key(name, keys)
                 if near:
-                    self._report(key, f"{what} (did you mean {near}?)", "")
+                    self._report(key, f"{text} (did you mean {near}?)", "")
                 else:
-                    self._report(key, what, f"remove it; the valid keys are {', '.join(keys)}")
+                    self._report(key, text, f"remove it; the valid keys are {', '.join(keys)}")
             elif known_keys.setdefault(name, key) is not key:
                 hint = f"keep one of the two (the other is line {line_of(known_keys[name])})"
                 self._report(key, f"duplicate key {name}", hint)
@@ -364,8 +364,8 @@ class _OptionsReader:
     def _refuse_equal_names(self, root: Node, values: dict[str, Any]) -> None:
         problem = _options_of(values).naming_problem()
         if problem:
-            what, hint = problem
-            self._report(root, what, hint)
+            text, hint = problem
+            self._report(root, text, hint)
 
-    def _report(self, node: Node, what: str, hint: str) -> None:
-        self.problems.append(Problem(self._path, line_of(node), what, hint))
+    def _report(self, node: Node, text: str, hint: str) -> None:
+        self.problems.append(Problem(self._path, line_of(node), text, hint))

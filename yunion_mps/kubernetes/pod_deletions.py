@@ -236,16 +236,16 @@ class PodDeletionWatch:
     async def _terminate_client(self, pod: TerminatingPod, client: MpsClientJson) -> None:
         try:
             ended = await self._daemon.call(TERMINATE_CLIENT, pid=client["pid"])
-            what = f"terminated PID {client['pid']} before the kubelet kills it: {ended['how']}"
-            log.info("pod %s: %s", pod.name, what)
+            text = f"terminated PID {client['pid']} before the kubelet kills it: {ended['how']}"
+            log.info("pod %s: %s", pod.name, text)
         except NotFoundError:
             pass  # it has exited
         except YunionError as error:
             log.warning("pod %s: PID %d was not terminated: %s", pod.name, client["pid"], error)
 
     def _report(self, error: ApiServerError) -> None:
-        what = "pod deletions cannot be seen, so a pod that is killed may end other pods' GPU work"
-        self._failures.report(f"{what}: {node_failure(error, self._node)}", API_SERVER)
+        text = "pod deletions cannot be seen, so a pod that is killed may end other pods' GPU work"
+        self._failures.report(f"{text}: {node_failure(error, self._node)}", API_SERVER)
 
 
 def _now_s() -> float:

@@ -53,8 +53,8 @@ def choose(options: PluginOptions, name: str, labels: Mapping[str, str], models:
     requested = name or labels.get(CONFIG_LABEL, "")
     if requested and requested not in configs:
         which = ", ".join(configs)
-        what = f"nothing is offered: {CONFIG_LABEL} is {requested}, but the configurations are {which}"
-        return Choice(None, what)
+        text = f"nothing is offered: {CONFIG_LABEL} is {requested}, but the configurations are {which}"
+        return Choice(None, text)
     if requested:
         return Choice(configs[requested].options, f"configuration {requested}")
     for config in options.configs:
@@ -155,8 +155,8 @@ class Selector:
         failures = Failures(log, self._errors)
 
         def report(error: ApiServerError) -> None:
-            what = f"cannot read the labels of the node: {node_failure(error, node)}"
-            failures.report(what, API_SERVER)
+            text = f"cannot read the labels of the node: {node_failure(error, node)}"
+            failures.report(text, API_SERVER)
 
         async for nodes in server.watch(NODES, fields=f"metadata.name={node}", on_failure=report):
             failures.clear()
@@ -182,8 +182,8 @@ class Selector:
 
     def _update(self) -> None:
         if self._labels is None or self._models is None:
-            what = "the labels of the node" if self._labels is None else "the daemon to name the GPUs"
-            self.waiting = f"waiting for {what}, to choose the configuration"
+            text = "the labels of the node" if self._labels is None else "the daemon to name the GPUs"
+            self.waiting = f"waiting for {text}, to choose the configuration"
             return
         choice = choose(self._options, self._name, self._labels, self._models)
         if choice != self.choice:

@@ -71,8 +71,8 @@ def _check(options: PluginOptions, paths: Paths, name: str, labels_file: str) ->
     What a label or the GPUs of the node choose is only checked once it is chosen.
     """
     if options.only_with_node_label and not labels_file and find_api_server(options, paths) is None:
-        what = "onlyWithNodeLabel is set, but the node's labels cannot be read"
-        raise config_error(paths, what, "set kubeconfig, or start the plugin with --node-labels FILE")
+        text = "onlyWithNodeLabel is set, but the node's labels cannot be read"
+        raise config_error(paths, text, "set kubeconfig, or start the plugin with --node-labels FILE")
     if options.configs and not name:
         return
     chosen = options
@@ -83,8 +83,8 @@ def _check(options: PluginOptions, paths: Paths, name: str, labels_file: str) ->
         dra_credentials(chosen, paths)
     file = chosen.feature_file
     if file and is_foreign_feature_file(paths.under(file)):
-        what = f"featureFile is {file}, which exists and is not a feature file of this plugin"
-        raise config_error(paths, what, "remove that file, or set another path")
+        text = f"featureFile is {file}, which exists and is not a feature file of this plugin"
+        raise config_error(paths, text, "remove that file, or set another path")
 
 
 def _check_kubeconfig(options: PluginOptions, paths: Paths) -> None:

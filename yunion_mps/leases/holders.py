@@ -222,11 +222,11 @@ def describe_holder(holder: Holder, containers: Containers) -> str:
     user = _user_of(holder)
     if holder.pid is None or holder.binding == "name":
         return f"{holder.name} of {user}"
-    what = holder.command or command_of(holder.pid) or "a process"
+    text = holder.command or command_of(holder.pid) or "a process"
     container = containers.of(holder.pid) if holder.binding == "container" else None
     if container:
-        what = f"container {container.name}"
-    return f"{what} (PID {holder.pid}, {user})"
+        text = f"container {container.name}"
+    return f"{text} (PID {holder.pid}, {user})"
 
 
 #: The name of a claim's lease (kubernetes/dra/claims).
@@ -266,8 +266,8 @@ def short_holder_label(holder: Holder, containers: Containers) -> str:
     container = None
     if holder.pid is not None and (holder.binding != "name" or _still_runs(holder)):
         container = containers.of(holder.pid)
-    what = container.name if container else ""
-    return f"{_user_of(holder)} ({what or holder.name or f'PID {holder.pid}'})"
+    text = container.name if container else ""
+    return f"{_user_of(holder)} ({text or holder.name or f'PID {holder.pid}'})"
 
 
 def _still_runs(holder: Holder) -> bool:

@@ -153,13 +153,13 @@ class Ledger:
             if lease.holder.owner != holder.owner:
                 continue
             if holder.name and lease.holder.name == holder.name:
-                what = f"{holder.name}: a lease with this name already exists, from a different request"
-                what += f": {lease.id}"
+                text = f"{holder.name}: a lease with this name already exists, from a different request"
+                text += f": {lease.id}"
                 hint = f"release it: yunion-mps lease release {holder.name}; or use another name"
-                raise HostError(what, hint, LEASE_EXISTS)
+                raise HostError(text, hint, LEASE_EXISTS)
             if idempotency_key and lease.idempotency_key == idempotency_key:
-                what = f"this idempotency key already belongs to a lease from a different request: {lease.id}"
-                raise HostError(what, "use a new idempotency key for another lease", LEASE_EXISTS)
+                text = f"this idempotency key already belongs to a lease from a different request: {lease.id}"
+                raise HostError(text, "use a new idempotency key for another lease", LEASE_EXISTS)
 
     def free_by_gpu(
         self, devices: Iterable[Device], reserved: Collection[str] = ()
@@ -266,9 +266,9 @@ class Ledger:
         """Raise HostError if a device that seems to be free may belong to a lease that cannot be read."""
         if self.unknown:
             few = ", ".join(sorted(self.unknown)[:_MAX_NAMED])
-            what = f"no device is free for certain: it is not known which devices these leases have: {few}"
+            message = f"no device is free for certain: it is not known which devices these leases have: {few}"
             hint = hint_of(LEASE_UNREADABLE, lease=min(self.unknown))
-            raise HostError(what, hint, LEASE_UNREADABLE)
+            raise HostError(message, hint, LEASE_UNREADABLE)
 
     def leases_on(self, gpu_uuid: str) -> list[str]:
         """Return the ids of the leases with devices of the GPU."""

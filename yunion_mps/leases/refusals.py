@@ -62,12 +62,12 @@ def _nothing_matches(selection: Selection) -> NothingFreeError:
     request = selection.request
     waiting = selection.candidates.waiting_for(request)
     if waiting is None:
-        what = f"{request} cannot be allocated: no such device exists"
-        return NothingFreeError(what, "see: yunion-mps list", NOTHING_FREE)
+        message = f"{request} cannot be allocated: no such device exists"
+        return NothingFreeError(message, "see: yunion-mps list", NOTHING_FREE)
     reason = waiting.reason
     named = f"GPU {waiting.gpu}: {reason}" if waiting.gpu else reason
-    what = f"{request} cannot be allocated now: {named}"
-    return NothingFreeError(what, hint_of(reason.code, gpu=waiting.gpu), reason.code)
+    message = f"{request} cannot be allocated now: {named}"
+    return NothingFreeError(message, hint_of(reason.code, gpu=waiting.gpu), reason.code)
 
 
 def _describe_left(room: PoolRoom) -> str:
@@ -123,8 +123,8 @@ def refuse_infeasible(selection: Selection) -> None:
     if refusal.code == BUDGET_NOT_ENFORCED:  # GPUs that are not reserved could satisfy it
         raise if_unreserved or refusal
     uses = ", ".join(sorted(set(candidates.reserved.values())))
-    what = f"{request} cannot be allocated: reserved for {uses}"
-    raise InfeasibleError(what, hint_of(reasons.RESERVED), reasons.RESERVED)
+    message = f"{request} cannot be allocated: reserved for {uses}"
+    raise InfeasibleError(message, hint_of(reasons.RESERVED), reasons.RESERVED)
 
 
 def _why_infeasible(selection: Selection) -> InfeasibleError | HostError | None:

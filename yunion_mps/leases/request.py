@@ -345,17 +345,17 @@ class Candidates(NamedTuple):
             domain_names.add(device.domain)
             are_on_instances.add(device.is_on_instance)
         if "" in domain_names and len(domain_names) > 1:
-            what = "some of these devices are shared through MPS and some are not; a process can use one kind"
-            raise InfeasibleError(what, "request devices that are shared in the same way: yunion-mps list")
+            text = "some of these devices are shared through MPS and some are not; a process can use one kind"
+            raise InfeasibleError(text, "request devices that are shared in the same way: yunion-mps list")
         if len(are_on_instances) > 1:
-            what = "some of these devices are on MIG instances and some are not; a process can use one kind"
-            raise InfeasibleError(what, "use a separate lease (or job) and process for each")
+            text = "some of these devices are on MIG instances and some are not; a process can use one kind"
+            raise InfeasibleError(text, "use a separate lease (or job) and process for each")
         if len(domain_names) > 1:
             hint = "request devices of one GPU, or serve all GPUs together: cuda_mps_scope: host"
             if are_on_instances == {True}:
                 hint = "request devices of one MIG instance; each has a control daemon of its own"
-            what = "these devices have different control daemons; a process can use only one"
-            raise InfeasibleError(what, hint)
+            text = "these devices have different control daemons; a process can use only one"
+            raise InfeasibleError(text, hint)
         domain = self.domain_of(devices[0])
         if ALL in request.devices:
             return whole_environment(devices, domain)
@@ -464,10 +464,10 @@ def index_of_gpu(name: str, gpus: Sequence[tuple[str, str]]) -> int:
     indices = equal or prefixed
     if len(indices) == 1:
         return indices[0]
-    what = f"there is no GPU {shorten(name)}"
+    message = f"there is no GPU {shorten(name)}"
     if indices:
-        what = f"{shorten(name)} matches {len(indices)} GPUs"
-    raise NotFoundError(what, "list the GPUs: yunion-mps gpus")
+        message = f"{shorten(name)} matches {len(indices)} GPUs"
+    raise NotFoundError(message, "list the GPUs: yunion-mps gpus")
 
 
 def find_lease(name: str, leases: Mapping[str, Lease], caller: Owner) -> Lease:
@@ -540,21 +540,21 @@ def refuse_over_quota(
         "release a lease: yunion-mps lease release LEASE; or end a request that waits; list: yunion-mps who"
     )
     if quota.leases is not None and len(own) >= quota.leases:
-        what = f"{name} already has {len(own)} leases and queued requests"
-        raise NotAllowedError(f"{what}; max_leases_per_user is {quota.leases}", hint)
+        message = f"{name} already has {len(own)} leases and queued requests"
+        raise NotAllowedError(f"{message}; max_leases_per_user is {quota.leases}", hint)
     if quota.devices is not None and devices > quota.devices:
-        what = f"a request for {count(devices, 'device')} exceeds max_devices_per_user ({quota.devices})"
-        raise NotAllowedError(what, f"request at most {quota.devices}")
+        message = f"a request for {count(devices, 'device')} exceeds max_devices_per_user ({quota.devices})"
+        raise NotAllowedError(message, f"request at most {quota.devices}")
     if quota.devices is not None and sum(own) + devices > quota.devices:
-        what = f"{name} already has {count(sum(own), 'device')}, leased or requested, and requests"
-        what += f" {devices} more; max_devices_per_user is {quota.devices}"
-        raise NotAllowedError(what, hint)
+        message = f"{name} already has {count(sum(own), 'device')}, leased or requested, and requests"
+        message += f" {devices} more; max_devices_per_user is {quota.devices}"
+        raise NotAllowedError(message, hint)
 
 
 def refuse_too_long(holder: Holder, max_ttl_s: int) -> None:
     """Raise NotAllowedError if a lease by name may not live that long without a renewal."""
     if holder.ttl_s > max_ttl_s:
         longest = duration_text(max_ttl_s)
-        what = f"a time to live of {duration_text(int(holder.ttl_s))} exceeds the limit of {longest}"
+        message = f"a time to live of {duration_text(int(holder.ttl_s))} exceeds the limit of {longest}"
         hint = f"request at most {longest} and renew the lease, or raise max_lease_ttl_s in host.conf"
-        raise NotAllowedError(what, hint)
+        raise NotAllowedError(message, hint)

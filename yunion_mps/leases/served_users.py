@@ -42,17 +42,17 @@ def why_not_served(users: Iterable[ServedUser], uid: int) -> Reason | None:
     """Return why a control daemon that serves these users does not serve this one now; None if it does."""
     for other in users:
         if other.uid != uid and other.is_next:
-            what = f"its control daemon serves one user at a time, next {user_name(other.uid)}, for whose"
-            what += f" client the MPS server (PID {other.server}) ends once its own have ended"
-            return Reason(what, OTHER_USER)
+            text = f"its control daemon serves one user at a time, next {user_name(other.uid)}, for whose"
+            text += f" client the MPS server (PID {other.server}) ends once its own have ended"
+            return Reason(text, OTHER_USER)
         if other.uid != uid:
-            what = f"its control daemon serves one user at a time, now {user_name(other.uid)}"
+            text = f"its control daemon serves one user at a time, now {user_name(other.uid)}"
             since = f"{rfc3339(other.since_s)[:19]}Z"  # to the second
-            return Reason(f"{what} ({other.because_of}, since {since})", OTHER_USER)
+            return Reason(f"{text} ({other.because_of}, since {since})", OTHER_USER)
     return None
 
 
 def next_for(uid: int) -> Reason:
     """Return the reason for users whose request is later than one of this user."""
-    what = f"its control daemon serves one user at a time, next {user_name(uid)}, whose request is earlier"
-    return Reason(what, OTHER_USER)
+    text = f"its control daemon serves one user at a time, next {user_name(uid)}, whose request is earlier"
+    return Reason(text, OTHER_USER)

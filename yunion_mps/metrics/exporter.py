@@ -99,18 +99,18 @@ class Textfile:
 
     async def _write(self, file: str) -> None:
         self._written = file
-        what = ""
+        message = ""
         try:
             text = await self._exporter.text()
             await on_thread(lambda: write(file, text))
         except (OSError, HostError) as error:
             cause = error.strerror if isinstance(error, OSError) else error.message
-            what = f"cannot write metrics_textfile {file}: {cause}"
+            message = f"cannot write metrics_textfile {file}: {cause}"
         except Exception as error:  # noqa: BLE001 - metrics must not stop the daemon
-            what = f"the metrics for {file} cannot be generated: {error!r}"
-        if what:
-            self._failures.report(what, consequence=f"retrying every {_WRITE_S:g} s")
-            reason = Reason(what, METRICS_FILE_FAILED)
+            message = f"the metrics for {file} cannot be generated: {error!r}"
+        if message:
+            self._failures.report(message, consequence=f"retrying every {_WRITE_S:g} s")
+            reason = Reason(message, METRICS_FILE_FAILED)
             self._supervisor.set_condition(Condition(ABOUT_METRICS_FILE, "", IMPAIRED, reason))
         else:
             self._failures.clear()

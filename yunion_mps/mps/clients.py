@@ -57,10 +57,10 @@ class BusyServerError(ControlError):
     code = SERVER_BUSY
 
     def __init__(self, server: int) -> None:
-        what = (
+        text = (
             f"the MPS server (PID {server}) accepts no commands, because it ends once its clients have ended"
         )
-        super().__init__(what, hint_of(SERVER_BUSY))
+        super().__init__(text, hint_of(SERVER_BUSY))
         self.server = server
 
 
@@ -112,10 +112,10 @@ def terminate(program: str, plan: DomainPlan, server: int, client: int) -> bool:
         return False  # it waits for a server, or its server has ended
     if not answer or answer[-1].strip() != "0":
         reply = "; ".join(answer) or "nothing"
-        what = (
+        text = (
             f"the MPS server (PID {server}) refused to disconnect it (the control daemon answered: {reply})"
         )
-        raise ControlError(what, "end it anyway: yunion-mps terminate --force")
+        raise ControlError(text, "end it anyway: yunion-mps terminate --force")
     return True
 
 
@@ -123,8 +123,8 @@ def _refuse_stopped(servers: Sequence[int]) -> None:
     """Raise UnresponsiveError if a server is stopped: a query would block the control daemon as well."""
     stopped = [pid for pid in servers if is_stopped(pid)]
     if stopped:
-        what = f"the MPS server (PID {stopped[0]}) is stopped, so its clients cannot be listed"
-        raise UnresponsiveError(what, f"resume it: kill -CONT {stopped[0]}")
+        message = f"the MPS server (PID {stopped[0]}) is stopped, so its clients cannot be listed"
+        raise UnresponsiveError(message, f"resume it: kill -CONT {stopped[0]}")
 
 
 def _run_command(program: str, plan: DomainPlan, command: str) -> list[str]:

@@ -165,10 +165,10 @@ class ControlDaemon:
         self.is_replacement = was_replaced
         if not was_replaced:
             how = describe_exit(self.process.status() or 0)
-        what = f"the control daemon (PID {self.process.pid}) {how}"
+        text = f"the control daemon (PID {self.process.pid}) {how}"
         forget(self.target)
         self._release()
-        return what, self._take_servers()
+        return text, self._take_servers()
 
     def detach(self) -> None:
         """Forget the process, and leave it running."""
@@ -277,23 +277,23 @@ def find(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> RunningD
     if not daemons:
         if peer is None:
             return None
-        what = f"a control daemon (PID {peer.pid}, uid {peer.uid}) not started by yunion-mps serves {path}"
+        message = f"a control daemon (PID {peer.pid}, uid {peer.uid}) not started by yunion-mps serves {path}"
         if could_be_ours(peer.pid):
             hint += f"; or adopt it with its jobs: yunion-mps-daemon --adopt {peer.pid}"
-        raise HostError(what, hint, reasons.ADOPTION_REFUSED)
+        raise HostError(message, hint, reasons.ADOPTION_REFUSED)
     daemon = daemons[0]
     for listening in daemons:
         if peer is not None and listening.pid == peer.pid:
             daemon = listening
     order = adoption_order(daemon.pid)
     if order and not order.can_serve(plan):
-        what = f"the control daemon (PID {daemon.pid}) that was adopted in {path}"
+        message = f"the control daemon (PID {daemon.pid}) that was adopted in {path}"
         why = "numbers its GPUs in an unknown order, and their memory limits differ"
         hint = "give its GPUs equal limits, or end it once its jobs have ended"
-        raise HostError(f"{what} {why}", hint, reasons.ADOPTION_REFUSED)
+        raise HostError(f"{message} {why}", hint, reasons.ADOPTION_REFUSED)
     if not set(daemon.gpu_uuids) & set(plan.gpu_uuids):
-        what = f"the control daemon (PID {daemon.pid}) that an earlier yunion-mps-daemon left in {path}"
-        raise HostError(f"{what} serves none of the configured GPUs", hint, reasons.ADOPTION_REFUSED)
+        message = f"the control daemon (PID {daemon.pid}) that an earlier yunion-mps-daemon left in {path}"
+        raise HostError(f"{message} serves none of the configured GPUs", hint, reasons.ADOPTION_REFUSED)
     process = Process.adopt(daemon.pid)
     if process is None:
         return None
@@ -390,8 +390,8 @@ def _served_gpus(
 
 def _adoption_error(pid: int, why: str) -> HostError:
     hint = "end it once its jobs have ended; yunion-mps then starts its own"
-    what = f"the control daemon (PID {pid}) cannot be adopted: {why}"
-    return HostError(what, hint, reasons.ADOPTION_REFUSED)
+    message = f"the control daemon (PID {pid}) cannot be adopted: {why}"
+    return HostError(message, hint, reasons.ADOPTION_REFUSED)
 
 
 # -- start

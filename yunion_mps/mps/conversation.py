@@ -73,8 +73,8 @@ class EndingError(OccupiedError):
     """The other front-end is our own, which has told the control daemon to quit."""
 
     def __init__(self) -> None:
-        what = "it does not answer, because it was told to quit, and waits for its clients to end"
-        YunionError.__init__(self, what, "wait for that; see: yunion-mps status")
+        text = "it does not answer, because it was told to quit, and waits for its clients to end"
+        YunionError.__init__(self, text, "wait for that; see: yunion-mps status")
 
 
 def occupied_error(pipe_directory: str) -> OccupiedError:
@@ -175,8 +175,8 @@ class Conversation:
         try:
             self._output, self._process = self._open(program, pipe_directory)
         except OSError as error:
-            what = f"cannot communicate with the control daemon: {error.strerror}"
-            raise ShortageError(what) from None
+            message = f"cannot communicate with the control daemon: {error.strerror}"
+            raise ShortageError(message) from None
         os.set_blocking(self._output, False)
 
     def _open(self, program: str, pipe_directory: str) -> tuple[int, Process]:

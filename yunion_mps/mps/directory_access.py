@@ -62,11 +62,11 @@ def _check_path(root: str, directory: str, group: str | None) -> Iterator[Access
 
 def _check_entering(path: str, info: os.stat_result, *, closed: bool) -> Iterator[AccessProblem]:
     if closed and info.st_mode & stat.S_IXOTH:
-        what = f"{path} is open to all users, but cuda_mps_pipe_group limits it to one group"
-        yield AccessProblem(what, "systemctl reload yunion-mps-daemon")
+        text = f"{path} is open to all users, but cuda_mps_pipe_group limits it to one group"
+        yield AccessProblem(text, "systemctl reload yunion-mps-daemon")
     elif not closed and info.st_mode & _ALL_ENTER != _ALL_ENTER:
-        what = f"{path} is not accessible to other users: their programs cannot reach the control daemon"
-        yield AccessProblem(f"{what}, and neither can their MPS servers", enter_hint(path))
+        text = f"{path} is not accessible to other users: their programs cannot reach the control daemon"
+        yield AccessProblem(f"{text}, and neither can their MPS servers", enter_hint(path))
 
 
 def _check_socket(directory: str) -> Iterator[AccessProblem]:

@@ -184,17 +184,17 @@ class Domain(StateMachine):
         `ours` are our running MPS processes, if the caller has just searched for them.
         """
         self._rollover.control_daemon_started(now_s)
-        what = f"reconnecting to the running control daemon (PID {self.control.pid})"
+        text = f"reconnecting to the running control daemon (PID {self.control.pid})"
         if not self.control.has_process:
             try:
-                what = self.control.adopt_or_start(self.desired, self.in_effect, ours)
+                text = self.control.adopt_or_start(self.desired, self.in_effect, ours)
             except HostError as error:
                 self._fail(now_s, error, lasting=True)
                 return
             if not self.control.was_adopted:
                 self._rollover.limits_found(LimitsInEffect(self.desired))
         self._task = Startup(self._idle_control(), now_s)
-        self.change_state(STARTING, now_s, f"{what}; waiting for its answer")
+        self.change_state(STARTING, now_s, f"{text}; waiting for its answer")
 
     def stop(self, now_s: float, *, spare_adopted: bool = False, timeout_s: int | None = None) -> None:
         """Begin to stop; a domain without processes stops at once, others by ticks.
@@ -364,8 +364,8 @@ class Domain(StateMachine):
     def _begin_to_apply(self, now_s: float, because: str = "") -> None:
         """Set a new control daemon's limits; if they may be set already, read them first."""
         served = self.control.has_served
-        what = "read" if served else "set and read back"
-        self._apply(now_s, f"{because}its limits are being {what}", set_first=not served)
+        text = "read" if served else "set and read back"
+        self._apply(now_s, f"{because}its limits are being {text}", set_first=not served)
 
     def _apply(self, now_s: float, reason: str, *, set_first: bool) -> None:
         idle = self.in_use is False
@@ -558,12 +558,12 @@ class Domain(StateMachine):
         """Note that the control daemon has ended, as requested or unexpectedly."""
         replaced = isinstance(self._task, Shutdown) and self._task.is_replacement
         self.cancel_task()
-        what, servers = self.control.reap(was_replaced=replaced)
-        self._rollover.control_daemon_exited(what, servers, now_s if replaced else None)
+        message, servers = self.control.reap(was_replaced=replaced)
+        self._rollover.control_daemon_exited(message, servers, now_s if replaced else None)
         if self.state in (BACKOFF, FAILED):
             self._deadline_s = now_s  # a new one may not have the same problem
         elif self.state != STOPPING:
-            self._fail(now_s, ControlError(what, log_hint(self.in_effect), reasons.CONTROL_DAEMON_EXITED))
+            self._fail(now_s, ControlError(message, log_hint(self.in_effect), reasons.CONTROL_DAEMON_EXITED))
 
     def _handle_error(self, now_s: float, error: YunionError) -> None:
         """Recover an unresponsive control daemon, which may have jobs; kill one without limits."""

@@ -59,8 +59,8 @@ class Startup(ControlTask):
         if peer and peer.pid == self._control.pid:
             return None
         if now_s >= self._deadline_s:
-            what = f"the control daemon did not answer within {START_TIMEOUT_S:g} s after its start"
-            raise UnresponsiveError(what, log_hint(self._plan))
+            message = f"the control daemon did not answer within {START_TIMEOUT_S:g} s after its start"
+            raise UnresponsiveError(message, log_hint(self._plan))
         self._pause_s = min(self._pause_s * 1.5, _MAX_POLL_S)
         return min(now_s + self._pause_s, self._deadline_s)
 
@@ -202,15 +202,15 @@ class Recovery(ControlTask):
         """What is wrong, and what it waits for."""
         pid = self._control.process.pid
         why = self._why
-        what = f"the control daemon (PID {pid}) does not serve: {why}"
+        text = f"the control daemon (PID {pid}) does not serve: {why}"
         if self.spared_for:
             servers = f"{describe_servers(self.spared_for)}, which may have jobs,"
             until = wait_reason("its replacement", servers, why.code)
             sooner = f"to end it now, at the risk of its jobs: kill -9 {pid}"
             if self._is_busy:
                 sooner = "to avoid the wait, end the processes that keep it busy"
-            what = f"{what}; {until} ({sooner})"
-        return Reason(what, why.code)
+            text = f"{text}; {until} ({sooner})"
+        return Reason(text, why.code)
 
     @property
     def _is_busy(self) -> bool:

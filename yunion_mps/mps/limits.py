@@ -320,10 +320,10 @@ def memory_text(memory_mib: int) -> str:
     return f"{memory_mib // 1024}G" if memory_mib >= 1024 else f"{memory_mib}M"
 
 
-def _not_in_effect(what: str, desired: str, got: str | None) -> ControlError:
+def _not_in_effect(limit: str, desired: str, got: str | None) -> ControlError:
     reported = f"{got!r}" if got else "nothing"
     return ControlError(
-        f"the {what} is not in effect: it was set to {desired}, but the control daemon reports {reported}",
+        f"the {limit} is not in effect: it was set to {desired}, but the control daemon reports {reported}",
         _HINT,
         reasons.LIMITS_NOT_IN_EFFECT,
     )

@@ -412,13 +412,13 @@ def failing_user_events(
 
 
 def _failure_event(
-    plan: DomainPlan, what: str, outcome: Outcome, consequence: str, code: str = reasons.SERVER_FAILED
+    plan: DomainPlan, text: str, outcome: Outcome, consequence: str, code: str = reasons.SERVER_FAILED
 ) -> Event:
     return Event(
         severity="error",
         kind="client",
         subject=plan.name,
-        what=what,
+        what=text,
         cause=failure_cause(outcome, plan.log_directory),
         consequence=consequence,
         code=code,

@@ -30,7 +30,7 @@ _NVIDIAS = "nvidia-mps"
 _MOUNTED_BY = re.compile(rb"(?:^|,)user_id=(\d+)")
 
 
-def unsafe_path(path: str, what: str, command: str = "", *, look: str = "ls -la") -> UnsafePathError:
+def unsafe_path(path: str, message: str, command: str = "", *, look: str = "ls -la") -> UnsafePathError:
     """Return the error for `path`, with the commands that look at it and mend it.
 
     command: mends it; if it is empty, the hint is to choose another directory
@@ -39,7 +39,7 @@ def unsafe_path(path: str, what: str, command: str = "", *, look: str = "ls -la"
     hint = f"{check}, and {CHOOSE_ANOTHER}"
     if command:
         hint = f"{check}; then {command}, or choose another directory"
-    return UnsafePathError(f"{printable(path)} {what}", hint)
+    return UnsafePathError(f"{printable(path)} {message}", hint)
 
 
 def replace_command(path: str, *, last: bool, is_shared: bool) -> str:

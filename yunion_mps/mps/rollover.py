@@ -166,21 +166,21 @@ class Rollover:
             )
             old_servers = tuple(sorted({*self._limits.old_servers, *wrong}))
             self._limits = self._limits._replace(old_servers=old_servers)
-        what = "another program changed its limits"
-        self._emit_limit_event(what, cause, consequence, "warning", reasons.LIMITS_OVERWRITTEN)
+        text = "another program changed its limits"
+        self._emit_limit_event(text, cause, consequence, "warning", reasons.LIMITS_OVERWRITTEN)
 
     def _emit_limit_event(
-        self, what: str, cause: str, consequence: str = "", severity: str = "info", code: str = ""
+        self, text: str, cause: str, consequence: str = "", severity: str = "info", code: str = ""
     ) -> None:
         event = Event(
             severity=severity,
             kind="limit",
             subject=self._limits.plan.name,
-            what=what,
+            what=text,
             cause=cause,
             consequence=consequence,
             code=code,
-            common=what if code == reasons.LIMITS_OVERWRITTEN else "",  # the cause has the limits
+            common=text if code == reasons.LIMITS_OVERWRITTEN else "",  # the cause has the limits
         )
         self._emit(event)
 
@@ -264,22 +264,22 @@ class Rollover:
         """Return the pending changes of the domain, and what they wait for; empty if there are none."""
         pending = []
         if retiring:
-            what = "the configuration has changed: the control daemon"
+            text = "the configuration has changed: the control daemon"
             servers = self.blocking_servers(every=True)
-            pending.append(_wait(what, servers) if servers else f"{what} is stopping")
+            pending.append(_wait(text, servers) if servers else f"{text} is stopping")
         elif old := self._limits.old_servers:
             pending.append(_wait("the change of limits", old))
         if awaits_restoration and (servers := self._servers()):
             pending.append(_wait("the restoration of the compute modes", servers))
         if orphans := self.orphans.pids:
             runs = "still runs jobs" if len(orphans) == 1 else "still run jobs"
-            what = f"{describe_servers(orphans)} of an earlier control daemon {runs}"
-            pending.append(f"{what}; new jobs may have to wait")
+            text = f"{describe_servers(orphans)} of an earlier control daemon {runs}"
+            pending.append(f"{text}; new jobs may have to wait")
         return "; ".join(pending)
 
 
-def _wait(what: str, servers: tuple[int, ...]) -> str:
-    return wait_reason(what, Users(servers=(Servers(servers),)), reasons.LIMITS_PENDING)
+def _wait(change: str, servers: tuple[int, ...]) -> str:
+    return wait_reason(change, Users(servers=(Servers(servers),)), reasons.LIMITS_PENDING)
 
 
 def _shutdown_command(pid: int, *, force: bool) -> str:
@@ -372,8 +372,8 @@ class OrphanedServers:
         running = running_servers(self.pids)
         for orphan in [orphan for orphan in self._orphans if orphan.pid not in running]:
             self._orphans.remove(orphan)
-            what = f"{describe_servers([orphan.pid])}, which had no control daemon, has ended"
-            self._report("info", what, orphan.why)
+            text = f"{describe_servers([orphan.pid])}, which had no control daemon, has ended"
+            self._report("info", text, orphan.why)
         return earliest(self._tick(orphan, now_s, in_use=in_use) for orphan in self._orphans)
 
     def _tick(self, orphan: _Orphan, now_s: float, *, in_use: bool | None) -> float:
@@ -393,19 +393,19 @@ class OrphanedServers:
     def _signal(self, orphan: _Orphan, number: signal.Signals) -> None:
         try:
             if signal_server(orphan.pid, number):
-                what = f"sent {number.name} to {describe_servers([orphan.pid])}, which has no control daemon"
-                self._report("warning", what, orphan.why)
+                text = f"sent {number.name} to {describe_servers([orphan.pid])}, which has no control daemon"
+                self._report("warning", text, orphan.why)
         except ShortageError as error:
             log.warning("domain %s: %s", self._domain, error)
 
-    def _report(self, severity: str, what: str, cause: str, consequence: str = "") -> None:
-        log.log(logging.INFO if severity == "info" else logging.WARNING, "domain %s: %s", self._domain, what)
+    def _report(self, severity: str, text: str, cause: str, consequence: str = "") -> None:
+        log.log(logging.INFO if severity == "info" else logging.WARNING, "domain %s: %s", self._domain, text)
         code = "" if severity == "info" else reasons.SERVERS_ORPHANED
         event = Event(
             severity=severity,
             kind="domain",  # no user can cause it
             subject=self._domain,
-            what=what,
+            what=text,
             cause=cause,
             consequence=consequence,
             code=code,

@@ -460,9 +460,9 @@ def refuse_if_unknown(pid: int, listed: ClientListJson) -> None:
         if client["pid"] == pid:
             return
     if listed["errors"]:
-        what = f"it is not known whether PID {pid} is an MPS client: {'; '.join(listed['errors'])}"
+        message = f"it is not known whether PID {pid} is an MPS client: {'; '.join(listed['errors'])}"
         hint = "try again once the MPS server answers; or, at the risk of that server's other jobs: "
-        raise HostError(what, f"{hint}yunion-mps terminate {pid} --force", PROCESSES_UNKNOWN)
+        raise HostError(message, f"{hint}yunion-mps terminate {pid} --force", PROCESSES_UNKNOWN)
 
 
 def _all_clients(listed: ClientListJson) -> list[AnyClient]:

@@ -106,32 +106,32 @@ def unusable_reason(gpu: Gpu, sharing: str = MPS, *, keeps_mode: bool = False) -
     if gpu.uuid is None:
         return Reason("the driver does not report the GPU's UUID", reasons.GPU_ERROR)
     if gpu.mig_enabled:
-        what = "the GPU is in MIG mode, so MPS cannot serve it as a whole"
+        text = "the GPU is in MIG mode, so MPS cannot serve it as a whole"
         if sharing == TIME_SLICING:
-            what = "the GPU is in MIG mode, so it cannot be time-sliced as a whole"
-        return Reason(what, reasons.MIG_ENABLED)
+            text = "the GPU is in MIG mode, so it cannot be time-sliced as a whole"
+        return Reason(text, reasons.MIG_ENABLED)
     stays = keeps_mode or gpu.mode_is_fixed
     why = "the driver does not support changing it" if gpu.mode_is_fixed else "cuda_mps_compute_mode is keep"
     is_strict = stays and gpu.compute_mode in (EXCLUSIVE_PROCESS, PROHIBITED)
     if is_strict and (gpu.parent or sharing == TIME_SLICING):
-        what = "MIG requires" if gpu.parent else "time-slicing requires"
-        what += f" compute mode Default, but it is {gpu.compute_mode}, and {why}"
+        text = "MIG requires" if gpu.parent else "time-slicing requires"
+        text += f" compute mode Default, but it is {gpu.compute_mode}, and {why}"
         return Reason(
-            what, reasons.COMPUTE_MODE_FIXED if gpu.mode_is_fixed else reasons.COMPUTE_MODE_EXCLUSIVE
+            text, reasons.COMPUTE_MODE_FIXED if gpu.mode_is_fixed else reasons.COMPUTE_MODE_EXCLUSIVE
         )
     if sharing == TIME_SLICING:
         return NO_REASON
     if gpu.memory_mib is None:
-        what = "the driver does not report the memory of this GPU, which shares the host's memory"
-        return Reason(f"{what}, so MPS cannot limit it", reasons.MEMORY_UNKNOWN)
+        text = "the driver does not report the memory of this GPU, which shares the host's memory"
+        return Reason(f"{text}, so MPS cannot limit it", reasons.MEMORY_UNKNOWN)
     capability = gpu.compute_capability
     if capability is not None and capability < _FIRST_WITH_MPS:
-        what = f"MPS requires compute capability 3.5, but the GPU has {capability[0]}.{capability[1]}"
-        return Reason(what, reasons.MPS_UNSUPPORTED)
+        text = f"MPS requires compute capability 3.5, but the GPU has {capability[0]}.{capability[1]}"
+        return Reason(text, reasons.MPS_UNSUPPORTED)
     if gpu.compute_mode == PROHIBITED and stays:
-        what = f"the GPU's compute mode is Prohibited, and {why}"
+        text = f"the GPU's compute mode is Prohibited, and {why}"
         return Reason(
-            what, reasons.COMPUTE_MODE_FIXED if gpu.mode_is_fixed else reasons.COMPUTE_MODE_PROHIBITED
+            text, reasons.COMPUTE_MODE_FIXED if gpu.mode_is_fixed else reasons.COMPUTE_MODE_PROHIBITED
         )
     return NO_REASON
 
@@ -225,8 +225,8 @@ def slices_mistakes(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[Mistak
     mistakes = []
     taken_mib = sum(item.memory_mib for item in entry.slices)
     if taken_mib > total_mib:
-        what = f"the slices add up to {taken_mib} MiB, more than the {total_mib} MiB of {_gpu_name(gpu)}"
-        mistakes.append(Mistake(what, f"reduce them by {taken_mib - total_mib} MiB"))
+        text = f"the slices add up to {taken_mib} MiB, more than the {total_mib} MiB of {_gpu_name(gpu)}"
+        mistakes.append(Mistake(text, f"reduce them by {taken_mib - total_mib} MiB"))
     overcommit = overcommit_of(entry, config)
     by_share = all(item.thread_percentage is None for item in entry.slices)
     if overcommit is None or by_share:
@@ -234,10 +234,10 @@ def slices_mistakes(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[Mistak
     tenths = sum(_tenths(item, total_mib, overcommit) for item in entry.slices)
     if tenths > round(_ALL_TENTHS * overcommit):
         most = f"more than {100 * overcommit:g} %"
-        what = f"the slices add up to {tenths / 10:g} % of the threads of {_gpu_name(gpu)}, {most}"
+        text = f"the slices add up to {tenths / 10:g} % of the threads of {_gpu_name(gpu)}, {most}"
         more = -(-tenths // 10) / 100
         hint = f"lower their thread_percentage, or overcommit the threads: thread_overcommit: {more:g}"
-        mistakes.append(Mistake(what, hint))
+        mistakes.append(Mistake(text, hint))
     return mistakes
 
 
@@ -245,14 +245,14 @@ def pool_mistake(entry: DeviceEntry, gpu: Gpu) -> Mistake | None:
     """Return why no client could get anything from the pool; None if a client can."""
     if gpu.memory_mib is None or gpu.memory_mib >= entry.memory_unit_mib + entry.memory_reserve_mib:
         return None
-    what = f"memory_unit is {entry.memory_unit_mib} MiB,"
+    text = f"memory_unit is {entry.memory_unit_mib} MiB,"
     smaller = "a smaller one"
     if entry.memory_reserve_mib:
-        what = f"memory_unit is {entry.memory_unit_mib} MiB "
-        what += f"and memory_reserve {entry.memory_reserve_mib} MiB, together"
+        text = f"memory_unit is {entry.memory_unit_mib} MiB "
+        text += f"and memory_reserve {entry.memory_reserve_mib} MiB, together"
         smaller = "smaller ones"
-    what += f" more than the {gpu.memory_mib} MiB of {_gpu_name(gpu)}"
-    return Mistake(what, f"write {smaller}, or divide the GPU by virtual_number")
+    text += f" more than the {gpu.memory_mib} MiB of {_gpu_name(gpu)}"
+    return Mistake(text, f"write {smaller}, or divide the GPU by virtual_number")
 
 
 def _tenths(item: SliceEntry, total_mib: int, overcommit: float | None) -> int:
@@ -272,8 +272,8 @@ def memory_mistake(entry: DeviceEntry, gpu: Gpu) -> Mistake | None:
     """Return that the entry's memory exceeds what the driver reports; None if it does not."""
     if entry.memory_mib is None or gpu.memory_mib is None or entry.memory_mib <= gpu.memory_mib:
         return None
-    what = f"memory is {entry.memory_mib} MiB, more than the {gpu.memory_mib} MiB of {_gpu_name(gpu)}"
-    return Mistake(what, f"write at most {gpu.memory_mib}MiB, or remove it")
+    text = f"memory is {entry.memory_mib} MiB, more than the {gpu.memory_mib} MiB of {_gpu_name(gpu)}"
+    return Mistake(text, f"write at most {gpu.memory_mib}MiB, or remove it")
 
 
 def _gpu_name(gpu: Gpu) -> str:

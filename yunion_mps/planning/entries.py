@@ -179,8 +179,8 @@ class _Resolver:
             problem = _divided_twice(entry, first, gpu)
             is_minor = not (is_certain or is_same_path)
             self._problems.append(problem._replace(is_minor=is_minor, entry=loser.path))
-            what = f"it is divided by the entry on line {winner.path_at.line}, too"
-            self._missing.append((loser, Reason(what, reasons.ENTRY_REFUSED)))
+            text = f"it is divided by the entry on line {winner.path_at.line}, too"
+            self._missing.append((loser, Reason(text, reasons.ENTRY_REFUSED)))
             named.pop(loser, None)
             if gpu:
                 for error in entry_errors(loser, gpu, self._config, self._inventory):
@@ -231,12 +231,12 @@ class _Resolver:
         other = self._entries.get(gpu.pci_address)
         recorded = self._inventory.meant.get(name.name)
         if other:
-            what = f"it leads to GPU {gpu.address}, which belongs to the entry on line {other.path_at.line}"
+            text = f"it leads to GPU {gpu.address}, which belongs to the entry on line {other.path_at.line}"
             code = reasons.PATH_OUTDATED
             if recorded and not self._gpu_by_uuid(name):
-                what = f"this host no longer has the GPU that the entry means ({recorded.uuid}); {what}"
+                text = f"this host no longer has the GPU that the entry means ({recorded.uuid}); {text}"
                 code = reasons.GPU_MISSING
-            self._miss(entry, name, Reason(what, code))
+            self._miss(entry, name, Reason(text, code))
             return
         self._entries[gpu.pci_address] = entry
         if gpu.uuid:
@@ -244,9 +244,9 @@ class _Resolver:
         elif recorded:
             self._meant[name.name] = recorded
         if replaced:
-            what = f"path {entry.path} ({_place(entry)}) meant {replaced} before; "
-            what += f"GPU {gpu.address} ({gpu.uuid}) is in its place now and is used"
-            self._warnings.append(Reason(what, reasons.GPU_REPLACED))
+            text = f"path {entry.path} ({_place(entry)}) meant {replaced} before; "
+            text += f"GPU {gpu.address} ({gpu.uuid}) is in its place now and is used"
+            self._warnings.append(Reason(text, reasons.GPU_REPLACED))
         self._warn_if_outdated(entry, name, gpu)
 
     def _warn_if_outdated(self, entry: DeviceEntry, name: GpuPath, gpu: Gpu) -> None:
@@ -255,11 +255,11 @@ class _Resolver:
         if gpu_at_path is gpu or (gpu_at_path is None and name.kind != ADDRESS):
             return
         leads = f"leads to GPU {gpu_at_path.address}" if gpu_at_path else "leads to no GPU"
-        what = f"path {entry.path} ({_place(entry)}) {leads} now, "
-        what += f"but still means the GPU that it led to before: {gpu.address}"
+        text = f"path {entry.path} ({_place(entry)}) {leads} now, "
+        text += f"but still means the GPU that it led to before: {gpu.address}"
         if gpu.uuid:
-            what += f", {gpu.uuid}"
-        self._warnings.append(Reason(what, reasons.PATH_OUTDATED))
+            text += f", {gpu.uuid}"
+        self._warnings.append(Reason(text, reasons.PATH_OUTDATED))
 
     def _resolve_uncertain(self, entry: DeviceEntry, name: GpuPath) -> None:
         """Resolve an entry without a record, or whose recorded GPU is not there."""
@@ -268,8 +268,8 @@ class _Resolver:
         is_lost = recorded == UNKNOWN_GPU or (recorded is None and self._inventory.meant_is_damaged)
         if is_lost and name.kind == RENDER_NODE:
             leads = f"; it leads to GPU {gpu.address} ({gpu.uuid}) now" if gpu else ""
-            what = f"which GPU the entry meant before is not known, because the record was damaged{leads}"
-            self._miss(entry, name, Reason(what, reasons.RECORD_DAMAGED))
+            text = f"which GPU the entry meant before is not known, because the record was damaged{leads}"
+            self._miss(entry, name, Reason(text, reasons.RECORD_DAMAGED))
             self._meant[name.name] = UNKNOWN_GPU
             return
         if recorded is None or recorded == UNKNOWN_GPU:
@@ -286,9 +286,9 @@ class _Resolver:
             self._divide(entry, name, gpu, replaced=recorded.uuid)
         elif gpu and gpu.pci_address == recorded.pci_address:
             # A render node may lead to another card by chance, so the operator has to confirm it.
-            what = f"GPU {gpu.address} is {gpu.uuid} now, but the entry meant {recorded.uuid}, "
-            what += "which this host no longer has"
-            self._miss(entry, name, Reason(what, reasons.GPU_REPLACED))
+            text = f"GPU {gpu.address} is {gpu.uuid} now, but the entry meant {recorded.uuid}, "
+            text += "which this host no longer has"
+            self._miss(entry, name, Reason(text, reasons.GPU_REPLACED))
         elif unidentified and unidentified.uuid is None:
             self._divide(entry, name, unidentified)
         else:
@@ -302,13 +302,13 @@ class _Resolver:
 
     def _why_recorded_missing(self, name: GpuPath, gpu: Gpu | None, recorded: MeantGpu) -> Reason:
         address = Gpu(recorded.pci_address).address
-        what = f"this host no longer has GPU {address} ({recorded.uuid})"
+        text = f"this host no longer has GPU {address} ({recorded.uuid})"
         successor = self._by_address.get(recorded.pci_address)
         if successor and successor.uuid:
-            what += f"; another card is in its slot now ({successor.uuid})"
+            text += f"; another card is in its slot now ({successor.uuid})"
         if gpu:
-            what += f"; {name.name} leads to GPU {gpu.address} now"
-        return Reason(what, reasons.GPU_MISSING)
+            text += f"; {name.name} leads to GPU {gpu.address} now"
+        return Reason(text, reasons.GPU_MISSING)
 
     def _why_missing(self, name: GpuPath) -> Reason:
         """Return why a path without a record leads to no GPU."""
@@ -318,23 +318,23 @@ class _Resolver:
             is_foreign = controller.vendor != _NVIDIA_VENDOR
             if is_foreign and name.name in (controller.pci_address, controller.render_node):
                 driver = f" (driver {controller.driver})" if controller.driver else ""
-                what = f"the device at {Gpu(controller.pci_address).address} is not an NVIDIA GPU{driver}"
-                return Reason(what, reasons.GPU_MISSING)
+                text = f"the device at {Gpu(controller.pci_address).address} is not an NVIDIA GPU{driver}"
+                return Reason(text, reasons.GPU_MISSING)
         if name.kind == ADDRESS:
             return Reason(f"there is no GPU at {Gpu(name.name).address}", reasons.GPU_MISSING)
         if self._gpus and not any(gpu.render_node for gpu in self._gpus):
-            what = "no NVIDIA GPU has a render node: nvidia-drm is not loaded"
+            text = "no NVIDIA GPU has a render node: nvidia-drm is not loaded"
             if self._inventory.drm_is_loaded:
-                what = "no NVIDIA GPU has a link to a render node in /dev/dri/by-path"
-            return Reason(what, reasons.RENDER_NODE_MISSING)
+                text = "no NVIDIA GPU has a link to a render node in /dev/dri/by-path"
+            return Reason(text, reasons.RENDER_NODE_MISSING)
         return Reason("there is no such render node", reasons.GPU_MISSING)
 
     def _why_uuid_missing(self) -> Reason:
         """Return why no GPU has this UUID: perhaps one does not report its UUID, because it is broken."""
         for gpu in self._gpus:
             if gpu.uuid is None and gpu.reason:
-                what = f"this host has no GPU with this UUID now; it may be GPU {gpu.address}: {gpu.reason}"
-                return Reason(what, gpu.reason.code)
+                text = f"this host has no GPU with this UUID now; it may be GPU {gpu.address}: {gpu.reason}"
+                return Reason(text, gpu.reason.code)
         return Reason("this host has no GPU with this UUID now", reasons.GPU_MISSING)
 
 
@@ -378,12 +378,12 @@ def _conflicting_entries(earlier: Iterable[tuple[DeviceEntry, str]], how: str) -
 
 def _divided_twice(entry: DeviceEntry, first: DeviceEntry, gpu: Gpu | None) -> Problem:
     line = first.path_at.line
-    what = f"path {entry.path} is already divided on line {line}"
+    text = f"path {entry.path} is already divided on line {line}"
     if gpu:
-        what = f"path {entry.path} is GPU {gpu.address}, which is already divided on line {line}"
+        text = f"path {entry.path} is GPU {gpu.address}, which is already divided on line {line}"
     if entry.path != first.path:
-        what += f" as {first.path}"
-    return Problem(entry.path_at.file, entry.path_at.line, what, "remove one of the two entries")
+        text += f" as {first.path}"
+    return Problem(entry.path_at.file, entry.path_at.line, text, "remove one of the two entries")
 
 
 # -- whether an entry can divide its GPU
@@ -432,17 +432,17 @@ def _equal_devices_errors(
     overcommit = overcommit_of(entry, config)
     if overcommit is None or count <= 1000 * overcommit:
         return []
-    what = f"{key} is {count}, so each device of GPU {_name(gpu)} would have less than 0.1 % of its threads"
-    return [_of_gpu(gpu, source, Mistake(what, f"write at most {1000 * overcommit:g}"))]
+    text = f"{key} is {count}, so each device of GPU {_name(gpu)} would have less than 0.1 % of its threads"
+    return [_of_gpu(gpu, source, Mistake(text, f"write at most {1000 * overcommit:g}"))]
 
 
 def _memory_errors(key: str, entry: DeviceEntry, gpu: Gpu) -> list[Problem]:
     """Return a problem if each equal device would have less than 1 MiB."""
     if gpu.memory_mib is None or entry.virtual_number <= gpu.memory_mib:
         return []
-    what = f"{key} is {entry.virtual_number}, so each device of GPU {_name(gpu)} with {gpu.memory_mib} MiB "
-    what += "would have less than 1 MiB"
-    return [_of_gpu(gpu, entry.divided_at, Mistake(what, f"write at most {gpu.memory_mib}"))]
+    text = f"{key} is {entry.virtual_number}, so each device of GPU {_name(gpu)} with {gpu.memory_mib} MiB "
+    text += "would have less than 1 MiB"
+    return [_of_gpu(gpu, entry.divided_at, Mistake(text, f"write at most {gpu.memory_mib}"))]
 
 
 def _of_gpu(gpu: Gpu, source: Source, mistake: Mistake) -> Problem:
@@ -461,10 +461,10 @@ def _found_by_every_program(gpu: Gpu, config: Config, how: str) -> list[Problem]
     source = config.sources["cuda_mps_pipe_directory"]
     if config.cuda_mps_scope != "host" or config.cuda_mps_pipe_directory != DEFAULT_PIPE_DIRECTORY:
         return []
-    what = f"cuda_mps_pipe_directory is {DEFAULT_PIPE_DIRECTORY}, where every program finds the control "
-    what += f"daemon, even one on GPU {gpu.address} ({gpu.name}), which is {how}"
+    text = f"cuda_mps_pipe_directory is {DEFAULT_PIPE_DIRECTORY}, where every program finds the control "
+    text += f"daemon, even one on GPU {gpu.address} ({gpu.name}), which is {how}"
     hint = "write another directory, such as /run/nvidia-mps/pipe"
-    return [Problem(source.file, source.line, what, hint)]
+    return [Problem(source.file, source.line, text, hint)]
 
 
 def _layout_mistake(entry: DeviceEntry, gpu: Gpu) -> Mistake | None:
@@ -486,11 +486,11 @@ def _too_many(
     if source.line is None:  # the default exceeds the operator's own override
         source = config.sources["cuda_mps_max_clients"]
     is_many = f"are {count}" if key == "slices" else f"is {count}"
-    what = f"{key} {is_many}, more than the {most} clients that MPS allows on GPU {_name(gpu)}"
+    text = f"{key} {is_many}, more than the {most} clients that MPS allows on GPU {_name(gpu)}"
     hint = f"write at most {most}"
     if enforces_budgets(gpu):
         hint += ", or set cuda_mps_max_clients in host.conf if the driver allows more"
-    return [_of_gpu(gpu, source, Mistake(what, hint))]
+    return [_of_gpu(gpu, source, Mistake(text, hint))]
 
 
 def _name(gpu: Gpu) -> str:

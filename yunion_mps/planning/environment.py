@@ -171,12 +171,12 @@ def require_one_budget(
     why = why_not_honoured(devices, domain)
     if not why:
         return
-    what = f"{len(devices)} devices cannot be combined into one budget"
+    message = f"{len(devices)} devices cannot be combined into one budget"
     if planned and not why_not_honoured(devices, planned):
         pending = "the new limit takes effect once the MPS servers with the old one have ended"
-        raise InfeasibleError(f"{what} yet: {why}; {pending}", hint_of(LIMITS_PENDING), LIMITS_PENDING)
+        raise InfeasibleError(f"{message} yet: {why}; {pending}", hint_of(LIMITS_PENDING), LIMITS_PENDING)
     more = f"set cuda_mps_combine: {len(devices)} in host.conf"
-    raise InfeasibleError(f"{what}: {why}", f"request them on different GPUs, or {more}")
+    raise InfeasibleError(f"{message}: {why}", f"request them on different GPUs, or {more}")
 
 
 def decimal(percentage: float) -> str:

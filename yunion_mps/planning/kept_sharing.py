@@ -71,8 +71,8 @@ def keep_sharing(
         whole_uuid, mode = mode_for(gpu, before)
         if whole_uuid in changed.compute_modes or whole_uuid in former.compute_modes:
             modes[whole_uuid] = mode
-        what = _CHANGES.get(desired, f"the change to {desired}")
-        why = wait_reason(what, users_of(uuid) or "the leases of its devices", LEASES_PENDING)
+        text = _CHANGES.get(desired, f"the change to {desired}")
+        why = wait_reason(text, users_of(uuid) or "the leases of its devices", LEASES_PENDING)
         plan = changed._replace(
             compute_modes=modes,
             sharing={**changed.sharing, gpu.pci_address: before},

@@ -80,8 +80,10 @@ def layout_profiles(names: Sequence[str], gpu: Gpu) -> tuple[MigProfile, ...]:
     """
     desired = _in_order(_expand(names, gpu))
     if desired and _place(desired) is None:
-        what = f"{describe(desired)} do not fit on {_name(gpu)}"
-        raise LayoutError(what, f"write fewer or smaller ones, or a layout: {', '.join(layout_names(gpu))}")
+        message = f"{describe(desired)} do not fit on {_name(gpu)}"
+        raise LayoutError(
+            message, f"write fewer or smaller ones, or a layout: {', '.join(layout_names(gpu))}"
+        )
     return desired
 
 
@@ -340,9 +342,9 @@ def _split(gpu: Gpu, layout: MigLayout, children: Sequence[Gpu]) -> list[Gpu]:
     return [whole, *parts]
 
 
-def _waiting(what: str, layout: MigLayout) -> Reason:
+def _waiting(cause: str, layout: MigLayout) -> Reason:
     named = describe(layout.profiles) or DISABLED
-    return Reason(f"its MIG layout ({named}) is not in effect yet: {what}", MIG_PENDING)
+    return Reason(f"its MIG layout ({named}) is not in effect yet: {cause}", MIG_PENDING)
 
 
 def _kept(

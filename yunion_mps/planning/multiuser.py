@@ -35,9 +35,9 @@ def multiuser_warnings(config: Config, served: Sequence[Gpu]) -> Iterator[Reason
     if not config.cuda_mps_multiuser or not without:
         return
     which = list_of(f"GPU {_name(gpu)} is {why_unenforced(gpu, MPS)}" for gpu in without)
-    what = f"cuda_mps_multiuser is true, but {which}"
+    text = f"cuda_mps_multiuser is true, but {which}"
     where = "there" if config.cuda_mps_scope == "gpu" else "on this host"
-    yield Reason(f"{what}: {where}, only one user's jobs run at a time", MULTIUSER_UNSUPPORTED)
+    yield Reason(f"{text}: {where}, only one user's jobs run at a time", MULTIUSER_UNSUPPORTED)
 
 
 def describe_users(plan: Plan, inventory: Inventory, *, knows_multiuser: bool | None) -> str:

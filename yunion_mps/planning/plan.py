@@ -309,11 +309,11 @@ def _too_many_in_one_domain(config: Config, served: Iterable[Gpu]) -> list[Probl
     if config.cuda_mps_scope != "host" or len(whole_gpus) <= MAX_GPUS_PER_DOMAIN:
         return []
     most = MAX_GPUS_PER_DOMAIN
-    what = f"cuda_mps_scope is host, and one control daemon cannot limit more than {most} GPUs"
+    text = f"cuda_mps_scope is host, and one control daemon cannot limit more than {most} GPUs"
     source = config.sources["cuda_mps_scope"]
     if source.line is None:  # the default: host.conf is where MPS is enabled
         source = Source(config.sources["enable_cuda_mps"].file, None)
-    return [Problem(source.file, source.line, what, "write cuda_mps_scope: gpu")]
+    return [Problem(source.file, source.line, text, "write cuda_mps_scope: gpu")]
 
 
 def _domains(

@@ -278,9 +278,9 @@ class BudgetEnforcer:
             if self._supervisor.config == config:  # no reload has begun meanwhile
                 victims.extend(self._confirm(budget, listed))
             for client in victims:
-                what = f"terminating PID {client['pid']} because {cause}"
-                log.warning("%s", what)
-                write_to_stderr(client["pid"], budget.uid, f"yunion-mps: {what} [{OVER_BUDGET_TERMINATED}]\n")
+                text = f"terminating PID {client['pid']} because {cause}"
+                log.warning("%s", text)
+                write_to_stderr(client["pid"], budget.uid, f"yunion-mps: {text} [{OVER_BUDGET_TERMINATED}]\n")
             return victims
 
         def choose_again(listed: ClientListJson) -> list[MpsClientJson]:

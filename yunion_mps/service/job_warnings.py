@@ -71,8 +71,8 @@ class JobWarnings:
     def _report_end(self, subject: _Subject) -> None:
         code, _, devices, _ = subject
         if code == OVER_BUDGET:
-            what = "its jobs are within their budget again"
-            self._record(Event("info", "client", ", ".join(devices), what))
+            text = "its jobs are within their budget again"
+            self._record(Event("info", "client", ", ".join(devices), text))
 
 
 def _subject_of(problem: Condition) -> _Subject:

@@ -162,8 +162,8 @@ class LeaseService:
             consequence = "its devices stay leased"
             if lease is None:
                 consequence = "no more devices are leased until root releases it: it may have any device"
-            what = f"lease {lease_id} in the state file cannot be read: {problem}"
-            reason = Reason(f"{what}; {consequence}", LEASE_UNREADABLE)
+            text = f"lease {lease_id} in the state file cannot be read: {problem}"
+            reason = Reason(f"{text}; {consequence}", LEASE_UNREADABLE)
             hint = hint_of(LEASE_UNREADABLE, lease=lease_id)
             self._supervisor.set_condition(Condition(ABOUT_LEASE, lease_id, BROKEN, reason, hint))
             log.error("%s; %s", reason, hint)
@@ -171,7 +171,7 @@ class LeaseService:
                 severity="error",
                 kind="lease",
                 subject=subject,
-                what=what,
+                what=text,
                 cause="a newer version wrote it, or it is damaged",
                 consequence=consequence,
                 code=LEASE_UNREADABLE,
@@ -316,8 +316,8 @@ class LeaseService:
         """
         lease = find_own_lease(name, self.ledger.leases, caller)
         if lease.holder.binding != "name":
-            what = "this lease cannot be renewed: it ends with its process or connection"
-            raise HostError(what, "to renew a lease, take it by name: yunion-mps lease take NAME --ttl 1h")
+            message = "this lease cannot be renewed: it ends with its process or connection"
+            raise HostError(message, "to renew a lease, take it by name: yunion-mps lease take NAME --ttl 1h")
         return self._json(self._renew(lease))
 
     async def bind(self, name: str, caller: Owner, holder: Holder) -> answers.LeaseRecordJson:
@@ -349,8 +349,8 @@ class LeaseService:
         if lease.holder._replace(is_attested=holder.is_attested) == holder:
             return self._json(lease)
         if lease.holder.binding == "container" and not lease.holder.is_awaited:
-            what = f"the lease of {lease.addresses} already belongs to a container (PID {lease.holder.pid})"
-            raise HostError(what, hint_for_another(lease.holder))
+            text = f"the lease of {lease.addresses} already belongs to a container (PID {lease.holder.pid})"
+            raise HostError(text, hint_for_another(lease.holder))
         bound = lease._replace(holder=holder)
         if not self.holders.watch(bound):
             raise NotFoundError(f"PID {holder.pid} has ended", "")
@@ -596,11 +596,11 @@ class LeaseService:
             peak_of=partial(self.peaks.of, lease.id),
         )
 
-    def _record(self, lease: Lease, what: str, cause: str) -> None:
+    def _record(self, lease: Lease, verb: str, cause: str) -> None:
         """Record an event, while the holder still runs and its name is known."""
         holder = describe_holder(lease.holder, self.containers)
         self._supervisor.event_log.record(
-            Event("info", "lease", lease.addresses or lease.id, f"{what} {holder}", cause)
+            Event("info", "lease", lease.addresses or lease.id, f"{verb} {holder}", cause)
         )
 
 

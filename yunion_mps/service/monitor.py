@@ -275,9 +275,9 @@ class Monitor:
 
     def _note_shortage(self, error: ShortageError) -> None:
         """Warn that the GPUs cannot be polled now; the next poll retries."""
-        what = f"cannot poll the GPUs, so their state may be out of date: {error.message}"
-        self._failures.report(what, consequence=error.hint)
-        self._supervisor.set_condition(Condition(ABOUT_DRIVER, "", IMPAIRED, Reason(what, error.code)))
+        text = f"cannot poll the GPUs, so their state may be out of date: {error.message}"
+        self._failures.report(text, consequence=error.hint)
+        self._supervisor.set_condition(Condition(ABOUT_DRIVER, "", IMPAIRED, Reason(text, error.code)))
 
     def _handle_event(self, event: tuple[str, int] | None) -> None:
         if event:

@@ -29,8 +29,8 @@ class Caller(NamedTuple):
         Raises NotAllowedError if its unit is unknown; root needs none.
         """
         if self.unit is None and self.uid != 0:
-            what = "the process that opened this connection has ended, so its unit is unknown"
-            raise NotAllowedError(what, "reconnect")
+            message = "the process that opened this connection has ended, so its unit is unknown"
+            raise NotAllowedError(message, "reconnect")
         return Owner(self.uid, self.unit or "")
 
 
@@ -122,6 +122,6 @@ def find_own_lease(
     owner = lease.holder.owner
     is_owner = caller.uid == owner.uid if of_any_unit else caller == owner
     if not is_owner and not is_privileged(caller.uid):
-        what = f"the lease of {lease.addresses} belongs to {owner_name(owner)}"
-        raise NotAllowedError(what, "only root and its owner may end or renew it")
+        message = f"the lease of {lease.addresses} belongs to {owner_name(owner)}"
+        raise NotAllowedError(message, "only root and its owner may end or renew it")
     return lease

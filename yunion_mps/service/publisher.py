@@ -142,11 +142,11 @@ class CdiPublisher:
             self._write_leases([lease], self._host)
         except OSError as error:
             path = f"{self._files.path}/{lease_file(lease.id)}"
-            what = f"containers cannot find the lease: {path}: {error.strerror}"
+            message = f"containers cannot find the lease: {path}: {error.strerror}"
             if not warn_only:
                 hint = f"make {self._files.path} a directory that root can write to"
-                raise HostError(what, hint) from None
-            log.warning("%s", what)
+                raise HostError(message, hint) from None
+            log.warning("%s", message)
         self._leases[lease.id] = lease
 
     def _write_leases(self, leases: Iterable[Lease], host: HostFiles) -> None:
@@ -228,11 +228,11 @@ class CdiPublisher:
             self._inputs = inputs
         except (OSError, HostError) as error:
             why = error.strerror if isinstance(error, OSError) else error.message
-            what = f"containers cannot find the devices: {path}: {why}"
-            failure = Reason(what, reasons.CDI_DIRECTORY_FAILED)
+            text = f"containers cannot find the devices: {path}: {why}"
+            failure = Reason(text, reasons.CDI_DIRECTORY_FAILED)
         except Exception as error:  # noqa: BLE001 - it is retried, and reported to operators
-            what = f"containers cannot find the devices: {path} cannot be created: {error!r}"
-            failure = Reason(what, reasons.CDI_DIRECTORY_FAILED)
+            text = f"containers cannot find the devices: {path} cannot be created: {error!r}"
+            failure = Reason(text, reasons.CDI_DIRECTORY_FAILED)
         if self._is_closed:
             return
         if failure:
@@ -250,8 +250,8 @@ class CdiPublisher:
                 theirs = read_nvidia_spec(path, inputs.gpus)
             except (OSError, ValueError) as error:
                 why = error.strerror if isinstance(error, OSError) else error
-                what = f"containers do not get the driver from yunion-mps: {path} is ignored: {why}"
-                failure = Reason(what, reasons.CDI_DRIVER_FAILED)
+                text = f"containers do not get the driver from yunion-mps: {path} is ignored: {why}"
+                failure = Reason(text, reasons.CDI_DRIVER_FAILED)
         root = self._paths.root
         host = HostFiles(
             nodes=inputs.nodes,

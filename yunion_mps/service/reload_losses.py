@@ -117,7 +117,7 @@ def refuse_unconfirmed(losses: ReloadLosses, confirmed: Collection[str], result:
 
     `result` says what the reload has done so far.
     """
-    others = [what for name, what in losses.described().items() if name not in confirmed]
+    others = [text for name, text in losses.described().items() if name not in confirmed]
     if others:
         raise unconfirmed_error(others, result)
 
@@ -181,8 +181,8 @@ def _unknown_clients(
         reasons = [error for error in clients["errors"] if domain_of_failure(error) in ("", name)]
         if domain.orphans:
             verb = "has" if len(domain.orphans) == 1 else "have"
-            what = f"{describe_servers(domain.orphans)} {verb} outlived the control daemon"
-            reasons.append(f"domain {name}: {what}, so only the driver knows the clients")
+            text = f"{describe_servers(domain.orphans)} {verb} outlived the control daemon"
+            reasons.append(f"domain {name}: {text}, so only the driver knows the clients")
         if any(client["domain"] == name and client["pid"] <= 0 for client in clients["clients"]):
             reasons.append(f"domain {name}: a client is in another PID namespace")
         in_the_way = set(domain.waits_for) if domain.pending else set()

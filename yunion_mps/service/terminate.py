@@ -191,13 +191,13 @@ class Terminator:
         errors = [error for error in listed["errors"] if domain_of_failure(error) not in other_domains]
         if errors:
             code = reasons.PROCESSES_UNKNOWN
-            what = f"not all processes are known, so none is terminated: {'; '.join(errors)}"
-            raise HostError(what, reasons.hint_of(code), code)
+            message = f"not all processes are known, so none is terminated: {'; '.join(errors)}"
+            raise HostError(message, reasons.hint_of(code), code)
 
     def _refuse_while_stopping(self) -> None:
         if self._supervisor.stopping:
-            what = "the daemon is stopping and waiting for running jobs to end"
-            raise BusyError(what, "wait: it ends their MPS servers after cuda_mps_stop_timeout_s")
+            message = "the daemon is stopping and waiting for running jobs to end"
+            raise BusyError(message, "wait: it ends their MPS servers after cuda_mps_stop_timeout_s")
 
     async def _try(self, client: AnyClient, order: _Order) -> answers.TerminationJson:
         try:
@@ -224,14 +224,14 @@ class Terminator:
             process.close()
         if not how:
             return termination_json(client, "it is not an MPS client", ended=False)
-        what = f"{client['command'] or 'a job'} (PID {pid}) of {client['user']}: {how}"
+        text = f"{client['command'] or 'a job'} (PID {pid}) of {client['user']}: {how}"
         cause = order.cause or f"requested by {user_name(order.uid)}"
-        log.warning("%s (%s)", what, cause)
+        log.warning("%s (%s)", text, cause)
         event = Event(
             severity="warning",
             kind="client",
             subject=client["domain"] or f"PID {pid}",
-            what=what,
+            what=text,
             cause=cause,
             code=order.code,
             common=f"jobs of {client['user']}: {cause}",  # `what` has the command line
@@ -326,8 +326,8 @@ def _refuse_unless_own(client: AnyClient, uid: int, container: ControlGroup | No
     """
     pid = client["pid"]
     if not may_terminate(pid, uid, container):
-        what = f"PID {pid} is a job of {client['user']}"
-        raise NotAllowedError(what, "only root and its owner may terminate it")
+        message = f"PID {pid} is a job of {client['user']}"
+        raise NotAllowedError(message, "only root and its owner may terminate it")
 
 
 def may_terminate(pid: int, uid: int, container: ControlGroup | None) -> bool:
@@ -340,18 +340,18 @@ def may_terminate(pid: int, uid: int, container: ControlGroup | None) -> bool:
 def _refuse_unless_job(pid: int, domains: Sequence[Domain]) -> None:
     """Raise NotAllowedError for a process that is no job, although the driver may list it on a GPU."""
     if pid == 1:
-        what = "is the init process"
+        message = "is the init process"
     elif is_kernel_thread(pid):
-        what = "is a kernel thread"
+        message = "is a kernel thread"
     elif pid == os.getpid():
-        what = "is this daemon"
+        message = "is this daemon"
     elif any(pid == domain.status().pid for domain in domains):
-        what = "is a control daemon"
+        message = "is a control daemon"
     elif any(pid in domain.server_pids() for domain in domains) or is_server(pid):
-        what = "is an MPS server"
+        message = "is an MPS server"
     else:
         return
-    raise NotAllowedError(f"PID {pid} {what}, not a job", _LIST_JOBS)
+    raise NotAllowedError(f"PID {pid} {message}, not a job", _LIST_JOBS)
 
 
 async def _has_ended(process: Process) -> bool:

@@ -138,8 +138,8 @@ class Record(NamedTuple):
         return addresses
 
 
-def _changed(what: str) -> NotFoundError:
-    return NotFoundError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED)
+def _changed(message: str) -> NotFoundError:
+    return NotFoundError(message, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED)
 
 
 def _runs(
@@ -203,8 +203,8 @@ def record_of(devices: Sequence[DeviceJson], *, shards: bool) -> Record:
     ways = [way for way in types if way in _TYPES.values()]
     if shards and len(ways) != 1:
         listed = " and ".join(ways) or "none"
-        what = f"--shards: the devices of all shared GPUs must be of one type, but there are {listed}"
-        raise HostError(what, f"omit --shards, so that jobs name the type: --gres=gpu:{types[0]}:1")
+        message = f"--shards: the devices of all shared GPUs must be of one type, but there are {listed}"
+        raise HostError(message, f"omit --shards, so that jobs name the type: --gres=gpu:{types[0]}:1")
     return Record(shards, recorded)
 
 
@@ -265,11 +265,11 @@ def install(record: Record, paths: Paths) -> None:
         write_atomically(paths.slurm_tmpfiles, tmpfiles)
         write_atomically(paths.slurm_devices, _as_json(record))
     except PermissionError as error:
-        what = f"{error.filename}: cannot be created: {error.strerror}"
-        raise NotAllowedError(what, "retry as root") from None
+        message = f"{error.filename}: cannot be created: {error.strerror}"
+        raise NotAllowedError(message, "retry as root") from None
     except OSError as error:
-        what = f"{error.filename}: cannot be created: {error.strerror}"
-        raise HostError(what, "check that its directory exists and is writable") from None
+        message = f"{error.filename}: cannot be created: {error.strerror}"
+        raise HostError(message, "check that its directory exists and is writable") from None
 
 
 def _as_json(record: Record) -> str:
@@ -285,8 +285,8 @@ def _create_node(path: str, minor: int) -> None:
     except FileExistsError:
         existing = os.lstat(path)
         if not stat.S_ISCHR(existing.st_mode) or existing.st_rdev != device:
-            what = f"{path}: exists, but is not the character device {_MAJOR}:{minor}"
-            raise HostError(what, f"remove it: rm {path}") from None
+            message = f"{path}: exists, but is not the character device {_MAJOR}:{minor}"
+            raise HostError(message, f"remove it: rm {path}") from None
 
 
 def read_record(paths: Paths) -> Record | None:
@@ -302,5 +302,5 @@ def read_record(paths: Paths) -> Record | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        what = f"{paths.slurm_devices}: cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise HostError(what, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED) from None
+        message = f"{paths.slurm_devices}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise HostError(message, hint_of(SLURM_DEVICES_CHANGED), SLURM_DEVICES_CHANGED) from None

@@ -320,23 +320,23 @@ def number_of_shards(job: Job, gres: Collection[str], types: Sequence[str]) -> i
     numbers = {sum(counts_of(answer, "shard").values()) for answer in gres}
     number = numbers.pop()
     if numbers:
-        what = (
+        text = (
             f"Slurm gives contradictory answers to what the job has on this node: {', '.join(sorted(gres))}"
         )
-        raise InfeasibleError(what, "give the job a name and a comment of one line each")
+        raise InfeasibleError(text, "give the job a name and a comment of one line each")
     if number and len(job.indices) > 1:
-        what = f"the job has shards of {len(job.indices)} GPUs: only shards of one GPU can be leased"
-        raise InfeasibleError(what, "remove MULTIPLE_SHARING_GRES_PJ from SelectTypeParameters")
+        text = f"the job has shards of {len(job.indices)} GPUs: only shards of one GPU can be leased"
+        raise InfeasibleError(text, "remove MULTIPLE_SHARING_GRES_PJ from SelectTypeParameters")
     if number:
         return number
     counts = [counts_of(answer, "gpu") for answer in gres]
     if not any(list(of_type.values()) == [len(job.indices)] for of_type in counts):
         given = ", ".join(f"{count} of {type_}" for type_, count in counts[0].items())
-        what = (
+        text = (
             f"Slurm has given the job devices of several types, but a process can use only one type: {given}"
         )
         hint = f"request one type ({', '.join(types)}) without --exclusive: --gres=gpu:{types[0]}:1"
-        raise InfeasibleError(what, hint)
+        raise InfeasibleError(text, hint)
     return 0
 
 
@@ -357,7 +357,7 @@ def environment_of_task(job: Job, content: JobFile) -> Mapping[str, str]:
         return content["environment"]  # others are inherited: see Job
     if len(step) == 1:
         return devices[step[0]]
-    what = (
+    text = (
         f"the step has {len(step)} of the job's {len(devices)} devices: only one or all of them have a budget"
     )
-    raise InfeasibleError(what, "start the step with one device or with all: srun --exact --gres=gpu:TYPE:1")
+    raise InfeasibleError(text, "start the step with one device or with all: srun --exact --gres=gpu:TYPE:1")

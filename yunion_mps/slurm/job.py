@@ -74,9 +74,9 @@ class TaskShare(NamedTuple):
     def indices(self, job_indices: Sequence[int]) -> Sequence[int]:
         """Return which of the job's indices are the task's; raises InfeasibleError if Slurm does not say."""
         if self.step_devices != len(job_indices):
-            what = f"Slurm did not assign the task its devices: it read the type {self.type} as their number"
+            text = f"Slurm did not assign the task its devices: it read the type {self.type} as their number"
             separate = f"start a step for each task: srun --exact -n1 --gres=gpu:{self.type}:{self.number}"
-            raise InfeasibleError(what, "add --gpu-bind=single:1 to srun" if self.number == 1 else separate)
+            raise InfeasibleError(text, "add --gpu-bind=single:1 to srun" if self.number == 1 else separate)
         first = self.local_id * self.number
         return sorted(job_indices)[first : first + self.number]
 
@@ -140,8 +140,8 @@ def job_id_of(environment: Mapping[str, str]) -> str:
     """Return the id of the job whose hook this is; raises HostError if Slurm did not set it."""
     text = environment.get("SLURM_JOB_ID", "")
     if not re.fullmatch(JOB_ID, text):
-        what = f"SLURM_JOB_ID: not set by Slurm (job id {_shown(text)})"
-        raise HostError(what, _HINT_SET_BY_SLURM, INVALID_REQUEST)
+        message = f"SLURM_JOB_ID: not set by Slurm (job id {_shown(text)})"
+        raise HostError(message, _HINT_SET_BY_SLURM, INVALID_REQUEST)
     return text
 
 
@@ -152,8 +152,8 @@ def _number(environment: Mapping[str, str], name: str, highest: int) -> int:
         raise HostError(f"{name}: not set by Slurm", _HINT_SET_BY_SLURM, INVALID_REQUEST)
     number = parse_number(text)
     if number is None or number > highest:
-        what = f"{name} is {_shown(text)}, not a number from 0 to {highest}"
-        raise HostError(what, _HINT_SET_BY_SLURM, INVALID_REQUEST)
+        message = f"{name} is {_shown(text)}, not a number from 0 to {highest}"
+        raise HostError(message, _HINT_SET_BY_SLURM, INVALID_REQUEST)
     return number
 
 
@@ -165,15 +165,17 @@ def indices_of(text: str) -> tuple[int, ...]:
     if not text:
         return ()
     if not _INDICES.fullmatch(text):
-        what = f"{_shown(text)} is not a list of device indices"
-        raise HostError(what, "remove AutoDetect from gres.conf: yunion-mps slurm gres-conf", INVALID_REQUEST)
+        message = f"{_shown(text)} is not a list of device indices"
+        raise HostError(
+            message, "remove AutoDetect from gres.conf: yunion-mps slurm gres-conf", INVALID_REQUEST
+        )
     indices: dict[int, None] = {}  # in order, each once
     for part in text.split(","):
         first, _, last = part.partition("-")
         indices.update(dict.fromkeys(range(int(first), int(last or first) + 1)))
         if len(indices) > _MAX_INDICES:
-            what = f"{_shown(text)} has more than {_MAX_INDICES} device indices"
-            raise HostError(what, _HINT_SET_BY_SLURM, INVALID_REQUEST)
+            message = f"{_shown(text)} has more than {_MAX_INDICES} device indices"
+            raise HostError(message, _HINT_SET_BY_SLURM, INVALID_REQUEST)
     return tuple(indices)
 
 

@@ -35,8 +35,8 @@ def write_job_file(paths: Paths, job: Job, content: JobFile) -> None:
     try:
         write_atomically(path, json.dumps(content), readable_by=gid)
     except OSError as error:
-        what = f"{path}: cannot be written: {error.strerror}"
-        raise HostError(what, "check the free space: df -h /run") from None
+        message = f"{path}: cannot be written: {error.strerror}"
+        raise HostError(message, "check the free space: df -h /run") from None
 
 
 def read_job_file(paths: Paths, job: Job, *, is_required: bool) -> tuple[str, JobFile | None]:
@@ -56,9 +56,9 @@ def read_job_file(paths: Paths, job: Job, *, is_required: bool) -> tuple[str, Jo
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, FileNotFoundError) and not is_required:
             return job_id, None
-        what = f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        message = f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
         hint = f"requeue the job: scontrol requeue {job.id}; check that slurm.conf sets Prolog"
-        raise NotFoundError(what, hint) from None
+        raise NotFoundError(message, hint) from None
     return job_id, content
 
 
@@ -89,9 +89,9 @@ def _group_of(job: Job) -> int:
     try:
         return pwd.getpwuid(job.uid).pw_gid
     except KeyError:
-        what = f"job {job.id}: the group of user {job.uid} is not known"
+        message = f"job {job.id}: the group of user {job.uid} is not known"
         hint = f"make this host know the user: getent passwd {job.uid} must print a line"
-        raise HostError(what, hint) from None
+        raise HostError(message, hint) from None
 
 
 def _path(paths: Paths, job_id: str) -> str:

@@ -241,6 +241,6 @@ def held_outside(leases: Iterable[LeaseRecordJson], addresses: Iterable[str]) ->
                 holder = lease["name"]
             elif lease["pid"]:
                 holder = f"PID {lease['pid']}"
-            what = f"device {held[0]} is leased outside Slurm: {lease['user']} ({holder})"
-            return Reason(what, SLURM_DEVICE_HELD)
+            text = f"device {held[0]} is leased outside Slurm: {lease['user']} ({holder})"
+            return Reason(text, SLURM_DEVICE_HELD)
     return None

@@ -71,8 +71,8 @@ def current_environment(
     own = [addresses[addr] for addr in _split(environment, DEVICE_VARIABLE)]
     for addr in own:
         if addr in instances["missing"]:
-            what = f"device {addr} is unavailable: {instances['missing'][addr]}"
-            raise HostError(what, "start the step later, or requeue the job", MIG_INSTANCE_GONE)
+            message = f"device {addr} is unavailable: {instances['missing'][addr]}"
+            raise HostError(message, "start the step later, or requeue the job", MIG_INSTANCE_GONE)
     if len(own) == len(addresses):
         return of_job
     uuids = dict(zip(_split(leased, _UUIDS), _split(of_job, _UUIDS)))
@@ -90,8 +90,8 @@ def _read_instances(path: str) -> JobInstances | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        what = f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise HostError(what, "start the step later, or requeue the job") from None
+        message = f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise HostError(message, "start the step later, or requeue the job") from None
 
 
 def _split(environment: Mapping[str, str], name: str) -> Sequence[str]:

@@ -61,18 +61,18 @@ def refuse_unserved(lease: Lease, snapshot: Snapshot) -> None:
     for device in lease.devices:
         why = _why_device(device, reasons, snapshot, _OUTDATED)
         if why:
-            what = f"device {device.addr} is unavailable: {why}"
+            message = f"device {device.addr} is unavailable: {why}"
             if why.code in (codes.MIG_INSTANCE_GONE, codes.LEASE_OUTDATED):
-                raise HostError(what, codes.hint_of(why.code, lease=lease.id), why.code)
-            raise HostError(what, "see: yunion-mps status")
+                raise HostError(message, codes.hint_of(why.code, lease=lease.id), why.code)
+            raise HostError(message, "see: yunion-mps status")
     name = domain_names(snapshot.plan).get(lease.devices[0].gpu_uuid, "")
     if name == lease.devices[0].domain == "":
         return
     served = [status.plan.pipe_directory for status in snapshot.domains if status.plan.name == name]
     if lease.environment.get("CUDA_MPS_PIPE_DIRECTORY") not in served:
-        what = f"the control daemon of {lease.addresses} was replaced after the lease was granted"
+        message = f"the control daemon of {lease.addresses} was replaced after the lease was granted"
         hint = codes.hint_of(codes.LEASE_OUTDATED, lease=lease.id)
-        raise HostError(what, hint, codes.LEASE_OUTDATED)
+        raise HostError(message, hint, codes.LEASE_OUTDATED)
 
 
 def _why_device(

@@ -189,31 +189,31 @@ def conditions_of_use(activity: Activity) -> Iterator[Condition]:
     for holding in activity.held:
         if holding.outside_mps:
             for process in holding.processes:
-                what = f"{_describe_use(process, holding.gpu)} outside MPS, so no budget limits it"
-                yield _of_process(process.pid, what, reasons.PROCESS_OUTSIDE_MPS, BROKEN, holding.gpu)
+                text = f"{_describe_use(process, holding.gpu)} outside MPS, so no budget limits it"
+                yield _of_process(process.pid, text, reasons.PROCESS_OUTSIDE_MPS, BROKEN, holding.gpu)
         elif holding.over_mib:
             yield _over_budget(holding, activity.terminating_gpus)
 
 
-def _of_process(pid: int | None, what: str, code: str, status: str, gpu: str = "") -> Condition:
+def _of_process(pid: int | None, text: str, code: str, status: str, gpu: str = "") -> Condition:
     subject = str(pid or "")
-    return Condition(ABOUT_PROCESS, subject, status, Reason(what, code), gpu=gpu, pid=pid)
+    return Condition(ABOUT_PROCESS, subject, status, Reason(text, code), gpu=gpu, pid=pid)
 
 
 def _failed_server(server: answers.MpsServerJson) -> Condition:
     pid = server["pid"]
-    what = f"MPS server (PID {pid}), domain {server['domain']}: its jobs have failed"
-    return Condition(ABOUT_SERVER, str(pid), BROKEN, Reason(what, reasons.SERVER_FAILED), pid=pid)
+    text = f"MPS server (PID {pid}), domain {server['domain']}: its jobs have failed"
+    return Condition(ABOUT_SERVER, str(pid), BROKEN, Reason(text, reasons.SERVER_FAILED), pid=pid)
 
 
 def _waiting_client(waiting: answers.WaitingClientJson) -> Condition:
     process = ProcessUse(waiting["pid"], waiting["user"], waiting["command"], waiting["started"], None)
     client = _describe_process(process)
     whose = f"{waiting['server_user']} (PID {waiting['server']}, domain {waiting['domain']})"
-    what = f"{client} is waiting for the MPS server of {whose} to exit"
+    text = f"{client} is waiting for the MPS server of {whose} to exit"
     if waiting["server_user"] == waiting["user"]:  # it accepts no more clients
-        what += ", because a client of another user is next"
-    return _of_process(waiting["pid"], what, reasons.CLIENT_WAITING, IMPAIRED)
+        text += ", because a client of another user is next"
+    return _of_process(waiting["pid"], text, reasons.CLIENT_WAITING, IMPAIRED)
 
 
 def _over_budget(holding: Holding, terminating_gpus: Collection[str]) -> Condition:
@@ -222,12 +222,12 @@ def _over_budget(holding: Holding, terminating_gpus: Collection[str]) -> Conditi
     processes = _describe_process(largest)
     if more:
         processes += f" and {more} more"
-    what = f"{holding.named} uses {holding.used_mib} of {holding.budget_mib} MiB: {processes}"
+    text = f"{holding.named} uses {holding.used_mib} of {holding.budget_mib} MiB: {processes}"
     if holding.lease and holding.gpu in terminating_gpus:
         newest = max(holding.processes, key=lambda process: start_order(process.started, process.pid))
         which = f"PID {newest.pid}, the newest process," if more and newest.pid else "the newest process"
-        what += f"; if this lasts, {which} will be terminated"
-    condition = _of_process(largest.pid, what, reasons.OVER_BUDGET, BROKEN, holding.gpu)
+        text += f"; if this lasts, {which} will be terminated"
+    condition = _of_process(largest.pid, text, reasons.OVER_BUDGET, BROKEN, holding.gpu)
     return condition._replace(devices=holding.devices)
 
 
@@ -251,8 +251,8 @@ def _unleased_use(held: Iterable[Holding], gpus: Iterable[answers.GpuJson]) -> I
         if holding.devices or holding.gpu not in without_mps:
             continue
         for process in holding.processes:
-            what = f"{_describe_use(process, holding.gpu)} without a lease, so no budget covers its memory"
-            yield _of_process(process.pid, what, reasons.PROCESS_WITHOUT_LEASE, IMPAIRED, holding.gpu)
+            text = f"{_describe_use(process, holding.gpu)} without a lease, so no budget covers its memory"
+            yield _of_process(process.pid, text, reasons.PROCESS_WITHOUT_LEASE, IMPAIRED, holding.gpu)
 
 
 def _lease_conditions(
@@ -275,8 +275,8 @@ def _lease_conditions(
         if address:
             reason = missing[address]
         elif directory not in {"", *directories} and lost.isdisjoint(lease["gpus"]):
-            what = "its control daemon is gone; processes started with this lease have no limits"
-            reason = Reason(what, reasons.LEASE_OUTDATED)
+            text = "its control daemon is gone; processes started with this lease have no limits"
+            reason = Reason(text, reasons.LEASE_OUTDATED)
         else:
             continue
         name = lease["id"][:ID_LENGTH]

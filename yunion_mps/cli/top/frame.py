@@ -389,8 +389,8 @@ def _events(scene: Scene, state: ViewState, room: int, now_s: float) -> list[Lin
         severity = event["severity"] if event["severity"] == "info" else event["severity"].upper()
         style = {"warning": "warn", "error": "bad"}.get(event["severity"], "")
         cause = f" ({event['cause'].splitlines()[0]})" if event["cause"] else ""
-        what = f"{event['kind']} {event['subject']}".rstrip() + f": {event['what']}{cause}"
-        lines.append([(f"{when} ", ""), (f"{severity:7} ", style), (what, "")])
+        text = f"{event['kind']} {event['subject']}".rstrip() + f": {event['what']}{cause}"
+        lines.append([(f"{when} ", ""), (f"{severity:7} ", style), (text, "")])
     return lines
 
 

@@ -62,9 +62,9 @@ class Access(NamedTuple):
             "token": self.token,
             "tls-server-name": self.server_name or "",
         }
-        for what, value in texts.items():
+        for message, value in texts.items():
             if not value.isascii() or not value.isprintable() or " " in value:
-                raise ApiServerError(f"{path}: the {what} contains invalid characters")
+                raise ApiServerError(f"{path}: the {message} contains invalid characters")
         for host in (self.host, self.server_name or "name"):
             labels = host.rstrip(".").split(".")
             if not all(0 < len(label) <= _MAX_LABEL for label in labels):
@@ -127,11 +127,11 @@ class Kubeconfig:
             is_tls = url.scheme == "https"
             unsupported = [key for key in ("exec", "auth-provider") if key in user]
         except (KeyError, TypeError, ValueError, AttributeError):
-            what = f"{self._path} has no current context with a cluster, a server and a user"
-            raise ApiServerError(what) from None
+            message = f"{self._path} has no current context with a cluster, a server and a user"
+            raise ApiServerError(message) from None
         if unsupported:
-            what = f"{self._path}: {unsupported[0]} is not supported: use a token or a client certificate"
-            raise ApiServerError(what)
+            message = f"{self._path}: {unsupported[0]} is not supported: use a token or a client certificate"
+            raise ApiServerError(message)
         access = Access(
             host=host,
             port=port or _HTTP_PORT,

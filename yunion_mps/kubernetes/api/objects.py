@@ -186,5 +186,5 @@ def _members(expected: Any) -> tuple[Mapping[str, Any], Any]:
     return get_type_hints(expected), object
 
 
-def _invalid(where: str, what: str) -> InvalidObjectError:
-    return InvalidObjectError(f"the API server's answer cannot be used: {where} is {what}")
+def _invalid(where: str, message: str) -> InvalidObjectError:
+    return InvalidObjectError(f"the API server's answer cannot be used: {where} is {message}")

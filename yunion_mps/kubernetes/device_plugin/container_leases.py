@@ -90,8 +90,8 @@ class ContainerLeases:
         capabilities = [] if minor is None else capability_nodes(self._paths, minor, address)
         if gpu["parent"] and len(capabilities) < INSTANCE_CAPABILITIES:
             place = self._paths.capabilities
-            what = f"the capabilities of MIG instance {address} are missing from {place}"
-            raise HostError(what, "wait until the instance exists again, or use deviceListStrategy: cdi")
+            message = f"the capabilities of MIG instance {address} are missing from {place}"
+            raise HostError(message, "wait until the instance exists again, or use deviceListStrategy: cdi")
         if minor is None:
             return []
         return [f"/dev/nvidia{minor}"] + [f"/dev/{name}" for name in capabilities]

@@ -158,8 +158,8 @@ class DevicePlugin:
             device = CdiDevice(f"{CDI_KIND}={self.resource.lease_name(ids)}")
             return ContainerAllocateResponse(budget, cdi_devices=(device,))
         if preview is None:
-            what = f"{_named(ids)} cannot be allocated now, and deviceListStrategy is {ENVIRONMENT}"
-            raise RpcError(StatusCode.UNAVAILABLE, what)
+            text = f"{_named(ids)} cannot be allocated now, and deviceListStrategy is {ENVIRONMENT}"
+            raise RpcError(StatusCode.UNAVAILABLE, text)
         environment = {**preview["environment"], **budget}
         for name in self.resource.undecided:
             environment.pop(name, None)
@@ -208,8 +208,8 @@ class DevicePlugin:
             log.warning("%s: a container cannot start: %s", _named(ids), error.message)
             raise _refusal(error) from None
         if lease["pid"] is not None:
-            what = f"{_named(ids)}: the previous container still runs (PID {lease['pid']})"
-            raise RpcError(StatusCode.FAILED_PRECONDITION, what)
+            text = f"{_named(ids)}: the previous container still runs (PID {lease['pid']})"
+            raise RpcError(StatusCode.FAILED_PRECONDITION, text)
         self._leases.permit(lease)
         log.info("%s: leased to a container, as %s", _named(lease["devices"]), lease["name"])
 

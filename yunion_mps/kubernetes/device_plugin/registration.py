@@ -72,8 +72,8 @@ class Registration:
                 await self._wait_for_start(kubelet, retry_s)
             except grpc.RpcError as error:
                 self._counts.registrations[self.resource.name, REFUSED] += 1
-                what = f"cannot register {self.resource.name} with the kubelet: {error.message}"
-                self._failures.report(what, KUBELET)
+                text = f"cannot register {self.resource.name} with the kubelet: {error.message}"
+                self._failures.report(text, KUBELET)
                 await self._wait_for_start(kubelet, retry_s)
             finally:
                 await self._server.close()

@@ -177,8 +177,8 @@ class ExtendedResource:
         """Raise RpcError if no container may have these together, whatever the daemon says."""
         if not ids or not self.offers.keys() >= set(ids):
             missing = [name for name in ids if name not in self.offers][:_MAX_NAMED]
-            what = f"there are no such {self._noun}: {printable(', '.join(missing))}"
-            raise RpcError(StatusCode.INVALID_ARGUMENT, what)
+            text = f"there are no such {self._noun}: {printable(', '.join(missing))}"
+            raise RpcError(StatusCode.INVALID_ARGUMENT, text)
 
     def lose(self, cause: str) -> None:
         """Offer nothing until the daemon answers again."""
@@ -233,20 +233,20 @@ class DeviceResource(ExtendedResource):
     def lease_source(self, ids: Sequence[str]) -> LeaseSource:
         missing = sorted(set(ids) - self.offers.keys())
         if missing:  # or of another kind: its pod was promised this one
-            what = f"no longer devices of {self.name}: {', '.join(missing[:_MAX_NAMED])} (delete the pod)"
-            raise RpcError(StatusCode.FAILED_PRECONDITION, what)
+            text = f"no longer devices of {self.name}: {', '.join(missing[:_MAX_NAMED])} (delete the pod)"
+            raise RpcError(StatusCode.FAILED_PRECONDITION, text)
         kinds = {_is_on_instance(name): name for name in sorted(ids, reverse=True)}
         if len(kinds) > 1:
             named = f"{kinds[False]}, {kinds[True]}"
-            what = f"a process can use whole GPUs or MIG instances, but not both: {named}"
+            text = f"a process can use whole GPUs or MIG instances, but not both: {named}"
             hint = "request fewer devices, or set migStrategy: mixed, which counts them separately"
-            raise RpcError(StatusCode.FAILED_PRECONDITION, f"{what} ({hint})")
+            raise RpcError(StatusCode.FAILED_PRECONDITION, f"{text} ({hint})")
         return {"devices": sorted(ids)}
 
     def refuse(self, ids: Sequence[str]) -> None:
         if len(ids) > 1 and self._options.fail_requests_greater_than_one:
-            what = f"a container may have one device, not {len(ids)}: failRequestsGreaterThanOne is set"
-            raise RpcError(StatusCode.INVALID_ARGUMENT, what)
+            text = f"a container may have one device, not {len(ids)}: failRequestsGreaterThanOne is set"
+            raise RpcError(StatusCode.INVALID_ARGUMENT, text)
         super().refuse(ids)
 
     def budget(self, ids: Sequence[str]) -> dict[str, str]:
@@ -311,13 +311,13 @@ class MemoryResource(ExtendedResource):
         matches = [_UNIT_ID.fullmatch(unit) for unit in ids]
         sources = {(match["gpu"], int(match["mib"])) for match in matches if match}
         if not sources or None in matches:
-            what = f"there are no such units: {printable(', '.join(ids[:_MAX_NAMED]))}"
-            raise RpcError(StatusCode.INVALID_ARGUMENT, what)
+            text = f"there are no such units: {printable(', '.join(ids[:_MAX_NAMED]))}"
+            raise RpcError(StatusCode.INVALID_ARGUMENT, text)
         if len(sources) > 1:
             gpus = ", ".join(sorted({gpu for gpu, _ in sources}))
-            what = f"no GPU has {count(len(ids), 'unit')} of {self.name} left: they would come from {gpus}"
+            text = f"no GPU has {count(len(ids), 'unit')} of {self.name} left: they would come from {gpus}"
             hint = "request less memory; the scheduler knows only the sum of all GPUs of a node"
-            raise RpcError(StatusCode.FAILED_PRECONDITION, f"{what} ({hint})")
+            raise RpcError(StatusCode.FAILED_PRECONDITION, f"{text} ({hint})")
         return sources.pop()
 
 

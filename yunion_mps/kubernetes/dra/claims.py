@@ -106,19 +106,19 @@ class ClaimLeases:
         """
         stored = await self._server.get(CLAIMS, claim.name, claim.namespace)
         if stored["metadata"]["uid"] != claim.uid:
-            what = f"{claim.namespace}/{claim.name}: replaced by another claim of the same name"
-            raise NotFoundError(what, "delete the pod")
+            message = f"{claim.namespace}/{claim.name}: replaced by another claim of the same name"
+            raise NotFoundError(message, "delete the pod")
         devices = stored.get("status", {}).get("allocation", {}).get("devices", {})
         if any(config.get("opaque", {}).get("driver") == DRIVER for config in devices.get("config", ())):
-            what = f"{claim.namespace}/{claim.name}: config has parameters for {DRIVER}, which takes none"
+            message = f"{claim.namespace}/{claim.name}: config has parameters for {DRIVER}, which takes none"
             hint = "remove them from the claim or its DeviceClass, then delete the claim and the pod"
-            raise HostError(what, hint)
+            raise HostError(message, hint)
         ours = [result for result in devices.get("results", ()) if result["driver"] == DRIVER]
         if not ours:
             raise NotFoundError(f"{claim.namespace}/{claim.name}: no devices are allocated", "delete the pod")
         if any(result.get("adminAccess") for result in ours):
-            what = f"{claim.namespace}/{claim.name}: adminAccess is not supported"
-            raise HostError(what, "to see all devices of a node, run on it: yunion-mps who")
+            message = f"{claim.namespace}/{claim.name}: adminAccess is not supported"
+            raise HostError(message, "to see all devices of a node, run on it: yunion-mps who")
         return ours
 
     async def take(self, claim: ClaimName, request: ClaimRequest) -> LeaseRecordJson:
@@ -128,12 +128,12 @@ class ClaimLeases:
                 if _satisfies(lease, request):
                     return lease
                 if lease["state"] in (IN_USE, OVER_BUDGET):
-                    what = f"{claim.lease} now has other devices, but a process still uses the previous ones"
-                    raise HostError(what, "see: yunion-mps who")
+                    text = f"{claim.lease} now has other devices, but a process still uses the previous ones"
+                    raise HostError(text, "see: yunion-mps who")
                 await self._call(END_LEASE, lease=lease["id"])
             if self._refusal:
-                what = f"claims are not prepared on this node: {self._refusal}"
-                raise HostError(what, "delete the pod, so that it is scheduled to another node")
+                text = f"claims are not prepared on this node: {self._refusal}"
+                raise HostError(text, "delete the pod, so that it is scheduled to another node")
             # Devices of GPUs that do not enforce budgets are included, because the operator has offered them.
             return await self._call(
                 TAKE_LEASE,

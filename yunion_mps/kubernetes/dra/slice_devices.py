@@ -192,9 +192,9 @@ def requested_by(
     devices: list[OfferedDevice] = []
     for result in results:
         if result["pool"] != pool or result["device"] not in offered:
-            what = f"there is no device {result['device']} in the pool {result['pool']} on this node"
+            message = f"there is no device {result['device']} in the pool {result['pool']} on this node"
             hint = "delete the pod: the GPUs were divided differently when its claim was allocated"
-            raise InfeasibleError(what, hint)
+            raise InfeasibleError(message, hint)
         devices.append(offered[result["device"]])
     _require_one_kind(devices)
     pools = {device.gpu for device in devices if device.is_pool}
@@ -202,8 +202,8 @@ def requested_by(
         addresses = {device.address for device in devices}
         return ClaimRequest(devices=tuple(sorted(addresses)))
     if len(pools) > 1 or not all(device.is_pool for device in devices):
-        what = "a claim can have memory of only one GPU, or whole devices, but not both"
-        raise InfeasibleError(what, _SEPARATE)
+        message = "a claim can have memory of only one GPU, or whole devices, but not both"
+        raise InfeasibleError(message, _SEPARATE)
     memory_mib = 0
     percentage = 0
     for result, device in zip(results, devices):
@@ -221,14 +221,14 @@ def requested_by(
 def _require_one_kind(devices: Sequence[OfferedDevice]) -> None:
     """Raise InfeasibleError if one process cannot use all of these devices."""
     if len({device.sharing == MPS for device in devices}) > 1:
-        what = "some of these devices are shared through MPS and some are not"
+        message = "some of these devices are shared through MPS and some are not"
         hint = (
             f"a process uses MPS on all of its GPUs or on none: request devices of one class, or {_SEPARATE}"
         )
-        raise InfeasibleError(what, hint)
+        raise InfeasibleError(message, hint)
     if len({is_on_instance(device.address) for device in devices}) > 1:
-        what = "some of these devices are on MIG instances and some are not; a process can use one kind"
-        raise InfeasibleError(what, _SEPARATE)
+        message = "some of these devices are on MIG instances and some are not; a process can use one kind"
+        raise InfeasibleError(message, _SEPARATE)
 
 
 def _consumed(result: AllocatedDevice, offered: OfferedDevice) -> dict[str, str]:
