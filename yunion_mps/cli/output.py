@@ -344,7 +344,10 @@ def _character_width(character: str) -> int:
 
 
 def fit(text: str, width: int, *, utf8: bool | None = None, right_aligned: bool = False) -> str:
-    """Cut or pad the text to a width; `utf8` defaults to the locale's."""
+    """Cut or pad the text to a width in columns.
+
+    utf8: whether the terminal shows UTF-8; by default as the locale says
+    """
     text = cell(text)
     text_width = display_width(text)
     if text_width <= width:

@@ -427,7 +427,7 @@ def _key_name(written: str) -> str:
 
 
 def _misspelt(name: str, nodes: Nodes, valid: Sequence[str]) -> bool:
-    """Whether an unknown key, which is reported already, is a misspelling of this missing one."""
+    """Return whether an unknown key, which is reported already, is a misspelling of this missing one."""
     return any(nearest_key(other, [name]) for other in nodes if other not in valid)
 
 

@@ -244,12 +244,12 @@ def pairs_of(node: Node) -> list[Pair]:
 
 
 def is_invalid_merge(pair: Pair) -> bool:
-    """Whether the pair is a merge key that merges nothing."""
+    """Return whether the pair is a merge key that merges nothing."""
     return bool(pair.key.tag == _MERGE)
 
 
 def is_same(node: Node, other: Node) -> bool:
-    """Whether both nodes have the same value."""
+    """Return whether both nodes have the same value."""
     if node is other:
         return True
     if isinstance(node, ScalarNode) or isinstance(other, ScalarNode):
@@ -306,7 +306,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def _is_similar(name: str, word: str) -> bool:
-    """Whether the two differ in few letters and in length by few."""
+    """Return whether the two differ in few letters and in length by few."""
     return abs(len(name) - len(word)) <= 3 and len(set(name.lower()) ^ set(word.lower())) <= 4
 
 

@@ -303,12 +303,12 @@ def split_endpoint(listen: str) -> tuple[str, int]:
 
 
 def is_public(listen: str) -> bool:
-    """Whether other hosts can reach the endpoint: any address except those of the loopback device."""
+    """Return whether other hosts can reach the endpoint: any address except those of the loopback device."""
     return not ipaddress.ip_address(split_endpoint(listen)[0]).is_loopback
 
 
 def overlap(first: str, other: str) -> bool:
-    """Whether only one of the two endpoints can be listened on."""
+    """Return whether only one of the two endpoints can be listened on."""
     host, port = split_endpoint(first)
     other_host, other_port = split_endpoint(other)
     if port != other_port or (":" in host) != (":" in other_host):

@@ -77,10 +77,10 @@ def physical_gpu(address: str) -> str:
 
 
 def is_on_instance(address: str) -> bool:
-    """Whether the address is that of a MIG instance or of a device on one."""
+    """Return whether the address is that of a MIG instance or of a device on one."""
     return "-g" in address
 
 
 def is_part(address: str, gpu: str) -> bool:
-    """Whether `address` is that of `gpu`, or of a device of it or of its MIG instances."""
+    """Return whether `address` is that of `gpu`, or of a device of it or of its MIG instances."""
     return address == gpu or address.startswith(f"{gpu}-")

@@ -66,7 +66,7 @@ class MigInstance(NamedTuple):
         return self.compute_instances == 0 or bool(self.compute_instances == 1 and self.uuid)
 
     def is_same(self, present: MigInstance) -> bool:
-        """Whether `present` is this one, which had no UUID if it was noted before it was a MIG device."""
+        """Return whether `present` is this instance; this one has no UUID if it was no MIG device yet."""
         return self.place == present.place and self.uuid in ("", present.uuid)
 
 

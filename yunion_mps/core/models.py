@@ -329,7 +329,7 @@ class DomainPlan(NamedTuple):
         return self._replace(gpus=tuple(by_uuid.get(uuid) or PlannedGpu(uuid) for uuid in gpu_uuids))
 
     def same_control_daemon(self, other: DomainPlan) -> bool:
-        """Whether the control daemon of `other` can serve this plan: they differ in limits at most."""
+        """Return whether the control daemon of `other` can serve this plan: they differ in limits at most."""
         return self._of_its_process() == other._of_its_process()
 
     def _of_its_process(self) -> DomainPlan:
@@ -392,7 +392,7 @@ class Plan(NamedTuple):
     warnings: tuple[Reason, ...] = ()
 
     def divides(self, gpu: Gpu) -> bool:
-        """Whether an entry divides this GPU or MIG instance, or did and its leases have not ended."""
+        """Return whether an entry divides this GPU or MIG instance, or did and its leases have not ended."""
         if gpu.pci_address in self.sharing or gpu.pci_address in self.unavailable:
             return True
         return self.has_layout(gpu)
@@ -405,7 +405,7 @@ class Plan(NamedTuple):
         return frozenset(uuids)
 
     def has_layout(self, gpu: Gpu) -> bool:
-        """Whether there is a MIG layout for this GPU, or for the GPU of this instance."""
+        """Return whether there is a MIG layout for this GPU, or for the GPU of this instance."""
         return (gpu.parent or gpu.uuid) in {layout.gpu_uuid for layout in self.layouts}
 
     @property

@@ -49,11 +49,12 @@ def _code(name: str, meaning: str, hint: str) -> str:
 def hint_of(
     code: str, *, gpu: str = "GPU", pid: int | None = None, lease: str = "", log_directory: str = ""
 ) -> str:
-    """What the operator should do; a general hint for an unknown code, such as one from a newer daemon.
+    """Return what the operator should do; a general hint for an unknown code, as from a newer daemon.
 
-    `gpu` is an address or a UUID. For a MIG instance, the hint names its GPU, because nvidia-smi needs that.
-    Without a `lease`, advice to release it is left out if there is other advice. `log_directory` is that of
-    the domain.
+    gpu: an address or UUID. For a MIG instance, the hint names its GPU, because nvidia-smi needs that.
+    pid: the process that the reason is about; None for a placeholder
+    lease: without one, advice to release it is left out if there is other advice
+    log_directory: that of the domain
     """
     if code not in CODES:
         return _DOCTOR

@@ -236,12 +236,12 @@ class Host:
         return {domain["name"]: domain["pid"] for domain in status["domains"]} if status else {}
 
     def is_mps_disabled(self) -> bool:
-        """Whether MPS is disabled and no domain runs, so that NVIDIA's software is not needed."""
+        """Return whether MPS is disabled and no domain runs, so that NVIDIA's software is not needed."""
         config, problems = self.config()
         return not config.enable_cuda_mps and not problems and not self.domains()
 
     def uses_mps(self) -> bool:
-        """Whether a domain runs, or the configuration shares GPUs through MPS, which needs programs."""
+        """Return whether a domain runs, or the configuration shares GPUs through MPS."""
         entries = self.config()[0].devices
         return not entries or any(entry.uses_mps for entry in entries) or bool(self.domains())
 
@@ -256,7 +256,7 @@ class Host:
         return domains
 
     def hides_entries(self) -> bool:
-        """Whether only root can read which GPUs the entries mean; raises like `plan`."""
+        """Return whether only root can read which GPUs the entries mean; raises like `plan`."""
         return any(entry.reason.code == RECORD_HIDDEN for entry in self.plan()[0].missing)
 
     def nothing_divided(self, otherwise: str = NOTHING_DIVIDED) -> SkipError:

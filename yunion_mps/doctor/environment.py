@@ -149,7 +149,7 @@ def outside_mps(host: Host) -> Findings:
 
 
 def is_same_directory(pid: int, path: str, ours: str) -> bool:
-    """Whether `path`, as the process sees it, is our directory, even from within a container."""
+    """Return whether `path`, as the process sees it, is our directory, even from within a container."""
     try:
         mine = os.stat(ours)
         theirs = os.stat(f"/proc/{pid}/root{os.path.abspath(path)}")
@@ -210,7 +210,7 @@ def _client(host: Host, subject: Subject) -> str:
 
 
 def _is_without_mps(host: Host, subject: Subject) -> bool:
-    """Whether the program finds no control daemon and sees only GPUs and instances that need none."""
+    """Return whether the program finds no control daemon and sees only GPUs and instances that need none."""
     if _domain_at(host, subject):
         return False
     try:

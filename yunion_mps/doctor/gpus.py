@@ -253,7 +253,7 @@ def _time_sliced(host: Host) -> str:
 
 @host_check("job budgets", PROCESS_MEMORY_UNKNOWN)
 def job_budgets(host: Host) -> Findings:
-    """Whether `over_budget: terminate` can act: it needs the memory of each process."""
+    """Return whether `over_budget: terminate` can act: it needs the memory of each process."""
     actions = host.plan()[0].over_budget
     ours = [gpu for gpu in host.mps_gpus() if not gpu.reason]
     _refuse_if_none_answers(ours)
@@ -345,7 +345,7 @@ def _gpus_without_comparison(host: Host, plan: Plan) -> set[str]:
 
 
 def _is_as_the_daemon_wants(host: Host, gpu: Gpu) -> bool:
-    """Whether the daemon knows the GPU's compute mode and finds nothing wrong with it."""
+    """Return whether the daemon knows the GPU's compute mode and finds nothing wrong with it."""
     known = host.known_gpus().get(gpu.pci_address)
     status = host.known_status()
     if not known or not status or known["compute_mode"] != gpu.compute_mode or known["reason"]:
@@ -445,7 +445,7 @@ def client_limit(host: Host) -> Findings:
 
 
 def _is_served(host: Host) -> bool:
-    """Whether something serves devices now: a control daemon, or the daemon without MPS."""
+    """Return whether something serves devices now: a control daemon, or the daemon without MPS."""
     status = host.known_status()
     if status is None:
         return bool(host.control_pids())

@@ -36,7 +36,11 @@ _DEVICES_MAX_AGE_S = 30.0
 async def get_from_daemon(
     paths: Paths, target: str, accept: str = "*/*", timeout_s: float = 10.0
 ) -> Response:
-    """Return the daemon's answer to a GET, of any status; raises UnreachableError if there is none."""
+    """Return the daemon's answer to a GET, of any status; raises UnreachableError if there is none.
+
+    target: the path with its query
+    accept: the value of the header Accept
+    """
     try:
         exchange = Exchange("GET", EncodedRequest(target), accept or "*/*")
         return await asyncio.wait_for(send_to(paths.socket, exchange), timeout_s)

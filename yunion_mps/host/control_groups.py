@@ -28,7 +28,7 @@ class ControlGroup(NamedTuple):
     path: str
 
     def contains(self, groups: Iterable[ControlGroup]) -> bool:
-        """Whether one of the groups is this one, or below it."""
+        """Return whether one of the groups is this one, or below it."""
         below = self.path.rstrip("/") + "/"
         for group in groups:
             if group.hierarchy == self.hierarchy and f"{group.path}/".startswith(below):

@@ -34,7 +34,7 @@ class Revision(NamedTuple):
     number: int
 
     def is_newer_than(self, other: Revision) -> bool:
-        """Whether it is a later revision of the same boot; those of different boots cannot be compared."""
+        """Return whether it is a later revision of the same boot; other boots' are never newer."""
         return self.boot_id == other.boot_id and self.number > other.number
 
 
@@ -65,7 +65,7 @@ class SettingsCopy:
         return os.path.exists(self._file)
 
     def is_expected(self) -> bool:
-        """Whether a copy should be there: always, because it is written when the state file is opened."""
+        """Return True, because a copy is written when the state file is opened."""
         return True
 
     def write(self, copy: Copy) -> None:
@@ -101,7 +101,7 @@ class LeaseCopies:
         return os.path.exists(self._file)
 
     def is_expected(self) -> bool:
-        """Whether copies should be there, because their revision is."""
+        """Return whether copies should be there, because their revision is."""
         return self.exists()
 
     def texts(self) -> dict[str, str]:

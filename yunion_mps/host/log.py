@@ -129,7 +129,7 @@ def set_log_prefix(program: str) -> None:
 
 
 def _for_systemd() -> bool:
-    """Whether standard error goes to the journal (systemd.exec(5)) or to a service manager's pipe."""
+    """Return whether standard error goes to the journal (systemd.exec(5)) or to a service manager's pipe."""
     try:
         error = os.fstat(2)
     except OSError:

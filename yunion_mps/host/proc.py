@@ -86,14 +86,14 @@ def _stat_fields(pid: int, proc: str = "/proc") -> list[str]:
 
 
 def _has_ended(pid: int, stat: Sequence[str], proc: str = "/proc") -> bool:
-    """Whether the process, with these fields of stat, has ended."""
+    """Return whether the process, with these fields of stat, has ended."""
     if len(stat) <= _STARTED:
         return True
     return stat[_STATE] in "ZX" and not _has_running_thread(pid, stat, proc)
 
 
 def _has_running_thread(pid: int, stat: Sequence[str], proc: str) -> bool:
-    """Whether a thread of the process goes on although its main thread is exiting or a zombie.
+    """Return whether a thread of the process goes on although its main thread is exiting or a zombie.
 
     A program can end its main thread alone (pthread_exit(3)).
     """
@@ -142,7 +142,7 @@ def _booted_s() -> float:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether no process has this PID, not even a zombie; works without free descriptors."""
+    """Return whether no process has this PID, not even a zombie; works without free descriptors."""
     try:
         os.stat(f"/proc/{pid}")
     except FileNotFoundError:
@@ -153,7 +153,7 @@ def is_gone(pid: int) -> bool:
 
 
 def is_exiting(pid: int, proc: str = "/proc") -> bool:
-    """Whether the process is exiting, is a zombie or is gone.
+    """Return whether the process is exiting, is a zombie or is gone.
 
     An exit can take seconds if much memory is to be freed.
     """
@@ -193,7 +193,7 @@ def is_kernel_thread(pid: int, proc: str = "/proc") -> bool:
 
 
 def is_in_inner_pid_namespace(pid: int, proc: str = "/proc") -> bool:
-    """Whether the process is in a PID namespace below ours, so that the PIDs that it names are not ours."""
+    """Return whether the process is in a PID namespace below ours, and so knows other PIDs than we do."""
     return len(_status_row(pid, b"NSpid:", proc)) > 1
 
 
@@ -212,12 +212,12 @@ def parent_of(pid: int, proc: str = "/proc") -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the process was stopped by a signal or a debugger."""
+    """Return whether the process was stopped by a signal or a debugger."""
     return _stat_fields(pid)[:1] in (["T"], ["t"])
 
 
 def dies_of(pid: int, number: int) -> bool:
-    """Whether the process would die of the signal, because it does not handle it.
+    """Return whether the process would die of the signal, because it does not handle it.
 
     It may catch it, ignore it, or wait for it (sigwait(3), signalfd(2)). In the last case, its main thread
     blocks it. Other threads show nothing: those of libraries often block all signals, and one that waits

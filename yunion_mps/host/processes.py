@@ -104,7 +104,7 @@ class Process:
 
 
 def readable(descriptor: int, timeout_s: float | None = 0.0) -> bool:
-    """Whether the descriptor is readable within `timeout_s`; None waits without end."""
+    """Return whether the descriptor is readable within `timeout_s`; None waits without end."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))

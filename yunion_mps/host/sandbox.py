@@ -232,6 +232,6 @@ def parse_unit_settings(texts: Iterable[str], before: Settings | None = None) ->
 
 
 def is_in_unit(pid: int | str) -> bool:
-    """Whether the process (or "self") belongs to the service's unit, according to its control group."""
+    """Return whether the process (or "self") belongs to the service's unit, by its control group."""
     groups = read_text(f"/proc/{pid}/cgroup").splitlines()
     return any(f"/{UNIT}/" in f"{group}/" for group in groups)

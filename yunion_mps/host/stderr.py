@@ -40,6 +40,6 @@ def write_to_stderr(pid: int, uid: int, line: str) -> bool:
 
 
 def _is_owned(file: os.stat_result, uid: int) -> bool:
-    """Whether it is a pipe or pseudo-terminal of this user."""
+    """Return whether it is a pipe or pseudo-terminal of this user."""
     is_terminal = stat.S_ISCHR(file.st_mode) and os.major(file.st_rdev) in _PTS_MAJORS
     return file.st_uid == uid and (is_terminal or stat.S_ISFIFO(file.st_mode))

@@ -79,7 +79,12 @@ EventualResponse = Union[Response, Awaitable[Response]]
 def problem_response(
     status: int, detail: str, hint: str, headers: tuple[tuple[str, str], ...] = (), code: str = ""
 ) -> Response:
-    """Return an error as problem details; `code` is the reason code, by default the status's."""
+    """Return an error as problem details (RFC 9457).
+
+    detail: what is wrong
+    hint: what the caller can do
+    code: the reason code; if it is empty, that of the status
+    """
     from http import HTTPStatus  # 3 ms, which a client need not pay
 
     title = HTTPStatus(status).phrase

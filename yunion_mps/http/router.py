@@ -62,7 +62,11 @@ class RequestCounter:
         return RequestCounts(dict(self._responses), list(self._latencies.samples()))
 
     def count(self, route: str, request: Request, response: Response, took_s: float) -> None:
-        """Count an answered request; `took_s` is how long that took."""
+        """Count an answered request.
+
+        route: the path of the operation, with its parameters' names
+        took_s: how long the answer took
+        """
         method = request.method if request.method in _METHODS else OTHER
         self._responses[route, method, response.status] += 1
         self._latencies.observe((route,), took_s)

@@ -294,7 +294,7 @@ def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
 
 
 def _may_be(present: Gpu, served: Gpu) -> bool:
-    """Whether a GPU that does not report its UUID may be the one that has served at its address."""
+    """Return whether a GPU that does not report its UUID may be the one that has served at its address."""
     is_same_model = present.vendor_device_id in (None, served.vendor_device_id)
     return bool(present.reason) and present.uuid is None and is_same_model
 

@@ -59,8 +59,10 @@ def labels_of(
 ) -> dict[str, str]:
     """Return the node's labels, which do not depend on the health of what is offered; none if nothing is.
 
-    `devices` has the number of devices of each GPU, `pools` the GPUs whose memory is offered; `memory_units`
-    is None if memory is not counted in units.
+    devices: the number of devices of each GPU
+    pools: the GPUs whose memory is offered
+    memory_units: how many units of memory are offered; None if memory is not counted in units
+    mig_strategy: the option `migStrategy`, as of NVIDIA's device plugin
     """
     if not devices and not pools:
         return {}

@@ -43,7 +43,10 @@ class Choice(NamedTuple):
 
 
 def choose(options: PluginOptions, name: str, labels: Mapping[str, str], models: Collection[str]) -> Choice:
-    """Choose by the name, the node's labels and the models of its GPUs, in this order."""
+    """Choose by the name, the node's labels and the models of its GPUs, in this order.
+
+    name: that of `--config`; empty if it was not given
+    """
     required = options.only_with_node_label
     if required and not _has_label(labels, required):
         return Choice(None, f"nothing is offered: the node does not have the label {required}")

@@ -49,7 +49,10 @@ class Allocator:
         reserved: Reservation = NO_RESERVATION,
         uid: int | None = None,
     ) -> Match:
-        """Return what of the candidates is free now for the request, which is of the user `uid`."""
+        """Return what of the candidates is free now for the request, which is of the user `uid`.
+
+        reserved: what requests that are earlier in the queue will need
+        """
         return match_now(self.select(request, candidates), self.ledger, reserved, uid)
 
     def choose(

@@ -113,7 +113,7 @@ class HolderWatch:
 
 
 def _has_ended(process: Process, holder: Holder) -> bool:
-    """Whether the holder has ended, even if its PID was reused.
+    """Return whether the holder has ended, even if its PID was reused.
 
     Raises ShortageError if the process cannot be inspected for want of descriptors.
     """

@@ -181,7 +181,7 @@ def _valid_members(value: Any, types: Mapping[str, tuple[type, ...]]) -> tuple[d
 
 
 def _is_valid(name: str, member: Any, types: tuple[type, ...]) -> bool:
-    """Whether the member has one of its types and a possible value; in Python, true is a number, too."""
+    """Return whether the member has one of its types and a possible value; in Python, a bool is an int."""
     if isinstance(member, bool):
         return bool in types
     if not isinstance(member, types):

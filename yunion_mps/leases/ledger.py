@@ -290,7 +290,7 @@ class Ledger:
         return [device for device in devices if device.id not in self.lease_of and self._fits(device)]
 
     def _fits(self, device: Device) -> bool:
-        """Whether the GPU has memory left for the device beside all leases."""
+        """Return whether the GPU has memory left for the device beside all leases."""
         if device.memory_total_mib is None:
             return True
         return needs_mib(device) <= self._left_mib(device.gpu_uuid, device.memory_total_mib)

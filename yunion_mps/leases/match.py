@@ -183,7 +183,10 @@ def match_now(
     reserved: Reservation = NO_RESERVATION,
     uid: int | None = None,
 ) -> Match:
-    """Return what of the selection is free beside the leases and reservations, for the user `uid`."""
+    """Return what of the selection is free beside the leases and reservations, for the user `uid`.
+
+    reserved: what requests that are earlier in the queue will need
+    """
     withheld = selection.candidates.domains_withheld(uid, reserved.users)
     served: list[Device] = []
     for candidate in selection.devices:

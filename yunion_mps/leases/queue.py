@@ -170,7 +170,7 @@ class Queue:
         return owned
 
     def _reserves(self, queued: QueuedRequest, candidates: Candidates, own: Collection[Lease]) -> bool:
-        """Whether the request reserves what it will need; `own` has the leases of its owner."""
+        """Return whether the request reserves what it will need; `own` has the leases of its owner."""
         waited_s = max(0.0, self._clock() - queued.since_s)
         periods = int(waited_s // RESERVES_S)
         lets_others_pass = periods % 2 == 1
@@ -210,14 +210,14 @@ class Queue:
 
 
 def _fits_beside(leases: Iterable[Lease], selection: Selection) -> bool:
-    """Whether the request could be granted if these were the only leases."""
+    """Return whether the request could be granted if these were the only leases."""
     return bool(choose_devices(match_now(selection, Ledger(leases))))
 
 
 def _may_fit(
     request: LeaseRequest, free: Iterable[Device], reserved: Reservation, withheld: Collection[str]
 ) -> bool:
-    """Whether a device could be free for the request, outside the domains that are `withheld`.
+    """Return whether a device could be free for the request, outside the domains that are `withheld`.
 
     The memory of pools is not checked.
     """

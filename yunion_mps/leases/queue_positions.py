@@ -71,7 +71,7 @@ class QueuePositions:
         return queued._replace(position=place.position, since_s=place.since_s)
 
     def has_to_wait(self, queued: QueuedRequest, now_s: float) -> bool:
-        """Whether an earlier request is still to be repeated after a restart, before this one's turn.
+        """Return whether an earlier request is still to be repeated after a restart, before this one's turn.
 
         Clients repeat theirs within a moment; those that have ended meanwhile do not.
         """

@@ -63,7 +63,7 @@ class LeaseRequest(NamedTuple):
     thread_percentage: int = 0
 
     def matches(self, device: Device) -> bool:
-        """Whether the device matches the request, free or not."""
+        """Return whether the device matches the request, free or not."""
         if not (self.allow_unlimited or device.budget_enforced):
             return False
         if self.memory_mib and (device.memory_limit_mib or 0) < self.memory_mib:
@@ -126,7 +126,7 @@ class QueuedRequest(NamedTuple):
         return (self.holder.uid, self.idempotency_key) if self.idempotency_key else None
 
     def is_answered_by(self, lease: Lease) -> bool:
-        """Whether the lease was granted for this request, or for another attempt at it.
+        """Return whether the lease was granted for this request, or for another attempt at it.
 
         Requests are the same if they have the same content, and the same idempotency key or named holder.
         """
@@ -228,7 +228,7 @@ class WaitingGpu(NamedTuple):
     must_be_named: bool = False
 
     def may_serve(self, request: LeaseRequest) -> bool:
-        """Whether the request may wait for this GPU."""
+        """Return whether the request may wait for this GPU."""
         if self.reserved_for not in (None, request.reserved_for):
             return False
         return request.gpu == self.gpu or not (request.gpu or self.must_be_named)
@@ -528,6 +528,7 @@ def refuse_over_quota(
 
     Root is not limited, because its container engine takes leases for all users.
 
+    holder: who requests the devices.
     devices: the number of devices of the request.
     others: the owner and the number of devices of each lease and of each other queued request, because queued
     requests are not checked again when granted.

@@ -83,7 +83,7 @@ def clients_of(program: str, plan: DomainPlan, control_pid: int) -> list[ClientR
 
 
 def _is_unknown(line: str) -> bool:
-    """Whether the control daemon says that it has no such server: it says so of a busy one, too."""
+    """Return whether the control daemon says that it has no such server: it says so of a busy one, too."""
     return line.startswith("Server") and line.rstrip("!").endswith("not found")
 
 
@@ -99,6 +99,9 @@ def server_state(program: str, plan: DomainPlan, server: int) -> str | None:
 
 def terminate(program: str, plan: DomainPlan, server: int, client: int) -> bool:
     """Have the server disconnect the client, which is then safe to kill; False if it has no such client.
+
+    program: the path of NVIDIA's control program
+    server, client: their PIDs
 
     Raises ControlError if the server refuses, and BusyServerError if it cannot now.
 

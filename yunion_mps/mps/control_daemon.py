@@ -345,8 +345,10 @@ def create_adoption_order(
 ) -> AdoptionOrder:
     """Return the order to adopt another program's control daemon; raises HostError if it cannot be adopted.
 
-    `host_gpus` are the UUIDs of all GPUs of the host in PCI order, None if unknown. The caller knows that the
-    process is NVIDIA's control program and listens in the directory of `plan`.
+    The caller knows that the process is NVIDIA's control program and listens in the directory of `plan`.
+
+    environment: that of the process
+    host_gpus: the UUIDs of all GPUs of the host in PCI order, None if unknown
     """
     directory = pipe_directory_in(environment)
     if directory != plan.pipe_directory:

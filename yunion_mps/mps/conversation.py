@@ -295,7 +295,7 @@ class Probe:
         return self._connection.fileno()
 
     def poll(self, now_s: float) -> bool:
-        """Whether the greeting has arrived; raises UnresponsiveError after the deadline."""
+        """Return whether the greeting has arrived; raises UnresponsiveError after the deadline."""
         answer = self._receive() if self.is_connected else None
         if answer:
             return True

@@ -135,7 +135,7 @@ class Domain(StateMachine):
         )
 
     def can_serve(self, plan: DomainPlan) -> bool:
-        """Whether it can continue with this plan, whose GPUs its control daemon has or should have."""
+        """Return whether it can continue with this plan, whose GPUs its control daemon has or should have."""
         order = self.control.order
         if order and not order.can_serve(plan):
             return False
@@ -285,7 +285,7 @@ class Domain(StateMachine):
         self._changed()
 
     def is_forcing(self, now_s: float) -> bool:
-        """Whether it is not yet known which servers are not ended because of `may_end`."""
+        """Return whether it is not yet known which servers are not ended because of `may_end`."""
         is_ordered = self._end_order is not None and now_s <= self._end_order.until_s
         return is_ordered or self._forced_end is not None
 
@@ -310,7 +310,7 @@ class Domain(StateMachine):
         return has_outcomes
 
     def take_poll_request(self) -> bool:
-        """Whether NVML is to be polled at once; true only once for each cause."""
+        """Return whether NVML is to be polled at once; true only once for each cause."""
         requested = self._wants_poll
         self._wants_poll = False
         return requested
@@ -318,7 +318,7 @@ class Domain(StateMachine):
     # -- time
 
     def is_due(self, now_s: float, readable: Collection[Watchable]) -> bool:
-        """Whether a tick has something to do; dozens of domains usually have nothing."""
+        """Return whether a tick has something to do; dozens of domains usually have nothing."""
         is_late = self.due_s is not None and now_s >= self.due_s
         return self._is_due or is_late or bool(readable and not set(self.watched()).isdisjoint(readable))
 

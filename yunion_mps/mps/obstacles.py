@@ -33,7 +33,9 @@ _MOUNTED_BY = re.compile(rb"(?:^|,)user_id=(\d+)")
 def unsafe_path(path: str, message: str, command: str = "", *, look: str = "ls -la") -> UnsafePathError:
     """Return the error for `path`, with the commands that look at it and mend it.
 
+    message: what is wrong with it
     command: mends it; if it is empty, the hint is to choose another directory
+    look: the command that looks at it, without the path
     """
     check = f"check it ({look} {shell_word(path)})"
     hint = f"{check}, and {CHOOSE_ANOTHER}"

@@ -160,12 +160,12 @@ def our_processes() -> list[MpsProcess]:
 
 
 def could_be_ours(pid: int) -> bool:
-    """Whether it is NVIDIA's control program, run by root or our user."""
+    """Return whether it is NVIDIA's control program, run by root or our user."""
     return program_name(pid) == PROGRAM and _is_trusted(pid, is_server=False)
 
 
 def _is_trusted(pid: int, *, is_server: bool) -> bool:
-    """Whether only root, or our user, can have started the process and set its environment.
+    """Return whether only root, or our user, can have started the process and set its environment.
 
     A server runs as its clients' user, but keeps the group of its control daemon (measured), which that user
     cannot have. A set-user-ID program keeps the real user of the process that started it.
@@ -218,7 +218,7 @@ def _environment_after_exec(pid: int) -> dict[str, str]:
 
 
 def _has_our_root(pid: int, environment: Mapping[str, str]) -> bool:
-    """Whether a daemon with our root directory started it, not one of another test or in a container."""
+    """Return whether a daemon with our root directory started it, not one in a container, for example."""
     if environment.get(ROOT_VARIABLE, "/") != Paths.from_environment().root:
         return False
     try:
@@ -243,7 +243,7 @@ class AdoptionOrder(NamedTuple):
     pipe_directory: str
 
     def can_serve(self, plan: DomainPlan) -> bool:
-        """Whether each limit of the plan can be set for the right GPU."""
+        """Return whether each limit of the plan can be set for the right GPU."""
         return self.in_order or len(set(plan.memory_limits_mib)) <= 1
 
 
@@ -399,9 +399,9 @@ def server_pids(control_pid: int) -> list[int]:
 
 
 def is_server(pid: int) -> bool:
-    """Whether the process is an MPS server of a control daemon that root or our user runs, even before exec.
+    """Return whether the process is an MPS server of a control daemon that root or our user runs.
 
-    Every user can give a process the name of one.
+    It is one even before exec. Every user can give a process the name of one.
     """
     return process_name(pid) == _NAME and _is_trusted(pid, is_server=True)
 

@@ -335,7 +335,9 @@ class OrphanedServers:
     def add(self, pids: Iterable[int], cause: str, end_s: float | None = None, why: str = "") -> None:
         """Add the servers that still run and are not known yet; the caller knows that they are ours.
 
-        They are ended at `end_s` if that is given.
+        cause: why they have no control daemon
+        end_s: when they are to be ended; None if their clients are waited for
+        why: why they are to be ended then
         """
         added = tuple(pid for pid in running_servers(pids) if pid not in self.pids)
         if added:

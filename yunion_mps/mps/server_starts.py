@@ -179,7 +179,7 @@ class ServerStarts:
         return self._own_uid if outcome.uid is None else outcome.uid
 
     def _is_ours(self, outcome: Outcome) -> bool:
-        """Whether it is that of the ordered server; the log may show it before the delivery is known."""
+        """Return whether it is the ordered server's; the log may show it before the order is answered."""
         return outcome.is_ordered and outcome.uid is not None and outcome.uid == self._ordered_uid
 
     def _end_attempt(self) -> None:

@@ -98,7 +98,11 @@ class StateMachine:
         self._notify()
 
     def change_state(self, state: str, now_s: float, text: str, code: str = "") -> None:
-        """Change the state, which only this method does; without a `code`, the reason has the state's."""
+        """Change the state, which only this method does.
+
+        text: the reason in words; empty if there is none
+        code: the reason code; if it is empty, that of the state
+        """
         reason = Reason(text, code or _CODES[state]) if text else NO_REASON
         if state not in LEGAL_CHANGES[self.state]:
             raise AssertionError(f"domain {self._name}: {self.state} cannot become {state}")

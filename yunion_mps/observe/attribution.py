@@ -203,7 +203,7 @@ class Attribution:
         return None
 
     def _descends(self, pid: int, ancestor: int) -> bool:
-        """Whether the process descends from this other one."""
+        """Return whether the process descends from this other one."""
         return pid != ancestor and ancestor in self._with_ancestors(pid)
 
     def _with_ancestors(self, pid: int) -> Iterator[int]:
@@ -238,7 +238,7 @@ class Attribution:
         return around
 
     def _is_deliberate(self, origin: Origin, known: Sequence[Lease]) -> bool:
-        """Whether the process was given the variable by the job, which has another lease than it names.
+        """Return whether the job, whose lease is not the one that the variable names, set the variable.
 
         It was not if the holder had it as well: then both have inherited it.
         """
@@ -254,7 +254,7 @@ class Attribution:
 
 
 def _may_use(origin: Origin, lease: Lease) -> bool:
-    """Whether the lease may be that of the process, as far as its user and its unit tell.
+    """Return whether the lease may be that of the process, as far as its user and its unit tell.
 
     Root's processes may have any user's lease, as in a container.
     """
@@ -266,7 +266,7 @@ def _may_use(origin: Origin, lease: Lease) -> bool:
 
 
 def _is_of_its_user(origin: Origin, lease: Lease) -> bool:
-    """Whether the process is the lease's user's; a lease of root may have any user's processes."""
+    """Return whether the process is the lease's user's; a lease of root may have any user's processes."""
     uid = lease.holder.user_uid
     return not uid or origin.uid is None or uid in origin.users
 

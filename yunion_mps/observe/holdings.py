@@ -500,7 +500,7 @@ def memory_by_gpu(clients: Iterable[MpsClientJson]) -> dict[str, int]:
 
 
 def is_memory_unknown(gpu: GpuJson) -> bool:
-    """Whether the driver does not report what processes use of the GPU, as for a lost one."""
+    """Return whether the driver does not report what processes use of the GPU, as for a lost one."""
     return gpu["state"] == UNAVAILABLE and gpu["memory_used_mib"] is None
 
 

@@ -134,8 +134,9 @@ def list_processes(
 ) -> answers.ClientListJson:
     """Return the servers, clients and waiting processes of the domains, and what is not known.
 
-    `gpus` have the addresses of those that the driver reports on; a process belongs to one of `leases`, or to
-    none.
+    driver: the processes on the GPUs, as NVML reports them
+    gpus: the GPUs with their addresses, which the driver does not report
+    leases: those that a process can belong to
     """
     attribution = Attribution.by_kernel(leases, containers)
     addresses = {gpu.uuid: gpu.address for gpu in gpus}
@@ -242,10 +243,10 @@ def _clients_json(
 
 
 def _uses_mps(pid: int, domain: DomainProcesses, driver: GpuProcesses, gpus: Collection[str]) -> bool | None:
-    """Whether the process uses the GPUs through MPS; None if unknown, or if they are shared without MPS.
+    """Return whether the process uses the GPUs through MPS.
 
-    False only for a process that runs, uses one of the GPUs, and is a client according to neither the control
-    daemon nor the driver.
+    None if that is unknown, or if they are shared without MPS. False only for a process that runs, uses one
+    of the GPUs, and is a client according to neither the control daemon nor the driver.
     """
     if pid in domain.clients:
         return True

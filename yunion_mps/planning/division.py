@@ -72,7 +72,7 @@ def max_clients(gpu: Gpu, driver: Driver, override: int | None) -> int:
 
 
 def enforces_budgets(gpu: Gpu) -> bool:
-    """Whether memory limits and percentages are enforced; no GPU older than Volta does that (`VOLTA`)."""
+    """Return whether memory limits and percentages are enforced: on Volta and later GPUs (`VOLTA`)."""
     return gpu.compute_capability is not None and gpu.compute_capability >= VOLTA
 
 
@@ -89,7 +89,7 @@ def with_memory(gpu: Gpu, plan: Plan) -> Gpu:
 
 
 def keeps_mode(entry: DeviceEntry, config: Config) -> bool:
-    """Whether the compute mode of the entry's GPU is left as it is."""
+    """Return whether the compute mode of the entry's GPU is left as it is."""
     return (entry.cuda_mps_compute_mode or config.cuda_mps_compute_mode) == KEEP
 
 
@@ -150,7 +150,11 @@ def mode_for(gpu: Gpu, way: str) -> tuple[str, str]:
 
 
 def divide(entry: DeviceEntry, gpu: Gpu, config: Config, domain: str, clients: int) -> PlannedGpu:
-    """Divide the GPU by a valid entry; `clients` is how many MPS allows."""
+    """Divide the GPU by a valid entry.
+
+    domain: the name of the GPU's domain
+    clients: how many clients MPS allows on the GPU
+    """
     uuid = str(gpu.uuid)
     total_mib = gpu.memory_mib or 0
     overcommit = overcommit_of(entry, config)
@@ -309,7 +313,11 @@ def thread_tenths(pool: Pool) -> int:
 def pool_percentage(
     default: int, memory_mib: int, memory_total_mib: int, thread_overcommit: float | None
 ) -> float:
-    """Return the percentage of a client that requests none: the default, or in proportion if that is 0."""
+    """Return the percentage of a client that requests none.
+
+    default: what such a client gets, in percent; 0 for a percentage in proportion to its memory
+    thread_overcommit: how many times the threads are handed out; None for no limit
+    """
     return float(default) or share_percentage(memory_mib, memory_total_mib, thread_overcommit)
 
 

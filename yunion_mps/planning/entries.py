@@ -188,7 +188,7 @@ class _Resolver:
         return list(named.items())
 
     def _is_uncertain(self, entry: DeviceEntry) -> bool:
-        """Whether the entry has a render node without a record."""
+        """Return whether the entry has a render node without a record."""
         name = parse_gpu_path(entry.path)
         return name is not None and name.kind == RENDER_NODE and name.name not in self._inventory.meant
 

@@ -421,7 +421,7 @@ def _search(
 
 
 def _blocks(instance: MigInstance, places: Iterable[Placement]) -> bool:
-    """Whether the instance occupies a memory slice of one of the places."""
+    """Return whether the instance occupies a memory slice of one of the places."""
     occupied = set(instance.slices)
     return any(not occupied.isdisjoint(place.slices) for place in places)
 

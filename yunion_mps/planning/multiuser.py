@@ -20,7 +20,7 @@ from yunion_mps.planning.division import enforces_budgets, why_unenforced
 
 
 def is_multiuser(config: Config, gpus: Sequence[Gpu]) -> bool:
-    """Whether the control daemon of these GPUs serves all users at once."""
+    """Return whether the control daemon of these GPUs serves all users at once."""
     return config.cuda_mps_multiuser and not gpus_without_multiuser(gpus)
 
 

@@ -93,6 +93,7 @@ def make_plan(
     A plan with problems that are not minor must not be used. A minor one concerns a single GPU, which is
     unavailable in the plan.
 
+    machine_id: the host's, as in machine-id(5), from which the host id is made.
     used: UUIDs of MIG instances that the layouts keep if possible.
     """
     host_id = uuid5(NAMESPACE, machine_id)

@@ -76,7 +76,7 @@ class Facts(NamedTuple):
 
 
 async def collect_facts(services: Services, requests: RequestCounts) -> Facts:
-    """All facts; if the driver does not answer in time, the use is that of an earlier observation."""
+    """Return all facts; if the driver does not answer in time, the use is the last known one."""
     clients, use = await services.observer.observe()
     supervisor = services.supervisor
     queries = services.queries

@@ -222,7 +222,7 @@ class Monitor:
             log.error("the new library of the NVIDIA driver is not used: %s; %s", error.message, error.hint)
 
     def _may_find_more(self, inventory: Inventory) -> bool:
-        """Whether NVML might report more GPUs if it were initialised again now."""
+        """Return whether NVML might report more GPUs if it were initialised again now."""
         unreported = not_found(inventory)
         if not unreported:
             return False

@@ -35,7 +35,7 @@ class Caller(NamedTuple):
 
 
 def is_privileged(uid: int) -> bool:
-    """Whether the user is root, or the daemon's own."""
+    """Return whether the user is root, or the daemon's own."""
     return uid in (0, os.geteuid())
 
 

@@ -57,7 +57,10 @@ class Filters(NamedTuple):
     unused: bool = False
 
     def matches(self, device: answers.DeviceJson) -> bool:
-        """Whether the device matches; an address may be the device's own, its MIG instance's or its GPU's."""
+        """Return whether the device matches.
+
+        The address may be the device's own, its MIG instance's or its GPU's.
+        """
         if self.addr is not None and not is_part(device["addr"], shown_address(self.addr)):
             return False
         if self.unused and device["state"] != FREE:
@@ -156,7 +159,7 @@ class Queries:
         return self._devices
 
     def _free_for(self) -> dict[str, str]:
-        """The only user who can lease devices of each domain now, by domain name; empty if no user can.
+        """Return the only user who can lease devices of each domain now, by its name; empty if no user can.
 
         Domains whose devices everybody can lease are left out.
         """
@@ -177,13 +180,13 @@ class Queries:
         return counts
 
     def devices(self, filters: Filters, limit: int, offset: int) -> answers.DeviceListJson:
-        """One page of the devices that match the filters; a `limit` of 0 means all."""
+        """Return one page of the devices that match the filters; a `limit` of 0 means all."""
         matching = [device for device in self.all_devices() if filters.matches(device)]
         page = matching[offset : offset + limit] if limit else matching[offset:]
         return {"isolated_devices": page, "total": len(matching), "limit": limit, "offset": offset}
 
     def device(self, name: str) -> answers.DeviceDetailsJson:
-        """One device by id, address or a unique prefix of either; raises NotFoundError otherwise."""
+        """Return one device by id, address or a unique prefix of either; raises NotFoundError otherwise."""
         name = shown_address(name)
         devices = self.all_devices()
         matches = [device for device in devices if name in (device["id"], device["addr"])]
@@ -201,7 +204,7 @@ class Queries:
         return self._details(matches[0])
 
     def gpus(self) -> answers.GpuListJson:
-        """Every GPU and MIG instance as of the last poll; one that cannot be leased has a reason."""
+        """Return every GPU and MIG instance as of the last poll; one that cannot be leased has a reason."""
         snapshot = self._snapshot()
         ways: dict[str, str] = {}
         for device in self.all_devices():  # which counts them, too
@@ -239,7 +242,7 @@ class Queries:
         return {"gpus": gpus, "total": len(gpus)}
 
     def _serving(self) -> set[str]:
-        """The UUIDs of the GPUs with a device that can be used, and of those with one on an instance."""
+        """Return the UUIDs of the GPUs with a usable device, their own or one on a MIG instance."""
         return self._gpus_with_usable(self.all_devices())
 
     def _gpus_with_usable(self, devices: Iterable[answers.DeviceJson]) -> set[str]:
@@ -247,7 +250,7 @@ class Queries:
         return serving | {gpu.parent for gpu in self._snapshot().inventory.gpus if gpu.uuid in serving}
 
     def pools(self) -> answers.PoolListJson:
-        """The GPUs whose memory is leased in units."""
+        """Return the GPUs whose memory is leased in units."""
         snapshot = self._snapshot()
         gpus = {gpu.uuid: gpu for gpu in snapshot.inventory.gpus}
         unusable = unusable_reasons(snapshot)
@@ -270,14 +273,14 @@ class Queries:
         return {"pools": pools, "total": len(pools)}
 
     def _memory_free_mib(self, gpu: Gpu, snapshot: Snapshot) -> int | None:
-        """How much one more client can get of a GPU whose memory is leased in units; None for other GPUs."""
+        """Return how much one more client can get of a GPU's pool, in MiB; None if it has no pool."""
         pool = next((pool for pool in snapshot.plan.pools if pool.gpu_uuid == gpu.uuid), None)
         if pool is None:
             return None
         return 0 if unusable_reasons(snapshot)[pool.gpu_uuid] else self._free_mib(pool)
 
     def _free_mib(self, pool: Pool) -> int:
-        """How much memory one more client can get: nothing if there is not a single percent of threads."""
+        """Return how much memory one more client can get: 0 if less than a percent of the threads is left."""
         lacks_threads = pool.thread_percentage and self.ledger.free_tenths(pool) < _LEAST_TENTHS
         return 0 if lacks_threads else self.ledger.free_mib(pool)
 
@@ -317,12 +320,18 @@ class Queries:
         return line
 
     def conditions(self) -> tuple[Condition, ...]:
-        """Everything that is wrong or pending, whatever processes do; those that follow from others, too."""
-        self.all_devices()  # which brings both up to date
+        """Return everything that is wrong or pending, except what depends on processes.
+
+        A condition that follows from another one is included, too.
+        """
+        self.all_devices()  # which computes the conditions, too
         return self._conditions
 
     def service(self, used: Collection[str] = ()) -> answers.ServiceFieldsJson:
-        """The daemon, its GPUs and devices; `used` are the addresses of the devices in use."""
+        """Return the state of the daemon, its GPUs and devices.
+
+        used: the addresses of the devices in use
+        """
         snapshot = self._snapshot()
         devices = self.all_devices()
         states = Counter(device["state"] for device in devices)
@@ -356,7 +365,7 @@ class Queries:
         }
 
     def not_ready_reasons(self) -> list[str]:
-        """Why no device can be used although MPS is enabled, one line each; empty if one can."""
+        """Return why no device can be used although MPS is enabled, one line each; empty if one can."""
         snapshot = self._snapshot()
         unusable = unusable_reasons(snapshot)
         if not snapshot.enabled or not all(unusable.values()) or self._serving():
@@ -368,7 +377,7 @@ class Queries:
         return [line.replace("\n", "; ") for line in lines] or ["no GPU is divided into devices"]
 
     def candidates(self) -> Candidates:
-        """What can be leased now, and whom the control daemons serve; computed once for each change."""
+        """Return what can be leased now, and whom the control daemons serve; computed after a change."""
         snapshot = self._snapshot()
         if self._candidates_version != snapshot.version:
             unusable = unusable_reasons(snapshot)
@@ -386,7 +395,10 @@ class Queries:
         return self._candidates
 
     def resolved(self, request: LeaseRequest) -> LeaseRequest:
-        """The request with its names resolved; raises YunionError if one is unknown, or MPS is disabled."""
+        """Return the request with addresses instead of names and prefixes.
+
+        Raises NotFoundError if a name is unknown, and HostError if MPS is disabled.
+        """
         notice = self._snapshot().notice
         if notice.code == DISABLED:
             raise HostError(notice, hint_of(DISABLED), DISABLED)
@@ -401,7 +413,7 @@ class Queries:
         return request._replace(devices=devices, gpu=gpu)
 
     def terminating_gpus(self) -> Mapping[str, str]:
-        """The GPUs (UUIDs by address) where `over_budget: terminate` applies."""
+        """Return the GPUs (UUIDs by address) where `over_budget: terminate` applies."""
         snapshot = self._snapshot()
         terminating: dict[str, str] = {}
         for gpu in snapshot.inventory.gpus:
@@ -410,7 +422,7 @@ class Queries:
         return terminating
 
     def unusable_gpus(self) -> frozenset[str]:
-        """The addresses of the GPUs that are unusable themselves, whatever the state of their domains."""
+        """Return the addresses of the GPUs that are unusable themselves, whatever their domains' states."""
         snapshot = self._snapshot()
         serving = self._serving()
         faults = snapshot.faults
@@ -438,7 +450,7 @@ class Queries:
         }
 
     def _device_in_effect(self, summary: answers.DeviceJson) -> Device:
-        """The device of the plan or, if the plan has none or its change is pending, as it was leased."""
+        """Return the device of the plan or, if it has none or a change is pending, the leased one."""
         name = summary["id"]
         planned = {device.id: device for device in self._snapshot().plan.devices}
         if name in planned and summary["state"] != PENDING:

@@ -162,7 +162,7 @@ def losses_of_clients(
 
 
 def _is_changed(domain: DomainStatus, delayed: Collection[str], addresses: Mapping[str, str]) -> bool:
-    """Whether one of the `delayed` changes is of the domain or of one of its GPUs."""
+    """Return whether one of the `delayed` changes is of the domain or of one of its GPUs."""
     if domain.plan.name in delayed:
         return True
     return any(addresses.get(uuid, uuid) in delayed for uuid in domain.plan.gpu_uuids)

@@ -29,11 +29,12 @@ class StatusService:
         self._clients = clients
 
     async def status(self) -> answers.StatusJson:
-        """The status, with the processes that use the GPUs now; with the last known ones if a call hangs."""
+        """Return the status, with the processes on the GPUs now, or the last known ones if a call hangs."""
         clients = await self._clients.clients(seen=True)
         return self.of(clients)
 
     def of(self, clients: answers.ClientListJson) -> answers.StatusJson:
+        """Return the status, with these processes on the GPUs."""
         gpus = self._queries.gpus()["gpus"]
         devices = self._queries.all_devices()
         activity = self._activity(clients)
@@ -67,7 +68,7 @@ class StatusService:
         )
 
     async def job_problems(self) -> list[Condition] | None:
-        """The jobs that exceed their budgets or wait for an MPS server now; None if not all are known."""
+        """Return the jobs that exceed their budgets or wait for an MPS server; None if not all are known."""
         clients = await self._clients.clients(seen=True)
         if clients["errors"]:
             return None
@@ -76,14 +77,14 @@ class StatusService:
         return [condition for condition in conditions if condition.reason.code in codes]
 
     async def leases(self) -> answers.LeaseListJson:
-        """All leases with their states, and the queued requests."""
+        """Return all leases with their states, and the queued requests."""
         clients = await self._clients.clients(seen=True)
         leases = self._with_states(self._leases.leases(), clients)
         waiting = self._leases.waiting()
         return {"leases": leases, "waiting": waiting, "errors": clients["errors"], "total": len(leases)}
 
     async def lease(self, name: str, caller: Owner) -> answers.LeaseDetailsJson:
-        """The lease of this id or name, with its state; raises NotFoundError.
+        """Return the lease of this id or name, with its state; raises NotFoundError.
 
         A job may be about to start with it, so the driver is asked whether its MIG instances still exist.
         """
@@ -96,7 +97,7 @@ class StatusService:
     def _with_states(
         self, leases: list[answers.LeaseRecordJson], clients: answers.ClientListJson
     ) -> list[answers.LeaseDetailsJson]:
-        """The leases with their states and, if their devices are unavailable or pending, the reason.
+        """Return the leases with their states and, if their devices are unavailable or pending, the reason.
 
         If not all clients are known, a lease that seems idle may be in use: its state is None.
         """
@@ -121,7 +122,7 @@ def _used(
     leases: Iterable[answers.LeaseRecordJson],
     clients: answers.ClientListJson,
 ) -> list[Holding]:
-    """The holdings that are in use; idle devices are skipped first, because there may be thousands."""
+    """Return the holdings that are in use; idle devices are skipped first: there may be thousands."""
     names: set[str] = set()
     for lease in leases:
         names.update(lease["devices"])

@@ -143,10 +143,16 @@ class Terminator:
     ) -> list[answers.TerminationJson]:
         """Terminate the chosen clients at the same time, each as `terminate_client` does.
 
-        A client's error is in its termination. The user may terminate all clients in `container`, whichever
-        user they have (`attested_container`). `code` is that of the events. Raises BusyError while the daemon
-        stops, and HostError with the code PROCESSES_UNKNOWN if clients on the GPUs (addresses) of
-        `all_known_on` may be unknown.
+        A client's error is in its termination.
+
+        choose: called with the list of clients; returns those to terminate
+        uid: the user who terminates them
+        container: the user may terminate all clients in it, whichever user they have (`attested_container`)
+        all_known_on: the GPUs (addresses) whose clients all have to be known
+        code: the reason code of the events
+
+        Raises BusyError while the daemon stops, and HostError with the code PROCESSES_UNKNOWN if clients on
+        the GPUs of `all_known_on` may be unknown.
         """
         self._refuse_while_stopping()
         listed = await self._list()
@@ -331,7 +337,7 @@ def _refuse_unless_own(client: AnyClient, uid: int, container: ControlGroup | No
 
 
 def may_terminate(pid: int, uid: int, container: ControlGroup | None) -> bool:
-    """Whether a user may terminate the process, or all processes in the `container`."""
+    """Return whether a user may terminate the process, or all processes in the `container`."""
     if is_privileged(uid) or uid in users_of(pid):
         return True
     return container is not None and container.contains(control_groups_of(pid))

@@ -100,11 +100,13 @@ def devices_json(
     used_by_others: Mapping[str, Reason] = {},
     free_for: Mapping[str, str] = {},
 ) -> list[answers.DeviceJson]:
-    """All devices, including devices created for a lease, with Cloudpods' field names and ours.
+    """Return all devices, also those created for a lease, with Cloudpods' field names and ours.
 
-    A device that was leased before a reload is shown as it was leased. `used_by_others` says
-    why GPUs (UUIDs) cannot be leased now, and `free_for`, by domain name, the only user who can
-    lease free devices; empty for no user.
+    A device that was leased before a reload is shown as it was leased.
+
+    name_holder: describes a holder for people
+    used_by_others: why GPUs (UUIDs) cannot be leased now
+    free_for: the only user who can lease free devices of a domain, by its name; empty for no user
     """
     states = _DeviceStates(snapshot, ledger, used_by_others)
     not_free_for: dict[str, list[str]] = {}
@@ -249,10 +251,15 @@ def gpu_json(
     why_unusable: Reason,
     serving: Collection[str],
 ) -> answers.GpuJson:
-    """A GPU with the number of its devices, and how it is shared; None if it is not used at all.
+    """Return the GPU as the API answers it.
 
-    `why_faulty` is why it does not serve as configured, `why_unusable` why its devices cannot be used, and
-    `serving` has the UUIDs of GPUs that serve devices, themselves or by an instance.
+    devices: how many devices it has
+    memory_free_mib: how much of its pool one more client can get; None if it has no pool
+    free_for: the only user who can lease its free devices; empty for no user, None for all
+    sharing: how it is shared; None if it is not
+    why_faulty: why it does not serve as configured
+    why_unusable: why its devices cannot be used
+    serving: the UUIDs of the GPUs that serve devices, themselves or by a MIG instance
     """
     uuid = gpu.uuid or ""
     plan = snapshot.plan
@@ -319,6 +326,14 @@ def pool_json(
     reserved_for: str | None,
     free_for: str | None,
 ) -> answers.PoolJson:
+    """Return the pool as the API answers it.
+
+    reason: why it cannot be used; empty if it can
+    memory_free_mib: how much one more client can get
+    free_tenths: how much of the threads is not leased, in tenths of a percent
+    reserved_for: for whom the GPU is reserved, if it is
+    free_for: the only user who can lease from it; empty for no user, None for all
+    """
     is_counted = bool(pool.thread_percentage)
     return {
         "gpu_uuid": pool.gpu_uuid,
@@ -344,7 +359,7 @@ def pool_json(
 
 
 def domain_json(domain: DomainStatus, users: Sequence[ServedUser] = ()) -> answers.DomainJson:
-    """A domain, and the user whom it serves, if any."""
+    """Return the domain as the API answers it; `users` are those whom it serves now."""
     plan = domain.plan
     return {
         "name": plan.name,

@@ -98,7 +98,7 @@ def _unless_reported(condition: Condition, reported: Collection[str]) -> Conditi
 
 
 def is_pending_setting(condition: Condition) -> bool:
-    """Whether it is about a setting of a GPU that waits for what uses the GPU."""
+    """Return whether it is about a setting of a GPU that waits for what uses the GPU."""
     return condition.reason.code == reasons.SETTING_PENDING
 
 

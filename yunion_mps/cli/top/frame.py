@@ -424,7 +424,7 @@ def _cut(line: Line, state: ViewState) -> Line:
 
 
 def encode_line(line: Line, columns: int, *, utf8: bool, colour: bool) -> bytes:
-    """Return what draws the line in a row of a terminal."""
+    """Return the bytes that draw the line in a row of a terminal with this many columns."""
     width = 0
     pieces: list[str] = []
     for text, style in line:

@@ -147,7 +147,11 @@ def plan_writes(
     node: str,
     owner: OwnerReference | None,
 ) -> Writes:
-    """Return what to write; `existing` are the stored slices of the driver on this node, by name.
+    """Return what to write.
+
+    existing: the stored slices of the driver on this node, by name
+    desired: the devices of each slice
+    owner: the node, so that the slices are deleted with it; None if it is not known
 
     The generation is kept if a single slice changes; otherwise, schedulers ignore the old slices, and wait
     until they have all new ones.
