@@ -27,6 +27,7 @@ from yunion_mps.http.operations import (
 )
 from yunion_mps.observe.holdings import (
     ID_LENGTH,
+    client_with_pid,
     clients_of_device,
     clients_of_lease,
 )
@@ -88,7 +89,7 @@ def terminate_jobs(target: str, force: bool, yes: bool, output: str) -> None:
 
 def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationListJson:
     answer = call_daemon(GET_CLIENTS)
-    client = _client_of(answer, pid)
+    client = client_with_pid(pid, answer)
     if client is None and answer["errors"]:
         if force:
             unknown = "; ".join(answer["errors"])
@@ -106,14 +107,6 @@ def _terminate_process(pid: int, *, force: bool, yes: bool) -> TerminationListJs
     outside_mps = f"{process} runs outside MPS, so no MPS server disconnects it first. Terminate it?"
     confirm(outside_mps if client.get("mps") is False else f"Terminate {process}?", yes)
     return _terminations(call_daemon(TERMINATE_CLIENT, pid=pid, signals=_signals(force)))
-
-
-def _client_of(answer: ClientListJson, pid: int) -> AnyClient | None:
-    listed: list[AnyClient] = [*answer["clients"], *answer["waiting"]]
-    for client in listed:
-        if client["pid"] == pid:
-            return client
-    return None
 
 
 def _terminations(termination: TerminationJson) -> TerminationListJson:

@@ -434,6 +434,14 @@ def device_names(client: AnyClient) -> list[str]:
     return [name.strip() for name in (client["device"] or "").split(",") if name.strip()]
 
 
+def client_with_pid(pid: int, listed: ClientListJson) -> AnyClient | None:
+    """Return the client, served or waiting for a server, with this PID; None if there is none."""
+    for client in _all_clients(listed):
+        if client["pid"] == pid:
+            return client
+    return None
+
+
 def clients_of_device(address: str, listed: ClientListJson) -> list[AnyClient]:
     """Return the processes that were started with this device, including those that wait for a server."""
     return [client for client in _all_clients(listed) if address in device_names(client)]
@@ -456,10 +464,7 @@ def refuse_if_unknown(pid: int, listed: ClientListJson) -> None:
 
     A process that is killed while it is an MPS client can take other jobs with it.
     """
-    for client in _all_clients(listed):
-        if client["pid"] == pid:
-            return
-    if listed["errors"]:
+    if client_with_pid(pid, listed) is None and listed["errors"]:
         message = f"it is not known whether PID {pid} is an MPS client: {'; '.join(listed['errors'])}"
         hint = "try again once the MPS server answers; or, at the risk of that server's other jobs: "
         raise HostError(message, f"{hint}yunion-mps terminate {pid} --force", PROCESSES_UNKNOWN)

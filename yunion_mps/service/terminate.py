@@ -29,7 +29,7 @@ from yunion_mps.mps.clients import BusyServerError, terminate
 from yunion_mps.mps.conversation import OccupiedError
 from yunion_mps.mps.processes import find_control_program, is_server
 from yunion_mps.observe.clients import ClientService
-from yunion_mps.observe.holdings import clients_of_lease, refuse_if_unknown
+from yunion_mps.observe.holdings import client_with_pid, clients_of_lease, refuse_if_unknown
 from yunion_mps.observe.process_list import domain_of_failure, possible_client
 from yunion_mps.service.permissions import is_privileged
 from yunion_mps.supervisor import Supervisor
@@ -300,10 +300,9 @@ def find_client(listed: answers.ClientListJson, pid: int) -> AnyClient:
 
     Raises NotFoundError if there is none, and HostError if not all clients are known.
     """
-    clients: list[AnyClient] = [*listed["clients"], *listed["waiting"]]
-    for client in clients:
-        if client["pid"] == pid:
-            return client
+    client = client_with_pid(pid, listed)
+    if client is not None:
+        return client
     refuse_if_unknown(pid, listed)
     raise NotFoundError(f"PID {pid} is not an MPS client", _LIST_JOBS)
 
