@@ -169,18 +169,18 @@ class _Reader(MappingReader):
         if not isinstance(root, MappingNode):
             message = f"contains {quote(root)}, not a mapping"
             raise FileProblemError(self._problem(root, message, "begin the file with devices:"))
-        pairs, duplicates, invalid = distinct_pairs(root, _key_name)
-        for pair in invalid:
+        pairs = distinct_pairs(root, _key_name)
+        for pair in pairs.invalid:
             self._report_mistake(pair.key, merge_mistake(pair))
-        for duplicate in duplicates:
+        for duplicate in pairs.duplicates:
             if duplicate.pair.name in _FILE_KEYS:
                 mistake = duplicate.mistake
                 if duplicate.pair.name == "devices":
                     mistake = mistake._replace(hint="put all entries under one devices: key")
                 self._report_mistake(duplicate.pair.key, mistake)
-        for pair in pairs.values():
-            self._check_file_key(pair.name, pair.key, has_devices="devices" in pairs)
-        return {name: pair for name, pair in pairs.items() if name in _FILE_KEYS}
+        for pair in pairs.by_name.values():
+            self._check_file_key(pair.name, pair.key, has_devices="devices" in pairs.by_name)
+        return {name: pair for name, pair in pairs.by_name.items() if name in _FILE_KEYS}
 
     def _check_file_key(self, name: str, key: Node, *, has_devices: bool) -> None:
         """Refuse a key beside `devices` that is nearly one of ours."""

@@ -191,13 +191,13 @@ def _settings_of(file: str) -> tuple[list[_Setting], list[Problem]]:
     if not isinstance(root, MappingNode):
         hint = "write one key: value per line, as in the example"
         return [], [Problem(file, line_of(root), f"contains {quote(root)}, not a mapping", hint)]
-    pairs, duplicates, invalid = distinct_pairs(root, _key_name)
-    problems = [_problem(file, pair.key, merge_mistake(pair)) for pair in invalid]
-    for duplicate in duplicates:
+    pairs = distinct_pairs(root, _key_name)
+    problems = [_problem(file, pair.key, merge_mistake(pair)) for pair in pairs.invalid]
+    for duplicate in pairs.duplicates:
         if duplicate.pair.name in KEYS:
             problems.append(_problem(file, duplicate.pair.key, duplicate.mistake))
     settings = []
-    for pair in pairs.values():
+    for pair in pairs.by_name.values():
         if pair.name in KEYS:
             settings.append(_Setting(file, pair))
             continue

@@ -38,10 +38,17 @@ class Duplicate(NamedTuple):
         return Mistake(f"duplicate key {self.pair.name}", hint)
 
 
-def distinct_pairs(
-    mapping: Node, name_of: Callable[[str], str]
-) -> tuple[dict[str, Pair], list[Duplicate], list[Pair]]:
-    """Return the pairs of a mapping by name, the duplicates, and the merge keys that merge nothing.
+class DistinctPairs(NamedTuple):
+    """The pairs of a mapping."""
+
+    by_name: dict[str, Pair]
+    duplicates: list[Duplicate]
+    #: The merge keys that merge nothing.
+    invalid: list[Pair]
+
+
+def distinct_pairs(mapping: Node, name_of: Callable[[str], str]) -> DistinctPairs:
+    """Return the pairs of a mapping.
 
     A key twice with the same value is no duplicate. Of duplicates, the first one counts.
 
@@ -60,7 +67,7 @@ def distinct_pairs(
             pairs[pair.name] = pair
         elif not is_same(first.value, pair.value):
             duplicates.append(Duplicate(pair, first))
-    return pairs, duplicates, invalid
+    return DistinctPairs(pairs, duplicates, invalid)
 
 
 def merge_mistake(pair: Pair) -> Mistake:
@@ -99,11 +106,11 @@ class MappingReader:
 
         `name_of` returns the name of a key as written. Of duplicates, the first one counts.
         """
-        pairs, duplicates, invalid = distinct_pairs(mapping, name_of)
-        mistakes = [(duplicate.pair.key, duplicate.mistake) for duplicate in duplicates]
-        mistakes += [(pair.key, merge_mistake(pair)) for pair in invalid]
+        pairs = distinct_pairs(mapping, name_of)
+        mistakes = [(duplicate.pair.key, duplicate.mistake) for duplicate in pairs.duplicates]
+        mistakes += [(pair.key, merge_mistake(pair)) for pair in pairs.invalid]
         problems = [self._problem(key, mistake.what, mistake.hint) for key, mistake in mistakes]
-        return pairs, problems
+        return pairs.by_name, problems
 
     def _check_keys(
         self, nodes: Nodes, valid: Sequence[str], owner: str, reported: str | None = None

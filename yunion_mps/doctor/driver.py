@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from yunion_mps.containers.nodes import capability_nodes, missing_nodes
 from yunion_mps.core.errors import DriverError, HostError
@@ -153,19 +154,19 @@ def nodes(host: Host) -> Findings:
     if all(gpu.minor is None for gpu in ours):
         raise SkipError(f"the driver does not report the minor number of {unknown}")
     of_instances = missing_nodes(host.paths, ours)
-    missing, closed, groups = _node_access(host, _needed_nodes(host, ours, of_instances))
-    if missing:
+    access = _node_access(host, _needed_nodes(host, ours, of_instances))
+    if access.missing:
         hint = "create them: nvidia-modprobe -c 0 -u; at every boot: systemctl enable nvidia-persistenced"
-        return [problem(f"{', '.join(missing)}: missing, so no CUDA program can run", hint)]
-    if closed:
+        return [problem(f"{', '.join(access.missing)}: missing, so no CUDA program can run", hint)]
+    if access.closed:
         hint = (
             "until the next boot: chmod a+rw (a+r in nvidia-caps); permanently: set the option "
             "NVreg_DeviceFileMode=0666 of the nvidia module"
         )
-        return [problem(f"{', '.join(closed)}: accessible only to root", hint)]
+        return [problem(f"{', '.join(access.closed)}: accessible only to root", hint)]
     if of_instances:
         return [problem(error.message, error.hint) for error in of_instances.values()]
-    return [ok(_describe_access(groups, unknown))]
+    return [ok(_describe_access(access.groups, unknown))]
 
 
 def _describe_access(groups: Collection[int], unknown: str) -> str:
@@ -178,8 +179,19 @@ def _describe_access(groups: Collection[int], unknown: str) -> str:
     return text
 
 
-def _node_access(host: Host, needed: Mapping[str, int]) -> tuple[list[str], list[str], set[int]]:
-    """Return the nodes that are missing, those that are closed, and the groups to which others are open.
+class _NodeAccess(NamedTuple):
+    """Who can open device nodes."""
+
+    #: The paths of the nodes that do not exist.
+    missing: list[str]
+    #: The paths of those that only root can open.
+    closed: list[str]
+    #: The groups to which others are open.
+    groups: set[int]
+
+
+def _node_access(host: Host, needed: Mapping[str, int]) -> _NodeAccess:
+    """Return who can open the nodes.
 
     needed: the nodes below /dev, with the permissions that all users need.
     """
@@ -199,7 +211,7 @@ def _node_access(host: Host, needed: Mapping[str, int]) -> tuple[list[str], list
             groups.add(info.st_gid)
         elif not is_open:
             closed.append(path)
-    return missing, closed, groups
+    return _NodeAccess(missing, closed, groups)
 
 
 def _needed_nodes(host: Host, gpus: Iterable[Gpu], incomplete: Collection[str]) -> dict[str, int]:

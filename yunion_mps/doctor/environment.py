@@ -92,9 +92,11 @@ def of_command(host: Host, environ: Mapping[str, str], argv: Sequence[str]) -> F
             return [ok(f"{argv[0]} gives the container the environment of {device}, or refuses to start it")]
         subject = Subject(argv[0], variables_in(words, environ))
         findings = [] if _is_without_mps(host, subject) else variables.sharing_problems(words)
-        return [*findings, *_check(host, subject)] or [
-            ok(f"{argv[0]} gives the container the complete environment of {_client(host, subject)}")
-        ]
+        findings = [*findings, *_check(host, subject)]
+        if findings:
+            return findings
+        client = _client(host, subject)
+        return [ok(f"{argv[0]} gives the container the complete environment of {client}")]
     for path in (program, *argv[1:]):
         environ = {**environ, **_assignments_in(path)}
     if os.path.basename(argv[0]) == "yunion-mps" and argv[1:2] == ["run"]:

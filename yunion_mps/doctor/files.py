@@ -217,7 +217,11 @@ def denials(host: Host) -> Findings:
         return [_summarise_denials(lines, permissive=enforcing == "0")]
     if not readable:
         raise invisible("the logs of denials (audit.log, dmesg)")
-    state = {"1": "SELinux is enforcing", "0": "SELinux is permissive"}.get(enforcing, "AppArmor is active")
+    state = "AppArmor is active"
+    if enforcing == "1":
+        state = "SELinux is enforcing"
+    elif enforcing == "0":
+        state = "SELinux is permissive"
     return [ok(f"{state}; no denials for MPS in the last day")]
 
 

@@ -50,6 +50,8 @@ SETTINGS = ("ProtectSystem", "ProtectHome", "PrivateTmp", *_LISTS)
 _UNIT_DIRECTORIES = ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system")
 _NO = ("", "no", "false", "off", "0")
 _HOMES = ("/home", "/root", "/run/user")
+#: What ProtectHome makes of them, by its value; everything else makes them inaccessible.
+_HOME_MODES = {"read-only": READ_ONLY, "tmpfs": PRIVATE}
 _PROTECTED = {"strict": ("/",), "full": ("/usr", "/boot", "/efi", "/etc")}
 #: Where the directories that a unit asks for are created.
 _CREATED = {
@@ -171,7 +173,7 @@ class Sandbox:
             for path in ("/dev", "/proc", "/sys"):
                 yield Rule(self.resolve(path), WRITABLE, "")
         if home not in _NO:
-            mode = {"read-only": READ_ONLY, "tmpfs": PRIVATE}.get(home, INACCESSIBLE)
+            mode = _HOME_MODES.get(home, INACCESSIBLE)
             for path in _HOMES:
                 yield Rule(self.resolve(path), mode, f"ProtectHome={home}")
         if tmp not in _NO:

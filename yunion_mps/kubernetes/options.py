@@ -138,18 +138,19 @@ class NamedConfiguration(NamedTuple):
 
 def _resource(key: str, node: Node) -> str:
     value = value_of(node)
-    match = isinstance(value, str) and re.fullmatch(f"(?P<domain>{_DOMAIN})/(?P<name>{_NAME})", value)
-    domain = match["domain"] if match else ""
-    if (
-        not match
-        or "kubernetes.io" in domain
-        or domain.startswith("requests.")  # the quota's name for another resource
-        or len(domain) > _MAX_DOMAIN
-        or len(match["name"]) > _MAX_NAME
-    ):
+    if not isinstance(value, str) or not _is_extended_resource(value):
         hint = "write a domain and a name, for example yunion.io/mps"
         raise InvalidValueError(key, node, "not the name of an extended resource", hint)
-    return match[0]
+    return value
+
+
+def _is_extended_resource(value: str) -> bool:
+    match = re.fullmatch(f"(?P<domain>{_DOMAIN})/(?P<name>{_NAME})", value)
+    if match is None or len(match["domain"]) > _MAX_DOMAIN or len(match["name"]) > _MAX_NAME:
+        return False
+    if match["domain"].startswith("requests."):  # the quota's name for another resource
+        return False
+    return "kubernetes.io" not in match["domain"]
 
 
 def _metrics_address(key: str, node: Node) -> str:

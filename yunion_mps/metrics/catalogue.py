@@ -209,6 +209,46 @@ def _ratio(percent: float | None) -> float | None:
     return None if percent is None else round(percent / 100, 6)
 
 
+def _gpu_clients(facts: Facts, gpu: GpuJson) -> int | None:
+    use = _gpu_use(facts, gpu)
+    return None if use is None else use.clients
+
+
+def _outside_mps(facts: Facts, gpu: GpuJson) -> int | None:
+    use = _gpu_use(facts, gpu)
+    return None if use is None else use.outside_mps
+
+
+def _device_clients(facts: Facts, device: DeviceJson) -> int | None:
+    use = _device_use(facts, device)
+    return None if use is None else use.clients
+
+
+def _device_bytes(facts: Facts, device: DeviceJson) -> int | None:
+    use = _device_use(facts, device)
+    return None if use is None else use.mib * MIB
+
+
+def _device_sm_ratio(facts: Facts, device: DeviceJson) -> float | None:
+    use = facts.latest.devices.get(device["addr"])
+    return None if use is None else _ratio(use.sm)
+
+
+def _domain_servers(facts: Facts, domain: DomainStatus) -> int | None:
+    use = _domain_use(facts, domain)
+    return None if use is None else use.servers
+
+
+def _domain_clients(facts: Facts, domain: DomainStatus) -> int | None:
+    use = _domain_use(facts, domain)
+    return None if use is None else use.clients
+
+
+def _started_s(facts: Facts, domain: DomainStatus) -> float | None:
+    use = _domain_use(facts, domain)
+    return None if use is None else use.started_s or None
+
+
 def _state_since_s(facts: Facts, domain: DomainStatus) -> float | None:
     if not domain.since_s:
         return None
@@ -298,10 +338,10 @@ CATALOGUE = (
          "missing in MIG mode, where its instances have the devices.",
          lambda _, gpu: _is_enforced(gpu)),
     _gpu("yunion_mps_gpu_clients", "Number of processes that use the GPU, not counting those outside MPS.",
-         lambda facts, gpu: (use := _gpu_use(facts, gpu)) and use.clients),
+         _gpu_clients),
     _gpu("yunion_mps_gpu_processes_outside_mps",
          "Number of processes that use the GPU outside MPS, where no budget applies.",
-         lambda facts, gpu: (use := _gpu_use(facts, gpu)) and use.outside_mps),
+         _outside_mps),
     _gpu("yunion_mps_over_budget_terminations_total",
          "Total number of processes on the GPU terminated by over_budget: terminate since the "
          "daemon started.",
@@ -323,7 +363,7 @@ CATALOGUE = (
             lambda facts, device: _bytes(_budget(facts, device)[0])),
     _device("yunion_mps_device_memory_used_bytes",
             "Memory of the GPU that the clients of the device use.",
-            lambda facts, device: (use := _device_use(facts, device)) and use.mib * MIB),
+            _device_bytes),
     _device("yunion_mps_device_memory_peak_bytes",
             "Peak memory use of the device since its lease began, as polled.",
             lambda facts, device: _bytes(facts.peaks_mib.get(device["addr"]))),
@@ -332,9 +372,9 @@ CATALOGUE = (
             lambda facts, device: _ratio(_budget(facts, device)[1])),
     _device("yunion_mps_device_sm_utilization_ratio",
             "Fraction of the time in which kernels of the device's clients ran, as sampled by the driver.",
-            lambda facts, device: (use := facts.latest.devices.get(device["addr"])) and _ratio(use.sm)),
+            _device_sm_ratio),
     _device("yunion_mps_device_clients", "Number of processes that use the device.",
-            lambda facts, device: (use := _device_use(facts, device)) and use.clients),
+            _device_clients),
 
     _state("yunion_mps_domain_state",
            "State of the domain: 1 for the current state, 0 for all others.", LEGAL_CHANGES,
@@ -343,7 +383,7 @@ CATALOGUE = (
             "Unix time at which the domain entered its state.", _state_since_s),
     _domain("yunion_mps_domain_start_time_seconds",
             "Unix time at which the control daemon of the domain started; missing if none runs.",
-            lambda facts, domain: (use := _domain_use(facts, domain)) and (use.started_s or None)),
+            _started_s),
     _domain("yunion_mps_domain_restarts_total",
             "Total number of times that the control daemon of the domain ended or failed.",
             lambda _, domain: domain.restarts, COUNTER),
@@ -353,9 +393,9 @@ CATALOGUE = (
     _domain("yunion_mps_domain_gpus", "Number of GPUs that the domain serves.",
             lambda _, domain: len(domain.plan.gpu_uuids)),
     _domain("yunion_mps_domain_servers", "Number of MPS servers of the domain.",
-            lambda facts, domain: (use := _domain_use(facts, domain)) and use.servers),
+            _domain_servers),
     _domain("yunion_mps_domain_clients", "Number of processes that use the domain's GPUs through MPS.",
-            lambda facts, domain: (use := _domain_use(facts, domain)) and use.clients),
+            _domain_clients),
     _domain("yunion_mps_domain_probe_duration_seconds",
             "Time that the control daemon took to answer the last probe.",
             lambda facts, domain: facts.probe_s.get(domain.plan.name)),

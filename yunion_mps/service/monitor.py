@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from yunion_mps.core.conditions import Condition
 from yunion_mps.core.enums import ABOUT_DRIVER, IMPAIRED
@@ -46,6 +46,15 @@ LAST_RETRY_S = 600.0
 _EVENTS_END_S = 10.0
 #: How often time slices are compared: nvidia-smi reads them, one GPU after the other.
 COMPARE_S = 300.0
+
+
+class _Polled(NamedTuple):
+    """What a poll reads from the driver."""
+
+    inventory: Inventory
+    #: The processes on each GPU (UUID).
+    processes: Processes
+    load: Load
 
 
 class Monitor:
@@ -139,11 +148,11 @@ class Monitor:
             try:
                 if self._must_initialise:
                     await self._initialise_again(nvml)
-                inventory, processes, load = await on_thread(lambda: self._read_gpus(nvml))
-                if self._may_find_more(inventory) and await self._initialise_again(nvml):
-                    inventory, processes, load = await on_thread(lambda: self._read_gpus(nvml))
-                    self._note_not_found(inventory)
-                self._not_found &= not_found(inventory)
+                polled = await on_thread(lambda: self._read_gpus(nvml))
+                if self._may_find_more(polled.inventory) and await self._initialise_again(nvml):
+                    polled = await on_thread(lambda: self._read_gpus(nvml))
+                    self._note_not_found(polled.inventory)
+                self._not_found &= not_found(polled.inventory)
             except ShortageError as error:  # which says nothing about the GPUs
                 self._note_shortage(error)
                 return
@@ -160,12 +169,12 @@ class Monitor:
             self._failures.clear()
             supervisor.end_condition(ABOUT_DRIVER)
             supervisor.check_pipe_directories()
-            supervisor.jobs.update(processes, began_s)
-            supervisor.settings.note_processes(processes)
-            supervisor.update_gpus(inventory, loop.time())
-            self._usage.record(processes, load, began_s)
-            self._instances.note(processes)
-            self._renew_events(inventory)
+            supervisor.jobs.update(polled.processes, began_s)
+            supervisor.settings.note_processes(polled.processes)
+            supervisor.update_gpus(polled.inventory, loop.time())
+            self._usage.record(polled.processes, polled.load, began_s)
+            self._instances.note(polled.processes)
+            self._renew_events(polled.inventory)
         if time.monotonic() >= self._compare_s:
             self._compare_s = time.monotonic() + COMPARE_S
             supervisor.settings.reconciler.compare()
@@ -179,16 +188,16 @@ class Monitor:
             return
         async with self._reloader.lock:
             with contextlib.suppress(DriverError, ShortageError):  # which the next poll reports
-                _, processes, load = await on_thread(lambda: self._read_gpus(nvml))
-                self._usage.record(processes, load, began_s)
+                polled = await on_thread(lambda: self._read_gpus(nvml))
+                self._usage.record(polled.processes, polled.load, began_s)
 
-    def _read_gpus(self, nvml: Nvml) -> tuple[Inventory, Processes, Load]:
+    def _read_gpus(self, nvml: Nvml) -> _Polled:
         """Return everything that a poll reads from the driver; thread-safe."""
         inventory = self._scanner.scan(nvml)
         processes = nvml.processes()
         busy = [uuid for uuid, pids in processes.items() if pids]
         load = nvml.load(busy, time.time() - POLL_S).with_idle(processes)
-        return inventory, processes, load
+        return _Polled(inventory, processes, load)
 
     async def _open_driver(self) -> Nvml | None:
         """Open NVML if the daemon waits for the driver, as after a boot; None if it does not work yet."""

@@ -25,6 +25,8 @@ WHOLE = 1_000_000
 
 #: The codes of styles (ECMA-48, SGR).
 _SGR = {"bold": "1", "dim": "2", "good": "32", "warn": "33", "bad": "31", "head": "7"}
+_STATE_STYLES = {"ready": "good", "degraded": "warn", "failed": "bad"}
+_SEVERITY_STYLES = {"warning": "warn", "error": "bad"}
 #: Each column's heading in both tables; what only GPUs have shares a column with what only devices have.
 _HEADINGS = {
     "GPU": {
@@ -160,7 +162,7 @@ def _header(scene: Scene, outage: Outage | None, now_s: float) -> list[Line]:
             notice = f"no answer since {clock(outage.since_s)}; showing the last data"
             return [[begin, (notice, "bad")], *why, _counts(scene)]
     driver = status["driver"]["version"]
-    style = {"ready": "good", "degraded": "warn", "failed": "bad"}.get(status["state"], "")
+    style = _STATE_STYLES.get(status["state"], "")
     return [
         [begin, (status["state"], style), (f"  driver {driver}" if driver else "", "")],
         _counts(scene),
@@ -387,7 +389,7 @@ def _events(scene: Scene, state: ViewState, room: int, now_s: float) -> list[Lin
         form = "%H:%M:%S" if now_s - then_s < 86400 else "%d %b  "
         when = time.strftime(form, time.localtime(then_s))
         severity = event["severity"] if event["severity"] == "info" else event["severity"].upper()
-        style = {"warning": "warn", "error": "bad"}.get(event["severity"], "")
+        style = _SEVERITY_STYLES.get(event["severity"], "")
         cause = f" ({event['cause'].splitlines()[0]})" if event["cause"] else ""
         text = f"{event['kind']} {event['subject']}".rstrip() + f": {event['what']}{cause}"
         lines.append([(f"{when} ", ""), (f"{severity:7} ", style), (text, "")])

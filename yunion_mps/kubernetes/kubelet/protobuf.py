@@ -51,9 +51,22 @@ class Message:
     def __init_subclass__(cls) -> None:
         for name, hint in get_type_hints(cls).items():
             arguments = get_args(hint)
-            collection = {tuple: tuple, Mapping: dict}.get(get_origin(hint))
-            kind = arguments[1 if collection is dict else 0] if arguments else hint
-            default = collection or (type(None) if arguments else kind)
+            collection: type[Any] | None = None
+            default: Any
+            if get_origin(hint) is tuple:
+                kind = arguments[0]
+                collection = tuple
+                default = tuple
+            elif get_origin(hint) is Mapping:
+                kind = arguments[1]
+                collection = dict
+                default = dict
+            elif arguments:  # an optional message
+                kind = arguments[0]
+                default = type(None)
+            else:
+                kind = hint
+                default = hint
             metadata = {"number": getattr(cls, name), "kind": kind, "collection": collection}
             setattr(cls, name, field(default_factory=default, metadata=metadata))
         dataclass(frozen=True)(cls)
