@@ -34,8 +34,10 @@ def cap_memory(*frameworks: str) -> dict[str, int]:
     memory_mib = _budget_mib(os.environ)
     if memory_mib is None:
         return {}
+    if not frameworks:
+        frameworks = tuple(name for name in _CAPS if name in sys.modules)
     capped = {}
-    for name in frameworks or [name for name in _CAPS if name in sys.modules]:
+    for name in frameworks:
         try:
             if _CAPS[name](import_module(name), memory_mib):
                 capped[name] = memory_mib

@@ -402,10 +402,13 @@ def _gpu_record(gpu: Gpu, plan: Plan, after: Plan) -> GpuRecord:
     if len({(device.memory_limit_mib, device.thread_percentage) for device in devices}) == 1:
         memory_mib = devices[0].memory_limit_mib
         percentage = devices[0].thread_percentage
-    mode = plan.compute_modes.get(gpu.uuid or "")
-    changes = mode and mode != gpu.compute_mode
+    compute_mode = gpu.compute_mode
+    desired_mode = plan.compute_modes.get(gpu.uuid or "")
+    if desired_mode and desired_mode != compute_mode:
+        compute_mode = f"{compute_mode or 'unknown'} -> {desired_mode}"
     is_enforced = enforces_budgets(gpu) and sharing != TIME_SLICING
-    is_enforced = is_enforced and all(device.budget_enforced for device in devices)
+    if not all(device.budget_enforced for device in devices):
+        is_enforced = False
     reason: str = gpu.reason or plan.unavailable.get(gpu.pci_address, NO_REASON)
     if not (reason or sharing or devices):
         reason = _why_not_divided(plan)
@@ -417,10 +420,10 @@ def _gpu_record(gpu: Gpu, plan: Plan, after: Plan) -> GpuRecord:
         "division": describe_layout(plan, gpu) if sharing == MIG else describe_division(plan, gpu.uuid),
         "memory_limit_mib": memory_mib,
         "thread_percentage": percentage,
-        "compute_mode": f"{gpu.compute_mode or 'unknown'} -> {mode}" if changes else gpu.compute_mode,
+        "compute_mode": compute_mode,
         "domain": _domain_of(gpu, plan),
         "budget_enforced": is_enforced,
-        "why_unenforced": why_unenforced(gpu, sharing or "") if not is_enforced else "",
+        "why_unenforced": "" if is_enforced else why_unenforced(gpu, sharing or ""),
         "sharing": sharing,
         "time_slice": plan.time_slices.get(gpu.uuid or ""),
         "reason": reason,

@@ -242,12 +242,15 @@ def _budget(lease: LeaseRecordJson) -> str:
     for gpu in lease["gpus"]:
         memory_mib = total_mib(budget["memory_mib"] for budget in lease["budgets"] if budget["gpu"] == gpu)
         amount = "an unknown amount" if memory_mib is None else f"{memory_mib} MiB"
-        amounts.append(f"{amount} of {gpu if len(lease['gpus']) > 1 else 'memory'}")
+        of_what = gpu if len(lease["gpus"]) > 1 else "memory"
+        amounts.append(f"{amount} of {of_what}")
     memory = " and ".join(amounts)
     percentage = lease["environment"].get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
     if percentage:
         return f"{memory}, {percentage} % of the SM threads"
-    return f"{memory}, {'a whole MIG instance' if lease['sharing'] == NOT_SHARED else lease['sharing']}"
+    if lease["sharing"] == NOT_SHARED:
+        return f"{memory}, a whole MIG instance"
+    return f"{memory}, {lease['sharing']}"
 
 
 def _become(argv: tuple[str, ...], environment: Mapping[str, str]) -> NoReturn:

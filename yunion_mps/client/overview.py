@@ -96,7 +96,10 @@ def notable_way(gpu: GpuJson) -> str:
 
 def short_name(gpu: GpuJson) -> str:
     """Return its name; for a MIG instance the profile, because its row follows its GPU's."""
-    return f"MIG {gpu['mig_profile']}" if gpu["mig_profile"] else (gpu["name"] or "").removeprefix("NVIDIA ")
+    if gpu["mig_profile"]:
+        return f"MIG {gpu['mig_profile']}"
+    name = gpu["name"] or ""
+    return name.removeprefix("NVIDIA ")
 
 
 def page(host: HostOverview) -> dict[str, object]:

@@ -130,7 +130,9 @@ def _syntax_problem(path: str, text: bytes, error: Any) -> FileProblemError:
     """Return the problem of a syntax error, or of a character near it that is not what it looks like."""
     lines = _lines_of(text)
     for place in (error.problem_mark, error.context_mark):
-        for number in (place.line, place.line - 1) if place else ():
+        if place is None:
+            continue
+        for number in (place.line, place.line - 1):
             mistake = _look_alike_in_line(lines[number]) if 0 <= number < len(lines) else None
             if mistake:
                 return _problem(path, number + 1, mistake.what, mistake.hint)
@@ -215,7 +217,9 @@ def value_of(node: Node) -> Any:
     kind = node.tag.rpartition(":")[2]
     if not isinstance(node, ScalarNode) or kind not in ("int", "bool", "float", "null", "str"):
         return node
-    if kind != "str" and (len(node.value) > _MAX_NUMBER or (kind in ("int", "float") and ":" in node.value)):
+    if kind != "str" and len(node.value) > _MAX_NUMBER:
+        return node.value
+    if kind in ("int", "float") and ":" in node.value:
         return node.value  # YAML 1.1's sexagesimal numbers are strings for Cloudpods, as in YAML 1.2
     try:
         return getattr(_construct, f"construct_yaml_{kind}")(node)

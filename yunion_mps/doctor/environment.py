@@ -172,10 +172,12 @@ def of_logins(host: Host) -> Findings:
             for finding in variables.misspelt(environ):
                 yield finding._replace(what=f"{path}: {finding.what}")
             for name in (variables.PIPE, variables.VISIBLE, variables.MEMORY, variables.THREADS):
-                is_ours = name == variables.PIPE and _domain_at(host, Subject("", environ))
-                if name in environ and not is_ours:
-                    text = f"{path} sets {name}={environ[name]} for every user"
-                    yield warning(text, f"remove that line from {path}")
+                if name not in environ:
+                    continue
+                if name == variables.PIPE and _domain_at(host, Subject("", environ)):
+                    continue
+                text = f"{path} sets {name}={environ[name]} for every user"
+                yield warning(text, f"remove that line from {path}")
 
 
 def _check(host: Host, subject: Subject) -> Iterator[Finding]:

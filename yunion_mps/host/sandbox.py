@@ -211,7 +211,9 @@ def _settings_of_files(paths: Paths) -> Settings:
                 if name.endswith(".conf"):
                     drop_ins.setdefault(name, f"{directory}/{UNIT}.d/{name}")
     texts = [read_text(drop_ins[name]) for name in sorted(drop_ins)]
-    return parse_unit_settings([read_text(file), *texts]) if file else parse_unit_settings(texts, SHIPPED)
+    if file:
+        return parse_unit_settings([read_text(file), *texts])
+    return parse_unit_settings(texts, SHIPPED)
 
 
 def parse_unit_settings(texts: Iterable[str], before: Settings | None = None) -> Settings:

@@ -69,8 +69,10 @@ def socket_holders(inodes: Collection[int], search_s: float = _SEARCH_S) -> dict
     """Return how many of these sockets each process has open, by PID, as found in `search_s` of CPU time."""
     end_s = time.thread_time() + search_s
     links = {f"socket:[{inode}]" for inode in inodes}
-    counts = {}
-    for pid in all_pids() if links else []:
+    counts: dict[int, int] = {}
+    if not links:
+        return counts
+    for pid in all_pids():
         if time.thread_time() > end_s:
             break
         if count := count_open(pid, links):

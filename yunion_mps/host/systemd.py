@@ -61,6 +61,8 @@ def watchdog_interval_s() -> float | None:
     """Return half the interval in which systemd expects a sign of life; None if it expects none."""
     text = os.environ.get("WATCHDOG_USEC", "")
     pid = os.environ.get("WATCHDOG_PID", "")
-    if not text.isdigit() or int(text) == 0 or (pid and pid != str(os.getpid())):
+    if not text.isdigit() or int(text) == 0:
+        return None
+    if pid and pid != str(os.getpid()):
         return None
     return int(text) / 2_000_000

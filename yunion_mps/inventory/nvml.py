@@ -347,12 +347,13 @@ def _load(handle: Any) -> GpuLoad:
     # Without the memory that the driver reserves (nvmlMemory_v2_t), like nvidia-smi; before 510 there is only
     # version 1.
     memory = optional(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
-    memory = memory or optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    if memory is None:
+        memory = optional(pynvml.nvmlDeviceGetMemoryInfo, handle)
     power_mw = optional(pynvml.nvmlDeviceGetPowerUsage, handle)
     limit_mw = optional(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     return GpuLoad(
-        utilization=rates and rates.gpu,
-        memory_used_mib=memory and memory.used // MIB,
+        utilization=None if rates is None else rates.gpu,
+        memory_used_mib=None if memory is None else memory.used // MIB,
         temperature_c=optional(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
         power_w=None if power_mw is None else power_mw / 1000,
         power_limit_w=None if limit_mw is None else limit_mw / 1000,

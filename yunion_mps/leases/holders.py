@@ -234,7 +234,9 @@ _CLAIM = re.compile(r"claim:(?P<namespace>[^/]+)/(?P<claim>[^@]+)@.+")
 
 
 def _claim(holder: Holder) -> re.Match[str] | None:
-    return _CLAIM.fullmatch(holder.name) if holder.binding == "name" and holder.uid == 0 else None
+    if holder.binding != "name" or holder.uid != 0:
+        return None
+    return _CLAIM.fullmatch(holder.name)
 
 
 def with_container(lease: Lease, container: Holder) -> Lease:

@@ -346,7 +346,9 @@ class Ledger:
             for device in lease.devices:
                 present = divided.get(device.id)
                 # Most leased devices are the plan's own objects: comparing thousands of budgets takes long.
-                is_same = present is device or (present and _budget(present) == _budget(device))
+                is_same = present is device
+                if present is not None and not is_same:
+                    is_same = _budget(present) == _budget(device)
                 if device.gpu_uuid in gpus and not is_same:
                     leases, ids = former.setdefault(device.gpu_uuid, ({}, set()))
                     leases[lease.id] = lease

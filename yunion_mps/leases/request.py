@@ -130,11 +130,13 @@ class QueuedRequest(NamedTuple):
 
         Requests are the same if they have the same content, and the same idempotency key or named holder.
         """
-        is_named = self.holder.name != "" and self.holder.name == lease.holder.name
-        is_same_owner = self.holder.owner == lease.holder.owner
+        if lease.request != self.sent:
+            return False
+        has_same_name = self.holder.name != "" and self.holder.name == lease.holder.name
+        if has_same_name and self.holder.owner == lease.holder.owner:
+            return True
         has_same_key = self.idempotency_key != "" and self.idempotency_key == lease.idempotency_key
-        is_retry = has_same_key and self.holder == lease.holder
-        return lease.request == self.sent and ((is_named and is_same_owner) or is_retry)
+        return has_same_key and self.holder == lease.holder
 
 
 #: The members of a stored request of earlier versions, which had a list, by position. The last item may be an

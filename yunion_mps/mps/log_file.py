@@ -328,13 +328,15 @@ def events_of(news: LogNews, plan: DomainPlan, servers: Collection[int]) -> list
     for outcome in news.outcomes:
         if outcome.kind == NOT_STARTED:
             failed.setdefault(None if plan.multiuser else outcome.uid, []).append(outcome)
-    events = []
+    events: list[Event] = []
     for outcome in news.outcomes:
         event = None if outcome.kind == NOT_STARTED else _outcome_event(outcome, plan)
         if event:
             events.append(event)
     events += [_failed_starts(outcomes, plan) for outcomes in failed.values()]
-    users = set() if plan.multiuser else {line.uid for line in news.waiting if line.uid is not None}
+    if plan.multiuser:
+        return events
+    users = {line.uid for line in news.waiting if line.uid is not None}
     for uid in sorted(users):
         event = _waiting_event(news.waiting, uid, plan.name, servers)
         if event:

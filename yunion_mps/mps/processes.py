@@ -100,8 +100,10 @@ def server_path(program: str) -> str:
     So its own directory comes first.
     """
     usual = client_variables("")["PATH"]
-    beside = os.path.dirname(program)
-    return usual if not beside or beside in usual.split(os.pathsep) else f"{beside}{os.pathsep}{usual}"
+    own = os.path.dirname(program)
+    if not own or own in usual.split(os.pathsep):
+        return usual
+    return f"{own}{os.pathsep}{usual}"
 
 
 def pipe_directory_in(environment: Mapping[str, str]) -> str:
@@ -134,7 +136,8 @@ class MpsProcess(NamedTuple):
     plan: DomainPlan | None = None
 
     def __str__(self) -> str:
-        return f"{'an MPS server' if self.is_server else 'a control daemon'} (PID {self.pid})"
+        kind = "an MPS server" if self.is_server else "a control daemon"
+        return f"{kind} (PID {self.pid})"
 
 
 FindProcesses = Callable[[], Sequence[MpsProcess]]
@@ -152,10 +155,12 @@ def our_processes() -> list[MpsProcess]:
     ours = []
     for pid in reversed(all_pids()):
         program = program_name(pid)
-        if program in (PROGRAM, SERVER) or pid in recorded or (_STARTING in recorded and program):
-            process = _identify(pid, program, recorded.get(pid))
-            if process:
-                ours.append(process._replace(plan=plans.get((process.pipe_directory, process.gpu_uuids))))
+        is_candidate = program in (PROGRAM, SERVER) or pid in recorded
+        if _STARTING in recorded and program:
+            is_candidate = True
+        process = _identify(pid, program, recorded.get(pid)) if is_candidate else None
+        if process:
+            ours.append(process._replace(plan=plans.get((process.pipe_directory, process.gpu_uuids))))
     return ours
 
 
@@ -248,8 +253,11 @@ class AdoptionOrder(NamedTuple):
 
 
 def adoption_order(pid: int) -> AdoptionOrder | None:
+    """Return the order to adopt this process; None if there is none."""
     order = _read_order()
-    return order if order and order.pid == pid and order.started_ticks == started_ticks(pid) else None
+    if order is None or order.pid != pid or order.started_ticks != started_ticks(pid):
+        return None
+    return order
 
 
 def _order_of_server(started: int, environment: Mapping[str, str]) -> AdoptionOrder | None:

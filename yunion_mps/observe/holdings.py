@@ -517,6 +517,8 @@ def distribute(
     That is also so if the budgets are unknown.
     """
     for address in addresses:
-        part_mib = used_mib if address == addresses[-1] else min(used_mib, budgets_mib.get(address) or 0)
+        part_mib = used_mib
+        if address != addresses[-1]:
+            part_mib = min(used_mib, budgets_mib.get(address) or 0)
         yield address, part_mib
         used_mib -= part_mib

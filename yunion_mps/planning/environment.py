@@ -34,7 +34,9 @@ def process_percentage(devices: Sequence[Device], environment: Mapping[str, str]
     Under MPS, devices of one GPU add up; devices that are not shared through MPS do not.
     """
     limit = environment.get(_THREADS_VARIABLE)
-    return float(limit) if limit else min((device.thread_percentage for device in devices), default=0.0)
+    if limit:
+        return float(limit)
+    return min((device.thread_percentage for device in devices), default=0.0)
 
 
 def sharing_of(devices: Sequence[Device]) -> str:

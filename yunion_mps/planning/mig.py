@@ -204,8 +204,11 @@ def change_to(
     create: list[Placement] = []
     for place in places:
         instance = by_place.get((place.profile.name, place.start))
-        is_kept = instance and (place.is_whole or not instance.uuid or instance.id in fixed)
-        if instance is None or not is_kept:
+        if instance is None:
+            create.append(place)
+            continue
+        is_undesired_device = bool(instance.uuid) and not place.is_whole
+        if is_undesired_device and instance.id not in fixed:
             create.append(place)
             continue
         keep.append(instance)

@@ -35,8 +35,8 @@ class InstanceCheck:
     def note(self, processes: Processes, granting: Lease | None = None) -> None:
         """Note which whole instances processes without a lease use; `granting` does not count yet."""
         leased = set(self._queries.ledger.ways_of_sharing())
-        for device in granting.devices if granting else ():
-            leased.discard(device.gpu_uuid)
+        if granting:
+            leased.difference_update(device.gpu_uuid for device in granting.devices)
         reasons: dict[str, Reason] = {}
         for uuid in _whole(self._supervisor.snapshot().plan.devices):
             reason = NO_REASON if uuid in leased else _describe_use(processes.get(uuid, {}))
@@ -50,8 +50,8 @@ class InstanceCheck:
         Use by other processes matters only if the lease is new. If the driver does not answer, the reason is
         empty, too.
         """
-        nvml = self._supervisor.nvml if any(device.is_on_instance for device in lease.devices) else None
-        if nvml is None:
+        nvml = self._supervisor.nvml
+        if nvml is None or not any(device.is_on_instance for device in lease.devices):
             return NO_REASON
         slow = HostError("the driver is slow to answer", "")
         try:

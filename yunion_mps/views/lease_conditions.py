@@ -225,8 +225,10 @@ def _over_budget(holding: Holding, terminating_gpus: Collection[str]) -> Conditi
     text = f"{holding.named} uses {holding.used_mib} of {holding.budget_mib} MiB: {processes}"
     if holding.lease and holding.gpu in terminating_gpus:
         newest = max(holding.processes, key=lambda process: start_order(process.started, process.pid))
-        which = f"PID {newest.pid}, the newest process," if more and newest.pid else "the newest process"
-        text += f"; if this lasts, {which} will be terminated"
+        victim = "the newest process"
+        if more and newest.pid:
+            victim = f"PID {newest.pid}, the newest process,"
+        text += f"; if this lasts, {victim} will be terminated"
     condition = _of_process(largest.pid, text, reasons.OVER_BUDGET, BROKEN, holding.gpu)
     return condition._replace(devices=holding.devices)
 

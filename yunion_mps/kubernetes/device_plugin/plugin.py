@@ -233,5 +233,7 @@ def _topology(numa_node: int | None) -> TopologyInfo | None:
 
 
 def _refusal(error: YunionError) -> RpcError:
-    status = StatusCode.UNAVAILABLE if isinstance(error, UnreachableError) else StatusCode.FAILED_PRECONDITION
+    status = StatusCode.FAILED_PRECONDITION
+    if isinstance(error, UnreachableError):
+        status = StatusCode.UNAVAILABLE
     return RpcError(status, printable(error.message_with_hint))
