@@ -333,8 +333,8 @@ def _wait(timeout_s: int | None) -> StatusJson:
         if not pending:
             _refuse_if_still_pending(status)
             if announced:
-                is_rest = bool(_pending(status, {SETTING_PENDING}))
-                print_notice(_REST if is_rest else "all changes are in effect")
+                is_in_effect = not _pending(status, {SETTING_PENDING})
+                print_notice("all changes are in effect" if is_in_effect else _REST)
             return status
         is_lasting = pending == before or any(wait["code"] in _AWAITED for wait in waits)
         if pending != announced and is_lasting:  # a start of a control daemon is over in a moment
@@ -388,7 +388,8 @@ def _refuse_if_not_serving(status: StatusJson) -> None:
             codes.add(domain["reason_code"])
     if errors:
         hint = "the configuration was reloaded; see: yunion-mps status"
-        raise YunionError("\n".join(errors), hint, codes.pop() if len(codes) == 1 else "")
+        code = codes.pop() if len(codes) == 1 else ""
+        raise YunionError("\n".join(errors), hint, code)
 
 
 @click.command("daemon-reexec", hidden=True)

@@ -311,7 +311,8 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 def _is_similar(name: str, word: str) -> bool:
     """Return whether the two differ in few letters and in length by few."""
-    return abs(len(name) - len(word)) <= 3 and len(set(name.lower()) ^ set(word.lower())) <= 4
+    different_letters = set(name.lower()) ^ set(word.lower())
+    return abs(len(name) - len(word)) <= 3 and len(different_letters) <= 4
 
 
 def _problem(path: str, line: int | None, message: str, hint: str) -> FileProblemError:

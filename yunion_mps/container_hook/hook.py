@@ -56,7 +56,8 @@ def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_
     container: Mapping[str, Any] = {}
     try:
         missing = arguments[2:] if arguments[1:2] == [MISSING_NODES_ARGUMENT] else []
-        if len(arguments) != 1 and arguments[1:] != [UNSERVED_ARGUMENT] and len(missing) != 2:
+        is_valid = len(arguments) == 1 or arguments[1:] == [UNSERVED_ARGUMENT] or len(missing) == 2
+        if not is_valid:
             raise HostError("cdi-hook can only be called by a container engine", "see: yunion-mps run --help")
         container = read_state(state)
         name = arguments[0]

@@ -67,7 +67,9 @@ class Container(NamedTuple):
         """The namespace, pod and container; empty if it is in no pod, or if they are unknown."""
         kind, _, path = self.name.partition(" ")
         parts = tuple(path.split("/"))
-        return parts if kind == "pod" and len(parts) == len(_ANNOTATIONS[0]) else ()
+        if kind != "pod" or len(parts) != len(_ANNOTATIONS[0]):
+            return ()
+        return parts
 
 
 class ContainerGroup(NamedTuple):

@@ -145,7 +145,8 @@ def devices_spec(
             continue
         entries.append(_named(device.addr, edits))
         entries.append(_named(device.id, edits))
-    if plans and {device.domain for device in devices} == plans.keys() and len(plans) == 1:
+    # A process can have all devices only if one control daemon serves them.
+    if len(plans) == 1 and {device.domain for device in devices} == plans.keys():
         environment = whole_environment(list(devices), next(iter(domains)))
         entries.append(_named(ALL, _device_edits(environment, ALL, host)))
     return _spec(entries, host) if entries else None

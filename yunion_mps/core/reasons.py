@@ -60,7 +60,9 @@ def hint_of(
         return _DOCTOR
     hint = CODES[code].hint
     if not lease:
-        hint = "; ".join(part for part in hint.split("; ") if "{lease}" not in part) or hint
+        others = "; ".join(part for part in hint.split("; ") if "{lease}" not in part)
+        if others:
+            hint = others
     gpu = gpu.partition("-g")[0]
     server_log = f"{log_directory}/server.log" if log_directory else "server.log in cuda_mps_log_directory"
     hint = hint.replace("{server_log}", server_log)

@@ -349,7 +349,14 @@ def _assignments_in(path: str) -> dict[str, str]:
             text = file.read(_MAX_SCRIPT_BYTES)
     except OSError:
         return {}
-    if b"\0" in text or (text.startswith(b"#!") and b"sh" not in text.partition(b"\n")[0]):
+    if b"\0" in text:
         return {}
-    assigned = dict(_ASSIGNMENT.findall(text.decode(errors="replace")))
-    return {name: value for name, value in assigned.items() if "CUDA" in name.upper() and "$" not in value}
+    first_line = text.partition(b"\n")[0]
+    if first_line.startswith(b"#!") and b"sh" not in first_line:
+        return {}
+    all_assignments: dict[str, str] = dict(_ASSIGNMENT.findall(text.decode(errors="replace")))
+    assignments: dict[str, str] = {}
+    for name, value in all_assignments.items():
+        if "CUDA" in name.upper() and "$" not in value:
+            assignments[name] = value
+    return assignments

@@ -69,7 +69,8 @@ def _check_owner(host: Host, domain: DomainPlan) -> Finding:
         return problem(f"{text}: it has been removed", _RESTART)
     if peer and known_pid == peer.pid:
         return ok(f"PID {peer.pid} serves domain {domain.name} in {directory}")
-    if os.geteuid() != 0 and (peer is None or uid_of(peer.pid) != os.geteuid()):
+    is_own = peer is not None and uid_of(peer.pid) == os.geteuid()
+    if os.geteuid() != 0 and not is_own:
         raise invisible(f"which control daemon serves {directory}")
     try:
         running = find(domain)
@@ -78,8 +79,9 @@ def _check_owner(host: Host, domain: DomainPlan) -> Finding:
     if running is None:
         text = f"no control daemon serves {directory}"
         status = host.known_status()
-        is_missed = status is not None and status["state"] != "disabled"
-        return problem(text, _RESTART) if is_missed else ok(f"{text}; the daemon will start one")
+        if status is not None and status["state"] != "disabled":
+            return problem(text, _RESTART)
+        return ok(f"{text}; the daemon will start one")
     pid = running.process.pid
     running.process.close()
     text = f"PID {pid} still serves {directory} with its limits, although the daemon is not running"
@@ -297,8 +299,10 @@ def server_failures(host: Host) -> Findings:
         level = problem if fails_for_all else warning
         code = SERVER_START_FAILED if failing else SERVER_FAILED
         if failing and not fails_for_all:
-            names = ", ".join(sorted("an unknown user" if uid is None else user_name(uid) for uid in failing))
-            text += f", and do not start for {names} only"
+            names: list[str] = []
+            for uid in failing:
+                names.append("an unknown user" if uid is None else user_name(uid))
+            text += f", and do not start for {', '.join(sorted(names))} only"
         hint = f"see {server_log}, {path} and dmesg"
         findings.append(level(f"{text}; the last one {describe_failure(failures[-1], domain)}", hint, code))
     if not is_logged:

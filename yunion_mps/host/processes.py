@@ -227,12 +227,17 @@ def _read_all(descriptor: int, timeout_s: float | None) -> bytes | None:
     """Read until end of file; None if that takes longer than `timeout_s`."""
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
     output = b""
-    while readable(descriptor, None if end_s is None else max(0.0, end_s - time.monotonic())):
+    while readable(descriptor, _left_s(end_s)):
         piece = os.read(descriptor, 1 << 16)
         if not piece:
             return output
         output += piece
     return None
+
+
+def _left_s(end_s: float | None) -> float | None:
+    """Return the time until `end_s`, 0 if that has passed; None without an end."""
+    return None if end_s is None else max(0.0, end_s - time.monotonic())
 
 
 def reap_inherited_children() -> None:
@@ -294,5 +299,6 @@ def drive(driven: Tickable, done: Callable[[], bool], wakeup: Wakeup | None = No
         poll = select.poll()
         for descriptor in watched:
             poll.register(descriptor, select.POLLIN)
-        events = poll.poll(None if due_s is None else max(0.0, due_s - time.monotonic()) * 1000)
+        left_s = _left_s(due_s)
+        events = poll.poll(None if left_s is None else left_s * 1000)
         readable = {watched[descriptor] for descriptor, _ in events}

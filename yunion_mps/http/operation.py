@@ -178,7 +178,9 @@ def _without_none(value: Value) -> Value:
 
 
 def _text(value: Value) -> str:
-    return _quote(str(value).lower() if isinstance(value, bool) else str(value))
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return _quote(str(value))
 
 
 def _quote(text: str) -> str:

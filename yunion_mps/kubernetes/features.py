@@ -97,7 +97,9 @@ def labels_of(
 def _common(label: str, values: Iterable[object]) -> dict[str, str]:
     """Return the label if there is one value, which is true of all GPUs."""
     different = set(values)
-    return {label: str(different.pop())} if len(different) == 1 else {}
+    if len(different) != 1:
+        return {}
+    return {label: str(different.pop())}
 
 
 class FeatureFile:

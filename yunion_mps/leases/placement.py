@@ -65,7 +65,9 @@ def choose_existing(match: Match) -> tuple[Device, ...]:
     request = selection.request
     if request.devices:
         free = _flat(match.free.values())
-        return tuple(free) if len(free) == len(selection.devices) else ()
+        if len(free) < len(selection.devices):
+            return ()
+        return tuple(free)
     fits = [devices for devices in match.free.values() if len(devices) >= selection.devices_each]
     if len(fits) > 1:
         fits = _in_order(fits, match)

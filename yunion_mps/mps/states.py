@@ -158,6 +158,10 @@ def after_failure(count: int, error: YunionError, *, lasting: bool) -> tuple[str
 
     A restart does not fix a `lasting` error, so it is retried slowly, unless it is a shortage, which passes.
     """
-    exhausted = count > len(BACKOFF_S)
-    slow = exhausted or (lasting and not isinstance(error, ShortageError))
-    return FAILED if lasting or exhausted else BACKOFF, RETRY_S if slow else BACKOFF_S[count - 1]
+    if count > len(BACKOFF_S):
+        return FAILED, RETRY_S
+    if not lasting:
+        return BACKOFF, BACKOFF_S[count - 1]
+    if isinstance(error, ShortageError):
+        return FAILED, BACKOFF_S[count - 1]
+    return FAILED, RETRY_S

@@ -256,7 +256,9 @@ def _uses_mps(pid: int, domain: DomainProcesses, driver: GpuProcesses, gpus: Col
     if not domain.plan.name:
         return None
     is_known = bool(gpus) and all(uuid in driver.through_mps for uuid in gpus)
-    return False if is_known and uid_of(pid) is not None and not is_server(pid) else None
+    if is_known and uid_of(pid) is not None and not is_server(pid):
+        return False
+    return None
 
 
 def _process_json(pid: int) -> answers.ProcessFieldsJson:

@@ -330,7 +330,8 @@ def number_of_shards(job: Job, gres: Collection[str], types: Sequence[str]) -> i
     if number:
         return number
     counts = [counts_of(answer, "gpu") for answer in gres]
-    if not any(list(of_type.values()) == [len(job.indices)] for of_type in counts):
+    all_of_one_type = [len(job.indices)]
+    if not any(list(of_type.values()) == all_of_one_type for of_type in counts):
         given = ", ".join(f"{count} of {type_}" for type_, count in counts[0].items())
         text = (
             f"Slurm has given the job devices of several types, but a process can use only one type: {given}"
@@ -353,8 +354,10 @@ def environment_of_task(job: Job, content: JobFile) -> Mapping[str, str]:
     if job.task and devices:
         indices = job.task.indices([int(index) for index in devices])
     step = [str(index) for index in indices]
-    if not devices or not set(step) <= set(devices) or len(step) in (0, len(devices)):
-        return content["environment"]  # others are inherited: see Job
+    # Indices of other devices are inherited: see Job.
+    is_inherited = not set(step) <= set(devices)
+    if is_inherited or len(step) in (0, len(devices)):
+        return content["environment"]
     if len(step) == 1:
         return devices[step[0]]
     text = (

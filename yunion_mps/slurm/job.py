@@ -172,7 +172,8 @@ def indices_of(text: str) -> tuple[int, ...]:
     indices: dict[int, None] = {}  # in order, each once
     for part in text.split(","):
         first, _, last = part.partition("-")
-        indices.update(dict.fromkeys(range(int(first), int(last or first) + 1)))
+        for index in range(int(first), int(last or first) + 1):
+            indices[index] = None
         if len(indices) > _MAX_INDICES:
             message = f"{_shown(text)} has more than {_MAX_INDICES} device indices"
             raise HostError(message, _HINT_SET_BY_SLURM, INVALID_REQUEST)

@@ -41,7 +41,8 @@ def pending_rows(
     """
     uuids = {gpu.address: str(gpu.uuid) for gpu in snapshot.inventory.gpus}
     names = domain_names(snapshot.plan)
-    rows = [*_domains(snapshot), *_divisions(snapshot, lease_waits)]
+    rows = list(_domains(snapshot))
+    rows += _divisions(snapshot, lease_waits)
     layouts = []
     for condition in snapshot.conditions:
         uuid = uuids.get(condition.subject, "")
@@ -50,7 +51,10 @@ def pending_rows(
             rows.append(_row(condition.text, names.get(uuid, ""), leases))
         elif condition.kind == ABOUT_MIG_LAYOUT:
             layouts.append(_row(condition.text))
-    return [*rows, *layouts, *_settings(snapshot, lease_waits), *_to_repair(snapshot, plan)]
+    rows += layouts
+    rows += _settings(snapshot, lease_waits)
+    rows += _to_repair(snapshot, plan)
+    return rows
 
 
 def _domains(snapshot: Snapshot) -> Iterator[answers.PendingJson]:

@@ -122,7 +122,9 @@ def sort_devices(rows: Iterable[Row], order: str) -> list[Row]:
 
 def sort_gpus(rows: Iterable[Row], order: str) -> list[Row]:
     """Sort rows by the share of memory used, or not at all."""
-    return sorted(rows, key=lambda row: -row.share) if order == "busiest" else list(rows)
+    if order == "busiest":
+        return sorted(rows, key=lambda row: -row.share)
+    return list(rows)
 
 
 def _gpu_rows(host: HostOverview) -> list[Row]:

@@ -229,7 +229,9 @@ def _plugin_device(name: str, offer: Offer) -> PluginDevice:
 
 
 def _topology(numa_node: int | None) -> TopologyInfo | None:
-    return None if numa_node is None or numa_node < 0 else TopologyInfo((NumaNode(numa_node),))
+    if numa_node is None or numa_node < 0:
+        return None
+    return TopologyInfo((NumaNode(numa_node),))
 
 
 def _refusal(error: YunionError) -> RpcError:
