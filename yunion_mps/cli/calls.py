@@ -133,6 +133,6 @@ def print_warnings(lease: LeaseRecordJson) -> None:
 def warn_unenforced(gpus: Sequence[str], sharing: str) -> None:
     """Print a notice if there are GPUs, which share in this way, that do not enforce budgets."""
     if gpus:
-        which = gpus_that_are(WHY_UNENFORCED[sharing], gpus)
+        described_gpus = gpus_that_are(WHY_UNENFORCED[sharing], gpus)
         whose = "its" if len(gpus) == 1 else "their"
-        print_notice(f"budgets are not enforced on {which}: a job can use all of {whose} memory")
+        print_notice(f"budgets are not enforced on {described_gpus}: a job can use all of {whose} memory")

@@ -295,8 +295,8 @@ def _entry_text(entry: DeviceEntry) -> str:
 
 
 def _division_text(entry: DeviceEntry) -> str:
-    how = f"time-sliced ({entry.time_slice})" if entry.time_slice else "time-sliced"
-    sliced = f", {how}" if entry.sharing == TIME_SLICING else ""
+    sharing = f"time-sliced ({entry.time_slice})" if entry.time_slice else "time-sliced"
+    sliced = f", {sharing}" if entry.sharing == TIME_SLICING else ""
     if entry.mig not in ((), (DISABLED,)):
         number = entry.virtual_number
         devices = f", {count(number, 'equal device')} each" if number else ""

@@ -246,8 +246,8 @@ def _leases_text(answer: LeaseListJson, *, wide: bool) -> str:
 def _lease_text(lease: LeaseRecordJson, state: str = "") -> str:
     unenforced = ""
     if lease["unenforced_gpus"]:
-        which = gpus_that_are(WHY_UNENFORCED[lease["sharing"]], lease["unenforced_gpus"])
-        unenforced = f" (not enforced on {which})"
+        gpus = gpus_that_are(WHY_UNENFORCED[lease["sharing"]], lease["unenforced_gpus"])
+        unenforced = f" (not enforced on {gpus})"
     ends = {
         "process": f"with its process (PID {lease['pid']})",
         "connection": f"with its connection (PID {lease['pid']})",

@@ -131,8 +131,8 @@ def _describe_drain(answer: ChangeListJson) -> str:
         gpus = [addresses.get(uuid, uuid) for uuid in domain["gpus"]]
         is_late = not late.isdisjoint([domain["name"], *gpus])
         if is_late and len(gpus) > 1 and domain["name"] in with_servers:
-            which = f"no GPU of domain {domain['name']} ({', '.join(gpus)})"
-            text += wrapped(f"With reload --drain, {which} would get new jobs until the changes take effect.")
+            scope = f"no GPU of domain {domain['name']} ({', '.join(gpus)})"
+            text += wrapped(f"With reload --drain, {scope} would get new jobs until the changes take effect.")
     return text
 
 

@@ -153,9 +153,9 @@ class _Reader(MappingReader):
         items = self._items(nodes)
         if "gpu_memory_unit" in nodes:
             unit = self._read_optional("gpu_memory_unit", one_of(*MEMORY_UNITS), nodes)
-            at = self._source(nodes["gpu_memory_unit"].key)
+            place = self._source(nodes["gpu_memory_unit"].key)
             unit_mib = MEMORY_UNITS[unit] if unit else config.gpu_memory_unit_mib
-            config = config._replace(gpu_memory_unit_mib=unit_mib, gpu_memory_unit_at=at)
+            config = config._replace(gpu_memory_unit_mib=unit_mib, gpu_memory_unit_at=place)
         entries = [self._entry(item) for item in items]
         return config._replace(devices=tuple(filter(None, entries)))
 
@@ -265,8 +265,8 @@ class _Reader(MappingReader):
                 if name == "memory":
                     hint = "remove it; each instance has the memory of its profile"
                 self._report(nodes[name].key, f"{name} is not allowed with mig", hint)
-        most = MAX_TIME_SLICED_DEVICES if sharing == TIME_SLICING else self._max_devices
-        number = self._read_optional("virtual_number", whole_number(1, most), nodes) or 0
+        max_devices = MAX_TIME_SLICED_DEVICES if sharing == TIME_SLICING else self._max_devices
+        number = self._read_optional("virtual_number", whole_number(1, max_devices), nodes) or 0
         if not names:  # its problem is reported; without a layout, the GPU itself is divided
             number = number or 1
         divided_by = nodes["virtual_number"] if "virtual_number" in nodes else nodes["mig"]

@@ -265,7 +265,7 @@ def is_same(node: Node, other: Node) -> bool:
     if type(node) is not type(other) or len(node.value) != len(other.value):
         return False
     if isinstance(node, SequenceNode):
-        return all(is_same(item, its) for item, its in zip(node.value, other.value))
+        return all(is_same(item, other_item) for item, other_item in zip(node.value, other.value))
     for (key, value), (other_key, other_value) in zip(node.value, other.value):
         if not (is_same(key, other_key) and is_same(value, other_value)):
             return False

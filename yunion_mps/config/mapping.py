@@ -78,11 +78,11 @@ def merge_mistake(pair: Pair) -> Mistake:
 
 def look_alike_mistake(name: str, keys: Iterable[str]) -> Mistake | None:
     """Return what is wrong if `name` is one of `keys` but for characters that look like spaces."""
-    odd = look_alike(name)
+    look_alikes = look_alike(name)
     plain = without_look_alikes(name).strip(" -").rstrip(":")
-    if not odd or plain not in keys:
+    if not look_alikes or plain not in keys:
         return None
-    return Mistake(f"key {plain} is written with {odd}", "write it with spaces only")
+    return Mistake(f"key {plain} is written with {look_alikes}", "write it with spaces only")
 
 
 class MappingReader:

@@ -65,8 +65,8 @@ class InvalidValueError(Exception):
 
     def __init__(self, key: str, node: Node, what: str, hint: str) -> None:
         self.what = f"{key} is {quote(node)}, {what}"
-        odd = look_alike(node.value) if isinstance(node, ScalarNode) else ""
-        self.hint = f"remove {odd} from it" if odd else hint
+        look_alikes = look_alike(node.value) if isinstance(node, ScalarNode) else ""
+        self.hint = f"remove {look_alikes} from it" if look_alikes else hint
         super().__init__(self.what)
 
 

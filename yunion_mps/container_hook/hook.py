@@ -72,8 +72,8 @@ def main(arguments: list[str], state: TextIO, retry_s: float = _RESTART_TIMEOUT_
             raise HostError(f"device {name} became available only now", "start the container again")
         _require_environment(environment, lease["environment"], name)
         if lease["unenforced_gpus"]:
-            which = gpus_that_are(WHY_UNENFORCED[lease["sharing"]], lease["unenforced_gpus"])
-            _log(paths, container, f"{name}: budgets are not enforced on {which}")
+            gpus = gpus_that_are(WHY_UNENFORCED[lease["sharing"]], lease["unenforced_gpus"])
+            _log(paths, container, f"{name}: budgets are not enforced on {gpus}")
     except YunionError as error:
         line = _one_line(error.message_with_hint)
         print(f"yunion-mps: {line}", file=sys.stderr)  # noqa: T201 - engines show what we print
@@ -144,8 +144,8 @@ def _taken_error(name: str, daemon: DaemonClient) -> YunionError | None:
         for lease in daemon.call(GET_LEASES)["leases"]:
             if name == ALL or name in lease["devices"]:
                 holder = lease["container"] or lease["name"] or lease["command"] or lease["user"]
-                where = f", PID {lease['pid']}" if lease["pid"] else ""
+                process = f", PID {lease['pid']}" if lease["pid"] else ""
                 devices = ", ".join(lease["devices"])
-                message = f"device {devices} is in use: {holder} of {lease['user']}{where}"
+                message = f"device {devices} is in use: {holder} of {lease['user']}{process}"
                 return NothingFreeError(message, "see: yunion-mps who")
     return None

@@ -278,19 +278,19 @@ class Host:
         uuids = plan.gpu_uuids
         addresses = plan.unavailable.keys() | served.keys()
         unread = self.unread_gpus()
-        ours: list[Gpu] = []
+        gpus: list[Gpu] = []
         for gpu in self.inventory().gpus:
             if gpu.pci_address in unread:
                 continue
             served.pop(gpu.pci_address, None)
             if gpu.uuid in uuids or gpu.pci_address in addresses:
-                ours.append(gpu)
+                gpus.append(gpu)
         for address, unserved in served.items():
             reason = Reason(unserved["reason"], unserved["reason_code"])
-            ours.append(Gpu(address, unserved["uuid"], unserved["name"], reason=reason))
-        if not ours:
+            gpus.append(Gpu(address, unserved["uuid"], unserved["name"], reason=reason))
+        if not gpus:
             raise self.nothing_divided()
-        return ours
+        return gpus
 
     def ways_of_sharing(self) -> dict[str, str]:
         """Return how the GPUs are shared, by PCI address: as the daemon says, or as planned."""

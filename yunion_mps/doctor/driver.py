@@ -147,14 +147,14 @@ def nodes(host: Host) -> Findings:
 
     Source: NVIDIA: Multi-Process Service, section "Provisioning Sequence", Server; nvidia-modprobe(1).
     """
-    ours = [gpu for gpu in host.our_gpus() if gpu.reason.code not in (GPU_GONE, GPU_OTHER_DRIVER)]
-    if not ours:
+    gpus = [gpu for gpu in host.our_gpus() if gpu.reason.code not in (GPU_GONE, GPU_OTHER_DRIVER)]
+    if not gpus:
         raise SkipError("no divided GPU answers")
-    unknown = list_of(gpu.address for gpu in ours if gpu.minor is None)
-    if all(gpu.minor is None for gpu in ours):
+    unknown = list_of(gpu.address for gpu in gpus if gpu.minor is None)
+    if all(gpu.minor is None for gpu in gpus):
         raise SkipError(f"the driver does not report the minor number of {unknown}")
-    of_instances = missing_nodes(host.paths, ours)
-    access = _node_access(host, _needed_nodes(host, ours, of_instances))
+    of_instances = missing_nodes(host.paths, gpus)
+    access = _node_access(host, _needed_nodes(host, gpus, of_instances))
     if access.missing:
         hint = "create them: nvidia-modprobe -c 0 -u; at every boot: systemctl enable nvidia-persistenced"
         return [problem(f"{', '.join(access.missing)}: missing, so no CUDA program can run", hint)]

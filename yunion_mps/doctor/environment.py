@@ -150,16 +150,16 @@ def outside_mps(host: Host) -> Findings:
     raise invisible(f"how {unreadable} of {total} programs use the GPUs")
 
 
-def is_same_directory(pid: int, path: str, ours: str) -> bool:
+def is_same_directory(pid: int, path: str, directory: str) -> bool:
     """Return whether `path`, as the process sees it, is our directory, even from within a container."""
     try:
-        mine = os.stat(ours)
+        own_directory = os.stat(directory)
         theirs = os.stat(f"/proc/{pid}/root{os.path.abspath(path)}")
     except FileNotFoundError:
-        return not os.path.exists(ours) and os.path.normpath(path) == ours
+        return not os.path.exists(directory) and os.path.normpath(path) == directory
     except OSError:  # access denied; compare names instead
-        return os.path.normpath(path) == ours
-    return (theirs.st_dev, theirs.st_ino) == (mine.st_dev, mine.st_ino)
+        return os.path.normpath(path) == directory
+    return (theirs.st_dev, theirs.st_ino) == (own_directory.st_dev, own_directory.st_ino)
 
 
 @host_check("login files", ENVIRONMENT, "no login file sets a variable that makes programs bypass MPS")
@@ -281,9 +281,9 @@ def _check_device(host: Host, subject: Subject) -> Iterator[Finding]:
 def _check_visibility(host: Host, pid: int, domain: DomainPlan | None) -> Iterator[Finding]:
     """Find what a process in a container, or with PrivateTmp=, does not share with the control daemon."""
     control = host.control_pid(domain) if domain else None
-    mine = _file_system_of(f"/proc/{control or os.getpid()}/root/dev/shm")
+    own_file_system = _file_system_of(f"/proc/{control or os.getpid()}/root/dev/shm")
     theirs = _file_system_of(f"/proc/{pid}/root/dev/shm")
-    if mine is not None and theirs is not None and mine != theirs:
+    if own_file_system is not None and theirs is not None and own_file_system != theirs:
         text = f"PID {pid} has a private /dev/shm, so it cannot share memory with its MPS server"
         yield problem(text, "start the container with --ipc=host (Kubernetes: hostIPC, or mount /dev/shm)")
     try:

@@ -88,15 +88,15 @@ def gpus(host: Host) -> Findings:
     findings = _known_findings(host)
     try:
         findings += _own_findings(host)
-        ours = _gpus_to_check(host)
+        gpus = _gpus_to_check(host)
     except YunionError:
         if findings:
             return findings
         raise
-    if not ours and not findings:
+    if not gpus and not findings:
         raise SkipError
     if all(finding.level == SKIPPED for finding in findings):
-        findings.append(ok(f"{_describe_divided(ours)}, all working"))
+        findings.append(ok(f"{_describe_divided(gpus)}, all working"))
     return findings
 
 
@@ -255,9 +255,9 @@ def _time_sliced(host: Host) -> str:
 def job_budgets(host: Host) -> Findings:
     """Return whether `over_budget: terminate` can act: it needs the memory of each process."""
     actions = host.plan()[0].over_budget
-    ours = [gpu for gpu in host.mps_gpus() if not gpu.reason]
-    _refuse_if_none_answers(ours)
-    terminating = [gpu for gpu in ours if actions.get(gpu.uuid or "") == TERMINATE]
+    gpus = [gpu for gpu in host.mps_gpus() if not gpu.reason]
+    _refuse_if_none_answers(gpus)
+    terminating = [gpu for gpu in gpus if actions.get(gpu.uuid or "") == TERMINATE]
     if not terminating:
         return [ok("over_budget is report on every divided GPU")]
     users = host.users()
@@ -312,9 +312,9 @@ def compute_mode(host: Host) -> Findings:
     is_served = _is_served(host)
     kept = _gpus_without_comparison(host, plan)
     uuids = {gpu.parent or gpu.uuid for gpu in host.our_gpus() if gpu.pci_address not in kept}
-    ours = [gpu for gpu in host.inventory().gpus if gpu.uuid in uuids and not gpu.reason]
+    gpus = [gpu for gpu in host.inventory().gpus if gpu.uuid in uuids and not gpu.reason]
     findings = [finding_of(condition) for condition in of_the_daemon]
-    for gpu in ours:
+    for gpu in gpus:
         mode = plan.compute_modes.get(gpu.uuid or "")
         finding = _check_mode(gpu, mode, is_served=is_served)
         if finding and mode and _is_as_the_daemon_wants(host, gpu):
@@ -325,9 +325,9 @@ def compute_mode(host: Host) -> Findings:
             findings.append(finding)
     if findings:
         return findings
-    if not ours:
+    if not gpus:
         raise SkipError("no GPU's compute mode can be compared now")
-    return [ok(_describe_modes(ours, plan, is_served=is_served))]
+    return [ok(_describe_modes(gpus, plan, is_served=is_served))]
 
 
 def _gpus_without_comparison(host: Host, plan: Plan) -> set[str]:
@@ -367,8 +367,8 @@ def _describe_modes(gpus: Sequence[Gpu], plan: Plan, *, is_served: bool) -> str:
             unchanged.append(gpu.address)
     parts = [", ".join(sorted(modes))] if modes else []
     if unchanged:
-        where = "" if len(unchanged) == len(gpus) else f" on {', '.join(unchanged)}"
-        parts.append(f"left unchanged{where} because cuda_mps_compute_mode is keep")
+        place = "" if len(unchanged) == len(gpus) else f" on {', '.join(unchanged)}"
+        parts.append(f"left unchanged{place} because cuda_mps_compute_mode is keep")
     elif not plan.compute_modes and not unknown:
         parts.append("left unchanged because no GPU can be divided")
     if plan.compute_modes and not is_served:

@@ -196,10 +196,10 @@ def others(host: Host) -> Findings:
 
 def _shares_gpus(host: Host, other: _OtherControlDaemon) -> bool | None:
     """Return None if unknown: numbers refer to the GPUs of its container, or to CUDA's order."""
-    ours: set[str] = set()
+    our_gpus: set[str] = set()
     for domain in host.domains():
-        ours.update(domain.gpu_uuids)
-    if not ours:
+        our_gpus.update(domain.gpu_uuids)
+    if not our_gpus:
         return False
     if other.gpus is None or (other.in_container and not other.gpus):
         return None
@@ -209,14 +209,14 @@ def _shares_gpus(host: Host, other: _OtherControlDaemon) -> bool | None:
     if any(entry.isdigit() for entry in entries):
         return None
     prefixes = tuple(entries)
-    return any(uuid.startswith(prefixes) for uuid in ours)
+    return any(uuid.startswith(prefixes) for uuid in our_gpus)
 
 
 def _others(host: Host) -> list[_OtherControlDaemon]:
-    ours = {*host.control_pids(), *host.known_pids().values()}
+    our_pids = {*host.control_pids(), *host.known_pids().values()}
     others = []
     for pid in all_pids():
-        if pid in ours or not _option_count(pid):
+        if pid in our_pids or not _option_count(pid):
             continue
         environment = environment_of(pid)
         directory = None
@@ -352,8 +352,8 @@ def user_switching(host: Host) -> Findings:
     yield from _waiting_for_others(host, domains, {os.getpid()})
 
 
-def _waiting_for_others(host: Host, domains: Iterable[DomainPlan], ours: set[int]) -> Iterator[Finding]:
-    """Yield the clients that wait for the jobs of another user; `ours` are the PIDs of yunion-mps.
+def _waiting_for_others(host: Host, domains: Iterable[DomainPlan], our_pids: set[int]) -> Iterator[Finding]:
+    """Yield the clients that wait for the jobs of another user; `our_pids` are the PIDs of yunion-mps.
 
     Source: NVIDIA: Multi-Process Service, sections "Limitations" and "Provisioning Sequence", Server.
     """
@@ -363,35 +363,35 @@ def _waiting_for_others(host: Host, domains: Iterable[DomainPlan], ours: set[int
         pids = server_pids(control_pid) if control_pid else []
         if control_pid and pids:
             servers[domain] = list(pids)
-            ours.update((control_pid, *pids))
+            our_pids.update((control_pid, *pids))
     # Owners are looked up for all domains together, because that searches all processes.
     directories = [domain.pipe_directory for domain in servers]
-    if ours.issuperset(connections(*directories)):
+    if our_pids.issuperset(connections(*directories)):
         return
     for domain, pids in servers.items():
         serving = {uid for uid in map(uid_of, pids) if uid is not None}
         users = ", ".join(user_name(uid) for uid in sorted(serving))
-        for pid in _waiting_clients(domain, ours, serving):
+        for pid in _waiting_clients(domain, our_pids, serving):
             text = f"{describe_process(pid)} is waiting for the jobs of {users} to end"
             text += f": domain {domain.name} serves one user at a time"
             yield warning(text, hint_of(CLIENT_WAITING))
 
 
-def _waiting_clients(domain: DomainPlan, ours: set[int], serving: set[int]) -> list[int]:
+def _waiting_clients(domain: DomainPlan, our_pids: set[int], serving: set[int]) -> list[int]:
     """Return the waiting clients: they stay connected to the control daemon until they have a server.
 
     A process that only makes a query is no longer connected the second time.
     """
-    first = _connected_clients(domain, ours, serving)
+    first = _connected_clients(domain, our_pids, serving)
     if first:
         time.sleep(_BETWEEN_POLLS_S)
-    return sorted(first & _connected_clients(domain, ours, serving)) if first else []
+    return sorted(first & _connected_clients(domain, our_pids, serving)) if first else []
 
 
-def _connected_clients(domain: DomainPlan, ours: set[int], serving: set[int]) -> set[int]:
+def _connected_clients(domain: DomainPlan, our_pids: set[int], serving: set[int]) -> set[int]:
     clients: set[int] = set()
     for pid in connections(domain.pipe_directory):
         is_other_user = uid_of(pid) not in (None, *serving)
-        if pid not in ours and is_other_user and program_name(pid) != PROGRAM:
+        if pid not in our_pids and is_other_user and program_name(pid) != PROGRAM:
             clients.add(pid)
     return clients

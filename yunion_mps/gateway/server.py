@@ -122,8 +122,8 @@ class HostNames:
         name = re.sub(r":[0-9]{1,5}$", "", host).lower()
         if _ADDRESS.fullmatch(name) or name in self._names or name in self._aliases():
             return None
-        ours = ", ".join(sorted(self._names))
-        hint = f"use an IP address or one of {ours}; add other names to their line of /etc/hosts"
+        names = ", ".join(sorted(self._names))
+        hint = f"use an IP address or one of {names}; add other names to their line of /etc/hosts"
         return problem_response(421, f"{resource} not served under that name", hint)
 
     def _aliases(self) -> set[str]:

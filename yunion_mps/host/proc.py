@@ -295,11 +295,11 @@ def _owners_of_namespaces(pid: int) -> set[int]:
     """Return who made the user namespaces that the process is in, below our own."""
     owners: set[int] = set()
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        ours = os.stat("/proc/self/ns/user")
+        own_namespace = os.stat("/proc/self/ns/user")
         descriptor = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         stack.callback(os.close, descriptor)
         for _ in range(_MAX_NAMESPACES):
-            if os.path.samestat(os.fstat(descriptor), ours):
+            if os.path.samestat(os.fstat(descriptor), own_namespace):
                 break
             owner = bytearray(4)
             fcntl.ioctl(descriptor, _NS_GET_OWNER_UID, owner)

@@ -205,8 +205,8 @@ def _parse(body: bytes) -> Any:
     except RecursionError:
         raise BadRequestError("the body is nested too deeply", _EXAMPLE) from None
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        raise BadRequestError(f"the body is not valid JSON: {where}", _EXAMPLE) from None
+        place = f"line {error.lineno}, column {error.colno}: {error.msg}"
+        raise BadRequestError(f"the body is not valid JSON: {place}", _EXAMPLE) from None
     except ValueError:  # it is not UTF-8, or has a number of thousands of digits
         raise BadRequestError("the body is not valid JSON in UTF-8", _EXAMPLE) from None
 

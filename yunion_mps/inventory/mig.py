@@ -201,8 +201,8 @@ def _profiles(handle: Any) -> tuple[MigProfile, ...]:
 
 def _profile(handle: Any, info: Any) -> MigProfile:
     list_places = pynvml.nvmlDeviceGetGpuInstancePossiblePlacements
-    most = _count(list_places, handle, info.id)
-    places = _array(list_places, pynvml.c_nvmlGpuInstancePlacement_t, handle, info.id, most)
+    max_places = _count(list_places, handle, info.id)
+    places = _array(list_places, pynvml.c_nvmlGpuInstancePlacement_t, handle, info.id, max_places)
     return MigProfile(
         id=int(info.id),
         name=printable_text(info.name).removeprefix(_PREFIX),

@@ -98,18 +98,18 @@ def _of_program(counts: Counts, _: Sequence[ResourceHealth]) -> Iterator[Sample]
         yield (program,), number
 
 
-def _counter(name: str, help_: str, of: Callable[[Counts], Counter[tuple[str, str]]]) -> PluginMetric:
+def _counter(name: str, help_: str, counter_of: Callable[[Counts], Counter[tuple[str, str]]]) -> PluginMetric:
     def samples(counts: Counts, _: Sequence[ResourceHealth]) -> Iterable[Sample]:
-        return of(counts).items()
+        return counter_of(counts).items()
 
     return PluginMetric(COUNTER, f"{_PROGRAM}_{name}_total", help_, ("resource", "result"), samples)
 
 
-def _by_health(of: Callable[[ResourceHealth], Counter[str]]) -> Callable[..., Iterable[Sample]]:
+def _by_health(numbers_of: Callable[[ResourceHealth], Counter[str]]) -> Callable[..., Iterable[Sample]]:
     def samples(_: Counts, resources: Sequence[ResourceHealth]) -> Iterator[Sample]:
         for resource in resources:
             for health in (HEALTHY, UNHEALTHY):
-                yield (resource.resource, health.lower()), of(resource)[health]
+                yield (resource.resource, health.lower()), numbers_of(resource)[health]
 
     return samples
 

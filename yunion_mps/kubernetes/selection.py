@@ -55,8 +55,8 @@ def choose(options: PluginOptions, name: str, labels: Mapping[str, str], models:
         return Choice(options, "")
     requested = name or labels.get(CONFIG_LABEL, "")
     if requested and requested not in configs:
-        which = ", ".join(configs)
-        text = f"nothing is offered: {CONFIG_LABEL} is {requested}, but the configurations are {which}"
+        names = ", ".join(configs)
+        text = f"nothing is offered: {CONFIG_LABEL} is {requested}, but the configurations are {names}"
         return Choice(None, text)
     if requested:
         return Choice(configs[requested].options, f"configuration {requested}")

@@ -104,8 +104,8 @@ def plugin_command() -> click.Command:
         options = read_options(paths)
         names = [config.name for config in options.configs]
         if config and config not in names:
-            which = f"the configurations are {', '.join(names)}" if names else "configs is not set"
-            raise click.BadParameter(f"there is no configuration {config}: {which}", param_hint="'--config'")
+            known = f"the configurations are {', '.join(names)}" if names else "configs is not set"
+            raise click.BadParameter(f"there is no configuration {config}: {known}", param_hint="'--config'")
         _check(options, paths, config, node_labels)
         if check:
             _check_kubeconfig(options, paths)

@@ -82,11 +82,11 @@ def _describe_unserved(unserved: Sequence[Unserved]) -> list[str]:
     parts: list[str] = []
     for reason, number in Counter(item.reason for item in unserved).most_common(_MAX_NAMED):
         gpus = list(dict.fromkeys(item.gpu for item in unserved if item.reason == reason))
-        where = f"GPU {', '.join(gpus[:_MAX_NAMED])}"
+        place = f"GPU {', '.join(gpus[:_MAX_NAMED])}"
         if len(gpus) > _MAX_NAMED:
-            where += f" and {len(gpus) - _MAX_NAMED} more"
-        where += f": {reason}"
-        parts.append(where if reason.code == OTHER_USER else f"{number} unavailable ({where})")
+            place += f" and {len(gpus) - _MAX_NAMED} more"
+        place += f": {reason}"
+        parts.append(place if reason.code == OTHER_USER else f"{number} unavailable ({place})")
     return parts
 
 
@@ -249,5 +249,5 @@ def _describe_unenforced(selection: Selection) -> str:
     for uuid, unenforced in selection.candidates.unenforced.items():
         if uuid in uuids:
             by_cause.setdefault(unenforced.why, []).append(unenforced.gpu)
-    which = " and ".join(gpus_that_are(why, names) for why, names in by_cause.items())
-    return f"no budget is enforced on {which}: a command could use all of the memory"
+    described_gpus = " and ".join(gpus_that_are(why, names) for why, names in by_cause.items())
+    return f"no budget is enforced on {described_gpus}: a command could use all of the memory"

@@ -115,16 +115,16 @@ def _state(
     name: str,
     help_: str,
     states: Iterable[str],
-    of: Callable[[Facts], Iterable[Sample]],
+    samples_of: Callable[[Facts], Iterable[Sample]],
     labels: tuple[str, ...] = (),
 ) -> Metric:
     """Declare a metric with a sample for each possible state.
 
-    of: yields the values of the labels and the current state.
+    samples_of: yields the values of the labels and the current state.
     """
 
     def samples(facts: Facts) -> Iterator[Sample]:
-        for (*values, current), state in product(of(facts), states):
+        for (*values, current), state in product(samples_of(facts), states):
             yield (*values, state.replace(" ", "_")), int(state == current)
 
     return Metric(GAUGE, name, help_, (*labels, "state"), samples)

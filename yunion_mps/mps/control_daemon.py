@@ -161,11 +161,11 @@ class ControlDaemon:
     def reap(self, *, was_replaced: bool) -> tuple[str, tuple[int, ...]]:
         """Forget the process, which has ended; returns how, as text, and the PIDs of its servers."""
         self.log.report()
-        how = "was ended because it was not serving"
+        end = "was ended because it was not serving"
         self.is_replacement = was_replaced
         if not was_replaced:
-            how = describe_exit(self.process.status() or 0)
-        text = f"the control daemon (PID {self.process.pid}) {how}"
+            end = describe_exit(self.process.status() or 0)
+        text = f"the control daemon (PID {self.process.pid}) {end}"
         forget(self.target)
         self._release()
         return text, self._take_servers()

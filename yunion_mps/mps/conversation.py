@@ -181,12 +181,12 @@ class Conversation:
 
     def _open(self, program: str, pipe_directory: str) -> tuple[int, Process]:
         """Start the front-end with the commands on its input; return its output's pipe, and the process."""
-        with contextlib.ExitStack() as ours, contextlib.ExitStack() as unless_started:
+        with contextlib.ExitStack() as descriptors, contextlib.ExitStack() as unless_started:
             commands_out, commands_in = os.pipe()
-            ours.callback(os.close, commands_out)
-            ours.callback(os.close, commands_in)
+            descriptors.callback(os.close, commands_out)
+            descriptors.callback(os.close, commands_in)
             output, answer_in = os.pipe()
-            ours.callback(os.close, answer_in)
+            descriptors.callback(os.close, answer_in)
             unless_started.callback(os.close, output)
             # The commands fit into the pipe's 64 KiB even for 64 GPUs, so this write never blocks.
             os.write(commands_in, "".join(f"{command}\n" for command in self._commands).encode())
@@ -362,16 +362,16 @@ def _stopped_process(pid: int) -> str:
 
 def _blocking_connection(pid: int, pipe_directory: str) -> str:
     """Servers, front-ends and this process may be connected and idle; any other may be the cause."""
-    ours = {pid, os.getpid(), *server_pids(pid)}
+    known = {pid, os.getpid(), *server_pids(pid)}
     counts = connections(pipe_directory)
     strangers: list[int] = []
     for other in counts:
-        if other not in ours and program_name(other) != PROGRAM:
+        if other not in known and program_name(other) != PROGRAM:
             strangers.append(other)
     if sum(counts.values()) > _QUEUE:
-        most = sorted(strangers, key=lambda other: -counts[other])[:5]
-        connected = ", ".join(f"{describe_process(other)} has {counts[other]} connections" for other in most)
-        return f"its queue is full, so no other process can connect: {connected}"
+        strangers.sort(key=lambda stranger: -counts[stranger])
+        connected = [f"{describe_process(pid)} has {counts[pid]} connections" for pid in strangers[:5]]
+        return f"its queue is full, so no other process can connect: {', '.join(connected)}"
     for stranger in strangers:
         if is_stopped(stranger):
             process = describe_process(stranger)

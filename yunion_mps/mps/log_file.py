@@ -275,8 +275,8 @@ def _recent_failures(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def describe_failure(outcome: Outcome, plan: DomainPlan) -> str:
     """Return how a server failed, and why: `failed to start: server.log: Failed to start : …`."""
-    how = {CRASHED: "ended unexpectedly", FAULTED: "had a fatal exception", NOT_STARTED: "failed to start"}
-    return f"{how[outcome.kind]}: {failure_cause(outcome, plan.log_directory)}"
+    ends = {CRASHED: "ended unexpectedly", FAULTED: "had a fatal exception", NOT_STARTED: "failed to start"}
+    return f"{ends[outcome.kind]}: {failure_cause(outcome, plan.log_directory)}"
 
 
 def failure_cause(outcome: Outcome, log_directory: str) -> str:

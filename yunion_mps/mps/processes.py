@@ -152,7 +152,7 @@ def our_processes() -> list[MpsProcess]:
     records = _records()
     recorded = {row.pid: row for row in records}
     plans = {(row.pipe_directory, row.gpu_uuids): row.plan for row in records}
-    ours = []
+    processes = []
     for pid in reversed(all_pids()):
         program = program_name(pid)
         is_candidate = program in (PROGRAM, SERVER) or pid in recorded
@@ -160,8 +160,8 @@ def our_processes() -> list[MpsProcess]:
             is_candidate = True
         process = _identify(pid, program, recorded.get(pid)) if is_candidate else None
         if process:
-            ours.append(process._replace(plan=plans.get((process.pipe_directory, process.gpu_uuids))))
-    return ours
+            processes.append(process._replace(plan=plans.get((process.pipe_directory, process.gpu_uuids))))
+    return processes
 
 
 def could_be_ours(pid: int) -> bool:

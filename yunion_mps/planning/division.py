@@ -185,8 +185,10 @@ def divide(entry: DeviceEntry, gpu: Gpu, config: Config, domain: str, clients: i
             thread_overcommit=overcommit,
             thread_percentage=entry.thread_percentage,
         )
-        most = 100.0 if pool.thread_percentage else share_percentage(most_mib, total_mib, overcommit)
-        return PlannedGpu(uuid=uuid, memory_limit_mib=most_mib, thread_percentage=most, pool=pool)
+        most_percentage = 100.0
+        if not pool.thread_percentage:
+            most_percentage = share_percentage(most_mib, total_mib, overcommit)
+        return PlannedGpu(uuid=uuid, memory_limit_mib=most_mib, thread_percentage=most_percentage, pool=pool)
     count = entry.virtual_number
     percentage = share_percentage(1, count, overcommit)
     share_mib = total_mib // count
@@ -237,8 +239,8 @@ def slices_mistakes(entry: DeviceEntry, gpu: Gpu, config: Config) -> list[Mistak
         return mistakes
     tenths = sum(_tenths(item, total_mib, overcommit) for item in entry.slices)
     if tenths > round(_ALL_TENTHS * overcommit):
-        most = f"more than {100 * overcommit:g} %"
-        text = f"the slices add up to {tenths / 10:g} % of the threads of {_gpu_name(gpu)}, {most}"
+        limit = f"more than {100 * overcommit:g} %"
+        text = f"the slices add up to {tenths / 10:g} % of the threads of {_gpu_name(gpu)}, {limit}"
         more = -(-tenths // 10) / 100
         hint = f"lower their thread_percentage, or overcommit the threads: thread_overcommit: {more:g}"
         mistakes.append(Mistake(text, hint))

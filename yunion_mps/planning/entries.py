@@ -157,10 +157,10 @@ class _Resolver:
         for entry in self._config.devices:
             name = parse_gpu_path(entry.path)
             assert name, f"reading the file refuses {entry.path}"
-            gpu, how = self._meaning(name)
+            gpu, source = self._meaning(name)
             others = earlier.setdefault(gpu.pci_address if gpu else name, [])
-            conflicting = _conflicting_entries(others, how)
-            others.append((entry, how))
+            conflicting = _conflicting_entries(others, source)
+            others.append((entry, source))
             named[entry] = name
             if not conflicting:
                 continue
@@ -367,13 +367,15 @@ def _place(entry: DeviceEntry) -> str:
     return source.file if source.line is None else f"{source.file}:{source.line}"
 
 
-def _conflicting_entries(earlier: Iterable[tuple[DeviceEntry, str]], how: str) -> list[DeviceEntry]:
+def _conflicting_entries(earlier: Iterable[tuple[DeviceEntry, str]], source: str) -> list[DeviceEntry]:
     """Return those of the `earlier` entries for a GPU beside which the file must not have this one.
 
-    `how` is how this entry's GPU is known. A recorded path and one that only leads there now do not conflict,
-    because a reboot can renumber render nodes.
+    A recorded path and one that only leads there now do not conflict, because a reboot can renumber render
+    nodes.
+
+    source: how this entry's GPU is known
     """
-    return [entry for entry, known in earlier if {known, how} != {_BY_RECORD, _BY_PATH}]
+    return [entry for entry, known in earlier if {known, source} != {_BY_RECORD, _BY_PATH}]
 
 
 def _divided_twice(entry: DeviceEntry, first: DeviceEntry, gpu: Gpu | None) -> Problem:
@@ -456,13 +458,13 @@ def _of_gpu(gpu: Gpu, source: Source, mistake: Mistake) -> Problem:
     )
 
 
-def _found_by_every_program(gpu: Gpu, config: Config, how: str) -> list[Problem]:
+def _found_by_every_program(gpu: Gpu, config: Config, sharing: str) -> list[Problem]:
     """Return a problem if programs without MPS would find the control daemon of other GPUs."""
     source = config.sources["cuda_mps_pipe_directory"]
     if config.cuda_mps_scope != "host" or config.cuda_mps_pipe_directory != DEFAULT_PIPE_DIRECTORY:
         return []
     text = f"cuda_mps_pipe_directory is {DEFAULT_PIPE_DIRECTORY}, where every program finds the control "
-    text += f"daemon, even one on GPU {gpu.address} ({gpu.name}), which is {how}"
+    text += f"daemon, even one on GPU {gpu.address} ({gpu.name}), which is {sharing}"
     hint = "write another directory, such as /run/nvidia-mps/pipe"
     return [Problem(source.file, source.line, text, hint)]
 
@@ -480,14 +482,14 @@ def _too_many(
     key: str, count: int, gpu: Gpu, source: Source, *, config: Config, inventory: Inventory
 ) -> list[Problem]:
     """Return a problem if the GPU would have more devices than MPS allows clients."""
-    most = max_clients(gpu, inventory.driver, config.cuda_mps_max_clients)
-    if count <= most:
+    limit = max_clients(gpu, inventory.driver, config.cuda_mps_max_clients)
+    if count <= limit:
         return []
     if source.line is None:  # the default exceeds the operator's own override
         source = config.sources["cuda_mps_max_clients"]
     is_many = f"are {count}" if key == "slices" else f"is {count}"
-    text = f"{key} {is_many}, more than the {most} clients that MPS allows on GPU {_name(gpu)}"
-    hint = f"write at most {most}"
+    text = f"{key} {is_many}, more than the {limit} clients that MPS allows on GPU {_name(gpu)}"
+    hint = f"write at most {limit}"
     if enforces_budgets(gpu):
         hint += ", or set cuda_mps_max_clients in host.conf if the driver allows more"
     return [_of_gpu(gpu, source, Mistake(text, hint))]

@@ -146,8 +146,8 @@ def why_not_honoured(devices: Sequence[Device], domain: DomainPlan | None) -> st
                 f"the control daemon limits each process to {most_mib} MiB of {gpu}, not {requested_mib} MiB"
             )
         if percentages[uuid] > domain.thread_percentage:
-            most = f"{decimal(domain.thread_percentage)} % of the threads of {gpu}"
-            return f"the control daemon limits each process to {most}, not {decimal(percentages[uuid])} %"
+            limit = f"{decimal(domain.thread_percentage)} % of the threads of {gpu}"
+            return f"the control daemon limits each process to {limit}, not {decimal(percentages[uuid])} %"
     return ""
 
 

@@ -134,8 +134,8 @@ def _direct_without(uuid: str, direct: Iterable[DirectGpu]) -> tuple[DirectGpu, 
 
 def _with_gpus(domain: DomainPlan, gpus: Sequence[PlannedGpu]) -> DomainPlan:
     """Return the domain with these GPUs, and the default limit of the largest of their devices."""
-    most = max(gpu.thread_percentage for gpu in gpus)
-    return domain._replace(gpus=tuple(gpus), thread_percentage=most)
+    most_percentage = max(gpu.thread_percentage for gpu in gpus)
+    return domain._replace(gpus=tuple(gpus), thread_percentage=most_percentage)
 
 
 def _without(uuid: str, domains: Iterable[DomainPlan]) -> Iterable[DomainPlan]:

@@ -31,13 +31,13 @@ def gpus_without_multiuser(gpus: Sequence[Gpu]) -> list[Gpu]:
 
 def multiuser_warnings(config: Config, served: Sequence[Gpu]) -> Iterator[Reason]:
     """Warn of GPUs, among those that are shared through MPS, that are served without multiuser mode."""
-    without = gpus_without_multiuser(served)
-    if not config.cuda_mps_multiuser or not without:
+    unsupported = gpus_without_multiuser(served)
+    if not config.cuda_mps_multiuser or not unsupported:
         return
-    which = list_of(f"GPU {_name(gpu)} is {why_unenforced(gpu, MPS)}" for gpu in without)
-    text = f"cuda_mps_multiuser is true, but {which}"
-    where = "there" if config.cuda_mps_scope == "gpu" else "on this host"
-    yield Reason(f"{text}: {where}, only one user's jobs run at a time", MULTIUSER_UNSUPPORTED)
+    reasons = list_of(f"GPU {_name(gpu)} is {why_unenforced(gpu, MPS)}" for gpu in unsupported)
+    text = f"cuda_mps_multiuser is true, but {reasons}"
+    place = "there" if config.cuda_mps_scope == "gpu" else "on this host"
+    yield Reason(f"{text}: {place}, only one user's jobs run at a time", MULTIUSER_UNSUPPORTED)
 
 
 def describe_users(plan: Plan, inventory: Inventory, *, knows_multiuser: bool | None) -> str:
@@ -65,8 +65,8 @@ def describe_users(plan: Plan, inventory: Inventory, *, knows_multiuser: bool | 
     if all_users_gpus:
         addresses = [gpu.address for gpu in inventory.gpus if gpu.uuid in all_users_gpus]
         text += f"; on GPU {', '.join(addresses)}, jobs of all users run at the same time"
-    if without := gpus_without_multiuser(gpus):
-        why_not = f"GPU {_name(without[0])} is {why_unenforced(without[0], MPS)}"
+    if unsupported := gpus_without_multiuser(gpus):
+        why_not = f"GPU {_name(unsupported[0])} is {why_unenforced(unsupported[0], MPS)}"
     elif knows_multiuser is False:
         why_not = "its NVIDIA control program does not support that (570 and later do)"
     else:

@@ -309,8 +309,8 @@ def _too_many_in_one_domain(config: Config, served: Iterable[Gpu]) -> list[Probl
     whole_gpus = [gpu for gpu in served if not gpu.parent]
     if config.cuda_mps_scope != "host" or len(whole_gpus) <= MAX_GPUS_PER_DOMAIN:
         return []
-    most = MAX_GPUS_PER_DOMAIN
-    text = f"cuda_mps_scope is host, and one control daemon cannot limit more than {most} GPUs"
+    limit = MAX_GPUS_PER_DOMAIN
+    text = f"cuda_mps_scope is host, and one control daemon cannot limit more than {limit} GPUs"
     source = config.sources["cuda_mps_scope"]
     if source.line is None:  # the default: host.conf is where MPS is enabled
         source = Source(config.sources["enable_cuda_mps"].file, None)

@@ -225,12 +225,12 @@ class Terminator:
                 raise _ended_error(pid)
             _refuse_unless_own(client, order.uid, order.container)
             _refuse_unless_job(pid, self._supervisor.domains)
-            how, ended = await self._disconnect_and_signal(process, client, order.signals)
+            outcome, ended = await self._disconnect_and_signal(process, client, order.signals)
         finally:
             process.close()
-        if not how:
+        if not outcome:
             return termination_json(client, "it is not an MPS client", ended=False)
-        text = f"{client['command'] or 'a job'} (PID {pid}) of {client['user']}: {how}"
+        text = f"{client['command'] or 'a job'} (PID {pid}) of {client['user']}: {outcome}"
         cause = order.cause or f"requested by {user_name(order.uid)}"
         log.warning("%s (%s)", text, cause)
         event = Event(
@@ -243,7 +243,7 @@ class Terminator:
             common=f"jobs of {client['user']}: {cause}",  # `what` has the command line
         )
         self._supervisor.event_log.record(event)
-        return termination_json(client, how, ended=ended)
+        return termination_json(client, outcome, ended=ended)
 
     async def _disconnect_and_signal(
         self, process: Process, client: AnyClient, signals: SignalSequence
@@ -307,14 +307,16 @@ def find_client(listed: answers.ClientListJson, pid: int) -> AnyClient:
     raise NotFoundError(f"PID {pid} is not an MPS client", _LIST_JOBS)
 
 
-def termination_json(client: AnyClient, how: str, *, ended: bool, code: str = "") -> answers.TerminationJson:
+def termination_json(
+    client: AnyClient, outcome: str, *, ended: bool, code: str = ""
+) -> answers.TerminationJson:
     """Return the answer for a client: how it has ended, or with `code` why it has not."""
     return {
         "pid": client["pid"],
         "user": client["user"],
         "command": client["command"],
         "ended": ended,
-        "how": how,
+        "how": outcome,
         "reason_code": code,
     }
 

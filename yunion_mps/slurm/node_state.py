@@ -150,8 +150,8 @@ class SlurmNode:
         text = _answer("scontrol", "--details", "show", "job", job_id)
         lines = _ALLOCATION.findall(text)
         lists_of_nodes = {nodes for nodes, _ in lines}
-        ours = {nodes for nodes in lists_of_nodes if self._is_in(nodes)}
-        return {gres for nodes, gres in lines if gres and nodes in ours}
+        own_lists = {nodes for nodes in lists_of_nodes if self._is_in(nodes)}
+        return {gres for nodes, gres in lines if gres and nodes in own_lists}
 
     def _is_in(self, nodes: str) -> bool:
         """Return whether the node is in a list such as `node[1-4]`."""

@@ -387,12 +387,12 @@ def _events(scene: Scene, state: ViewState, room: int, now_s: float) -> list[Lin
     for event in sorted(chosen, key=lambda event: event["id"], reverse=True):
         then_s = seconds(event["time"])
         form = "%H:%M:%S" if now_s - then_s < 86400 else "%d %b  "
-        when = time.strftime(form, time.localtime(then_s))
+        local_time = time.strftime(form, time.localtime(then_s))
         severity = event["severity"] if event["severity"] == "info" else event["severity"].upper()
         style = _SEVERITY_STYLES.get(event["severity"], "")
         cause = f" ({event['cause'].splitlines()[0]})" if event["cause"] else ""
         text = f"{event['kind']} {event['subject']}".rstrip() + f": {event['what']}{cause}"
-        lines.append([(f"{when} ", ""), (f"{severity:7} ", style), (text, "")])
+        lines.append([(f"{local_time} ", ""), (f"{severity:7} ", style), (text, "")])
     return lines
 
 

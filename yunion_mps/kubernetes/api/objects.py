@@ -130,12 +130,12 @@ class Resource(Generic[ObjectT]):
         return page
 
 
-def read_as(expected: type[T], value: object, where: str) -> T:
+def read_as(expected: type[T], value: object, path: str) -> T:
     """Return the value if it has the type; raises InvalidObjectError, which says where it differs.
 
-    `where` is what the message calls the value.
+    `path` is what the message calls the value.
     """
-    return cast(T, _read(expected, value, where))
+    return cast(T, _read(expected, value, path))
 
 
 def utc_s(time: Time) -> float:
@@ -143,7 +143,7 @@ def utc_s(time: Time) -> float:
     return datetime.strptime(time, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc).timestamp()
 
 
-def _read(expected: Any, value: Any, where: str) -> Any:
+def _read(expected: Any, value: Any, path: str) -> Any:
     container = dict if hasattr(expected, "__required_keys__") else get_origin(expected)
     if expected is object:
         return value
@@ -152,16 +152,16 @@ def _read(expected: Any, value: Any, where: str) -> Any:
         members_read: dict[str, Any] = {}
         for name, member in value.items():
             if member is not None:
-                members_read[name] = _read(members.get(name, others), member, f"{where}.{name}")
+                members_read[name] = _read(members.get(name, others), member, f"{path}.{name}")
         missing = set(getattr(expected, "__required_keys__", ())) - members_read.keys()
         if missing:
-            raise _invalid(f"{where}.{min(missing)}", "missing")
+            raise _invalid(f"{path}.{min(missing)}", "missing")
         return members_read
     if container is list and isinstance(value, list):
         (kind,) = get_args(expected)
-        return [_read(kind, element, f"{where}[{index}]") for index, element in enumerate(value)]
+        return [_read(kind, element, f"{path}[{index}]") for index, element in enumerate(value)]
     if container or not _is_scalar(expected, value):
-        raise _invalid(where, "invalid")
+        raise _invalid(path, "invalid")
     return value
 
 
@@ -186,5 +186,5 @@ def _members(expected: Any) -> tuple[Mapping[str, Any], Any]:
     return get_type_hints(expected), object
 
 
-def _invalid(where: str, message: str) -> InvalidObjectError:
-    return InvalidObjectError(f"the API server's answer cannot be used: {where} is {message}")
+def _invalid(path: str, message: str) -> InvalidObjectError:
+    return InvalidObjectError(f"the API server's answer cannot be used: {path} is {message}")

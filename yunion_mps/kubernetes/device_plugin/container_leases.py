@@ -56,8 +56,8 @@ class ContainerLeases:
     async def all(self) -> Sequence[LeaseDetailsJson]:
         """Return all leases, including those of other programs; raises YunionError."""
         leases = (await self._daemon.call(GET_LEASES))["leases"]
-        ours = [lease for lease in leases if is_container_lease(lease)]
-        self._awaits_containers = any(lease["pid"] is None for lease in ours)
+        container_leases = [lease for lease in leases if is_container_lease(lease)]
+        self._awaits_containers = any(lease["pid"] is None for lease in container_leases)
         return leases
 
     async def ours(self) -> Sequence[LeaseDetailsJson]:

@@ -64,8 +64,8 @@ class NodeResources:
             if name:
                 by_resource.setdefault(name, []).append(device)
                 self.devices[GpuKind(device["gpu_uuid"], device["sharing"], device["mig_profile"])] += 1
-        for name, ours in by_resource.items():
-            self._resource(name).update(ours, leases)
+        for name, resource_leases in by_resource.items():
+            self._resource(name).update(resource_leases, leases)
         self.memory.update(pools, leases)
         if self.memory.offers and self.memory not in self.all:
             self._add(self.memory)

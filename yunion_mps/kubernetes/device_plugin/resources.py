@@ -219,8 +219,8 @@ class DeviceResource(ExtendedResource):
 
     def update(self, devices: Sequence[KnownDevice], leases: Sequence[LeaseRecordJson]) -> None:
         """Offer these devices; `leases` are all leases, read after the devices."""
-        ours = {lease["id"] for lease in self._ours(leases)}
-        others = {lease["id"] for lease in leases} - ours
+        own_leases = {lease["id"] for lease in self._ours(leases)}
+        others = {lease["id"] for lease in leases} - own_leases
         self._budgets = {}
         offers: dict[str, Offer] = {}
         for device in devices:

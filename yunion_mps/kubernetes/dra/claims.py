@@ -113,13 +113,13 @@ class ClaimLeases:
             message = f"{claim.namespace}/{claim.name}: config has parameters for {DRIVER}, which takes none"
             hint = "remove them from the claim or its DeviceClass, then delete the claim and the pod"
             raise HostError(message, hint)
-        ours = [result for result in devices.get("results", ()) if result["driver"] == DRIVER]
-        if not ours:
+        allocated = [result for result in devices.get("results", ()) if result["driver"] == DRIVER]
+        if not allocated:
             raise NotFoundError(f"{claim.namespace}/{claim.name}: no devices are allocated", "delete the pod")
-        if any(result.get("adminAccess") for result in ours):
+        if any(result.get("adminAccess") for result in allocated):
             message = f"{claim.namespace}/{claim.name}: adminAccess is not supported"
             raise HostError(message, "to see all devices of a node, run on it: yunion-mps who")
-        return ours
+        return allocated
 
     async def take(self, claim: ClaimName, request: ClaimRequest) -> LeaseRecordJson:
         """Take the claim's lease, or return the one that it has; raises YunionError."""
