@@ -52,6 +52,10 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 #: How much of what is slow to read the package may have, all in all and per 1,000 lines.
 _MOST_IN_ALL = {"more than five positional arguments": 15, "a starred argument among others": 15}
 _MOST_PER_1000_LINES = {"comprehensions": 25.0, "nested comprehensions": 0.5}
+_VAGUE = {"both", "done", "found", "gone", "had", "it", "kept", "made", "now", "one", "rest", "that", "who"}
+_VAGUE |= {"told", "what"}
+#: How many variables and parameters of functions may have a name that does not say what they hold.
+_MOST_VAGUE_NAMES = 163
 
 
 def slow_to_read(module: ast.Module) -> Iterator[str]:
@@ -70,6 +74,19 @@ def slow_to_read(module: ast.Module) -> Iterator[str]:
                 yield "more than five positional arguments"
             elif starred and len(node.args) > 1:
                 yield "a starred argument among others"
+
+
+def vague_names(module: ast.Module) -> Iterator[str]:
+    """The names of variables and parameters of functions that do not say what they hold."""
+    inside: set[ast.AST] = set()
+    for node in ast.walk(module):
+        if isinstance(node, (*_Function, ast.Lambda)):
+            inside.update(ast.walk(node))
+    for node in inside:
+        if isinstance(node, ast.arg) and node.arg in _VAGUE:
+            yield node.arg
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in _VAGUE:
+            yield node.id
 
 
 def test_the_package_has_few_places_that_are_slow_to_read() -> None:
@@ -95,6 +112,18 @@ def test_what_is_slow_to_read_is_counted() -> None:
         "more than five positional arguments": 1,
         "a starred argument among others": 1,
     }
+
+
+def test_variables_are_named_after_what_they_hold() -> None:
+    names: list[str] = []
+    for _, module in package_modules():
+        names += vague_names(module)
+    assert len(names) <= _MOST_VAGUE_NAMES
+
+
+def test_vague_names_are_found() -> None:
+    code = "class A:\n    what: str\ndef f(found, end):\n    now = done(end, one=1)\n    return now"
+    assert sorted(vague_names(ast.parse(code))) == ["found", "now"]
 
 
 #: Where an attribute of another library's object is set; ours have attributes of the same name.

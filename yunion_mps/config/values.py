@@ -61,10 +61,10 @@ _LAYOUT = f"{DISABLED}|{BALANCED}|(?:{ALL})?{_PROFILE}"
 
 
 class InvalidValueError(Exception):
-    """An invalid value: `what` is wrong with it, and the `hint` says what would be right."""
+    """An invalid value: the `problem` with it, and a `hint` that says what would be right."""
 
-    def __init__(self, key: str, node: Node, what: str, hint: str) -> None:
-        self.what = f"{key} is {quote(node)}, {what}"
+    def __init__(self, key: str, node: Node, problem: str, hint: str) -> None:
+        self.what = f"{key} is {quote(node)}, {problem}"
         look_alikes = look_alike(node.value) if isinstance(node, ScalarNode) else ""
         self.hint = f"remove {look_alikes} from it" if look_alikes else hint
         super().__init__(self.what)

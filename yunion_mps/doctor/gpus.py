@@ -310,8 +310,8 @@ def compute_mode(host: Host) -> Findings:
     of_the_daemon = host.conditions(ABOUT_COMPUTE_MODE)
     reported = {condition["gpu"] for condition in of_the_daemon}
     is_served = _is_served(host)
-    kept = _gpus_without_comparison(host, plan)
-    uuids = {gpu.parent or gpu.uuid for gpu in host.our_gpus() if gpu.pci_address not in kept}
+    not_compared = _gpus_without_comparison(host, plan)
+    uuids = {gpu.parent or gpu.uuid for gpu in host.our_gpus() if gpu.pci_address not in not_compared}
     gpus = [gpu for gpu in host.inventory().gpus if gpu.uuid in uuids and not gpu.reason]
     findings = [finding_of(condition) for condition in of_the_daemon]
     for gpu in gpus:

@@ -284,14 +284,14 @@ class Wakeup(Watchable, Protocol):
     def clear(self) -> None: ...
 
 
-def drive(driven: Tickable, done: Callable[[], bool], wakeup: Wakeup | None = None) -> None:
-    """Tick until `done`; used before asyncio is loaded, and by programs that do without it."""
+def drive(driven: Tickable, is_done: Callable[[], bool], wakeup: Wakeup | None = None) -> None:
+    """Tick until `is_done`; used before asyncio is loaded, and by programs that do without it."""
     readable: set[Watchable] | None = None
     while True:
         if wakeup:
             wakeup.clear()
         due_s = driven.tick(time.monotonic(), readable)
-        if done():
+        if is_done():
             return
         watched = {watchable.fileno(): watchable for watchable in driven.watched()}
         if wakeup:

@@ -24,8 +24,8 @@ T = TypeVar("T")
 _KEPT = 4
 
 #: Called with the result and the exception, one of which is None.
-Done = Callable[[Any, "BaseException | None"], None]
-_Inbox = SimpleQueue["tuple[Callable[[], Any], Done]"]
+Report = Callable[[Any, "BaseException | None"], None]
+_Inbox = SimpleQueue["tuple[Callable[[], Any], Report]"]
 
 #: How long the process's exit waits for threads that were created but have not begun to run.
 _BEGIN_S = 10.0
@@ -45,8 +45,8 @@ def _await_start_of_threads() -> None:
         time.sleep(0.001)
 
 
-def start_thread(work: Callable[[], Any], done: Done) -> None:
-    """Call `work` on a thread, then `done`, which must neither block nor raise.
+def start_thread(work: Callable[[], Any], report: Report) -> None:
+    """Call `work` on a thread, then `report`, which must neither block nor raise.
 
     Raises ShortageError if no thread can be started.
     """
@@ -62,7 +62,7 @@ def start_thread(work: Callable[[], Any], done: Done) -> None:
             _starting.remove(inbox)
             message = f"cannot start a thread: out of memory, processes or threads ({error})"
             raise ShortageError(message) from None
-    inbox.put((work, done))
+    inbox.put((work, report))
 
 
 async def on_thread(work: Callable[[], T]) -> T:
@@ -83,16 +83,16 @@ async def on_thread(work: Callable[[], T]) -> T:
         else:
             result.set_result(outcome)
 
-    def done(outcome: T, error: BaseException | None) -> None:
+    def report(outcome: T, error: BaseException | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(deliver, outcome, error)
 
-    start_thread(work, done)
+    start_thread(work, report)
     return await result
 
 
 def ignore_outcome(result: Any, error: BaseException | None) -> None:
-    """A `Done` for work whose result and error do not matter."""
+    """A `Report` for work whose result and error do not matter."""
 
 
 def _run(inbox: _Inbox) -> None:
@@ -107,10 +107,10 @@ def _run(inbox: _Inbox) -> None:
             result = work()
         except MemoryError:
             error = ShortageError("out of memory")
-        except BaseException as raised:  # noqa: BLE001 - `done` is told
+        except BaseException as raised:  # noqa: BLE001 - `report` is told
             error = raised
         is_kept = len(_idle) < _KEPT
-        if is_kept:  # before `done`, whose caller may start more work immediately
+        if is_kept:  # before `report`, whose caller may start more work immediately
             _idle.append(inbox)
         report(result, error)
         del work, report, result, error  # keep no reference while waiting

@@ -33,9 +33,9 @@ _BALANCED_SLICES = {7: (3, 2, 1, 1), 4: (2, 1, 1)}
 class LayoutError(ValueError):
     """A layout that a GPU cannot have: what is wrong, and a hint."""
 
-    def __init__(self, what: str, hint: str) -> None:
-        super().__init__(what)
-        self.what = what
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.what = message
         self.hint = hint
 
 

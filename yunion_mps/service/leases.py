@@ -152,7 +152,7 @@ class LeaseService:
         self._report_unreadable()
         self._positions.restore(time.monotonic())
         self.peaks.restore()
-        self._publisher.restore(self.ledger.leases.values(), kept=self._storage.unreadable)
+        self._publisher.restore(self.ledger.leases.values(), kept_leases=self._storage.unreadable)
 
     def _report_unreadable(self) -> None:
         """Log, record and show which stored leases cannot be read, and what that blocks."""

@@ -119,12 +119,12 @@ class CdiPublisher:
         #: Held while the devices' file is written, so that none is written after `remove`.
         self._writing = threading.Lock()
 
-    def restore(self, leases: Iterable[Lease], kept: Iterable[str] = ()) -> None:
-        """Write the files of these leases, and remove all others, except those of `kept` leases (ids)."""
+    def restore(self, leases: Iterable[Lease], kept_leases: Iterable[str] = ()) -> None:
+        """Write the files of these leases, and remove all others, except those of `kept_leases` (ids)."""
         published = [lease for lease in leases if lease.cdi]
         spared = {DEVICES_FILE}
         spared.update(lease_file(lease.id) for lease in published)
-        spared.update(lease_file(lease_id) for lease_id in kept)
+        spared.update(lease_file(lease_id) for lease_id in kept_leases)
         for name in self._files.names():
             if name not in spared:
                 self._files.remove(name)
