@@ -6,6 +6,10 @@ groups, but gets no name from root's files, and no pod.
 No engine is queried, because that needs its socket and may block. If a file cannot be read, the container has
 no name, but always its id. A name may change (`podman rename`, `docker rename`), so a file of names is read
 again when it has changed; a pod's container is never renamed.
+
+Source: runc, libcontainer/cgroups/systemd/common.go, getUnitName (PREFIX-ID.scope); Kubernetes,
+pkg/kubelet/cm/pod_container_manager_linux.go and cgroup_manager_linux.go, for the groups of pods, and
+pkg/kubelet/types/labels.go, for CRI-O's annotations; containerd, pkg/cri/annotations/annotations.go.
 """
 
 from __future__ import annotations

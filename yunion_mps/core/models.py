@@ -326,7 +326,7 @@ class DomainPlan(NamedTuple):
     def for_gpus(self, gpu_uuids: Iterable[str]) -> DomainPlan:
         """Return the plan for these GPUs, in this order; GPUs that it does not divide have no limit."""
         by_uuid = {gpu.uuid: gpu for gpu in self.gpus}
-        return self._replace(gpus=tuple(by_uuid.get(uuid) or PlannedGpu(uuid) for uuid in gpu_uuids))
+        return self._replace(gpus=tuple(by_uuid.get(uuid, PlannedGpu(uuid)) for uuid in gpu_uuids))
 
     def same_control_daemon(self, other: DomainPlan) -> bool:
         """Return whether the control daemon of `other` can serve this plan: they differ in limits at most."""

@@ -72,6 +72,7 @@ SKIPPED = "skipped"  # it cannot be checked here: no daemon, no permission, no G
 UNKNOWN = "unknown"  # the check failed or took too long
 #: Levels in the order of the report, the worst first, with the exit statuses of monitoring plugins (Nagios,
 #: Icinga, NRPE).
+#: Source: Monitoring Plugins Development Guidelines, section "Plugin Return Codes".
 NAGIOS_CODES = {PROBLEM: 2, WARNING: 1, UNKNOWN: 3, SKIPPED: 3, OK: 0}
 
 

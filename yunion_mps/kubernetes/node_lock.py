@@ -2,6 +2,8 @@
 
 Two would take each other's sockets away. The lock is on the kubelet's directory of device plugins, which all
 plugins of a node share, DRA drivers too. A lock file in it would be removed when the kubelet starts.
+
+Source: Kubernetes, pkg/kubelet/cm/devicemanager/plugin/v1beta1/server.go, removeContents.
 """
 
 from __future__ import annotations

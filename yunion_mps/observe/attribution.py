@@ -180,7 +180,9 @@ class Attribution:
         if around:
             return [container.lease for container in around]
         of_unit = self._by_unit.get(origin.unit, [])
-        return [lease for lease in of_unit if len(of_unit) == 1 and _is_of_its_user(origin, lease)]
+        if len(of_unit) == 1 and _is_of_its_user(origin, of_unit[0]):
+            return of_unit
+        return []
 
     def _nearest_holder(self, pid: int) -> int | None:
         """Return the PID of the holder of a lease from which the process descends; of several, the nearest.

@@ -357,6 +357,10 @@ def _kept(
 
     Those with most `used` ones (ids) come first, and of these the largest.
     """
+
+    def number_used(keep: Iterable[MigInstance]) -> int:
+        return sum(instance.id in used for instance in keep)
+
     whole = [instance for instance in existing if instance.is_whole]
     whole.sort(key=lambda instance: (instance.start, instance.id))
     desired_names = Counter(profile.name for profile in desired)
@@ -366,7 +370,8 @@ def _kept(
             names = Counter(instance.profile for instance in keep)
             if not names - desired_names:
                 sets.append(keep)
-    return sorted(sets, key=lambda keep: -sum(instance.id in used for instance in keep))
+    sets.sort(key=number_used, reverse=True)  # which keeps the order of sets with equal numbers
+    return sets
 
 
 def _without(desired: Iterable[MigProfile], keep: Iterable[MigInstance]) -> list[MigProfile]:

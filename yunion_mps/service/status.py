@@ -13,7 +13,7 @@ from yunion_mps.core.conditions import Condition, shown
 from yunion_mps.core.enums import IDLE, PROBLEM
 from yunion_mps.core.models import Owner
 from yunion_mps.observe.clients import ClientService
-from yunion_mps.observe.holdings import Holding, holdings, lease_states, reasons_by_gpu
+from yunion_mps.observe.holdings import Holding, device_names, holdings, lease_states, reasons_by_gpu
 from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.queries import Queries
 from yunion_mps.views.lease_conditions import Activity, conditions_of_use, conditions_with_activity
@@ -127,7 +127,7 @@ def _used(
     for lease in leases:
         names.update(lease["devices"])
     for client in clients["clients"]:
-        names.update(name.strip() for name in (client["device"] or "").split(","))
+        names.update(device_names(client))
     listed = [device for device in devices if device["addr"] in names]
     return [holding for holding in holdings(listed, leases, clients["clients"]) if holding.in_use]
 

@@ -1,4 +1,7 @@
-"""The file that Prolog writes for TaskProlog, which runs as the job's user and need not reach the daemon."""
+"""The file that Prolog writes for TaskProlog, which runs as the job's user and need not reach the daemon.
+
+Source: slurm.conf(5), Prolog and TaskProlog; Slurm: Prolog and Epilog Guide.
+"""
 
 from __future__ import annotations
 
