@@ -21,7 +21,7 @@ else:
 
 
 def version_line(program: str) -> str:
-    """What --version says: `yunion-mps 0.1.0 (6c4fb29c1d2e)`."""
+    """Return what --version says: `yunion-mps 0.1.0 (6c4fb29c1d2e)`."""
     return f"{program} {__version__} ({revision()})"
 
 

@@ -53,7 +53,7 @@ def print_environment(device: str, output: str) -> None:
 
 @contextlib.contextmanager
 def failing_reader(style: str) -> Iterator[None]:
-    """If there is no environment, make its reader fail, too; otherwise a job would run without limits.
+    """Make the reader of the environment fail if there is none: otherwise a job would run without limits.
 
     For `eval "$(...)" && COMMAND` and for `--env-file <(...)`, empty output is a success.
     Raises the error of the block.

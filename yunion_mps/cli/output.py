@@ -112,7 +112,7 @@ def _in_order(record: Mapping[str, object] | Sequence[object], header: Sequence[
 
 
 def show_pairs(value: Mapping[str, object], output: str, table: Callable[[], str]) -> None:
-    """Like `show`, for an answer that is a single object."""
+    """Print an answer that is a single object, as `show` prints a list."""
     show(value, output, ("field", "value"), pairs(value), table)
 
 
@@ -286,7 +286,7 @@ def wrapped(text: str, indent: int = 4, min_width: int = 0) -> str:
 
 
 def hint_text(hint: str, begin: str = "Hint: ", indent: int = 4) -> str:
-    """Like `wrapped`, but keeps each command on one line, so that it can be copied; "" without a hint."""
+    """Wrap a hint, but keep each command on one line, so that it can be copied; "" without a hint."""
     whole = _COMMAND.sub(lambda command: command[0].replace(" ", _KEPT_SPACE), cell(hint))
     return _wrapped(f"{begin}{whole}", indent).replace(_KEPT_SPACE, " ") if hint else ""
 

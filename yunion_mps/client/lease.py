@@ -197,7 +197,11 @@ class BaseLease:
         ttl_s: int | None,
         on_message: OnMessage,
     ) -> None:
-        """If `ttl_s` is not None, start a thread that renews it; raises ShortageError if that fails."""
+        """Start a thread that renews it, if it expires; raises ShortageError if that fails.
+
+        ttl_s: after how many seconds without renewal it expires; None if it does not
+        on_message: called with lines for the user, such as that the daemon is unreachable
+        """
         self.record = record
         self.id = record.id
         self.name = record.name

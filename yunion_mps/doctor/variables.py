@@ -80,7 +80,11 @@ def check_values(variables: Mapping[str, str], domain: DomainPlan, hint: str) ->
 
 
 def not_served(variables: Mapping[str, str], default: str, served: Sequence[str], hint: str) -> Finding:
-    """Return the finding for a pipe directory that none of our control daemons serves."""
+    """Return the finding for a pipe directory that none of our control daemons serves.
+
+    default: where CUDA looks without the variable
+    served: the pipe directories of our control daemons
+    """
     directory = variables.get(PIPE)
     if directory is None:
         text = f"{PIPE} is not set, so CUDA looks in {default}, which no yunion-mps control daemon serves"

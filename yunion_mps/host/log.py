@@ -74,6 +74,7 @@ class Failures:
 
     errors: counts failed requests by program.
     cause: why there has been no attempt yet; later, why the last attempt failed, empty if it succeeded.
+    level: the level at which each cause is logged.
     """
 
     def __init__(

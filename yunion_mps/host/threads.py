@@ -92,7 +92,7 @@ async def on_thread(work: Callable[[], T]) -> T:
 
 
 def ignore_outcome(result: Any, error: BaseException | None) -> None:
-    """A `Report` for work whose result and error do not matter."""
+    """Do nothing: a `Report` for work whose result and error do not matter."""
 
 
 def _run(inbox: _Inbox) -> None:

@@ -177,11 +177,14 @@ class Retrier:
 async def request_lease(
     transport: Transport, request: RequestMembers, wait_s: int, on_message: OnMessage
 ) -> LeaseRecordJson:
-    """Take a lease within `wait_s`; raises NothingFreeError if none is free by then, or another YunionError.
+    """Take a lease; raises NothingFreeError if nothing is free in time, or another YunionError.
 
     A request that waits is retried if the daemon restarts or is busy: its idempotency key identifies its
     position in the queue, or the lease that was already granted. A caller that is interrupted or cancelled
     has no lease.
+
+    wait_s: how long to wait for a device; 0 for not at all
+    on_message: called with lines for the user, such as what the request waits for
     """
     request = {**request, "idempotency_key": os.urandom(16).hex()}
     end_s = time.monotonic() + wait_s
@@ -285,10 +288,15 @@ def refuse_unreachable(environment: Mapping[str, str]) -> None:
 async def follow_events(
     transport: Transport, last: int, kind: str | None, on_message: OnMessage
 ) -> AsyncGenerator[list[EventJson], None]:
-    """Yield the events with ids above `last` forever; yield an empty list at each timeout.
+    """Yield new events forever; yield an empty list at each timeout.
 
-    An empty list lets the caller check whether its own reader still exists. Raises UnreachableError if the
-    daemon stays unreachable.
+    An empty list lets the caller check whether its own reader still exists.
+
+    last: the highest id that is known
+    kind: of which kind the events are to be; None for all
+    on_message: called with lines for the user, such as that the daemon is unreachable
+
+    Raises UnreachableError if the daemon stays unreachable.
     """
     retrier = Retrier(transport, RECONNECT_TIMEOUT_S, on_message)
     while True:

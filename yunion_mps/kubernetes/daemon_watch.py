@@ -42,9 +42,13 @@ _PAGE = 256
 class DaemonWatch:
     """Calls `read` when the daemon's devices or pools have changed, and `lose` while it is away.
 
-    It is away if it hangs, or if each `read` has failed for `outage_s`. What else is read is read again every
-    `reread_s`. `read` reads the devices and pools from here: a change is one from what it has read, so it
-    notices even a change that has been undone meanwhile.
+    `read` reads the devices and pools from here: a change is one from what it has read, so it notices even a
+    change that has been undone meanwhile. The daemon is away if it hangs, or if `read` keeps failing.
+
+    outage_s: how long `read` has to fail until the daemon counts as away
+    reread_s: how often `read` is called without a change, for what else it reads
+    probe_s: how often the daemon is asked whether it is alive
+    hang_s: how long it has to answer that
     """
 
     def __init__(

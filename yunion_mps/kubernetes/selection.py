@@ -114,7 +114,13 @@ class Selector:
         api: tuple[ApiServer, str] | None,
         errors: Counter[str],
     ) -> None:
-        """`api` is the API server and the node's name; None if there is no access to it."""
+        """Choose nothing yet.
+
+        name: the configuration that `--config` names; empty for none
+        labels_file: the file with the node's labels that `--node-labels` names; empty for none
+        api: the API server and the node's name; None if there is no access to it
+        errors: counts failed requests by program
+        """
         self._options = options
         self._name = name
         self._daemon = daemon

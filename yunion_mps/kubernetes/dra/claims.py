@@ -81,9 +81,11 @@ class ClaimLeases:
         refusal: str = "",
         restart_s: float = RESTART_S,
     ) -> None:
-        """`refusal` is why no claim gets a new lease; empty if claims get leases.
+        """Take and release no lease yet.
 
-        `restart_s` is how long a request waits for a daemon that restarts.
+        gone_s: how long a lease is kept after no pod uses its claim any longer
+        refusal: why no claim gets a new lease; empty if claims get leases
+        restart_s: how long a request waits for a daemon that restarts
         """
         self._server = server
         self._refusal = refusal

@@ -164,7 +164,12 @@ class DraService:
         refusal: str = "",
         times: DriverTimes = DRIVER_TIMES,
     ) -> None:
-        """With a `refusal`, its cause, the driver publishes nothing and only ends leases."""
+        """Serve nothing yet.
+
+        node: the node's name
+        refusal: why the driver publishes nothing and only ends leases; empty if it serves
+        times: its periods and deadlines
+        """
         self._host = DraHost(paths, counts, times.host)
         server = ApiServer(credentials, _CLAIM_S)
         self._claims = ClaimLeases(
@@ -216,7 +221,7 @@ class DraService:
         await first_of(self._host.run(), self._slices.run(), self._offer(), self._serve(), self._reconcile())
 
     async def run_while_used(self) -> None:
-        """Like `run`, but returns once no claim has a lease."""
+        """Run as `run` does, but return once no claim has a lease."""
         if await self._claims.may_exist():
             await first_of(self.run(), self._wait_unused())
 

@@ -212,6 +212,13 @@ class SlicePublisher:
         backoff: Backoff | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        """Publish nothing yet.
+
+        node: the node's name
+        interval_s: the least time between two writes; health is written at once
+        backoff: how long to wait after failures
+        sleep: waits for a number of seconds
+        """
         self._server = server
         self._node = node
         self._counts = counts
