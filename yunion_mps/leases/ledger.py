@@ -319,29 +319,29 @@ class Ledger:
         by_gpu = group_by_gpu(devices)
         divided = {device.id: device for device in devices}
         waits: dict[str, LeaseWait] = {}
-        for uuid, (leases, former) in self._former_divisions(by_gpu, divided).items():
+        for uuid, former in self._former_divisions(by_gpu, divided).items():
             fitting = self.free_devices(by_gpu[uuid])
-            pending = set(former)
+            pending = set(former.device_ids)
             for device in by_gpu[uuid]:
                 if device.id not in fitting and device.id not in self.lease_of:
                     pending.add(device.id)
             waits[uuid] = LeaseWait(
                 pending=frozenset(pending),
-                total=len(by_gpu[uuid]) + len(former - divided.keys()),
-                leases=tuple(leases),
-                users=_users(list(leases.values())),
+                total=len(by_gpu[uuid]) + len(former.device_ids - divided.keys()),
+                leases=tuple(former.leases),
+                users=_users(list(former.leases.values())),
             )
         return waits
 
     def _former_divisions(
         self, gpus: Collection[str], divided: Mapping[str, Device]
-    ) -> dict[str, tuple[dict[str, Lease], set[str]]]:
-        """Return, by GPU, the leases from another division by their ids, and the ids of their devices.
+    ) -> dict[str, _FormerDivision]:
+        """Return what leases have of another division of each GPU (UUID).
 
         gpus: UUIDs of the GPUs that count.
         divided: the devices of the present division, by id.
         """
-        former: dict[str, tuple[dict[str, Lease], set[str]]] = {}
+        former: dict[str, _FormerDivision] = {}
         for lease in self.leases.values():
             for device in lease.devices:
                 present = divided.get(device.id)
@@ -350,10 +350,18 @@ class Ledger:
                 if present is not None and not is_same:
                     is_same = _budget(present) == _budget(device)
                 if device.gpu_uuid in gpus and not is_same:
-                    leases, ids = former.setdefault(device.gpu_uuid, ({}, set()))
-                    leases[lease.id] = lease
-                    ids.add(device.id)
+                    division = former.setdefault(device.gpu_uuid, _FormerDivision({}, set()))
+                    division.leases[lease.id] = lease
+                    division.device_ids.add(device.id)
         return former
+
+
+class _FormerDivision(NamedTuple):
+    """What leases have of an earlier division of a GPU."""
+
+    #: The leases, by their ids.
+    leases: dict[str, Lease]
+    device_ids: set[str]
 
 
 def group_by_gpu(devices: Iterable[Device]) -> dict[str, list[Device]]:
@@ -411,11 +419,14 @@ def _at_its_place(leased: Device, planned: Device) -> Device:
 
 
 def _with_devices(lease: Lease, devices: tuple[Device, ...]) -> Lease:
-    """Return the lease with other UUIDs of its GPUs, after which pipe directories are named, too."""
+    """Return the lease with these devices instead of its own, in the same order.
+
+    Its environment names their GPUs by UUID, also in the path of the pipe directory.
+    """
     environment = dict(lease.environment)
-    for old, new in zip(lease.devices, devices):
+    for leased, present in zip(lease.devices, devices):
         for name, value in environment.items():
-            environment[name] = value.replace(old.gpu_uuid, new.gpu_uuid)
+            environment[name] = value.replace(leased.gpu_uuid, present.gpu_uuid)
     if DEVICE_VARIABLE in environment:
         environment[DEVICE_VARIABLE] = ",".join(device.addr for device in devices)
     return lease._replace(devices=devices, environment=environment)

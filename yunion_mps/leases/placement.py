@@ -6,6 +6,7 @@ If a GPU's memory is handed out in units, devices of the requested size are crea
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from yunion_mps.core.addresses import physical_gpu
 from yunion_mps.core.enums import SPREAD
@@ -133,7 +134,7 @@ def _reserve_memory(match: Match) -> Reservation:
     """Return what the pools that come closest have of the memory and threads, if memory is left."""
     selection = match.selection
     needed_mib = selection.devices_each * selection.request.memory_mib
-    closest = []
+    shortfalls: list[_Shortfall] = []
     for room in match.rooms:
         if room.left_mib <= 0:
             continue
@@ -142,12 +143,25 @@ def _reserve_memory(match: Match) -> Reservation:
         missing = max(0, 1 - room.left_mib / needed_mib)
         if needed_tenths:
             missing += 1 - free_tenths / needed_tenths
-        closest.append((missing, -room.left_mib, room.candidate.pool.gpu_uuid, free_tenths))
+        shortfalls.append(_Shortfall(room.candidate.pool.gpu_uuid, missing, room.left_mib, free_tenths))
+    shortfalls.sort(key=lambda shortfall: (shortfall.missing, -shortfall.left_mib, shortfall.gpu_uuid))
     reservation = no_reservation()
-    for _, negative_mib, gpu, free_tenths in sorted(closest)[: selection.gpus]:
-        reservation.memory_mib[gpu] = min(-negative_mib, needed_mib)
-        reservation.thread_tenths[gpu] = free_tenths
+    for shortfall in shortfalls[: selection.gpus]:
+        reservation.memory_mib[shortfall.gpu_uuid] = min(shortfall.left_mib, needed_mib)
+        reservation.thread_tenths[shortfall.gpu_uuid] = shortfall.free_tenths
     return reservation
+
+
+class _Shortfall(NamedTuple):
+    """What a pool lacks for a request, and what of it can be reserved."""
+
+    gpu_uuid: str
+    #: The missing fractions of the memory and of the threads, together: 0 to 2.
+    missing: float
+    #: How much memory one more client could get.
+    left_mib: int
+    #: How many tenths of a percent of the threads can be reserved.
+    free_tenths: int
 
 
 def _largest_group_across(selection: Selection, by_gpu: Iterable[Sequence[Device]]) -> list[Device]:

@@ -279,7 +279,8 @@ class LeaseService:
             queued = self._admit(queued)  # now, because others may have been granted meanwhile
             lease, is_new, _ = await self._wait_for_grant(queued, wait_s)
         elif lease.holder.binding == "name" or lease.holder.is_awaited:
-            lease = lease if lease.holder.is_awaited else self._renew(lease)
+            if not lease.holder.is_awaited:
+                lease = self._renew(lease)
             refuse_unserved(lease, self._supervisor.snapshot())
         if lease.holder.binding == "connection":
             on_disconnect(partial(self._end_connected, lease.id))
@@ -305,8 +306,9 @@ class LeaseService:
         if lease.id in self.ledger.unknown:
             self._delete_unknown(lease)
             return released
-        name = owner_name(caller)
-        self.end(lease.id, "" if name == owner_name(lease.holder.owner) else f"{name} released it")
+        releaser = owner_name(caller)
+        cause = "" if releaser == owner_name(lease.holder.owner) else f"{releaser} released it"
+        self.end(lease.id, cause)
         return released
 
     def renew(self, name: str, caller: Owner) -> answers.LeaseRecordJson:
@@ -342,10 +344,10 @@ class LeaseService:
         refuse_unserved(lease, self._supervisor.snapshot())
         if lease.holder.binding == "name":
             self._record(lease._replace(holder=holder), "used by", "the container started with its lease")
-            used = with_container(lease, holder)
-            if used != lease:
-                self._update(used)
-            return self._json(used)
+            with_its_container = with_container(lease, holder)
+            if with_its_container != lease:
+                self._update(with_its_container)
+            return self._json(with_its_container)
         if lease.holder._replace(is_attested=holder.is_attested) == holder:
             return self._json(lease)
         if lease.holder.binding == "container" and not lease.holder.is_awaited:
