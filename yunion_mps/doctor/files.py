@@ -58,7 +58,7 @@ _DETAIL = re.compile(r'\b(comm|path|name|scontext|tcontext|tclass|profile)="?([^
 
 @host_check("pipe directory", PIPE_DIRECTORY)
 def pipe_directory(host: Host) -> Findings:
-    """Return whether all users can reach the sockets, and no other user can replace the control daemon."""
+    """Check whether all users can reach the sockets, and no other user can replace the control daemon."""
     findings = [finding_of(condition) for condition in host.conditions(ABOUT_PIPE_DIRECTORY)]
     reported = {finding.what for finding in findings}
     missing = []
@@ -86,7 +86,7 @@ def _summary(directories: Sequence[str]) -> str:
 
 @host_check("socket cleanup", SOCKETS_REMOVED, "no cleanup program removes old sockets")
 def socket_cleanup(host: Host) -> Findings:
-    """Return whether something removes sockets by age, as systemd-tmpfiles does in /tmp on many systems."""
+    """Check whether something removes sockets by age, as systemd-tmpfiles does in /tmp on many systems."""
     rules = list(_tmpfiles_rules(host))
     for domain in host.mps_domains():
         directory = "/" + os.path.relpath(domain.pipe_directory, host.paths.root)

@@ -253,7 +253,7 @@ def _time_sliced(host: Host) -> str:
 
 @host_check("job budgets", PROCESS_MEMORY_UNKNOWN)
 def job_budgets(host: Host) -> Findings:
-    """Return whether `over_budget: terminate` can act: it needs the memory of each process."""
+    """Check whether `over_budget: terminate` can act: it needs the memory of each process."""
     actions = host.plan()[0].over_budget
     gpus = [gpu for gpu in host.mps_gpus() if not gpu.reason]
     _refuse_if_none_answers(gpus)

@@ -56,7 +56,7 @@ _RECENT_S = 3600.0
 
 @host_check("control daemon", CONTROL_DAEMON_ERROR)
 def control_daemons(host: Host) -> Findings:
-    """Return whether clients in each directory reach the daemon's own control daemon."""
+    """Check whether clients in each directory reach the daemon's own control daemon."""
     return [_check_owner(host, domain) for domain in host.mps_domains()]
 
 
@@ -92,7 +92,7 @@ def _check_owner(host: Host, domain: DomainPlan) -> Finding:
 
 @host_check("control daemon answers", CONTROL_DAEMON_SILENT)
 def responsiveness(host: Host) -> Findings:
-    """Return whether each control daemon greets its clients, and why not."""
+    """Check whether each control daemon greets its clients, and why not."""
     findings: list[Finding] = []
     # Finding the owner of a connection means searching all processes' descriptors, for each domain.
     front_ends = any(_option_count(pid) == 0 for pid in all_pids())

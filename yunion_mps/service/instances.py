@@ -50,8 +50,10 @@ class InstanceCheck:
         Use by other processes matters only if the lease is new. If the driver does not answer, the reason is
         empty, too.
         """
+        if not any(device.is_on_instance for device in lease.devices):
+            return NO_REASON
         nvml = self._supervisor.nvml
-        if nvml is None or not any(device.is_on_instance for device in lease.devices):
+        if nvml is None:
             return NO_REASON
         slow = HostError("the driver is slow to answer", "")
         try:
