@@ -361,7 +361,10 @@ def _stopped_process(pid: int) -> str:
 
 
 def _blocking_connection(pid: int, pipe_directory: str) -> str:
-    """Servers, front-ends and this process may be connected and idle; any other may be the cause."""
+    """Return which connected process may block the control daemon, and why; empty if none does.
+
+    Servers, front-ends and this process may be connected and idle; any other process may be the cause.
+    """
     known = {pid, os.getpid(), *server_pids(pid)}
     counts = connections(pipe_directory)
     strangers: list[int] = []

@@ -277,7 +277,7 @@ class Domain(StateMachine):
         self._set_end_order(order if others else None)
 
     def _set_end_order(self, order: EndOrder | None) -> None:
-        """Carry out this order, and no other one; None for those that need no look at the clients."""
+        """Make this the only order to end servers; None for one that does not depend on their clients."""
         self._is_due = True
         self._close_forced_end()
         self._end_order = order

@@ -389,7 +389,7 @@ def _without(desired: Iterable[MigProfile], keep: Iterable[MigInstance]) -> list
 def _place(
     desired: Sequence[MigProfile], occupied: Sequence[MigInstance] = ()
 ) -> tuple[Placement, ...] | None:
-    """Return a place for each, the first in order of starts; None if they do not fit beside those there.
+    """Return a place for each profile, at the lowest starts; None if they do not fit beside what is there.
 
     Source: NVML API Reference, nvmlDeviceGetGpuInstancePossiblePlacements: instances do not overlap.
     """

@@ -49,7 +49,7 @@ from yunion_mps.planning.without_mps import direct_devices, divide_directly
 
 
 class ModeChange(NamedTuple):
-    """A GPU (UUID) whose compute mode is set, from one to another."""
+    """The change of the compute mode of a GPU (UUID)."""
 
     gpu_uuid: str
     before: str

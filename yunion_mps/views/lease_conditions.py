@@ -91,7 +91,7 @@ def _serves_nothing(condition: Condition, gpu: Gpu) -> Condition:
 
 
 def _unless_reported(condition: Condition, reported: Collection[str]) -> Condition:
-    """Return the condition of a GPU that waits, as one that follows from its devices' or its layout's."""
+    """Mark the condition as one that follows from another if its GPU is among those that are reported."""
     if {condition.subject, physical_gpu(condition.subject)}.isdisjoint(reported):
         return condition
     return condition._replace(follows_from=f"{ABOUT_DIVISION} {condition.subject}")
@@ -103,7 +103,7 @@ def is_pending_setting(condition: Condition) -> bool:
 
 
 def unless_awaited(condition: Condition, divisions: Iterable[Condition]) -> Condition:
-    """Return the condition of a setting, as one that follows from devices that wait for the same leases."""
+    """Mark the condition of a setting as one that follows from devices that wait for the same leases."""
     for division in divisions:
         is_same_gpu = physical_gpu(division.gpu) == condition.gpu
         if is_same_gpu and division.waits_for == condition.waits_for and not condition.follows_from:
@@ -145,7 +145,7 @@ def conditions_with_activity(
     gpus: Sequence[answers.GpuJson],
     devices: Iterable[answers.DeviceJson],
 ) -> list[Condition]:
-    """Return the conditions, and those of what leases and processes do now."""
+    """Return the conditions, with those that follow from what leases and processes do now."""
     domains = {domain["name"]: domain for domain in service["domains"]}
     current = []
     for condition in conditions:

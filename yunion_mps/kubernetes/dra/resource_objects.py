@@ -15,7 +15,7 @@ SINCE = "1.34"
 
 
 class DeviceAttribute(TypedDict, total=False):
-    """Exactly one of these."""
+    """The value of an attribute: exactly one of these members."""
 
     string: str
     int: int
