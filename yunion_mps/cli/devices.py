@@ -208,7 +208,15 @@ def _numa(node: int | None) -> int | None:
 
 def _link(link: PcieLinkJson | None) -> str | None:
     """Format for example `5.0 x16`."""
-    return link and f"{link['version']} x{link['lane_width']}"
+    if link is None:
+        return None
+    return f"{link['version']} x{link['lane_width']}"
+
+
+def _whole_link(link: PcieLinkJson | None) -> str | None:
+    if link is None:
+        return None
+    return f"{_link(link)}, {link['transfer_rate_per_lane']} per lane, {link['throughput']}"
 
 
 def _on(value: bool | None) -> str | None:
@@ -296,7 +304,6 @@ def _device_text(answer: DeviceDetailsJson) -> str:
     """Format a device, and its environment on lines that can be copied."""
     why = WHY_UNENFORCED.get(answer["sharing"])
     unenforced = "" if answer["budget_enforced"] else f" (not enforced: the GPU is {why})"
-    link = answer["pcie_info"]
     state = describe_state(answer)
     if answer["reason"]:
         state += f": {answer['reason']}"
@@ -310,7 +317,7 @@ def _device_text(answer: DeviceDetailsJson) -> str:
         "GPU": f"{answer['model'] or 'unknown'} ({gpu_of(answer['addr'])})",
         "GPU UUID": answer["gpu_uuid"],
         "PCI IDs": answer["vendor_device_id"],
-        "PCIe": link and f"{_link(link)}, {link['transfer_rate_per_lane']} per lane, {link['throughput']}",
+        "PCIe": _whole_link(answer["pcie_info"]),
         "NUMA node": _numa(answer["numa_node"]),
     }
     if answer["domain"]:

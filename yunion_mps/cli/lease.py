@@ -254,8 +254,9 @@ def _lease_text(lease: LeaseRecordJson, state: str = "") -> str:
         "container": f"with its container ({lease['container'] or lease['pid']})",
         "name": "when it is released",
     }
-    until = lease["expires"]
-    expires = until and f"at {date_and_time(until)} ({_expires(until)}), unless renewed"
+    end = ends.get(lease["binding"])
+    if lease["expires"]:
+        end = f"at {date_and_time(lease['expires'])} ({_expires(lease['expires'])}), unless renewed"
     memory = mib_text(_process_memory_mib(lease)) or "unknown memory"
     peak_mib = _peak_mib(lease)
     command = in_container(lease["container"], lease["command"] or "")
@@ -269,7 +270,7 @@ def _lease_text(lease: LeaseRecordJson, state: str = "") -> str:
     if peak_mib:
         lines["Peak memory"] = mib_text(peak_mib)
     lines["Since"] = f"{date_and_time(lease['since'])} ({age_of(lease['since'])} ago)"
-    lines["Ends"] = expires or ends.get(lease["binding"])
+    lines["Ends"] = end
     lines["CDI device"] = lease["cdi"]
     return format_fields(lines) + environment_text(lease["environment"])
 

@@ -259,7 +259,9 @@ def _gpu_row(gpu: Gpu) -> dict[str, Any]:
         reason=NO_REASON,
         mode_is_fixed=False,
     )
-    return {**lasting._asdict(), "link": gpu.link and gpu.link._asdict()}
+    row = lasting._asdict()
+    row["link"] = None if gpu.link is None else gpu.link._asdict()
+    return row
 
 
 def with_served(inventory: Inventory, served: Iterable[Gpu]) -> Inventory:
