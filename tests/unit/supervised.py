@@ -116,7 +116,7 @@ class Supervised:
 
     def reconcile(self) -> None:
         """Set and restore the settings of GPUs that are due."""
-        asyncio.run(self.supervisor.reconciliation.set_values())
+        asyncio.run(self.supervisor.reconciliation.set_values(self.supervisor.nvml))
 
     def bring_about(self) -> None:
         """Bring settings and MIG layouts into effect, as each poll does."""
@@ -124,7 +124,7 @@ class Supervised:
         async def settle() -> None:
             self.until(lambda: self.supervisor.fleet.settled)
 
-        asyncio.run(self.supervisor.reconciliation.bring_about(settle))
+        asyncio.run(self.supervisor.reconciliation.bring_about(self.supervisor.nvml, settle))
 
     def until(self, done: Callable[[], bool]) -> None:
         end_s = time.monotonic() + PATIENCE_S

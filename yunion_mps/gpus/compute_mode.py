@@ -25,6 +25,7 @@ class ComputeMode(Kind):
     about = ABOUT_COMPUTE_MODE
     refused_code = reasons.COMPUTE_MODE_REFUSED
     changed_code = reasons.COMPUTE_MODE_CHANGED
+    precedes_layouts = True
 
     def desired(self, plan: Plan, gpu: Gpu) -> str | None:
         return plan.compute_modes.get(gpu.uuid or "")

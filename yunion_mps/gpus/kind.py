@@ -55,6 +55,8 @@ class Kind(Protocol):
     #: The reason codes of a value that the driver refuses, and of one that another program has changed.
     refused_code: str
     changed_code: str
+    #: Whether it is set before MIG layouts, too: a switch of the MIG mode waits for it, and resets it.
+    precedes_layouts: bool = False
 
     # -- decisions
 

@@ -24,11 +24,13 @@ from typing import NamedTuple
 from yunion_mps.core.errors import DriverError, HostError, ShortageError, YunionError
 from yunion_mps.core.models import Event, Gpu, Plan
 from yunion_mps.core.reasons import COMPUTE_MODE_UNSUPPORTED, GPU_ABSENT, MIG_ENABLED, NO_REASON, Reason
+from yunion_mps.core.text import list_of
 from yunion_mps.gpus.absent import gpu_label
 from yunion_mps.gpus.blockers import Blockers, KeptBy
 from yunion_mps.gpus.kind import Kind, Step, StepOutcome
 from yunion_mps.gpus.kinds import KINDS
 from yunion_mps.gpus.originals import Originals
+from yunion_mps.host.log import Failures
 from yunion_mps.inventory.nvml import Nvml
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ NOTHING_DESIRED = Plan("")
 
 #: The name of a kind, and the UUID of a GPU.
 SettingKey = tuple[str, str]
+#: The original values, by the name of their kind and the UUID of their GPU.
+OriginalValues = Mapping[str, Mapping[str, str]]
 
 
 class Look(NamedTuple):
@@ -132,23 +136,6 @@ class Restoration(NamedTuple):
 NOTHING_DONE = Results()
 
 
-def recorded(originals: Originals | None, kinds: Iterable[Kind]) -> dict[str, dict[str, str]]:
-    """Return the original values of each kind, by its name and the GPU's UUID; without a state file, none.
-
-    If they cannot be read, this is logged, and none are known.
-    """
-    values: dict[str, dict[str, str]] = {}
-    for kind in kinds:
-        values[kind.name] = {}
-        if originals is None:
-            continue
-        try:
-            values[kind.name] = originals.of(kind.name)
-        except HostError as error:
-            log.error("%ss cannot be restored: %s; %s", kind.label, error.message, error.hint)
-    return values
-
-
 class Gate:
     """Lets one thread at a time make steps, and none but those of a stop once that has begun."""
 
@@ -177,15 +164,34 @@ class Reconciler:
         #: What keeps settings as they are that should change.
         self.pending: dict[Look, KeptBy] = {}
         self.gate = Gate()
+        #: Why the original values cannot be read.
+        self._unreadable = Failures(log, level=logging.ERROR)
 
     # -- decisions, on the loop
+
+    def original_values(self, originals: Originals | None) -> OriginalValues:
+        """Return what is recorded of all kinds; without a state file, nothing.
+
+        If it cannot be read, nothing is known, which is logged once until it can be read again.
+        """
+        values = {}
+        try:
+            for kind in self.kinds:
+                values[kind.name] = originals.of(kind.name) if originals else {}
+        except HostError as error:
+            labels = list_of([f"{kind.label}s" for kind in self.kinds])
+            self._unreadable.report(f"{labels} cannot be restored: {error.message}", consequence=error.hint)
+            return {}
+        self._unreadable.clear()
+        return values
 
     def looks(
         self,
         plan: Plan,
         gpus: Sequence[Gpu],
-        originals: Originals | None,
+        originals: OriginalValues,
         *,
+        kinds: Collection[Kind] | None = None,
         sets: bool = True,
         restores: bool = True,
         every: bool = False,
@@ -193,17 +199,20 @@ class Reconciler:
         """Return which settings may have to change, as far as that is known without the driver.
 
         plan: what the settings should be; where it says nothing, what they were before
-        originals: the records; None if there is no state file
+        originals: what is recorded, as `original_values` returns it
+        kinds: those that are looked at; None for all
         sets, restores: whether values are set, and original ones restored
         every: whether originals are restored, too, on GPUs that are not known to be there
         """
-        values = recorded(originals, self.kinds)
         looks: list[Look] = []
         for kind in self.kinds:
+            if kinds is not None and kind not in kinds:
+                continue
+            values = originals.get(kind.name, {})
             if sets:
-                looks += self._looks_to_set(kind, plan, gpus, values[kind.name])
+                looks += self._looks_to_set(kind, plan, gpus, values)
             if restores:
-                looks += _looks_to_restore(kind, plan, gpus, values[kind.name], every=every)
+                looks += _looks_to_restore(kind, plan, gpus, values, every=every)
         return looks
 
     def _looks_to_set(
@@ -235,14 +244,23 @@ class Reconciler:
                 self.refusals.pop(key, None)
 
     def unblocked(
-        self, looks: Iterable[Look], blockers: Blockers, processes: Mapping[str, Collection[int]] = {}
+        self,
+        looks: Iterable[Look],
+        blockers: Blockers,
+        processes: Mapping[str, Collection[int]] = {},
+        kinds: Collection[Kind] | None = None,
     ) -> list[Look]:
         """Return those that nothing keeps as they are, and note what keeps the others.
 
         A value that no poll reads is assumed to differ. So that it is not read, which takes long, while it
         could not be changed, `processes` of the last poll (PIDs by GPU UUID) count for it, too.
+
+        kinds: those that were looked at; None for all. What keeps others stays noted
         """
-        self.pending = {}
+        looked_at = self.kinds if kinds is None else kinds
+        for look in list(self.pending):
+            if look.kind in looked_at:
+                del self.pending[look]
         beside_processes = blockers.with_processes(processes)
         free = []
         for look in looks:
@@ -308,9 +326,9 @@ class Reconciler:
                     looks.append(Look(kind, uuid, desired))
         return looks
 
-    def differing(self, kind: Kind, plan: Plan, gpus: Iterable[Gpu], originals: Originals | None) -> set[str]:
+    def differing(self, kind: Kind, plan: Plan, gpus: Iterable[Gpu], originals: OriginalValues) -> set[str]:
         """Return the GPUs (UUIDs) whose polled value is not the desired or, without one, the original one."""
-        values = recorded(originals, [kind])[kind.name]
+        values = originals.get(kind.name, {})
         differing = set(values)
         for gpu in gpus:
             uuid = str(gpu.uuid)
@@ -389,7 +407,8 @@ class Reconciler:
         Steps that a thread still makes end before the first look: otherwise what they change would be missed.
         """
         with self.gate.lock:
-            looks = self.looks(NOTHING_DESIRED, gpus, originals, sets=False, every=True)
+            values = self.original_values(originals)
+            looks = self.looks(NOTHING_DESIRED, gpus, values, sets=False, every=True)
             observed = observe(looks, nvml)
             decision = self.decide(looks, observed, blockers.with_processes(observed.processes))
             results = self.carry_out(decision, nvml, originals, gpus, is_stop=True)

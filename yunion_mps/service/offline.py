@@ -22,7 +22,7 @@ from yunion_mps.gpus.kind import Kind
 from yunion_mps.gpus.mig_restore import how_to_restore, withdrawn
 from yunion_mps.gpus.mig_steps import bring_into_effect
 from yunion_mps.gpus.originals import Originals
-from yunion_mps.gpus.reconciler import Reconciler, Restoration, Results, recorded
+from yunion_mps.gpus.reconciler import Reconciler, Restoration, Results
 from yunion_mps.gpus.restoration import restore_originals
 from yunion_mps.host.proc import environment_of, program_of
 from yunion_mps.host.processes import Watchable, drive, earliest
@@ -133,8 +133,9 @@ def _restore(paths: Paths, store: Store) -> int:
     impossible = _impossible(restoration.results)
     report_absent(impossible, gpus)
     is_left = False
+    values = reconciler.original_values(originals)
     for kind in reconciler.kinds:
-        for uuid, value in recorded(originals, [kind])[kind.name].items():
+        for uuid, value in values.get(kind.name, {}).items():
             if uuid not in impossible.get(kind.label, {}):
                 is_left = True
                 what = f"the {kind.label} of {gpu_label(uuid, gpus)} differs from the original"

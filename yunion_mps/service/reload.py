@@ -164,7 +164,7 @@ class Reloader:
             self._supervisor.layouts.confirm(foreseen.removed if foreseen else {})
             if foreseen:
                 self._record_losses(requester, foreseen.losses)
-            gpu_changes = await self._supervisor.reconciliation.set_values()
+            gpu_changes = await self._supervisor.reconciliation.set_values(self._supervisor.nvml)
             self._supervisor.apply(asyncio.get_running_loop().time())
             self._control.tick()
             await self._settle()
@@ -205,7 +205,8 @@ class Reloader:
 
         Returns what was done.
         """
-        return await self._supervisor.reconciliation.bring_about(self._tick_and_settle)
+        supervisor = self._supervisor
+        return await supervisor.reconciliation.bring_about(supervisor.nvml, self._tick_and_settle)
 
     async def _tick_and_settle(self) -> None:
         self._control.tick()

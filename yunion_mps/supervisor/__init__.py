@@ -48,6 +48,7 @@ from yunion_mps.supervisor.preflight import (
 )
 from yunion_mps.supervisor.reconciliation import Reconciliation
 from yunion_mps.supervisor.snapshots import Snapshots
+from yunion_mps.supervisor.state_file import StateFile
 
 __all__ = ["Change", "Supervisor"]
 
@@ -65,9 +66,9 @@ class Supervisor:
         self._paths = paths
         self.nvml = preflight.nvml
         self._gpus = Gpus(preflight.inventory, preflight.plan, paths)
-        self._store: Store | None = None
-        self.event_log = EventLog(self.store, paths.events_copy, self._changed)
-        self.fleet = Fleet(self.store, self._gpus, self.event_log.record, self._changed)
+        self.state_file = StateFile(paths)
+        self.event_log = EventLog(self.state_file.open, paths.events_copy, self._changed)
+        self.fleet = Fleet(self.state_file.open, self._gpus, self.event_log.record, self._changed)
         confirmed = ConfirmedLosses()
         #: The leases, which keep GPUs as they are: at first as the state file has them, then as the lease
         #: service has restored and changed them.
@@ -87,7 +88,7 @@ class Supervisor:
             self.desired,
             emit=self.event_log.record,
             changed=self._changed,
-            open_store=self.store,
+            state_file=self.state_file,
         )
         self.layouts = MigLayouts(
             self._gpus,
@@ -95,19 +96,12 @@ class Supervisor:
             confirmed,
             self.settings.reconciler.gate,
             emit=self.event_log.record,
-            originals=self.originals,
+            state_file=self.state_file,
             scan=lambda nvml: Scanner(paths).scan(nvml),
             use=self._use_scan,
             changed=self._changed,
         )
-        self.reconciliation = Reconciliation(
-            self._gpus,
-            self.desired,
-            self.settings,
-            self.layouts,
-            find_nvml=lambda: self.nvml,
-            known_store=lambda: self._store,
-        )
+        self.reconciliation = Reconciliation(self._gpus, self.desired, self.settings, self.layouts)
         self.pipe_access = PipeAccess(self.fleet, paths.root, self._changed)
         self._snapshots = Snapshots(
             desired=self.desired,
@@ -148,7 +142,7 @@ class Supervisor:
             self.event_log.record(event)
         self._record_conditions()
         leftovers = self._find_leftovers()
-        self.reconciliation.begin(gpus_of(leftovers.running), now_s)
+        self.reconciliation.begin(self.nvml, gpus_of(leftovers.running), now_s)
         self._has_domains = True
         needs_mps = bool(self.desired.plan.domains or leftovers.known)
         if not needs_mps and not self.desired.plan.direct:
@@ -156,7 +150,7 @@ class Supervisor:
         program = find_control_program() if needs_mps else ""
         self._make_fleet(program, leftovers)
         self.fleet.refuse_if_none_can_start(leftovers.running)
-        self.reconciliation.set_here(now_s)
+        self.reconciliation.set_here(self.nvml, now_s)
         self._gpus.refuse_if_no_mode_can_be_set(self.desired.plan)
         self._replan()
         self._make_fleet(program, leftovers)
@@ -214,12 +208,13 @@ class Supervisor:
         If a control daemon of ours is left running, its GPUs keep their modes and the modes' records, for the
         daemon that adopts it or starts after its end.
         """
-        if self._store is None:
+        store = self.state_file.opened
+        if store is None:
             return True
         try:
-            is_known = self._is_original_known(self._store)
-            ledger = recorded_ledger(self._store)
-            left = left_running(self._store, leased=ledger.ways_kept().keys())
+            is_known = self._is_original_known(store)
+            ledger = recorded_ledger(store)
+            left = left_running(store, leased=ledger.ways_kept().keys())
         except ShortageError as error:
             what = "compute modes are not restored, because a job may still need them"
             log.error("%s: %s; %s", what, error.message, "restore them: yunion-mps-daemon --restore")
@@ -235,8 +230,8 @@ class Supervisor:
                 self.nvml.ensure_initialised()
             # What is known suffices to restore the GPUs that have neither come nor gone.
             with contextlib.suppress(DriverError, ShortageError, MemoryError):
-                self._gpus.find_again(self.nvml, self._gpus_to_restore(self._store))
-        self.reconciliation.restore(self._store, gpus_of(left), ledger)
+                self._gpus.find_again(self.nvml, self._gpus_to_restore(store))
+        self.reconciliation.restore(self.nvml, store, gpus_of(left), ledger)
         for process in left:
             log.warning("%s is still running in %s; %s", process, process.pipe_directory, RESTORED_LATER)
         self.release()
@@ -263,9 +258,7 @@ class Supervisor:
     def release(self) -> None:
         """Close files without changing the host, so that another program can continue."""
         self.event_log.flush()
-        if self._store:
-            self._store.close()
-            self._store = None
+        self.state_file.close()
 
     # -- state
 
@@ -312,7 +305,8 @@ class Supervisor:
             what = f"which GPUs the entries mean cannot be recorded in {self._paths.served_gpus}; "
             what += "if render nodes have other numbers after a reboot, other GPUs would be divided"
             yield Condition(ABOUT_RECORD, "GPUs", IMPAIRED, Reason(what, reasons.RECORD_DAMAGED))
-        if self._store and self._store.has_lost_records:
+        store = self.state_file.opened
+        if store and store.has_lost_records:
             what = f"the state file was damaged; {RECORDS_LOST}"
             yield Condition(ABOUT_RECORD, "state file", IMPAIRED, Reason(what, reasons.STATE_FILE_DAMAGED))
         for uuid, error in self._damaged.items():
@@ -483,13 +477,7 @@ class Supervisor:
 
     def store(self) -> Store:
         """Return the state file, opened on first use; raises HostError."""
-        if self._store is None:
-            self._store = Store(self._paths)
-        return self._store
-
-    def originals(self) -> Originals:
-        """Return what GPUs had before our first change; raises HostError."""
-        return Originals(self.store())
+        return self.state_file.open()
 
     def _changed(self) -> None:
         self._snapshots.changed()
@@ -507,10 +495,11 @@ class Supervisor:
 
     def _check_records(self) -> None:
         """Report that the state file was rebuilt, and which records cannot be read; raises HostError."""
-        if not Store.exists(self._paths):
+        store = self.state_file.open_if_exists()
+        if store is None:
             return
-        self.event_log.note_rebuilt(self.store())
-        self._damaged = self.originals().unreadable_layouts()
+        self.event_log.note_rebuilt(store)
+        self._damaged = Originals(store).unreadable_layouts()
         for uuid, error in self._damaged.items():
             name = gpu_label(uuid, self._gpus.inventory.gpus)
             log.error("%s: %s; %s", name, error.message, error.hint)
@@ -528,8 +517,8 @@ class Supervisor:
 
     def _keep_leased_gpus(self) -> None:
         """Keep GPUs with leases of an earlier daemon as they are, until the leases are restored."""
-        if Store.exists(self._paths):
-            store = self.store()
+        store = self.state_file.open_if_exists()
+        if store:
             add_recorded(self.ledger, store)
             if self.ledger.holds() or Originals(store).gpus():
                 self.nvml = self.nvml or self._gpus.scan()
@@ -537,7 +526,7 @@ class Supervisor:
 
     def _find_leftovers(self) -> Leftovers:
         """Find what an earlier daemon left behind; then the state file is opened if there is one."""
-        store = self.store() if Store.exists(self._paths) else None
+        store = self.state_file.open_if_exists()
         leftovers = find_leftovers(store, self.desired.domains())
         self._snapshots.note_leftovers(leftovers.notice)
         return leftovers

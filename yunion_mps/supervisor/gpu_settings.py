@@ -13,19 +13,18 @@ from yunion_mps.gpus.absent import gpu_label, report_absent
 from yunion_mps.gpus.blockers import KeptBy, gpus_of
 from yunion_mps.gpus.compute_mode import COMPUTE_MODE, external_changes
 from yunion_mps.gpus.kind import Kind, Step
-from yunion_mps.gpus.originals import Originals
 from yunion_mps.gpus.reconciler import (
     NOTHING_DONE,
     REQUIRED,
     Decision,
     Look,
     Observed,
+    OriginalValues,
     Reconciler,
     Restoration,
     Results,
     observe,
 )
-from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.mps.domain import Domain
 from yunion_mps.supervisor.changes import Change
@@ -34,6 +33,7 @@ from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
 from yunion_mps.supervisor.host_conditions import PendingSetting
 from yunion_mps.supervisor.preflight import left_running
+from yunion_mps.supervisor.state_file import StateFile
 
 log = logging.getLogger(__name__)
 
@@ -72,18 +72,15 @@ class GpuSettings:
         *,
         emit: Callable[[Event], None],
         changed: Callable[[], None],
-        open_store: Callable[[], Store],
+        state_file: StateFile,
     ) -> None:
-        """Tell `emit` of events, and call `changed` when the state has changed.
-
-        open_store: opens the state file on first use; raises HostError
-        """
+        """Tell `emit` of events, and call `changed` when the state has changed."""
         self._gpus = gpus
         self._fleet = fleet
         self._desired = desired
         self._emit = emit
         self._changed = changed
-        self._open_store = open_store
+        self._state_file = state_file
         #: The PIDs of all processes that used each GPU (UUID) at the last poll.
         self._processes: Mapping[str, Collection[int]] = {}
         self.reconciler = Reconciler()
@@ -96,51 +93,66 @@ class GpuSettings:
 
     # -- what is due
 
-    def due(self, store: Store | None) -> Due | None:
+    def original_values(self) -> OriginalValues:
+        """Return what is recorded of the values before our first change; nothing if it cannot be read."""
+        return self.reconciler.original_values(self._state_file.opened_originals())
+
+    def due(self, originals: OriginalValues, *, before_layouts: bool = False) -> Due | None:
         """Return the settings that may have to change; None if none has.
 
-        store: the state file; None if there is none, so that there is nothing to restore
+        originals: as `original_values` has returned them
+        before_layouts: whether only those are meant that are set before MIG layouts, too
         """
-        gpus, originals = self._gpus.inventory.gpus, _originals(store)
-        due = self._unblocked(self.reconciler.looks(self._desired.plan, gpus, originals), store)
+        kinds = [kind for kind in self.reconciler.kinds if kind.precedes_layouts or not before_layouts]
+        gpus = self._gpus.inventory.gpus
+        looks = self.reconciler.looks(self._desired.plan, gpus, originals, kinds=kinds)
+        due = self._unblocked(looks, kinds)
         if due is None:
             self._note_pending()
         return due
 
-    def to_set(self, store: Store | None) -> Due | None:
+    def to_set(self, originals: OriginalValues) -> Due | None:
         """Return the settings that may have to be set, without those to restore."""
         plan, gpus = self._desired.plan, self._gpus.inventory.gpus
-        return self._unblocked(self.reconciler.looks(plan, gpus, _originals(store), restores=False), store)
+        return self._unblocked(self.reconciler.looks(plan, gpus, originals, restores=False))
 
-    def to_set_before_layouts(self, store: Store | None, used: Collection[str]) -> Due | None:
+    def to_set_before_layouts(self, originals: OriginalValues, used: Collection[str]) -> Due | None:
         """Return the settings to change before MIG mode is switched, which resets them.
 
         used: the GPUs (UUIDs) that are left out
         """
         plan = self._desired.plan
-        switched = {(one.gpu_uuid, not one.enabled) for one in plan.layouts if one.gpu_uuid not in used}
-        gpus = [gpu for gpu in self._gpus.inventory.gpus if (gpu.uuid, bool(gpu.mig_enabled)) in switched]
-        looks = self.reconciler.looks(plan, gpus, _originals(store), restores=False)
-        return self._unblocked([look for look in looks if look.polled not in (None, look.target)], store)
+        modes = {layout.gpu_uuid: layout.enabled for layout in plan.layouts if layout.gpu_uuid not in used}
+        switched = []
+        for gpu in self._gpus.inventory.gpus:
+            if gpu.uuid in modes and modes[gpu.uuid] != bool(gpu.mig_enabled):
+                switched.append(gpu)
+        kinds = [kind for kind in self.reconciler.kinds if kind.precedes_layouts]
+        looks = self.reconciler.looks(plan, switched, originals, kinds=kinds, restores=False)
+        return self._unblocked([look for look in looks if look.polled != look.target], kinds)
 
-    def to_restore(self, store: Store, left: Collection[str]) -> Due | None:
+    def to_restore(self, originals: OriginalValues, left: Collection[str]) -> Due | None:
         """Return the settings that the plan does not have, also on GPUs that are not known to be there.
 
         left: the GPUs (UUIDs) of our processes that an earlier daemon left running
         """
         plan, gpus = self._desired.plan, self._gpus.inventory.gpus
-        looks = self.reconciler.looks(plan, gpus, Originals(store), sets=False, every=True)
+        looks = self.reconciler.looks(plan, gpus, originals, sets=False, every=True)
         free = self.reconciler.unblocked(looks, self._desired.blockers(left=left))
         return Due(tuple(free), frozenset(left)) if free else None
 
-    def _unblocked(self, looks: list[Look], store: Store | None) -> Due | None:
-        """Return those that nothing keeps as they are; a domain may have to end its servers for others."""
+    def _unblocked(self, looks: list[Look], kinds: Collection[Kind] | None = None) -> Due | None:
+        """Return those that nothing keeps as they are; a domain may have to end its servers for others.
+
+        kinds: those that were looked at; None for all
+        """
         left: set[str] = set()
-        free = self.reconciler.unblocked(looks, self._desired.blockers(), self._processes)
+        free = self.reconciler.unblocked(looks, self._desired.blockers(), self._processes, kinds)
         if any(look.restores for look in free):  # otherwise no process of an earlier daemon matters
-            leased = self._desired.ledger.ways_kept().keys()
+            store, leased = self._state_file.opened, self._desired.ledger.ways_kept().keys()
             left = gpus_of(left_running(store, self._fleet.known_directories(), leased))
-            free = self.reconciler.unblocked(looks, self._desired.blockers(left=left), self._processes)
+            blockers = self._desired.blockers(left=left)
+            free = self.reconciler.unblocked(looks, blockers, self._processes, kinds)
         waiting = self.reconciler.waiting_for_servers()
         for domain in self._fleet.domains:
             domain.await_restoration(is_awaited=not waiting.isdisjoint(self._whole_gpus(domain)))
@@ -180,11 +192,15 @@ class GpuSettings:
             self.pending = ()
             self._changed()
 
+    def changes_gpus(self, steps: Decision) -> bool:
+        """Whether a value is set or restored."""
+        return bool(steps.steps)
+
     def carry_out(self, steps: Decision, nvml: Nvml | None) -> Results:
         """Make the steps, unless a stop has begun; run it on a thread. Raises HostError."""
         if steps.is_empty:
             return NOTHING_DONE
-        originals, gpus = Originals(self._open_store()), self._gpus.inventory.gpus
+        originals, gpus = self._state_file.originals(), self._gpus.inventory.gpus
         return self.reconciler.carry_out(steps, nvml, originals, gpus)
 
     def note(self, due: Due, steps: Decision, results: Results, now_s: float) -> list[Change]:
@@ -254,11 +270,7 @@ class GpuSettings:
         """Return the GPUs (UUIDs) that have refused a desired value, by the label of the kind of setting."""
         return {kind.label: self.reconciler.refused(kind) for kind in self.reconciler.kinds}
 
-    def in_wrong_mode(self, store: Store | None) -> set[str]:
+    def in_wrong_mode(self, originals: OriginalValues) -> set[str]:
         """Return the GPUs (UUIDs) whose compute mode is not the planned or, without one, the original one."""
         plan, gpus = self._desired.plan, self._gpus.inventory.gpus
-        return self.reconciler.differing(COMPUTE_MODE, plan, gpus, _originals(store))
-
-
-def _originals(store: Store | None) -> Originals | None:
-    return Originals(store) if store else None
+        return self.reconciler.differing(COMPUTE_MODE, plan, gpus, originals)

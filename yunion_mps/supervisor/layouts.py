@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from yunion_mps.core import reasons
-from yunion_mps.core.errors import DriverError
+from yunion_mps.core.errors import DriverError, ShortageError
 from yunion_mps.core.mig import MigInstance, MigLayout
 from yunion_mps.core.models import Event, Gpu, Inventory, Plan
 from yunion_mps.core.reasons import LAYOUT_WAITS, NO_REASON, Reason
@@ -31,7 +31,6 @@ from yunion_mps.gpus.mig_steps import (
     decide_layouts,
     observe_layouts,
 )
-from yunion_mps.gpus.originals import Originals
 from yunion_mps.gpus.reconciler import Gate
 from yunion_mps.inventory.mig import Mig
 from yunion_mps.inventory.nvml import Nvml
@@ -39,6 +38,7 @@ from yunion_mps.planning.mig import describe
 from yunion_mps.supervisor.changes import Change
 from yunion_mps.supervisor.desired import DesiredState
 from yunion_mps.supervisor.gpus import Gpus
+from yunion_mps.supervisor.state_file import StateFile
 
 log = logging.getLogger(__name__)
 
@@ -83,21 +83,20 @@ class MigLayouts:
         gate: Gate,
         *,
         emit: Callable[[Event], None],
-        originals: Callable[[], Originals],
+        state_file: StateFile,
         scan: Callable[[Nvml], Inventory],
         use: Callable[[Inventory, float], None],
         changed: Callable[[], None],
     ) -> None:
         """Tell `emit` of events, and call `changed` when the state has changed.
 
-        originals: returns the records of the state file; raises HostError
         scan: scans the GPUs, on a thread; raises DriverError
         use: is told the GPUs as they have been scanned, and the time
         """
         self._gpus = gpus
         self._desired = desired
         self._emit = emit
-        self._originals = originals
+        self._state_file = state_file
         self._scan = scan
         self._use = use
         self._changed = changed
@@ -184,7 +183,7 @@ class MigLayouts:
                 self._note_external_change(settled, state, gpu)
                 confirmed = self._confirmed.by_layout.get(layout, NO_LOSSES)
                 looks.append(LayoutLook(layout, gpu, confirmed, self._last(layout)))
-        looks += withdrawn(plan.layouts, self._gpus.inventory.gpus, self._originals)
+        looks += withdrawn(plan.layouts, self._gpus.inventory.gpus, self._state_file.originals)
         if not looks:
             return None
         return LayoutsDue(
@@ -215,13 +214,17 @@ class MigLayouts:
         """Return what the GPUs have now; run it on a thread. Raises HostError."""
         if nvml is None:
             return LayoutObservation()
-        return observe_layouts(due.looks, Mig(nvml), self._originals())
+        return observe_layouts(due.looks, Mig(nvml), self._state_file.originals())
 
     def decide(self, due: LayoutsDue, observed: LayoutObservation) -> LayoutSteps:
         """Return the steps; what can be leased while they are made counts as leased."""
         blockers = self._desired.blockers() if due.are_leases_known else None
         steps = decide_layouts(due.looks, observed, blockers, self._desired.in_effect().offered)
         return LayoutSteps(tuple(steps), observed.refused)
+
+    def changes_gpus(self, steps: LayoutSteps) -> bool:
+        """Whether MIG modes or instances change, so that compute modes and domains may have to follow."""
+        return any(step.changes_layout or step.complete for step in steps.steps)
 
     def carry_out(self, steps: LayoutSteps, nvml: Nvml | None) -> LayoutResult:
         """Make the steps until a stop begins, and scan the GPUs; run it on a thread. Raises HostError."""
@@ -230,13 +233,13 @@ class MigLayouts:
         with self._gate.lock:
             if self._gate.has_ended:  # the stop has restored what was there, and its records
                 return LayoutResult({}, {})
-            mig, originals = Mig(nvml), self._originals()
+            mig, originals = Mig(nvml), self._state_file.originals()
             result = carry_out_layouts(
                 steps.steps, steps.refused, mig, originals, lambda: self._gate.has_ended
             )
         try:
             return result._replace(inventory=self._scan(nvml))
-        except DriverError:  # which the next poll reports
+        except (DriverError, ShortageError):  # which the next poll reports
             return result
 
     def note(self, due: LayoutsDue, steps: LayoutSteps, results: LayoutResult, now_s: float) -> list[Change]:

@@ -9,19 +9,23 @@ driver, make steps and write records:
     carry_out       on a thread: each original and intent recorded, each step made and read back
     note            what has changed, as events and conditions
 
-The order is: settings, MIG layouts, settings. A switch of the MIG mode waits for the compute mode, and resets
-it. The order in which originals are restored is that of `restore_originals`.
+The order is: compute modes, MIG layouts, compute modes, time slices. A switch of the MIG mode waits for the
+compute mode, and resets it. While the daemon runs, such a round is repeated until nothing changes; a start
+makes the first one. Restoring originals begins with the layouts (`restore_originals`): what their switch
+resets is recorded then, so it waits for no compute mode.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection
-from typing import Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from yunion_mps.core.errors import YunionError
 from yunion_mps.gpus.originals import Originals
+from yunion_mps.gpus.reconciler import OriginalValues
 from yunion_mps.gpus.restoration import restore_originals
 from yunion_mps.host.store import Store
 from yunion_mps.host.threads import on_thread
@@ -35,7 +39,7 @@ from yunion_mps.supervisor.layouts import LayoutsDue, MigLayouts
 
 log = logging.getLogger(__name__)
 
-#: How often a round is repeated until nothing changes.
+#: The most rounds of one call, if each one changes something.
 _MOST_ROUNDS = 3
 
 DueT = TypeVar("DueT", contravariant=True)
@@ -58,6 +62,10 @@ class Stage(Protocol[DueT, ObservedT, StepsT, ResultsT]):
         """Return the steps that nothing keeps from being made."""
         ...
 
+    def changes_gpus(self, steps: StepsT) -> bool:
+        """Whether the steps change anything on a GPU."""
+        ...
+
     def carry_out(self, steps: StepsT, nvml: Nvml | None) -> ResultsT:
         """Make the steps, on a thread; raises HostError if they cannot be recorded."""
         ...
@@ -67,89 +75,100 @@ class Stage(Protocol[DueT, ObservedT, StepsT, ResultsT]):
         ...
 
 
+class _StageRun(NamedTuple):
+    """What a stage has done."""
+
+    #: Whether it had steps that change GPUs, even if they have failed.
+    tried: bool = False
+    changes: Sequence[Change] = ()
+
+
 class Reconciliation:
     """Runs the stages in their order: at a start, at each poll and reload, and at a stop."""
 
-    def __init__(
-        self,
-        gpus: Gpus,
-        desired: DesiredState,
-        settings: GpuSettings,
-        layouts: MigLayouts,
-        *,
-        find_nvml: Callable[[], Nvml | None],
-        known_store: Callable[[], Store | None],
-    ) -> None:
-        """Use the driver of `find_nvml`, and the state file of `known_store` if there is one."""
+    def __init__(self, gpus: Gpus, desired: DesiredState, settings: GpuSettings, layouts: MigLayouts) -> None:
         self._gpus = gpus
         self._desired = desired
         self._settings = settings
         self._layouts = layouts
-        self._find_nvml = find_nvml
-        self._known_store = known_store
 
     # -- what is due
 
     def settings_due(self) -> Due | None:
         """Return the settings that may have to change; None if none has."""
-        return self._settings.due(self._known_store())
+        return self._settings.due(self._settings.original_values())
 
-    def layouts_due(self, *, is_start: bool = False) -> LayoutsDue | None:
+    def layouts_due(
+        self, nvml: Nvml | None, originals: OriginalValues | None = None, *, is_start: bool = False
+    ) -> LayoutsDue | None:
         """Return the MIG layouts that may have to change; None if none has.
 
+        originals: what is recorded of settings; None to read it
         is_start: whether the leases of an earlier daemon are not known yet, if it has left any
         """
-        if self._find_nvml() is None or self._settings.reconciler.gate.has_ended:
+        if nvml is None or self._settings.reconciler.gate.has_ended:
             return None
-        in_wrong_mode = self._settings.in_wrong_mode(self._known_store())
-        return self._layouts.due(in_wrong_mode, is_start=is_start)
+        values = self._settings.original_values() if originals is None else originals
+        return self._layouts.due(self._settings.in_wrong_mode(values), is_start=is_start)
 
     # -- at a start, on this thread
 
-    def begin(self, left: Collection[str], now_s: float) -> None:
+    def begin(self, nvml: Nvml | None, left: Collection[str], now_s: float) -> None:
         """Restore what the plan no longer has, and bring MIG layouts into effect; raises HostError.
 
         If there may be leases, no layout removes anything.
 
         left: the GPUs (UUIDs) of our processes that an earlier daemon left running
         """
-        store = self._known_store()
-        if store:
-            self._run_here(self._settings, self._settings.to_restore(store, left), now_s)
-        self._run_here(self._settings, self._settings.to_set_before_layouts(store, left), now_s)
-        self._run_here(self._layouts, self.layouts_due(is_start=True), now_s)
+        settings = self._settings
+        originals = settings.original_values()
+        if self._run_here(settings, settings.to_restore(originals, left), nvml, now_s):
+            originals = settings.original_values()
+        self._run_here(settings, settings.to_set_before_layouts(originals, left), nvml, now_s)
+        self._run_here(self._layouts, self.layouts_due(nvml, originals, is_start=True), nvml, now_s)
 
-    def set_here(self, now_s: float) -> None:
+    def set_here(self, nvml: Nvml | None, now_s: float) -> None:
         """Set what the plan requires; raises HostError if the originals cannot be recorded."""
-        self._run_here(self._settings, self._settings.to_set(self._known_store()), now_s)
+        due = self._settings.to_set(self._settings.original_values())
+        self._run_here(self._settings, due, nvml, now_s)
 
     # -- while the daemon runs
 
-    async def bring_about(self, settle: Callable[[], Awaitable[None]]) -> list[Change]:
+    async def bring_about(self, nvml: Nvml | None, settle: Callable[[], Awaitable[None]]) -> list[Change]:
         """Bring all that is due into effect as far as possible; return what was done.
 
         settle: waits until the control daemons of new MIG instances serve; then more may be due
         """
         changes: list[Change] = []
         for _ in range(_MOST_ROUNDS):
-            made = await self.set_values()
-            layouts = await self._run(self._layouts, self.layouts_due)
-            if layouts:
-                made += layouts
-                made += await self.set_values()
-                await settle()
-            if not made:
+            changes_of_round = await self._run_round(nvml, settle)
+            if not changes_of_round:
                 break
-            changes += made
+            changes += changes_of_round
         return changes
 
-    async def set_values(self) -> list[Change]:
+    async def _run_round(self, nvml: Nvml | None, settle: Callable[[], Awaitable[None]]) -> list[Change]:
+        """Run each stage once, in their order; what is recorded is read again only after a change."""
+        originals = self._settings.original_values()
+        settings, layouts = self._settings, self._layouts
+        modes = await self._run(settings, lambda: settings.due(originals, before_layouts=True), nvml)
+        if modes.changes:
+            originals = settings.original_values()
+        instances = await self._run(layouts, lambda: self.layouts_due(nvml, originals), nvml)
+        # Whatever was reported of the layouts: a step that has failed may have reset a compute mode.
+        values = await self._run(settings, lambda: settings.due(originals), nvml)
+        if instances.tried:
+            await settle()
+        return [*modes.changes, *instances.changes, *values.changes]
+
+    async def set_values(self, nvml: Nvml | None) -> list[Change]:
         """Set and restore the settings that are due; return what was done."""
-        return await self._run(self._settings, self.settings_due)
+        run = await self._run(self._settings, self.settings_due, nvml)
+        return [*run.changes]
 
     # -- at a stop, on this thread
 
-    def restore(self, store: Store, left: Collection[str], ledger: Ledger) -> None:
+    def restore(self, nvml: Nvml | None, store: Store, left: Collection[str], ledger: Ledger) -> None:
         """Restore what the GPUs had before our first change, except what is still needed.
 
         left: the GPUs (UUIDs) of our processes that are left running
@@ -159,7 +178,7 @@ class Reconciliation:
             self._settings.reconciler,
             Originals(store),
             self._gpus.inventory.gpus,
-            self._find_nvml(),
+            nvml,
             layouts=self._desired.plan.layouts,
             ledger=ledger,
             left=left,
@@ -171,28 +190,34 @@ class Reconciliation:
     # -- one stage
 
     async def _run(
-        self, stage: Stage[DueT, ObservedT, StepsT, ResultsT], find_due: Callable[[], DueT | None]
-    ) -> list[Change]:
-        """Run a stage, and return what was done; what fails is logged, and due again in the next cycle."""
-        nvml = self._find_nvml()
+        self,
+        stage: Stage[DueT, ObservedT, StepsT, ResultsT],
+        find_due: Callable[[], DueT | None],
+        nvml: Nvml | None,
+    ) -> _StageRun:
+        """Run a stage; what fails is logged, and due again in the next round."""
+        tried = False
         try:
             due = find_due()
             if due is None:
-                return []
-            work = due
-            observed = await on_thread(lambda: stage.observe(work, nvml))
-            steps = stage.decide(work, observed)
-            results = await on_thread(lambda: stage.carry_out(steps, nvml))
-            return stage.note(work, steps, results, time.monotonic())
+                return _StageRun()
+            observed = await on_thread(functools.partial(stage.observe, due, nvml))
+            steps = stage.decide(due, observed)
+            tried = stage.changes_gpus(steps)
+            results = await on_thread(functools.partial(stage.carry_out, steps, nvml))
+            return _StageRun(tried, stage.note(due, steps, results, time.monotonic()))
         except YunionError as error:
             log.error("%s cannot be changed: %s; %s", stage.label, error.message, error.hint)
-        return []
+        return _StageRun(tried)
 
     def _run_here(
-        self, stage: Stage[DueT, ObservedT, StepsT, ResultsT], due: DueT | None, now_s: float
+        self,
+        stage: Stage[DueT, ObservedT, StepsT, ResultsT],
+        due: DueT | None,
+        nvml: Nvml | None,
+        now_s: float,
     ) -> list[Change]:
         if due is None:
             return []
-        nvml = self._find_nvml()
         steps = stage.decide(due, stage.observe(due, nvml))
         return stage.note(due, steps, stage.carry_out(steps, nvml), now_s)

@@ -91,7 +91,7 @@ class Fans:
 
     def _looks(self, gpus: Sequence[Gpu], speeds: Mapping[str, str]) -> list[Look]:
         plan = Plan("host", time_slices={{"a": "GPU-1", "b": "GPU-2"}[name]: speeds[name] for name in speeds})
-        looks = self.reconciler.looks(plan, gpus, self.originals)
+        looks = self.reconciler.looks(plan, gpus, self.reconciler.original_values(self.originals))
         return self.reconciler.unblocked(looks, Blockers.of(self.ledger, gpus=gpus))
 
     def apply(
@@ -234,7 +234,7 @@ def test_a_blocker_keeps_a_restoration_pending_and_is_named(fans: Fans) -> None:
 
 def test_a_value_is_not_read_while_processes_of_the_last_poll_keep_it(fans: Fans) -> None:
     fans.apply(a="high")
-    looks = fans.reconciler.looks(Plan("host"), BOTH, fans.originals)
+    looks = fans.reconciler.looks(Plan("host"), BOTH, fans.reconciler.original_values(fans.originals))
     blockers = Blockers.of(fans.ledger, gpus=BOTH)
     assert fans.reconciler.unblocked(looks, blockers, {"GPU-1": [7]}) == []
     assert fans.reconciler.unblocked(looks, blockers, {"GPU-2": [7]}) == looks

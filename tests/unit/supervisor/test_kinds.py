@@ -63,7 +63,7 @@ def watts(limit: PowerLimit, host: SimHost) -> list[str]:
 
 
 def recorded(made: Supervised) -> dict[str, str]:
-    return made.supervisor.originals().of("power_limit")
+    return made.supervisor.state_file.originals().of("power_limit")
 
 
 def test_a_start_sets_it_a_reload_follows_and_a_stop_restores_it(limit: PowerLimit, begin: Begin) -> None:

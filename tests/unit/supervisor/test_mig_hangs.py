@@ -104,7 +104,7 @@ def test_no_layout_is_changed_after_a_stop_has_begun(begun: Begun) -> None:
     host.reboot()
     made.rescan()
     layouts, nvml = made.supervisor.layouts, made.supervisor.nvml
-    due = made.supervisor.reconciliation.layouts_due()
+    due = made.supervisor.reconciliation.layouts_due(made.supervisor.nvml)
     assert due
     steps = layouts.decide(due, layouts.observe(due, nvml))
     assert steps.steps[0].create
@@ -112,7 +112,7 @@ def test_no_layout_is_changed_after_a_stop_has_begun(begun: Begun) -> None:
     result = layouts.carry_out(steps, nvml)
     assert (result.reasons, result.changes) == ({}, {})
     assert host.gpus[0].mig is False
-    assert made.supervisor.originals().gpus() == set()
+    assert made.supervisor.state_file.originals().gpus() == set()
 
 
 def test_a_layout_that_hung_is_noted_although_the_scan_fails_too(begun: Begun) -> None:
@@ -124,7 +124,7 @@ def test_a_layout_that_hung_is_noted_although_the_scan_fails_too(begun: Begun) -
     made.rescan()
     made.reconcile()
     layouts, nvml = made.supervisor.layouts, made.supervisor.nvml
-    due = made.supervisor.reconciliation.layouts_due()
+    due = made.supervisor.reconciliation.layouts_due(made.supervisor.nvml)
     assert due
     assert nvml
     steps = layouts.decide(due, layouts.observe(due, nvml))
@@ -144,11 +144,11 @@ def test_a_change_between_applying_and_the_scan_is_noticed(begun: Begun, change:
     host.reboot()
     made.rescan()
     layouts, nvml, gpu = made.supervisor.layouts, made.supervisor.nvml, host.gpus[0]
-    due = made.supervisor.reconciliation.layouts_due()
+    due = made.supervisor.reconciliation.layouts_due(made.supervisor.nvml)
     assert due
     assert isinstance(nvml, Nvml)
     steps = layouts.decide(due, layouts.observe(due, nvml))
-    result = carry_out_layouts(steps.steps, {}, Mig(nvml), made.supervisor.originals())
+    result = carry_out_layouts(steps.steps, {}, Mig(nvml), made.supervisor.state_file.originals())
     big = next(one for one in gpu.mig_devices() if one.profile == "3g.40gb")
     if change != "created":
         gpu.end_instances(big.gpu_instance)
@@ -156,7 +156,7 @@ def test_a_change_between_applying_and_the_scan_is_noticed(begun: Begun, change:
         host.create_mig_devices(0, "3g.40gb" if change == "made again" else "1g.10gb")
     scanned = Scanner(made.paths).scan(nvml)
     layouts.note(due, steps, result._replace(inventory=scanned), time.monotonic())
-    assert made.supervisor.reconciliation.layouts_due(), "it is compared again"
+    assert made.supervisor.reconciliation.layouts_due(made.supervisor.nvml), "it is compared again"
     apply_layouts(made)
     assert sorted(one.profile for one in gpu.mig_devices())[-1] == "3g.40gb"
     assert made.available == 2

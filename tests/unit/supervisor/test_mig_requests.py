@@ -28,7 +28,7 @@ def test_without_its_entry_a_request_for_a_mode_is_cancelled(begun: Begun, was: 
     assert shown == [(f"MIG mode {before} after a reset", f"MIG mode {after}", "at once")]
     apply_layouts(made)
     assert requested(host) == (was, was)
-    assert made.supervisor.reconciliation.layouts_due() is None
+    assert made.supervisor.reconciliation.layouts_due(made.supervisor.nvml) is None
     cancelled = f"MIG mode will not be switched {before}"
     (cause,) = (event.cause for event in made.events if event.what == cancelled)
     assert cause == "the configuration no longer has a MIG layout for this GPU"

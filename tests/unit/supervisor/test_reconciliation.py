@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from yunion_mps.core.errors import DriverError
 from yunion_mps.core.mig import MigLayout
-from yunion_mps.core.models import Gpu, Snapshot
+from yunion_mps.core.models import Gpu, Plan, Snapshot
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import DRIVER_HUNG, SETTING_PENDING
-from yunion_mps.gpus.blockers import Blockers
+from yunion_mps.gpus import kinds
+from yunion_mps.gpus.blockers import Blockers, Needs
+from yunion_mps.gpus.kind import Kind, Step
 from yunion_mps.gpus.mig_layout import LayoutLook
 from yunion_mps.gpus.mig_steps import bring_into_effect
 from yunion_mps.inventory.driver import Deadline
 from yunion_mps.inventory.mig import Mig, MigMode
+from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
 from yunion_mps.planning.mig import layout_profiles
+from yunion_mps.supervisor.preflight import run_preflight
 
+from simhost import SimHost
 from simhost.tree import device_file
 from unit.mig_host import MakeMigHost, MigHost
 from unit.mps.other_processes import no_descriptor_left
-from unit.supervised import Begin, MakeHost, PutToWork, Supervise, configure
+from unit.supervised import Begin, MakeHost, PutToWork, Supervise, configure, modes
 
 pytestmark = pytest.mark.processes
 
@@ -40,7 +49,7 @@ def test_what_cannot_be_read_in_a_shortage_is_due_again(begin: Begin) -> None:
 
     async def set_values() -> None:
         with no_descriptor_left():
-            assert await made.supervisor.reconciliation.set_values() == []
+            assert await made.supervisor.reconciliation.set_values(made.supervisor.nvml) == []
 
     asyncio.run(set_values())
 
@@ -129,3 +138,85 @@ def test_an_instance_that_another_program_has_just_created_is_kept(mig_host: Mak
     result = bring_into_effect(looks, mig, host.originals, Blockers())
     assert sorted(instance.profile for instance in gpus_of(host)[1].mig_instances) == ["1g.10gb", "3g.40gb"]
     assert "have changed meanwhile" in result.reasons[looks[1].uuid]
+
+
+MIG = "type: NVIDIA_MPS; mig: all-3g.40gb"
+WHOLE = "type: NVIDIA_MPS; mig: all-disabled; virtual_number: 2"
+
+
+class FanSpeed(Kind):
+    """Set if a test requests it; notes whether the second GPU was in MIG mode then."""
+
+    name = label = "fan speed"
+    refused_code = changed_code = "other"
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self.host: SimHost | None = None
+        self.was_in_mig_mode: list[bool] = []
+
+    def desired(self, plan: Plan, gpu: Gpu) -> str | None:
+        del plan, gpu
+        return "full" if self.is_requested else None
+
+    def needs(self, step: Step) -> Needs:
+        del step
+        return Needs()
+
+    def observe(self, nvml: Nvml, uuid: str) -> str:
+        del nvml, uuid
+        return "quiet"
+
+    def carry_out(self, nvml: Nvml, uuid: str, step: Step) -> None:
+        del nvml, uuid, step
+        assert self.host
+        self.was_in_mig_mode.append(self.host.gpus[1].mig)
+
+    def command(self, uuid: str, value: str) -> str:
+        return f"set-fan {uuid} {value}"
+
+
+@pytest.fixture
+def fan_speed() -> Iterator[FanSpeed]:
+    kind = FanSpeed()
+    kinds.KINDS.append(kind)
+    yield kind
+    kinds.KINDS.remove(kind)
+
+
+def test_what_precedes_no_layout_is_set_after_the_layouts(fan_speed: FanSpeed, begin: Begin) -> None:
+    host, made = begin([{"kind": "v100"}, {"kind": "h100"}], 4)
+    fan_speed.host = host
+    host.divide(4, MIG)
+    made.supervisor.accept(run_preflight(made.paths, made.supervisor.nvml))
+    fan_speed.is_requested = True
+    made.bring_about()
+    assert set(fan_speed.was_in_mig_mode) == {True}
+
+
+def test_a_compute_mode_is_set_after_a_layout_step_that_failed(begin: Begin) -> None:
+    """The switch resets it, although the daemon cannot read back that the mode was switched."""
+    host, made = begin([{"kind": "h100"}], MIG)
+    made.bring_about()
+    host.gpus[0].end_instances()
+    host.divide(WHOLE)
+    made.supervisor.accept(run_preflight(made.paths, made.supervisor.nvml))
+    host.fail("nvmlDeviceGetMigMode", "unknown", skip=2, times=1)
+    made.bring_about()
+    assert (host.gpus[0].mig, modes(host)) == (False, ["exclusive_process"])
+
+
+def test_a_state_file_that_cannot_be_read_is_logged_once(
+    begin: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, made = begin([{"kind": "v100"}], 4)
+    made.bring_about()
+    file = made.paths.store
+    os.rename(file, f"{file}.away")
+    with closing(sqlite3.connect(file)) as newer:
+        newer.execute("PRAGMA user_version = 99")
+    made.bring_about()
+    made.bring_about()
+    assert caplog.text.count("compute modes and time slices cannot be restored") == 1
+    os.rename(f"{file}.away", file)
+    made.bring_about()
