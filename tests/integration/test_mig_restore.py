@@ -169,12 +169,22 @@ def test_a_leased_instance_keeps_its_mode_if_the_driver_fails_in_restore(daemon:
     daemon.start().wait_ready()
     job = start_job(daemon.host)
     daemon.kill()
-    daemon.host.fail("nvmlInit*", "driver_not_loaded", times=3)  # until the mode would be restored
+    daemon.host.fail("nvmlInit*", "driver_not_loaded", times=1)  # until the mode would be restored
     assert daemon.run("--restore") == 1, daemon.log
     assert compute_mode(daemon.host) == "Default"
     end_job(job)
     assert daemon.run("--restore") == 0, daemon.log
     assert compute_mode(daemon.host) == "Prohibited"
+
+
+def test_restore_looks_at_the_gpus_once_for_layouts_and_settings(daemon: Daemon) -> None:
+    """Two looks may differ, if a GPU comes or goes in between."""
+    daemon.host.divide(f"{MIG}\n  mig_restore: true")
+    daemon.start().wait_ready()
+    daemon.kill()
+    daemon.host.fail("nvmlInit*", "driver_not_loaded", skip=1)
+    assert daemon.run("--restore") == 0, daemon.log
+    assert not daemon.host.gpus[0].mig
 
 
 def reset(host: SimHost) -> None:

@@ -7,10 +7,11 @@ import logging
 import os
 import time
 from collections.abc import Collection
+from typing import NamedTuple
 
 from yunion_mps.config import load
 from yunion_mps.core.enums import STOPPED
-from yunion_mps.core.errors import DriverError, HostError, YunionError
+from yunion_mps.core.errors import HostError, YunionError
 from yunion_mps.core.mig import MigLayout
 from yunion_mps.core.models import DomainPlan, Event, Gpu, PlannedGpu
 from yunion_mps.core.paths import Paths
@@ -28,8 +29,8 @@ from yunion_mps.host.proc import environment_of, program_of
 from yunion_mps.host.processes import Watchable, drive, earliest
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.mig import Mig
-from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner, load_served, with_served
+from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import recorded_ledger
 from yunion_mps.mps.control_daemon import create_adoption_order
 from yunion_mps.mps.conversation import peer_of
@@ -46,7 +47,7 @@ from yunion_mps.mps.processes import (
 )
 from yunion_mps.mps.rollover import OrphanedServers
 from yunion_mps.planning.plan import below_root
-from yunion_mps.supervisor.preflight import Preflight, left_running, run_preflight
+from yunion_mps.supervisor.preflight import HostScan, Preflight, left_running, run_preflight, scan_gpus
 from yunion_mps.supervisor.unit_access import unit_problems, unit_warnings
 
 log = logging.getLogger("yunion_mps.daemon")
@@ -108,52 +109,75 @@ def _restore(paths: Paths, store: Store) -> int:
     drive(cleanup, lambda: cleanup.ended or time.monotonic() > end_s)
     ledger = recorded_ledger(store)
     processes = left_running(store, leased=ledger.ways_kept().keys())
-    gpus = _known_gpus(paths)
-    originals, reconciler = Originals(store), Reconciler()
-    layouts = _Layouts(paths, originals)
+    scan = scan_gpus(paths)
     try:
-        restored = restore_originals(
-            reconciler,
-            originals,
-            gpus,
-            layouts.nvml,
-            layouts=layouts.configured,
-            ledger=ledger,
-            left=gpus_of(processes),
-            keeps_requests=False,
-        )
-        are_layouts_restored = layouts.finish(gpus)
+        restored = _restore_gpus(paths, Originals(store), scan, ledger, gpus_of(processes))
     finally:
-        layouts.close()
-    restoration = restored.settings
+        if scan.nvml:
+            scan.nvml.close()
     for process in processes:
         log.error(
             "%s is still running in %s; end it: kill -9 %d", process, process.pipe_directory, process.pid
         )
-    impossible = _impossible(restoration.results)
-    report_absent(impossible, gpus)
-    is_left = False
-    values = reconciler.original_values(originals)
-    for kind in reconciler.kinds:
-        for uuid, value in values.get(kind.name, {}).items():
-            if uuid not in impossible.get(kind.label, {}):
-                is_left = True
-                what = f"the {kind.label} of {gpu_label(uuid, gpus)} differs from the original"
-                log.error("%s; %s", what, _how_to_restore(kind, uuid, value, restoration))
     if store.has_lost_records:
         log.error(
             "the original compute modes, time slices and MIG layouts are unknown, because the state file was "
             "damaged and had no copies; check them: nvidia-smi -q -d COMPUTE; nvidia-smi mig -lgi"
         )
         return 1
-    if processes or is_left or not are_layouts_restored:
+    if processes or not restored.is_complete:
         return 1
-    if impossible:
+    if restored.has_absent:
         log.info("everything else is restored, and no control daemon is running")
     else:
         means = "no control daemon is running, and the GPUs have their original settings"
         log.info("everything is restored: %s", means)
     return 0
+
+
+class _RestoredGpus(NamedTuple):
+    """What became of the originals."""
+
+    #: Whether everything is restored that can be restored now.
+    is_complete: bool
+    #: Whether something cannot, however often it is tried, such as on a GPU that is not there.
+    has_absent: bool
+
+
+def _restore_gpus(
+    paths: Paths, originals: Originals, scan: HostScan, ledger: Ledger, left: Collection[str]
+) -> _RestoredGpus:
+    """Restore what GPUs had before our first change, and report what is not restored; raises HostError.
+
+    scan: the GPUs, by which both MIG layouts and settings are restored
+    left: the GPUs and instances (UUIDs) of MPS processes that are left running
+    """
+    inventory = Scanner(paths).scan_sysfs() if scan.error else scan.inventory
+    gpus = with_served(inventory, load_served(paths).gpus).gpus
+    layouts = _Layouts(paths, originals, scan)
+    reconciler = Reconciler()
+    restored = restore_originals(
+        reconciler,
+        originals,
+        gpus,
+        scan.nvml,
+        layouts=layouts.configured,
+        ledger=ledger,
+        left=left,
+        keeps_requests=False,
+    )
+    is_complete = layouts.finish(gpus)
+    restoration = restored.settings
+    impossible = _impossible(restoration.results)
+    report_absent(impossible, gpus)
+    values = reconciler.original_values(originals)
+    for kind in reconciler.kinds:
+        for uuid, value in values.get(kind.name, {}).items():
+            if uuid not in impossible.get(kind.label, {}):
+                is_complete = False
+                what = f"the {kind.label} of {gpu_label(uuid, gpus)} differs from the original"
+                log.error("%s; %s", what, _how_to_restore(kind, uuid, value, restoration))
+    return _RestoredGpus(is_complete, bool(impossible))
 
 
 def _impossible(results: Results) -> dict[str, dict[str, YunionError]]:
@@ -179,25 +203,17 @@ def _how_to_restore(kind: Kind, uuid: str, value: str, restoration: Restoration)
     return how
 
 
-def _known_gpus(paths: Paths) -> tuple[Gpu, ...]:
-    """Return the GPUs and MIG instances of the host, and those that the last daemon saved, with reasons."""
-    scanner = Scanner(paths)
-    try:
-        with Nvml() as nvml:
-            inventory = scanner.scan(nvml)
-    except DriverError:  # which is reported where a setting is restored
-        inventory = scanner.scan_sysfs()
-    return with_served(inventory, load_served(paths).gpus).gpus
-
-
 class _Layouts:
     """The MIG layouts of the configuration, of which those with `mig_restore` are restored.
 
     If the files cannot be read completely, what cannot be decided is reported.
     """
 
-    def __init__(self, paths: Paths, originals: Originals) -> None:
-        """Read the files if a layout was changed, and record the compute modes that a switch will reset."""
+    def __init__(self, paths: Paths, originals: Originals, scan: HostScan) -> None:
+        """Read the files if a layout was changed, and record the compute modes that a switch will reset.
+
+        scan: the GPUs
+        """
         self._paths = paths
         self._originals = originals
         self._preflight: Preflight | None = None
@@ -206,7 +222,7 @@ class _Layouts:
         if not self._changed:
             return
         try:
-            self._preflight = run_preflight(paths, even_if_disabled=True)
+            self._preflight = run_preflight(paths, scan=scan, even_if_disabled=True)
         except YunionError as error:
             log.error("MIG layouts are not restored: %s; %s", error.message, error.hint)
             return
@@ -215,10 +231,6 @@ class _Layouts:
             if gpu.uuid in self._to_restore and gpu.compute_mode:
                 modes[gpu.uuid] = gpu.compute_mode
         originals.remember(COMPUTE_MODE.name, modes)
-
-    @property
-    def nvml(self) -> Nvml | None:
-        return self._preflight.nvml if self._preflight else None
 
     @property
     def configured(self) -> tuple[MigLayout, ...]:
@@ -252,10 +264,6 @@ class _Layouts:
         if any(problem.file == device_file for problem in preflight.problems):
             return self._to_restore
         return {layout.gpu_uuid for layout in self.configured}
-
-    def close(self) -> None:
-        if self._preflight:
-            self._preflight.close()
 
 
 def _cancel_requests(preflight: Preflight, originals: Originals) -> bool:

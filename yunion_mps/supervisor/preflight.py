@@ -61,6 +61,28 @@ FindUnitProblems = Callable[[Paths, Config], "list[Problem]"]
 _knows_multiuser: dict[tuple[str, int, int], bool] = {}
 
 
+class HostScan(NamedTuple):
+    """The GPUs as they were found."""
+
+    #: NVML, which the caller closes; None if it cannot be opened.
+    nvml: Nvml | None
+    #: Without GPUs if the driver does not work.
+    inventory: Inventory
+    #: Why the driver does not work.
+    error: DriverError | None = None
+
+
+def scan_gpus(paths: Paths, opened: Nvml | None = None) -> HostScan:
+    """Scan the GPUs, through `opened` if NVML is already open; raises ShortageError."""
+    nvml, scanner = opened, Scanner(paths)
+    try:
+        nvml = opened or Nvml()
+        return HostScan(nvml, scanner.scan(nvml))
+    except DriverError as error:
+        inventory = Inventory(Driver("", None), (), controllers=scanner.controllers())
+        return HostScan(nvml, inventory, error)
+
+
 class Preflight(NamedTuple):
     """The result of a preflight.
 
@@ -104,12 +126,11 @@ class Preflight(NamedTuple):
         """
         if not all(problem.is_minor for problem in self.problems):
             raise ConfigError(self.problems)
-        ignored = (
-            Reason(f"{problem}; {IGNORED_SETTING}", reasons.CONFIGURATION_IGNORED)
-            for problem in self.problems
-            if not (problem.gpu or problem.entry)
-        )
-        return self._replace(problems=(), warnings=(*self.warnings, *ignored))
+        warnings = [*self.warnings]
+        for problem in self.problems:
+            if not (problem.gpu or problem.entry):
+                warnings.append(Reason(f"{problem}; {IGNORED_SETTING}", reasons.CONFIGURATION_IGNORED))
+        return self._replace(problems=(), warnings=tuple(warnings))
 
     def plan_with_layouts(self) -> Plan:
         """Return the plan once all MIG layouts are in effect."""
@@ -127,12 +148,13 @@ def run_preflight(
     paths: Paths,
     opened: Nvml | None = None,
     *,
+    scan: HostScan | None = None,
     even_if_disabled: bool = False,
     confirms_replacements: bool = False,
     creates_directories: bool = False,
     find_unit_problems: FindUnitProblems | None = None,
 ) -> Preflight:
-    """Read the files and scan the GPUs, through `opened` if NVML is already open.
+    """Read the files and scan the GPUs, through `opened` if NVML is already open; or use this `scan` of them.
 
     Changes nothing, except that `creates_directories` creates the domains' directories if the configuration
     can be used, so that no other user can create them before the control daemons start.
@@ -142,54 +164,71 @@ def run_preflight(
     `find_unit_problems` returns the directories that the service's unit forbids. Raises HostError if there is
     no machine id, and ShortageError if it cannot be found out which control daemons run.
     """
-    host = machine_id(paths)
+    machine = machine_id(paths)
     config, problems = load(paths)
     config = config._replace(enable_cuda_mps=config.enable_cuda_mps or even_if_disabled)
     config, warnings = _without_multiuser(config, paths)
-    nvml, inventory, driver_error = None, Inventory(Driver("", None), ()), None
-    plan, host_problems = Plan(""), list[Problem]()
+    host = _PlannedHost(HostScan(None, Inventory(Driver("", None), ())))
     if config.enable_cuda_mps:
-        try:
-            nvml = opened or Nvml()
-            scanned = Scanner(paths).scan(nvml)
-        except DriverError as error:
-            driver_error = error
-            scanned = Inventory(Driver("", None), (), controllers=Scanner(paths).controllers())
-        inventory = with_saved(scanned, load_served(paths), are_named=bool(config.devices))
-        if confirms_replacements:
-            meant = confirm_replacements(inventory.meant, inventory)
-            inventory = inventory._replace(meant=meant, meant_is_damaged=False)
-        gone = {gpu.pci_address for gpu in inventory.gpus} - {gpu.pci_address for gpu in scanned.gpus}
-        if driver_error:
-            lost = (gpu._replace(reason=reason_of(driver_error)) for gpu in inventory.gpus)
-            inventory = inventory._replace(gpus=tuple(lost), driver_reason=reason_of(driver_error))
-        plan, host_problems = make_plan(config, inventory, host)
-        kept = (g for g in inventory.gpus if g.pci_address not in gone or g.pci_address in plan.unavailable)
-        inventory = inventory._replace(gpus=tuple(kept))
+        host = _plan_host(
+            config,
+            paths,
+            scan or scan_gpus(paths, opened),
+            machine,
+            confirms_replacements=confirms_replacements,
+        )
+    host_problems = host.problems
     device_file = paths.under(config.container_device_config_file)
     if not config.devices and any(problem.file == device_file for problem in problems):
-        host_problems = []  # the entries have problems, so cuda_mps_replicas does not apply
+        host_problems = ()  # the entries have problems, so cuda_mps_replicas does not apply
     can_start = all(problem.is_minor for problem in (*problems, *host_problems))
     directories = DomainDirectories(config, paths, creates=creates_directories and can_start)
+    nvml = host.scan.nvml
     try:
-        plan = directories.place(plan)
+        plan = directories.place(host.plan)
     except HostError:
-        if nvml is not None and nvml is not opened:
+        if scan is None and nvml is not None and nvml is not opened:
             nvml.close()
         raise
     unit_problems = find_unit_problems(paths, directories.in_use(config)) if find_unit_problems else []
-    all_problems = (*problems, *host_problems, *unit_problems)
     return Preflight(
         config=config,
-        problems=all_problems,
-        inventory=inventory,
+        problems=(*problems, *host_problems, *unit_problems),
+        inventory=host.scan.inventory,
         plan=plan,
-        machine_id=host,
+        machine_id=machine,
         nvml=nvml,
-        driver_error=driver_error,
+        driver_error=host.scan.error,
         directories=directories,
         warnings=warnings,
     )
+
+
+class _PlannedHost(NamedTuple):
+    """The GPUs with what is recorded of them, and what they should be."""
+
+    scan: HostScan
+    plan: Plan = Plan("")
+    problems: Sequence[Problem] = ()
+
+
+def _plan_host(
+    config: Config, paths: Paths, scan: HostScan, machine: str, *, confirms_replacements: bool
+) -> _PlannedHost:
+    """Return the plan for the GPUs that were found, and for those that are recorded and not found."""
+    inventory = with_saved(scan.inventory, load_served(paths), are_named=bool(config.devices))
+    if confirms_replacements:
+        meant = confirm_replacements(inventory.meant, inventory)
+        inventory = inventory._replace(meant=meant, meant_is_damaged=False)
+    if scan.error:
+        reason = reason_of(scan.error)
+        lost = [gpu._replace(reason=reason) for gpu in inventory.gpus]
+        inventory = inventory._replace(gpus=tuple(lost), driver_reason=reason)
+    plan, problems = make_plan(config, inventory, machine)
+    found = {gpu.pci_address for gpu in scan.inventory.gpus}
+    kept = [gpu for gpu in inventory.gpus if gpu.pci_address in found or gpu.pci_address in plan.unavailable]
+    inventory = inventory._replace(gpus=tuple(kept))
+    return _PlannedHost(scan._replace(inventory=inventory), plan, problems)
 
 
 def _without_multiuser(config: Config, paths: Paths) -> tuple[Config, tuple[Reason, ...]]:
