@@ -21,7 +21,7 @@ purge() {
     fi
 }
 
-remove_what_clients_saw() { # remove what the daemon has recorded (yunion_mps/mps/directories.py), and nothing else
+remove_what_clients_saw() { # remove what the daemon has recorded (yunion_mps/mps/directory_record.py), and nothing else
     serving=$(control_daemons | while read -r pid _; do
         variable "$pid" CUDA_MPS_PIPE_DIRECTORY | grep . || echo /tmp/nvidia-mps # NVIDIA's default
         variable "$pid" CUDA_MPS_LOG_DIRECTORY

@@ -57,6 +57,8 @@ class Paths:
     state_directory = _PathBelowRoot("/var/lib/yunion-mps")
     #: The SQLite file in the state directory.
     store = _PathBelowRoot("/var/lib/yunion-mps/state.db")
+    #: The directories that the daemon uses, for a purge of the package.
+    directory_record = _PathBelowRoot("/var/lib/yunion-mps/directories")
     #: The GPUs that have served devices.
     served_gpus = _PathBelowRoot("/var/lib/yunion-mps/served-gpus.json")
     #: The kernel's log (dmesg(1)).

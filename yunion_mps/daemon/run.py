@@ -23,7 +23,6 @@ from yunion_mps.host.log import set_log_prefix, set_up_log
 from yunion_mps.host.processes import drive
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.http.listener import Listener
-from yunion_mps.mps import directories
 from yunion_mps.supervisor import Supervisor
 from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.supervisor.unit_access import own_unit_problems
@@ -75,7 +74,6 @@ def _run(paths: Paths, signals: Signals, lock: int, state: ReexecState | None) -
     """Serve until a stop; return whether it was known what the stop had to restore."""
     notifier = Notifier()
     notifier.status("reading the configuration and the GPUs")
-    directories.set_record_file(os.path.join(paths.state_directory, "directories"))
     preflight = run_preflight(paths, creates_directories=True, find_unit_problems=own_unit_problems)
     try:
         preflight = preflight.for_start()

@@ -18,6 +18,7 @@ from yunion_mps.host.proc import environment_of, started_ticks
 from yunion_mps.host.processes import Process, Watchable, describe_exit, spawn, wake
 from yunion_mps.mps import directories
 from yunion_mps.mps.conversation import ANSWER_TIMEOUT_S, Conversation, Probe, peer_of
+from yunion_mps.mps.directory_record import NO_RECORD, DirectoryRecord
 from yunion_mps.mps.log_file import LOG_NAME, LogReader
 from yunion_mps.mps.processes import (
     PROGRAM,
@@ -46,7 +47,13 @@ class ControlDaemon:
     """A domain's control daemon: its process, if any, its history and its log."""
 
     def __init__(
-        self, plan: DomainPlan, program: str, emit: Callable[[Event], None], *, is_recorded: bool
+        self,
+        plan: DomainPlan,
+        program: str,
+        emit: Callable[[Event], None],
+        *,
+        is_recorded: bool,
+        directory_record: DirectoryRecord = NO_RECORD,
     ) -> None:
         """Neither find nor start a process yet.
 
@@ -54,6 +61,7 @@ class ControlDaemon:
         program: the path of NVIDIA's control program.
         emit: called with each event that its log tells.
         is_recorded: whether the limits of its servers are recorded.
+        directory_record: that of the directories that are created for it.
         """
         self.program = program
         #: The plan for its next server, with the GPUs in its own order.
@@ -67,6 +75,7 @@ class ControlDaemon:
         self.is_replacement = False
         self._had_process = False
         self._is_recorded = is_recorded
+        self._directory_record = directory_record
         self._emit = emit
         self._known_servers: tuple[int, ...] = ()
         self._process: Process | None = None
@@ -132,7 +141,9 @@ class ControlDaemon:
             self.log = LogReader(self.target, self._emit, self.servers, is_new=running is None)
             self.has_served = self.was_adopted = running is not None
             self.order = running.order if running else None
-            self._process = running.process if running else start(self.program, desired)
+            self._process = (
+                running.process if running else start(self.program, desired, self._directory_record)
+            )
         except HostError:
             self._is_recorded = False
             raise
@@ -142,7 +153,7 @@ class ControlDaemon:
         record(self.target, running.process.pid)
         if running.plan.pipe_group == desired.pipe_group:
             try:
-                set_pipe_access(desired)
+                set_pipe_access(desired, self._directory_record)
             except HostError as error:  # jobs continue
                 log.error("domain %s: %s; %s", desired.name, error.message, error.hint)
         return f"adopted the running control daemon (PID {self.pid})"
@@ -233,17 +244,21 @@ class ControlTask:
         return self._conversation
 
 
-def start_error(plan: DomainPlan, ours: Sequence[MpsProcess] | None = None) -> HostError | None:
+def start_error(
+    plan: DomainPlan,
+    ours: Sequence[MpsProcess] | None = None,
+    directory_record: DirectoryRecord = NO_RECORD,
+) -> HostError | None:
     """Return the error that would keep a control daemon from being started or adopted.
 
-    `ours` as in `find`.
+    `ours` as in `find`; directories are created, and recorded in the `directory_record`.
     """
     try:
         running = find(plan, ours)
         if running:
             running.process.close()
         else:
-            _prepare(plan)
+            _prepare(plan, directory_record)
     except HostError as error:
         return error
     return None
@@ -399,13 +414,13 @@ def _adoption_error(pid: int, why: str) -> HostError:
 # -- start
 
 
-def start(program: str, plan: DomainPlan) -> Process:
+def start(program: str, plan: DomainPlan, directory_record: DirectoryRecord = NO_RECORD) -> Process:
     """Start NVIDIA's control daemon in the foreground, appending to its log; raises HostError.
 
     Source: nvidia-cuda-mps-control(1), -f: what it logs goes to its standard output.
     """
-    _prepare(plan)
-    with directories.use(plan.log_directory) as directory:
+    _prepare(plan, directory_record)
+    with directories.use(plan.log_directory, directory_record) as directory:
         output = directories.open_log(directory, plan.log_directory, LOG_NAME)
     if plan.pipe_group:
         directories.join(plan.pipe_group)
@@ -423,18 +438,19 @@ def start(program: str, plan: DomainPlan) -> Process:
     return process
 
 
-def _prepare(plan: DomainPlan) -> None:
+def _prepare(plan: DomainPlan, directory_record: DirectoryRecord) -> None:
     """Create both directories; raises HostError if they contain another user's files, or cannot be read."""
-    set_pipe_access(plan)
+    set_pipe_access(plan, directory_record)
     for path in (plan.log_directory, plan.pipe_directory):
-        with directories.use(path) as directory:
+        with directories.use(path, directory_record) as directory:
             directories.check_entries(directory, path)
 
 
-def set_pipe_access(plan: DomainPlan) -> None:
+def set_pipe_access(plan: DomainPlan, directory_record: DirectoryRecord) -> None:
     """Create the pipe directory, and set its permissions as planned.
 
     Raises HostError if that is impossible.
     """
-    with directories.use(plan.pipe_directory) as directory:
-        directories.set_access(directory, plan.pipe_directory, plan.pipe_group)
+    path = plan.pipe_directory
+    with directories.use(path, directory_record) as directory:
+        directories.set_access(directory, path, plan.pipe_group, directory_record)

@@ -11,25 +11,21 @@ files, symlinks, modes and mounts, whatever is in the way in a directory that th
 file system. What only the administrator can cause is an error of the configuration (HostError): a file system
 that is read-only, a name that is too long, a circular symlink, or a file in a directory that only root can
 write to.
-
-Each directory is recorded on a line for a purge of the package (packaging/scriptlets/purge.sh):
-`made DIRECTORY`, `used DIRECTORY` if it existed before, `theirs FILE` for a file in an existing directory
-whose name is like one of ours, and `above DIRECTORY` for a parent that we created for another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import BinaryIO
 
 from yunion_mps.core.errors import HostError, ShortageError, UnsafePathError
 from yunion_mps.core.text import printable, shell_word
 from yunion_mps.host.proc import credentials_of, user_name
+from yunion_mps.mps.directory_record import NO_RECORD, DirectoryRecord
 from yunion_mps.mps.obstacles import (
     CHOOSE_ANOTHER,
     FILES,
@@ -42,13 +38,9 @@ from yunion_mps.mps.obstacles import (
     unsafe_path,
 )
 
-log = logging.getLogger(__name__)
-
 _MODE = 0o755
 #: The mode of a pipe directory that only one group may enter.
 _GROUP_MODE = 0o710
-_MAX_RECORDED = 1000
-_UNRECORDED = "%s cannot be %s: %s; a purge of the package leaves unrecorded files behind"
 _MAX_LINKS = 40
 #: Names an object, whatever it is, without opening it: its file system is not asked, and nothing blocks.
 _NAME = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -66,19 +58,12 @@ _FREE_SPACE = f"see which file system is full (df -h; df -i), and free space in 
 _MIN_FREE_FILES = 16
 _MIN_FREE_BYTES = 64 << 10
 
-#: The file of the record; empty if none is kept.
-_record = ""
-
-
-def set_record_file(path: str) -> None:
-    """Record directories in the file `path` from now on; its lines are never removed."""
-    global _record
-    _record = path
-
 
 @contextlib.contextmanager
-def use(path: str) -> Iterator[int]:
+def use(path: str, record: DirectoryRecord = NO_RECORD) -> Iterator[int]:
     """Yield a descriptor of the directory while it is used; it and its parents are created if missing (0755).
+
+    record: that of the directories, for a purge
 
     Raises HostError for any OSError, and UnsafePathError if a component is a symlink, belongs to another
     user, or is writable by others, or if users have filled the file system. Existing directories keep their
@@ -87,7 +72,7 @@ def use(path: str) -> Iterator[int]:
     if ".." in path.split("/"):
         raise HostError(f"{path} contains ..", "write the path without ..")
     try:
-        directory = _open_checked(path, make=True)
+        directory = _open_checked(path, make=True, record=record)
     except OSError as error:
         raise _host_error(error, f"{path} cannot be created or opened") from None
     try:
@@ -98,16 +83,18 @@ def use(path: str) -> Iterator[int]:
         os.close(directory)
 
 
-def find_obstacle(path: str, *, make: bool = False, for_start: bool = False) -> UnsafePathError | None:
+def find_obstacle(
+    path: str, *, make: bool = False, for_start: bool = False, record: DirectoryRecord = NO_RECORD
+) -> UnsafePathError | None:
     """Return what `use` or `check_entries` raises because of other users; None if nothing.
 
     With `make`, the directory and its parents are created in the same step, so that no other user can create
     them afterwards; without it, nothing is changed, and parts that are missing are no obstacle. With
-    `for_start`, a file system without space for the files of a control daemon is an obstacle, too. Other
-    errors are left to `use`.
+    `for_start`, a file system without space for the files of a control daemon is an obstacle, too. What is
+    created is recorded in the `record`. Other errors are left to `use`.
     """
     try:
-        directory = _open_checked(path, make=make)
+        directory = _open_checked(path, make=make, record=record)
         try:
             check_entries(directory, path)
             if for_start:
@@ -121,15 +108,15 @@ def find_obstacle(path: str, *, make: bool = False, for_start: bool = False) -> 
     return None
 
 
-def set_access(directory: int, path: str, group: str) -> None:
+def set_access(directory: int, path: str, group: str, record: DirectoryRecord = NO_RECORD) -> None:
     """Let only root and this group enter the directory, or every user if the group is empty.
 
-    Only a directory that we created is changed. Raises HostError if another one excludes clients, or admits
-    users outside the group.
+    Only a directory that we created, as the `record` says, is changed. Raises HostError if another one
+    excludes clients, or admits users outside the group.
     """
     info = os.fstat(directory)
     mode = stat.S_IMODE(info.st_mode)
-    is_ours = f"made {os.readlink(f'/proc/self/fd/{directory}')}" in (_read_record() or ())
+    is_ours = record.has_made(os.readlink(f"/proc/self/fd/{directory}"))
     if group:
         gid = _gid(group)
         if info.st_gid == gid and mode & (_ALL_ENTER | _OTHERS_WRITE) == _GROUP_MODE & _ALL_ENTER:
@@ -237,23 +224,23 @@ def is_on_read_only(path: str) -> bool:
             os.close(directory)
 
 
-def _open_checked(path: str, *, make: bool) -> int:
+def _open_checked(path: str, *, make: bool, record: DirectoryRecord) -> int:
     """Open the directory for reading, with all checks; with `make`, create and record what is missing."""
-    named, place = _walk(path, make=make, checks=True)
+    named, place = _walk(path, make=make, checks=True, record=record)
     try:
         directory = os.open(".", _OPEN, dir_fd=named)
     finally:
         os.close(named)
     if make:
         try:
-            _record_use(directory, place)
+            _record_use(directory, place, record)
         except BaseException:
             os.close(directory)
             raise
     return directory
 
 
-def _walk(path: str, *, make: bool, checks: bool) -> tuple[int, str]:
+def _walk(path: str, *, make: bool, checks: bool, record: DirectoryRecord = NO_RECORD) -> tuple[int, str]:
     """Find the directory; may create what is missing, and may check each part of the path.
 
     Returns a descriptor (O_PATH), and the path without symlinks.
@@ -268,7 +255,7 @@ def _walk(path: str, *, make: bool, checks: bool) -> tuple[int, str]:
             name = names.pop()
             part = f"{at}/{name}"
             last = not names
-            child = _open_child(directory, name, part, last=last, make=make)
+            child = _open_child(directory, name, part, last=last, make=make, record=record)
             try:
                 child_mount = _check_mount(child, mount, part)
                 info = os.fstat(child)
@@ -302,7 +289,9 @@ def _walk(path: str, *, make: bool, checks: bool) -> tuple[int, str]:
     return directory, at
 
 
-def _open_child(directory: int, name: str, path: str, *, last: bool, make: bool) -> int:
+def _open_child(
+    directory: int, name: str, path: str, *, last: bool, make: bool, record: DirectoryRecord
+) -> int:
     """Return a descriptor (O_PATH) of the child, whatever it is; created if missing and `make`."""
     try:
         for _ in range(_MAX_ATTEMPTS):
@@ -313,7 +302,7 @@ def _open_child(directory: int, name: str, path: str, *, last: bool, make: bool)
                     raise
             # Another user may create it right now, and remove it before it is opened.
             with contextlib.suppress(FileExistsError):
-                _mkdir(directory, name, path, last=last)
+                _mkdir(directory, name, path, last=last, record=record)
                 child = _locate_child(directory, name)
                 os.chmod(f"/proc/self/fd/{child}", _MODE)  # whatever the umask is
                 return child
@@ -371,51 +360,24 @@ def _check_mount(descriptor: int, parent_mount: str, path: str) -> str:
     return mount
 
 
-def _mkdir(directory: int, name: str, path: str, *, last: bool) -> None:
+def _mkdir(directory: int, name: str, path: str, *, last: bool, record: DirectoryRecord) -> None:
     """Create the child, recorded before, so that a crash never leaves one without a record."""
-    before = _read_record()
-    _write_record(before, [f"{'made' if last else 'above'} {path}"])
+    before = record.lines()
+    record.add(before, [f"{'made' if last else 'above'} {path}"])
     try:
         os.mkdir(name, _MODE, dir_fd=directory)
     except OSError:
-        if before is not None:
-            os.truncate(_record, sum(len(os.fsencode(line)) + 1 for line in before))
+        record.remove_after(before)
         raise
 
 
-def _record_use(directory: int, path: str) -> None:
+def _record_use(directory: int, path: str, record: DirectoryRecord) -> None:
     """Record an existing directory, with the files in it that only look like ours."""
-    before = _read_record()
+    before = record.lines()
     if before is None or {f"made {path}", f"used {path}"} & set(before):
         return
     theirs = [f"theirs {path}/{name}" for name in os.listdir(directory) if name in FILES]
-    _write_record(before, [*theirs, f"used {path}"])
-
-
-def _read_record() -> list[str] | None:
-    """Return the record's lines; None if there is no record, or it cannot be read."""
-    try:
-        with open(_record, "rb") as file:
-            return [os.fsdecode(line) for line in file.read().split(b"\n")[:-1]]
-    except FileNotFoundError:
-        return [] if _record else None
-    except OSError as error:
-        log.warning(_UNRECORDED, _record, "read", error.strerror)
-        return None
-
-
-def _write_record(before: Sequence[str] | None, lines: Sequence[str]) -> None:
-    """Add new lines to the record; a failure is only logged."""
-    new = [line for line in lines if before is not None and line not in before]
-    if not new or len(before or ()) + len(new) > _MAX_RECORDED:
-        return
-    try:
-        os.makedirs(os.path.dirname(_record), mode=0o700, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(_record, flags, 0o600), "ab") as file:
-            file.write(b"".join(os.fsencode(line) + b"\n" for line in new))
-    except OSError as error:
-        log.warning(_UNRECORDED, _record, "written", error.strerror)
+    record.add(before, [*theirs, f"used {path}"])
 
 
 def _read_trusted_link(link: int, parent: os.stat_result, path: str, *, last: bool) -> str:

@@ -35,6 +35,7 @@ from yunion_mps.host.proc import user_name
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask
 from yunion_mps.mps.conversation import UnresponsiveError
+from yunion_mps.mps.directory_record import NO_RECORD, DirectoryRecord
 from yunion_mps.mps.forced_end import EndOrder, ForcedEnd, UnconfirmedClients
 from yunion_mps.mps.health import HealthMonitor, LimitsChangedError
 from yunion_mps.mps.lifecycle import Recovery, Shutdown, Startup
@@ -62,6 +63,7 @@ class Domain(StateMachine):
         emit: Callable[[Event], None],
         changed: Callable[[], None],
         recorded: LimitsInEffect | None = None,
+        directory_record: DirectoryRecord = NO_RECORD,
     ) -> None:
         """Neither find nor start a control daemon yet.
 
@@ -69,6 +71,7 @@ class Domain(StateMachine):
         emit: called with each event.
         changed: called without arguments when the status has changed.
         recorded: what an earlier daemon recorded as in effect; None if it recorded nothing.
+        directory_record: that of the directories that are created for it.
         """
         super().__init__(plan.name, emit, changed)
         self.desired = plan
@@ -86,7 +89,13 @@ class Domain(StateMachine):
         self._waits_for_leases = False
         #: Whether a compute mode of its GPUs will be restored once no server runs on them.
         self._awaits_restoration = False
-        self.control = ControlDaemon(plan, program, emit, is_recorded=recorded is not None)
+        self.control = ControlDaemon(
+            plan,
+            program,
+            emit,
+            is_recorded=recorded is not None,
+            directory_record=directory_record,
+        )
         self._rollover = Rollover(recorded or LimitsInEffect(plan), self.control.servers, emit, self._changed)
         self._starts = ServerStarts(os.geteuid())
         #: The failure of a server that the reason of the state describes.

@@ -28,6 +28,7 @@ from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.inventory.scan import Scanner
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.storage import add_recorded, recorded_ledger
+from yunion_mps.mps.directory_record import DirectoryRecord
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.supervisor.changes import Change
@@ -68,7 +69,13 @@ class Supervisor:
         self._gpus = Gpus(preflight.inventory, preflight.plan, paths)
         self.state_file = StateFile(paths)
         self.event_log = EventLog(self.state_file.open, paths.events_copy, self._changed)
-        self.fleet = Fleet(self.state_file.open, self._gpus, self.event_log.record, self._changed)
+        self.fleet = Fleet(
+            self.state_file.open,
+            self._gpus,
+            emit=self.event_log.record,
+            changed=self._changed,
+            directory_record=DirectoryRecord(paths.directory_record),
+        )
         confirmed = ConfirmedLosses()
         #: The leases, which keep GPUs as they are: at first as the state file has them, then as the lease
         #: service has restored and changed them.

@@ -18,6 +18,7 @@ from yunion_mps.core.reasons import Reason
 from yunion_mps.core.settings import Config
 from yunion_mps.mps.control_daemon import directories_in_use
 from yunion_mps.mps.directories import find_obstacle
+from yunion_mps.mps.directory_record import DirectoryRecord
 from yunion_mps.mps.processes import FindProcesses, MpsProcess, our_processes
 from yunion_mps.planning.plan import without_root
 
@@ -98,6 +99,7 @@ class DomainDirectories:
         self._written = {PIPE: config.cuda_mps_pipe_directory, LOG: config.cuda_mps_log_directory}
         self._paths = paths
         self._creates = creates
+        self._record = DirectoryRecord(paths.directory_record)
         #: The decision for each domain, by its configured pipe directory.
         self._decisions: dict[str, _Decision] = {}
 
@@ -216,7 +218,7 @@ class DomainDirectories:
         first_obstacle = None
         for directory in self._candidates(key, configured):
             path = self._paths.under(directory)
-            obstacle = find_obstacle(path, make=self._creates, for_start=True)
+            obstacle = find_obstacle(path, make=self._creates, for_start=True, record=self._record)
             if obstacle is None or is_kept(path):
                 return _Choice(key, configured, directory, first_obstacle)
             first_obstacle = first_obstacle or obstacle

@@ -21,6 +21,7 @@ from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
 from yunion_mps.host.processes import Watchable, earliest, refuse_if_no_process_can_start
 from yunion_mps.host.store import Store
 from yunion_mps.mps.control_daemon import start_error
+from yunion_mps.mps.directory_record import DirectoryRecord
 from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.forced_end import UnconfirmedClients
 from yunion_mps.mps.limits import LimitsInEffect
@@ -57,13 +58,20 @@ class Fleet:
         gpus: Gpus,
         emit: Callable[[Event], None],
         changed: Callable[[], None],
+        directory_record: DirectoryRecord,
     ) -> None:
+        """Tell `emit` of events, and call `changed` when the state of a domain has changed.
+
+        store: opens the state file; raises HostError
+        directory_record: that of the directories that are created for control daemons
+        """
         self.domains: list[Domain] = []
         self.blocked: list[DomainPlan] = []
         self._records = LimitRecords(store)
         self._gpus = gpus
         self._emit = emit
         self._changed = changed
+        self._directory_record = directory_record
         self._program = ""
         self._stop_timeout_s = 0
         self._stopping = False
@@ -141,7 +149,11 @@ class Fleet:
     def refuse_if_none_can_start(self, ours: Sequence[MpsProcess]) -> None:
         """Raise the first HostError if no domain can start."""
         plans = [domain.desired for domain in self.domains]
-        errors = [error for plan in plans if (error := start_error(plan, ours))]
+        errors = []
+        for plan in plans:
+            error = start_error(plan, ours, self._directory_record)
+            if error:
+                errors.append(error)
         if errors and len(errors) == len(self.domains):
             raise errors[0]
 
@@ -155,7 +167,10 @@ class Fleet:
             refuse_if_no_process_can_start()
         places = {domain.in_effect.pipe_directory for domain in self.domains}
         for plan in plans:
-            if plan.pipe_directory not in places and (error := start_error(plan)):
+            if plan.pipe_directory in places:
+                continue
+            error = start_error(plan, directory_record=self._directory_record)
+            if error:
                 raise error
 
     def refuse_if_not_recorded(self) -> None:
@@ -287,7 +302,14 @@ class Fleet:
 
     def _create(self, plan: DomainPlan) -> Domain:
         recorded = self._records.read(plan.pipe_directory)
-        domain = Domain(plan, self._program, self._emit, self._changed, recorded)
+        domain = Domain(
+            plan,
+            self._program,
+            self._emit,
+            self._changed,
+            recorded=recorded,
+            directory_record=self._directory_record,
+        )
         domain.configure(self._program, self._stop_timeout_s)
         return domain
 

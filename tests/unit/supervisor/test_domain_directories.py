@@ -335,3 +335,21 @@ def test_another_directory_in_the_configuration_is_used_after_leases(begin: Begi
     configure(host, cuda_mps_pipe_directory="/srv/mps/pipe")
     made.reload()
     made.until(lambda: in_effect(made) == [(READY, "/srv/mps/pipe")])
+
+
+# -- their record
+
+
+def test_what_a_start_and_a_reload_create_is_recorded(begin: Begin) -> None:
+    """A purge of the package removes what is recorded, and nothing else."""
+    host, made = begin(TWO, 4)
+    root = str(host.root)
+    record = Path(made.paths.directory_record)
+    assert [line.replace(root, "") for line in record.read_text().splitlines()] == [
+        "above /tmp/nvidia-mps",
+        "made /tmp/nvidia-mps/pipe",
+        "made /tmp/nvidia-mps/log",
+    ]
+    configure(host, cuda_mps_log_directory="/var/log/mps")
+    made.reload()
+    assert f"made {root}/var/log/mps" in record.read_text().splitlines()
