@@ -133,6 +133,26 @@ def test_drain_and_now_wait_for_the_leases_of_another_way_of_sharing(
     assert (modes(daemon)[1] == "default") == (after != 2)
 
 
+def test_a_drain_waits_for_a_time_slice_as_long_as_leases_keep_it(daemon: Daemon) -> None:
+    """Afterwards, a process without a lease keeps it, which is shown and not waited for."""
+    daemon.host.divide(4, f"{SHARED}\n  time_slice: short")
+    daemon.start().wait_ready()
+    sliced = daemon.host.gpus[1]
+    take(daemon, f"holder.name=job&holder.ttl_s=600&allow_unlimited=true&devices={ADDRESS}")
+    daemon.host.divide(4, SHARED)
+    sliced.add_process(os.getpid(), 700)
+    with daemon.host.popen(["yunion-mps", "reload", "--drain"]) as process:
+        assert process.stderr is not None
+        assert "the restoration of its time slice" in process.stderr.readline()
+        assert sliced.time_slice == "short"
+        daemon.host.run(["yunion-mps", "lease", "release", "job"], check=True)
+        assert process.wait() == 0
+        assert process.stderr.read() == "yunion-mps: everything else is in effect\n"
+    assert sliced.time_slice == "short"
+    sliced.remove_process(os.getpid())
+    eventually(lambda: sliced.time_slice == "default", "the original time slice")
+
+
 def test_a_daemon_killed_while_a_mode_changes_leaves_nothing_half_applied(mixed: Daemon) -> None:
     for _ in range(3):
         mixed.host.divide(4, 2)

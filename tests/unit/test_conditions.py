@@ -184,9 +184,11 @@ def with_former_division() -> Host:
     return Host(sound, leased=[Lease("a", former.plan.devices[:1], Holder("name", 0, name="job"), 0.0)])
 
 
-def with_pending_setting(about: str, users: Users, **domain: Any) -> Host:
+def with_pending_setting(
+    about: str, users: Users, code: str = reasons.SETTING_PENDING, **domain: Any
+) -> Host:
     """A GPU with a setting that waits, and its domain."""
-    waits = wait_reason("the restoration of its time slice default", users, reasons.SETTING_PENDING)
+    waits = wait_reason("the restoration of its time slice default", users, code)
     sound = snapshot(GPU)
     sound = sound._replace(domains=(sound.domains[0]._replace(**domain),))
     return Host(with_conditions(sound, settings=[PendingSetting(about, str(GPU.uuid), waits)]))
@@ -279,8 +281,14 @@ def rows() -> Iterator[Row]:
     refused = reported(ABOUT_SETTING, REFUSED, reasons.COMPUTE_MODE_REFUSED, "06:00.0")
     yield Row("another setting", ABOUT_SETTING, reasons.COMPUTE_MODE_REFUSED, WARNING, refused)
     for about in (ABOUT_COMPUTE_MODE, ABOUT_TIME_SLICE, ABOUT_SETTING):
-        waits_for_process = partial(with_pending_setting, about, Users(processes=(7,)))
-        yield Row(f"a {about} that waits", about, reasons.SETTING_PENDING, PENDING, waits_for_process)
+        for code, users in (
+            (reasons.SETTING_PENDING, Users(leases=("lease job of root",))),
+            (reasons.SETTING_IN_USE, Users(processes=(7,))),
+        ):
+            yield Row(
+                f"a {about} with {code}", about, code, PENDING,
+                partial(with_pending_setting, about, users, code),
+            )  # fmt: skip
     old = partial(gpu_with, compute_capability=(6, 1))
     yield Row("an old GPU", ABOUT_BUDGET, reasons.BUDGET_NOT_ENFORCED, WARNING, old)
     yield Row("an entry", ABOUT_ENTRY, reasons.GPU_MISSING, PROBLEM, with_missing_entry)

@@ -26,6 +26,7 @@ from yunion_mps.core.reasons import (
     LIMITS_PENDING,
     MODE_NEEDS,
     NOT_CONFIRMED,
+    SETTING_IN_USE,
     SETTING_PENDING,
     SETTLING,
     hint_of,
@@ -82,7 +83,7 @@ _RELOADED = "the configuration was reloaded, and the jobs that were listed befor
 #: How often `--now` lists what would be lost because there is more than before.
 _MAX_LISTINGS = 5
 #: What ends by itself, as leases and jobs do, is awaited, unlike what lasts until the operator acts.
-_AWAITED = {LIMITS_PENDING, LEASES_PENDING, *LAYOUT_WAITS}
+_AWAITED = {LIMITS_PENDING, LEASES_PENDING, SETTING_PENDING, *LAYOUT_WAITS}
 _NEEDS = {*LAYOUT_NEEDS, DRIVER_HUNG}
 _REST = "everything else is in effect"
 #: States in which a domain does not serve for a reason.
@@ -172,8 +173,9 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     New limits take effect when a new MPS server starts. While a server with the old limits still has jobs,
     the new limits are pending. With --drain, that server accepts no new clients on any of its GPUs, and
     reload waits for its jobs. With --now, its jobs are ended as by yunion-mps terminate, and then the server.
-    With either, reload also waits for the leases that delay a change; jobs without MPS are not ended. The
-    changes are printed at the end.
+    With either, reload also waits for the leases that delay a change; jobs without MPS are not ended. A
+    compute mode or time slice that waits only for processes without lease and MPS is shown as pending, and
+    not waited for. The changes are printed at the end.
 
     A new MIG layout waits until no lease and no process uses what it removes. With --drain, reload waits for
     that. With --now, the layout does not wait for leases, and it replaces unused instances of other programs;
@@ -229,14 +231,14 @@ def _with(answer: ChangeListJson | None, later: ChangeListJson) -> ChangeListJso
 def _in_effect(answer: ChangeListJson, status: StatusJson) -> ChangeListJson:
     """Return a reload's answer as it is once all of its changes are in effect.
 
-    GPUs that are missing, whose modes the operator has to change, or whose settings wait for jobs without MPS
-    stay pending, but are no reason to fail.
+    GPUs that are missing, whose modes the operator has to change, or whose settings wait for processes
+    without lease and MPS stay pending, but are no reason to fail.
     """
     changes: list[ChangeJson] = []
     for change in answer["changes"]:
         changes.append({**change, "effect": AT_ONCE, "at_once": True})
     pending: list[PendingJson] = []
-    for problem in _pending(status, {*MODE_NEEDS, *GPU_NEEDS, SETTING_PENDING}):
+    for problem in _pending(status, {*MODE_NEEDS, *GPU_NEEDS, SETTING_IN_USE}):
         text = f"{problem['text']}; {problem['hint']}"
         pending.append({"domain": "", "pending": text, "leases": []})
     return {**answer, "changes": changes, "pending": pending}
@@ -333,7 +335,7 @@ def _wait(timeout_s: int | None) -> StatusJson:
         if not pending:
             _refuse_if_still_pending(status)
             if announced:
-                is_in_effect = not _pending(status, {SETTING_PENDING})
+                is_in_effect = not _pending(status, {SETTING_IN_USE})
                 print_notice("all changes are in effect" if is_in_effect else _REST)
             return status
         is_lasting = pending == before or any(wait["code"] in _AWAITED for wait in waits)

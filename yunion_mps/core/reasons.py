@@ -285,8 +285,15 @@ LIMITS_PENDING = _code("limits_pending",
     "New limits take effect once the MPS servers with the old ones have ended.",
     "list their jobs: yunion-mps who --clients; drain the servers: yunion-mps reload --drain")
 SETTING_PENDING = _code("setting_pending",
-    "A setting of a GPU, such as its time slice, is changed or restored once what uses the GPU has ended.",
+    "A setting of a GPU, such as its time slice, is changed or restored once leases or MPS servers have "
+    "ended.",
     "wait for the leases, MPS servers and processes that it names to end")
+SETTING_IN_USE = _code("setting_in_use",
+    "A setting of a GPU, such as its time slice, is changed or restored once processes without lease and MPS "
+    "have ended.",
+    "wait for the processes that it names to end, or end them")
+#: Why a setting waits: for what a drain waits for, and for what may never end by itself.
+SETTING_WAITS = frozenset({SETTING_PENDING, SETTING_IN_USE})
 
 #: Why devices cannot be leased yet after a change: a control daemon starts or ends, or a mode is being set.
 SETTLING = frozenset({

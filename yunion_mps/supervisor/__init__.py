@@ -425,9 +425,11 @@ class Supervisor:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether a GPU cannot serve its devices now, or waits for leases before its sharing changes."""
+        """Whether a GPU cannot serve its devices now, or waits for leases or servers before it changes."""
         plan = self.desired.plan
         if plan.pending or plan.missing or self.layouts.pending or self.waits_for_driver:
+            return True
+        if any(setting.reason.code == reasons.SETTING_PENDING for setting in self.settings.pending):
             return True
         return not self.desired.plan.gpu_uuids <= self._gpus.healthy
 

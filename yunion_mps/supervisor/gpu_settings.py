@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import NamedTuple
 
 from yunion_mps.core.models import Event, Gpu, Plan
-from yunion_mps.core.reasons import SETTING_PENDING, Reason
+from yunion_mps.core.reasons import SETTING_IN_USE, SETTING_PENDING, Reason
 from yunion_mps.core.waits import AT_ONCE, Users, wait_reason
 from yunion_mps.gpus.absent import gpu_label, report_absent
 from yunion_mps.gpus.blockers import KeptBy, gpus_of
@@ -46,14 +46,19 @@ class Due(NamedTuple):
 
 
 def _reason_of_wait(look: Look, kept_by: KeptBy) -> Reason:
-    """Return why a setting does not change yet."""
+    """Return why a setting does not change yet.
+
+    Its code says whether `reload --drain` waits for it: leases and MPS servers end, but other processes, such
+    as a display server, and control daemons of an earlier run may never do so.
+    """
     what = f"its {look.kind.label} {look.target}"
     if look.restores:
         what = f"the restoration of {what}"
     users: Users | str = kept_by.users
     if not kept_by.users:
         users = "its control daemon" if kept_by.control_daemon else "a control daemon of an earlier run"
-    return wait_reason(what, users, SETTING_PENDING)
+    ends = kept_by.users.leases or kept_by.users.servers or kept_by.control_daemon
+    return wait_reason(what, users, SETTING_PENDING if ends else SETTING_IN_USE)
 
 
 class GpuSettings:

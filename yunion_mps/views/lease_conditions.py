@@ -99,7 +99,7 @@ def _unless_reported(condition: Condition, reported: Collection[str]) -> Conditi
 
 def is_pending_setting(condition: Condition) -> bool:
     """Return whether it is about a setting of a GPU that waits for what uses the GPU."""
-    return condition.reason.code == reasons.SETTING_PENDING
+    return condition.reason.code in reasons.SETTING_WAITS
 
 
 def unless_awaited(condition: Condition, divisions: Iterable[Condition]) -> Condition:

@@ -22,6 +22,7 @@ from yunion_mps.core.reasons import (
     DRIVER_HUNG,
     LAYOUT_NEEDS,
     MIG_IN_USE,
+    SETTING_IN_USE,
     SETTING_PENDING,
     Reason,
 )
@@ -350,13 +351,26 @@ def test_a_reload_waits_for_layouts_too(own_cli: Cli, option: str) -> None:
     )
 
 
-def test_a_drain_does_not_wait_for_settings_but_shows_them(own_cli: Cli) -> None:
+def with_time_slice_that_waits(users: Users, code: str) -> Snapshot:
     shown = snapshots.reference()
-    why = wait_reason("the restoration of its time slice", Users(processes=(7,)), SETTING_PENDING)
+    why = wait_reason("the restoration of its time slice", users, code)
     setting = PendingSetting(ABOUT_TIME_SLICE, str(snapshots.P40.uuid), why)
-    own_cli.host.snapshot = snapshots.with_conditions(shown._replace(version=id(shown)), settings=[setting])
+    return snapshots.with_conditions(shown._replace(version=id(shown)), settings=[setting])
+
+
+@pytest.mark.parametrize("option", ["--drain", "--now"])
+def test_a_reload_waits_for_settings_that_wait_for_leases(own_cli: Cli, option: str) -> None:
+    users = Users(leases=("lease job of root",))
+    own_cli.host.snapshot = with_time_slice_that_waits(users, SETTING_PENDING)
+    done = own_cli("reload", option, *(["--yes"] if option == "--now" else []), "--timeout", "1")
+    why = "GPU 00:06.0: the restoration of its time slice waits for lease job of root to end"
+    assert (done.code, f"still pending after 1s: {why}; {REST} [setting_pending]" in done.err) == (1, True)
+
+
+def test_a_drain_does_not_wait_for_other_processes_but_shows_them(own_cli: Cli) -> None:
+    own_cli.host.snapshot = with_time_slice_that_waits(Users(processes=(7,)), SETTING_IN_USE)
     text = "GPU 00:06.0: the restoration of its time slice waits for the process (PID 7) to end"
-    hint = "wait for the leases, MPS servers and processes that it names to end"
+    hint = "wait for the processes that it names to end, or end them"
     (row,) = json.loads(own_cli.good("reload", "--drain", "-o", "json"))["pending"]
     assert row["pending"] == f"{text}; {hint}"
 

@@ -9,7 +9,7 @@ import pytest
 from yunion_mps.core.enums import ABOUT_SETTING, PENDING, READY, WARNING
 from yunion_mps.core.errors import DriverError
 from yunion_mps.core.models import Gpu, Plan
-from yunion_mps.core.reasons import COMPUTE_MODE_CHANGED, COMPUTE_MODE_REFUSED
+from yunion_mps.core.reasons import COMPUTE_MODE_CHANGED, COMPUTE_MODE_REFUSED, SETTING_IN_USE
 from yunion_mps.gpus import kinds
 from yunion_mps.gpus.blockers import WITHOUT_MPS, Needs
 from yunion_mps.gpus.kind import Kind, Step
@@ -116,7 +116,7 @@ def test_what_keeps_it_is_named_and_restore_says_how(
     assert watts(limit, host) == ["200", "200"]
     (waiting,) = made.snapshot.conditions
     assert (waiting.kind, waiting.subject, waiting.status) == (ABOUT_SETTING, "00:07.0", PENDING)
-    assert waiting.waits_for.processes == (os.getpid(),)
+    assert (waiting.reason.code, waiting.waits_for.processes) == (SETTING_IN_USE, (os.getpid(),))
     made.stop()
     assert watts(limit, host) == ["300", "200"]
     assert "GPU 00:07.0 keeps its power limit, because jobs without MPS use it" in caplog.text
