@@ -171,6 +171,11 @@ class Domain(StateMachine):
         return [*self.control.servers(at_last_tick=at_last_tick), *self._rollover.orphans.pids]
 
     @property
+    def awaits_servers(self) -> bool:
+        """Whether a change waits for its servers; each is ended once NVML and the server list no client."""
+        return bool(self._rollover.own_blocking_servers(every=self._ends_all_servers))
+
+    @property
     def is_draining(self) -> bool:
         """Whether it admits no new jobs and shuts down each server after its clients, because it will end."""
         return self._rollover.drains and (self._ends_all_servers or self._waits_for_leases)

@@ -41,7 +41,8 @@ _END_REQUEST_INTERVAL_S = 10.0
 #: How long a forced shutdown is attempted, if the control daemon does not receive it at once.
 FORCE_WITHIN_S = 5.0
 
-#: How long no job must have been seen, because a job uses the GPU some time after it has attached.
+#: How long no job must have been seen on the GPUs of an orphan before it is ended. Nothing lists its clients,
+#: unlike those of a server with a control daemon, and NVML lists a job only some time after it has attached.
 IDLE_S = 15.0
 _POLL_SOON_S = 0.05
 

@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 #: How often the GPUs are polled; a poll takes about 0.1 ms a GPU.
 POLL_S = 10.0
 #: How often while a GPU is unavailable, because the driver reports that a GPU is lost, but not its return;
-#: while a GPU waits for leases to end before its way of sharing changes; while another program uses a MIG
-#: instance that could be leased; while a request may wait for another user's jobs; and while a job exceeds
-#: its budget on a GPU with `over_budget: terminate`.
+#: while a change waits for leases or MPS servers to end; while another program uses a MIG instance that could
+#: be leased; while a request may wait for another user's jobs; and while a job exceeds its budget on a GPU
+#: with `over_budget: terminate`.
 FAST_POLL_S = 1.0
 #: How often the list of GPUs in sysfs is compared, which costs no driver call.
 SYSFS_POLL_S = 2.0

@@ -431,6 +431,8 @@ class Supervisor:
             return True
         if any(setting.reason.code == reasons.SETTING_PENDING for setting in self.settings.pending):
             return True
+        if any(domain.awaits_servers for domain in self.domains):
+            return True
         return not self.desired.plan.gpu_uuids <= self._gpus.healthy
 
     def _use_scan(self, inventory: Inventory, now_s: float) -> None:

@@ -246,6 +246,20 @@ def test_a_pending_budget_is_still_pending_for_the_next_daemon(put_to_work: PutT
     assert [mib for _, mib in budgets(again)] == [4096] * 4
 
 
+def test_gpus_are_polled_more_often_while_a_change_waits_for_servers(put_to_work: PutToWork) -> None:
+    """A poll finds that a server has no job anymore; then it is ended, and the change takes effect."""
+    host, jobs, made, client = put_to_work(V100, 2)
+    assert not made.supervisor.is_urgent
+    host.divide(4)
+    made.reload()
+    assert made.supervisor.is_urgent
+    client.end()
+    for server in jobs.servers():
+        made.supervisor.jobs.update({host.gpus[0].uuid: {server: 30}}, time.monotonic())
+    made.until(lambda: not made.snapshot.domains[0].pending)
+    assert not made.supervisor.is_urgent
+
+
 def test_a_configuration_that_changed_while_no_daemon_ran_is_pending_too(put_to_work: PutToWork) -> None:
     host, _, first, _ = put_to_work(V100, 2)
     host.divide(4)
