@@ -112,6 +112,7 @@ class Supervised:
         changes = self.accept()
         drive(self.supervisor, lambda: self.supervisor.fleet.started)
         self.reconcile()
+        self.supervisor.record_conditions(is_settled=True)
         return changes
 
     def reconcile(self) -> None:
@@ -125,6 +126,7 @@ class Supervised:
             self.until(lambda: self.supervisor.fleet.settled)
 
         asyncio.run(self.supervisor.reconciliation.bring_about(self.supervisor.nvml, settle))
+        self.supervisor.record_conditions(is_settled=True)
 
     def until(self, done: Callable[[], bool]) -> None:
         end_s = time.monotonic() + PATIENCE_S

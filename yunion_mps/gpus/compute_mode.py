@@ -16,8 +16,6 @@ from yunion_mps.gpus.blockers import WITHOUT_MPS, Needs
 from yunion_mps.gpus.kind import Kind, Step, StepOutcome
 from yunion_mps.inventory.nvml import Nvml
 
-_IN_ITS_MODE = "its devices serve; a process that bypasses the control daemon could use it without limits"
-
 
 class ComputeMode(Kind):
     name = "compute_mode"
@@ -69,24 +67,11 @@ class ComputeMode(Kind):
         return f"nvidia-smi -i {uuid} -c {value.upper()}"
 
     def event(self, outcome: StepOutcome) -> Event | None:
-        """Return the event; a GPU that refuses its mode has an event of its own, because it is unusable."""
-        gpu, error = outcome.gpu, outcome.error
-        if error is None:
-            if outcome.step.target == gpu.compute_mode:
-                return None
-            what = f"{gpu.compute_mode} -> {outcome.step.target}"
-            return Event("info", "compute_mode", gpu.address, what, outcome.cause)
-        if error.code != reasons.COMPUTE_MODE_UNSUPPORTED:
+        """Return the event of a mode that was set; a refusal is a condition."""
+        gpu, target = outcome.gpu, outcome.step.target
+        if outcome.error or target == gpu.compute_mode:
             return None
-        return Event(
-            severity="warning",
-            kind="compute_mode",
-            subject=gpu.address,
-            what=f"stays {gpu.compute_mode}",
-            cause=error.message,
-            consequence=_IN_ITS_MODE,
-            code=error.code,
-        )
+        return Event("info", "compute_mode", gpu.address, f"{gpu.compute_mode} -> {target}", outcome.cause)
 
     def warning(self, outcome: StepOutcome) -> Reason:
         del outcome

@@ -111,18 +111,8 @@ class Kind(Protocol):
     def event(self, outcome: StepOutcome) -> Event | None:
         """Return the event of a step; None if it is not worth one."""
         address, step = outcome.gpu.address, outcome.step
-        if step.restores:
+        if step.restores or outcome.error:  # a refusal is a condition
             return None
-        if outcome.error:
-            return Event(
-                severity="warning",
-                kind="gpu",
-                subject=address,
-                what=f"the {self.label} {step.target} cannot be set",
-                cause=outcome.error.message,
-                consequence=_KEEPS,
-                code=self.refused_code,
-            )
         what = f"{self.label} {step.target}"
         if outcome.was_compared:
             cause, code = "another program had changed it", self.changed_code
@@ -133,9 +123,8 @@ class Kind(Protocol):
         """Return what the status says while the driver refuses the desired value; empty for nothing."""
         if outcome.error is None:
             return NO_REASON
-        name = f"GPU {outcome.gpu.address} ({outcome.gpu.name})"
         what = f"the {self.label} {outcome.step.target} cannot be set: {outcome.error.message}"
-        return Reason(f"{name}: {what}; {_KEEPS}", self.refused_code)
+        return Reason(f"{what}; {_KEEPS}", self.refused_code)
 
     def without_refused(self, plan: Plan, uuids: frozenset[str]) -> Plan:
         """Return the plan in effect, without the values that these GPUs (UUIDs) have refused."""

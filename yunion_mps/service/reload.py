@@ -206,7 +206,9 @@ class Reloader:
         Returns what was done.
         """
         supervisor = self._supervisor
-        return await supervisor.reconciliation.bring_about(supervisor.nvml, self._tick_and_settle)
+        changes = await supervisor.reconciliation.bring_about(supervisor.nvml, self._tick_and_settle)
+        supervisor.record_conditions(is_settled=True)
+        return changes
 
     async def _tick_and_settle(self) -> None:
         self._control.tick()

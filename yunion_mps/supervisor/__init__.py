@@ -38,6 +38,7 @@ from yunion_mps.supervisor.event_log import RECORDS_LOST, EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
 from yunion_mps.supervisor.gpu_settings import GpuSettings
 from yunion_mps.supervisor.gpus import Gpus
+from yunion_mps.supervisor.host_conditions import gpu_name
 from yunion_mps.supervisor.layouts import MigLayouts
 from yunion_mps.supervisor.pipe_access import PipeAccess
 from yunion_mps.supervisor.preflight import (
@@ -145,9 +146,7 @@ class Supervisor:
         self._check_records()
         self._keep_leased_gpus()
         self._gpus.save(self.desired.plan)
-        for event in self._gpus.report_unusable(self.desired.plan):
-            self.event_log.record(event)
-        self._record_conditions()
+        self.record_conditions()
         leftovers = self._find_leftovers()
         self.reconciliation.begin(self.nvml, gpus_of(leftovers.running), now_s)
         self._has_domains = True
@@ -239,6 +238,8 @@ class Supervisor:
             with contextlib.suppress(DriverError, ShortageError, MemoryError):
                 self._gpus.find_again(self.nvml, self._gpus_to_restore(store))
         self.reconciliation.restore(self.nvml, store, gpus_of(left), ledger)
+        self._changed()
+        self.record_conditions(is_settled=True)
         for process in left:
             log.warning("%s is still running in %s; %s", process, process.pipe_directory, RESTORED_LATER)
         self.release()
@@ -291,13 +292,13 @@ class Supervisor:
         if self._conditions.get((condition.kind, condition.subject)) != condition:
             self._conditions[condition.kind, condition.subject] = condition
             self._changed()
-            self._record_conditions()
+            self.record_conditions()
 
     def end_condition(self, kind: str, subject: str = "") -> None:
         """Show a condition that was set no longer."""
         if self._conditions.pop((kind, subject), None):
             self._changed()
-            self._record_conditions()
+            self.record_conditions()
 
     def _reported(self) -> Iterator[Condition]:
         """Yield the conditions that follow neither from the plan nor from GPUs and domains."""
@@ -306,8 +307,10 @@ class Supervisor:
         gpus = self._gpus.inventory.gpus
         about = {kind.name: kind.about for kind in self.settings.reconciler.kinds}
         for (name, uuid), reason in self.settings.reconciler.refusals.items():
-            address = next((gpu.address for gpu in gpus if gpu.uuid == uuid), uuid)
-            yield Condition(about[name], address, REFUSED, reason)
+            gpu = next((gpu for gpu in gpus if gpu.uuid == uuid), None)
+            address = gpu.address if gpu else uuid
+            name_of_gpu = gpu_name(gpu) if gpu else uuid
+            yield Condition(about[name], address, REFUSED, reason, name=name_of_gpu)
         if not self._gpus.is_saved:
             what = f"which GPUs the entries mean cannot be recorded in {self._paths.served_gpus}; "
             what += "if render nodes have other numbers after a reboot, other GPUs would be divided"
@@ -359,7 +362,7 @@ class Supervisor:
         shown = (after.pending, after.warnings, after.missing)
         if shown != (before.pending, before.warnings, before.missing):
             self._changed()
-        self._record_conditions()
+        self.record_conditions()
         if (after.domains, after.direct) == (before.domains, before.direct):
             return
         try:
@@ -410,11 +413,14 @@ class Supervisor:
     def check_pipe_directories(self) -> None:
         """Check whether users can reach the pipe directories, and others cannot change them."""
         self.pipe_access.check()
-        self._record_conditions()
+        self.record_conditions()
 
-    def _record_conditions(self) -> None:
-        """Record which conditions are new or have ended, compared with the last time."""
-        self._condition_log.note(self.snapshot().conditions)
+    def record_conditions(self, *, is_settled: bool = False) -> None:
+        """Record which conditions are new or have ended, compared with the last time.
+
+        is_settled: whether all that is due has been tried (see `ConditionLog`)
+        """
+        self._condition_log.note(self.snapshot(), is_settled=is_settled)
 
     def note_xid(self, pci_address: str, xid: int) -> None:
         event = self._gpus.note_xid(pci_address, xid)
@@ -422,6 +428,7 @@ class Supervisor:
             log.warning("GPU %s: %s; %s", event.subject, event.what, event.consequence)
             self.event_log.record(event)
             self._changed()
+            self.record_conditions()
 
     @property
     def is_urgent(self) -> bool:
@@ -497,7 +504,7 @@ class Supervisor:
         """Plan for the GPUs as they are known now, and remember which of them serve."""
         self.desired.replan()
         self._changed()
-        self._record_conditions()
+        self.record_conditions()
         self._gpus.set_served(self.desired.plan)
 
     def _make_fleet(self, program: str, leftovers: Leftovers) -> None:

@@ -67,7 +67,7 @@ class Gpus:
         return {str(gpu.uuid) for gpu in self.inventory.gpus if gpu.uuid and not gpu.reason}
 
     def update(self, inventory: Inventory, plan: Plan) -> list[Event]:
-        """Apply the result of a poll and return its events; replaces `inventory` only if something changed.
+        """Apply the result of a poll, and return which GPUs have come; replaces `inventory` if it changed.
 
         A GPU that only sysfs still lists, or that is gone and serves devices, keeps its identity.
         """
@@ -95,16 +95,8 @@ class Gpus:
             self.inventory = after
         events: list[Event] = []
         for gpu in after.gpus:
-            if plan.divides(gpu):
-                events += _availability_events(gpu, before.get(gpu.pci_address))
-        return events
-
-    def report_unusable(self, plan: Plan) -> list[Event]:
-        """Log the divided GPUs that cannot be used from the start, and return the events."""
-        events: list[Event] = []
-        for gpu in self.inventory.gpus:
-            if gpu.reason and plan.divides(gpu):
-                events += _availability_events(gpu, None)
+            if gpu.pci_address not in before and not gpu.reason and plan.divides(gpu):
+                events.append(_arrival(gpu))
         return events
 
     def note_xid(self, pci_address: str, xid: int) -> Event | None:
@@ -316,30 +308,7 @@ def _with_identity(gpu: Gpu, before: Gpu | None) -> Gpu:
     return gpu
 
 
-def _availability_events(gpu: Gpu, before: Gpu | None) -> list[Event]:
-    """Log that the GPU has become available or unavailable; return the event, if any."""
-    if gpu.reason and (before is None or gpu.reason != before.reason):
-        log.error("GPU %s cannot be used: %s", gpu.address, gpu.reason)
-        unavailable = Event(
-            severity="error",
-            kind="gpu",
-            subject=gpu.address,
-            what="unavailable",
-            cause=gpu.reason,
-            consequence="its devices are unavailable",
-            code=gpu.reason.code,
-        )
-        return [unavailable]
-    if not gpu.reason and (before is None or before.reason):
-        again = " again" if before else ""
-        log.info("GPU %s is available%s", gpu.address, again)
-        available = Event(
-            severity="info",
-            kind="gpu",
-            subject=gpu.address,
-            what="available",
-            cause=f"previously unavailable: {before.reason}" if before else "previously missing",
-            consequence=f"it can be used{again}",
-        )
-        return [available]
-    return []
+def _arrival(gpu: Gpu) -> Event:
+    """Log that a GPU has come, and return the event."""
+    log.info("GPU %s is available", gpu.address)
+    return Event("info", "gpu", gpu.address, "available", "previously missing", "it can be used")

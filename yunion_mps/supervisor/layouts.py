@@ -10,7 +10,7 @@ from yunion_mps.core import reasons
 from yunion_mps.core.errors import DriverError, ShortageError
 from yunion_mps.core.mig import MigInstance, MigLayout
 from yunion_mps.core.models import Event, Gpu, Inventory, Plan
-from yunion_mps.core.reasons import LAYOUT_WAITS, NO_REASON, Reason
+from yunion_mps.core.reasons import NO_REASON, Reason
 from yunion_mps.core.waits import AT_ONCE, Users, wait_reason
 from yunion_mps.gpus.mig_layout import (
     ITS_USERS,
@@ -104,9 +104,8 @@ class MigLayouts:
         self._gate = gate
         #: What was found after a layout had come into effect, by GPU UUID.
         self._settled: dict[str, _State] = {}
-        #: Why layouts are not in effect, by GPU UUID, and which of these reasons were reported.
+        #: Why layouts are not in effect, by GPU UUID.
         self._reasons: dict[str, Reason] = {}
-        self._reported: dict[str, Reason] = {}
 
     @property
     def pending(self) -> dict[str, Reason]:
@@ -142,7 +141,7 @@ class MigLayouts:
         return settled == _State.of(layout._replace(restore=settled.layout.restore), gpu)
 
     def withdraw(self) -> None:
-        """Forget, and report, the pending layouts that an accepted configuration no longer requires."""
+        """Forget the pending layouts that an accepted configuration no longer requires."""
         layouts = {layout.gpu_uuid: layout for layout in self._desired.plan.layouts}
         for gpu in self._gpus.inventory.gpus:
             uuid = str(gpu.uuid)
@@ -150,9 +149,6 @@ class MigLayouts:
             if layout and self._settled.get(uuid) != _State.of(layout, gpu):
                 continue
             self._reasons.pop(uuid, None)
-            if self._reported.pop(uuid, None):
-                what, cause = "the pending layout was withdrawn", "the configuration was reloaded"
-                self._emit(Event("info", "mig", gpu.address, what, cause))
 
     # -- the cycle
 
@@ -203,7 +199,6 @@ class MigLayouts:
             users = ITS_USERS
         if users:
             why = wait_reason(MODE_ON, users, reasons.MIG_IN_USE)
-            self._report(gpu, why)
         else:
             why = Reason(f"{MODE_ON} waits until the compute mode is set", reasons.MIG_PENDING)
         if self._reasons.get(uuid) != why:
@@ -274,8 +269,6 @@ class MigLayouts:
             if is_final and not why:
                 instances = result.settled[layout.gpu_uuid]
                 self._settled[layout.gpu_uuid] = _State(layout, layout.enabled, layout.enabled, instances)
-            if is_final or why.code not in LAYOUT_WAITS:
-                self._report(gpus[layout.gpu_uuid], why)
         self._reasons = {uuid: why for uuid, why in {**self._reasons, **result.reasons}.items() if why}
         waiting = self._confirmed.by_layout.items()
         kept = {one: losses for one, losses in waiting if one.gpu_uuid in self._reasons}
@@ -311,31 +304,6 @@ class MigLayouts:
         return LayoutForecast(losses, effects)
 
     # -- what is told
-
-    def _report(self, gpu: Gpu, why: Reason) -> None:
-        """Report that the layout is pending, or finally in effect; waiting for jobs is not a problem."""
-        before = self._reported.pop(str(gpu.uuid), NO_REASON)
-        if not why:
-            if before:
-                log.info("the MIG layout of GPU %s is in effect", gpu.address)
-                self._emit(Event("info", "mig", gpu.address, "in effect", f"it was pending: {before}"))
-            return
-        self._reported[str(gpu.uuid)] = why
-        if why != before:
-            is_wrong = why.code not in (*LAYOUT_WAITS, reasons.BUSY)
-            severity = "warning" if is_wrong else "info"
-            log.log(logging.getLevelName(severity.upper()), "GPU %s: %s", gpu.address, why)
-            self._emit(
-                Event(
-                    severity=severity,
-                    kind="mig",
-                    subject=gpu.address,
-                    what="pending",
-                    cause=why,
-                    consequence="instances of the layout that already exist keep serving",
-                    code=why.code,
-                )
-            )
 
     def _note_external_change(self, settled: _State | None, state: _State, gpu: Gpu) -> None:
         """Record that another program has changed what we had brought into effect."""

@@ -38,7 +38,7 @@ def test_a_closed_directory_above_the_pipe_directory_is_a_condition(
     (condition,) = made.snapshot.conditions  # for both domains
     assert condition.reason.startswith(f"{closed} {WHAT}")
     assert condition.hint == f"chmod a+x {closed}"
-    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
         f"{condition.reason}; {condition.hint}"
     ]
     domain = made.supervisor.domains[0].in_effect.name

@@ -41,7 +41,7 @@ def test_a_gpu_that_is_lost_and_back_while_running_shows_in_the_snapshot(
     made.rescan()
     assert made.available == 8
     assert f"GPU 00:07.0 cannot be used: {words}" in caplog.messages
-    assert "GPU 00:07.0 is available again" in caplog.messages
+    assert f"GPU 00:07.0 ({lost.inventory.gpus[1].name}): available" in caplog.messages
 
 
 def test_a_driver_that_stops_answering_makes_all_devices_unavailable(begin: Begin) -> None:
