@@ -445,7 +445,7 @@ def test_a_closed_directory_is_a_problem_until_it_is_opened(daemon: Daemon) -> N
         return [one["hint"] for one in daemon.status()["problems"] if one["code"] == "pipe_directory"]
 
     assert problems() == ["choose another directory in host.conf, which all users may enter"]
-    assert f"<4>{closed} is not accessible to other users" in daemon.log
+    assert f"<3>{closed} is not accessible to other users" in daemon.log
     closed.chmod(0o711)
     eventually(lambda: daemon.polls() and problems() == [], "the end of the problem")
 

@@ -55,31 +55,43 @@ def restore_layouts(
     """
     if nvml is None:
         return LayoutResult({}, {})
-    mig, by_uuid, holds = Mig(nvml), {str(gpu.uuid): gpu for gpu in gpus}, ledger.holds()
+    mig = Mig(nvml)
+    by_uuid = {str(gpu.uuid): gpu for gpu in gpus}
+    holds = ledger.holds()
     blockers = Blockers(holds=holds, leases=_described(holds), gpus=gpus, left={*left})
-    layouts = [one for one in layouts if one.restore and one.gpu_uuid in by_uuid]
-    damaged = _damaged(layouts, by_uuid, originals)
+    restored = [layout for layout in layouts if layout.restore and layout.gpu_uuid in by_uuid]
+    damaged = _damaged(restored, by_uuid, originals)
     looks: dict[str, LayoutLook] = {}
-    for layout in layouts:
+    for layout in restored:
         if layout.gpu_uuid in damaged:
             continue
         gpu, record = by_uuid[layout.gpu_uuid], originals.layout(layout.gpu_uuid)
-        if record.before is None:
-            continue
-        if gpu.reason.code in (reasons.GPU_GONE, reasons.GPU_OTHER_DRIVER):
-            what = f"its MIG layout cannot be restored now: {gpu.reason}"
-            log.warning("GPU %s: %s; %s", gpu.address, what, once_back(gpu.reason.code, layout.gpu_uuid))
-            continue
-        if keeps_requests and _is_requested(layout, record, mig):
-            what = f"MIG mode will be {'on' if layout.enabled else 'off'} after its next reset, as configured"
-            log.info("GPU %s: %s; cancel this: yunion-mps-daemon --restore", gpu.address, what)
-            continue
-        former = MigLayout(layout.gpu_uuid, record.enabled_before)
-        places = _places(record, gpu)
-        looks[layout.gpu_uuid] = LayoutLook(former, gpu, places=places)
+        is_kept = keeps_requests and _is_requested(layout, record, mig)
+        look = _look_at(layout, gpu, record, is_kept=is_kept)
+        if look:
+            looks[layout.gpu_uuid] = look
     result = bring_into_effect([*looks.values()], mig, originals, blockers)
     _forget_restored(result, looks, nvml, originals, holds)
     return result._replace(reasons={**result.reasons, **damaged})
+
+
+def _look_at(layout: MigLayout, gpu: Gpu, record: MigRecord, *, is_kept: bool) -> LayoutLook | None:
+    """Return the layout from before, and log if it is not restored; None if nothing is to be restored.
+
+    is_kept: whether the mode that was requested for the next reset is not cancelled
+    """
+    if record.before is None:
+        return None
+    if gpu.reason.code in (reasons.GPU_GONE, reasons.GPU_OTHER_DRIVER):
+        what = f"its MIG layout cannot be restored now: {gpu.reason}"
+        log.warning("GPU %s: %s; %s", gpu.address, what, once_back(gpu.reason.code, layout.gpu_uuid))
+        return None
+    if is_kept:
+        what = f"MIG mode will be {'on' if layout.enabled else 'off'} after its next reset, as configured"
+        log.info("GPU %s: %s; cancel this: yunion-mps-daemon --restore", gpu.address, what)
+        return None
+    former = MigLayout(layout.gpu_uuid, record.enabled_before)
+    return LayoutLook(former, gpu, places=_places(record, gpu))
 
 
 def _forget_restored(
@@ -108,7 +120,8 @@ def _damaged(
     layouts: Iterable[MigLayout], gpus: Mapping[str, Gpu], originals: Originals
 ) -> dict[str, Reason]:
     """Return, and log, why layouts cannot be restored whose records cannot be read; by GPU UUID."""
-    errors, damaged = originals.unreadable_layouts(), {}
+    errors = originals.unreadable_layouts()
+    damaged = {}
     for layout in layouts:
         error = errors.get(layout.gpu_uuid)
         if error:
@@ -160,11 +173,12 @@ def _is_requested(layout: MigLayout, record: MigRecord, mig: Mig) -> bool:
 
 def _places(record: MigRecord, gpu: Gpu) -> tuple[Placement, ...]:
     profiles = {profile.name: profile for profile in gpu.mig_profiles}
-    return tuple(
-        Placement(profiles[one.profile], one.start, bool(one.uuid))
-        for one in record.before or ()
-        if one.profile in profiles
-    )
+    places = []
+    for instance in record.before or ():
+        if instance.profile in profiles:
+            is_whole = bool(instance.uuid)
+            places.append(Placement(profiles[instance.profile], instance.start, is_whole))
+    return tuple(places)
 
 
 def _described(holds: Iterable[Hold]) -> dict[str, Users]:
@@ -178,10 +192,11 @@ def _described(holds: Iterable[Hold]) -> dict[str, Users]:
 
 def how_to_restore(why: Reason, gpu: Gpu, holds: Iterable[Hold] = ()) -> str:
     """Return the steps after which a restoration that failed succeeds."""
-    parts = {str(gpu.uuid), *(one.uuid for one in gpu.mig_instances)}
+    parts = {str(gpu.uuid), *[instance.uuid for instance in gpu.mig_instances]}
     names = sorted({hold.lease for hold in holds if hold.gpu_uuid in parts})
     if why.code == reasons.MIG_IN_USE and names:
-        release = "; ".join(f"yunion-mps lease release {name}" for name in names)
-        start, stop = (f"systemctl {verb} yunion-mps-daemon" for verb in ("start", "stop"))
+        release = "; ".join([f"yunion-mps lease release {name}" for name in names])
+        start = "systemctl start yunion-mps-daemon"
+        stop = "systemctl stop yunion-mps-daemon"
         return f"release what is leased: {start}; {release}; {stop}"
     return f"{_FIRST_STEPS.get(why.code, _OTHERWISE).format(gpu=gpu.uuid)}: yunion-mps-daemon --restore"

@@ -96,7 +96,7 @@ class Decision(NamedTuple):
 class Results(NamedTuple):
     """What was done: the steps that are in effect, and the errors of the others."""
 
-    done: Mapping[Look, Step] = {}
+    steps: Mapping[Look, Step] = {}
     errors: Mapping[Look, YunionError] = {}
     #: Why a value could not be recorded or, in a shortage, set, so that neither it nor what follows was.
     not_recorded: HostError | None = None
@@ -105,7 +105,7 @@ class Results(NamedTuple):
 
     def of(self, kind: Kind) -> dict[str, str]:
         """Return the values of a kind that are in effect now, by GPU UUID."""
-        return {look.uuid: step.target for look, step in self.done.items() if look.kind is kind}
+        return {look.uuid: step.target for look, step in self.steps.items() if look.kind is kind}
 
     def refused(self, kind: Kind) -> dict[str, DriverError]:
         """Return the errors of GPUs (UUIDs) that refused the desired value of a kind."""
@@ -280,7 +280,9 @@ class Reconciler:
         """
         if observed.error:
             return _without_driver(looks, observed)
-        steps, pending, failed = dict[Look, Step](), dict[Look, KeptBy](), dict[Look, YunionError]()
+        steps: dict[Look, Step] = {}
+        pending: dict[Look, KeptBy] = {}
+        failed: dict[Look, YunionError] = {}
         unchanged = []
         for look in looks:
             if look.key in observed.errors:
@@ -441,12 +443,17 @@ class Reconciler:
             self._reloaded.discard(look.key)
             if look.polled is None and not look.restores and not results.not_recorded:
                 self._settled[look.key] = look.target
-            error, step = results.errors.get(look), results.done.get(look)
+            error, step = results.errors.get(look), results.steps.get(look)
             gpu = by_uuid.get(look.uuid)
             if gpu is None or (step is None and (error is None or look.restores)):
                 continue
-            made = step or Step("", look.target)
-            outcome = StepOutcome(gpu, made, cause, was_compared=compared == look.target, error=error)
+            outcome = StepOutcome(
+                gpu=gpu,
+                step=step or Step("", look.target),
+                cause=cause,
+                was_compared=compared == look.target,
+                error=error,
+            )
             events.append(look.kind.event(outcome))
             if warning := look.kind.warning(outcome):
                 self.refusals[look.key] = warning
@@ -535,13 +542,13 @@ class _StepsAtWork:
         self._decision = decision
         self._originals = originals
         self._gpus = gpus
-        self._done: dict[Look, Step] = {}
+        self._steps_made: dict[Look, Step] = {}
         self._errors: dict[Look, YunionError] = {}
         for look, error in decision.failed.items():
             self._note_error(look, error)
 
     def results(self, not_recorded: HostError | None = None) -> Results:
-        return Results(self._done, self._errors, not_recorded)
+        return Results(self._steps_made, self._errors, not_recorded)
 
     def carry_out(self, kind: Kind, nvml: Nvml) -> None:
         """Make the steps of one kind.
@@ -576,7 +583,7 @@ class _StepsAtWork:
                 raise  # a shortage: the next GPU would not get its value either, and jobs must not start now
             self._note_error(look, error)
             return
-        self._done[look] = step
+        self._steps_made[look] = step
         if look.restores:
             log.info("%s: %s %s was restored", name, label, step.target)
             self._forget(look)
@@ -593,8 +600,8 @@ class _StepsAtWork:
             what = f"{kind.label} {look.target} cannot be restored"
         self._errors[look] = error
         if not (look.restores and error.code in GPU_ABSENT):
-            level = _LEVELS.get(error.code, logging.ERROR)
-            log.log(level, "%s: %s: %s; %s", name, what, error.message, hint)
+            text = f"{name}: {what}: {error.message}; {hint}"
+            log.log(_LEVELS.get(error.code, logging.ERROR), "%s", text)
 
     def _forget(self, look: Look) -> None:
         try:

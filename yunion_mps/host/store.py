@@ -119,30 +119,38 @@ _LEASE = Table(LEASE_TABLE, "id", "value", LEASES)
 _COPIED = (FORMER_COMPUTE_MODES, FORMER_TIME_SLICES, FORMER_SETTINGS, MIG, LIMITS, _LEASE)
 #: What the file for scripts and earlier versions has, by its members.
 _FORMER = {"modes": FORMER_COMPUTE_MODES, "time_slices": FORMER_TIME_SLICES, "settings": FORMER_SETTINGS}
-#: Triggers count the changes, so that those of a daemon of an earlier version count, too.
+
+
+def _triggers(tables: Iterable[Table]) -> Iterator[str]:
+    """Yield the statements by which SQLite counts the changes, so that those of an earlier version count."""
+    for table in tables:
+        for change in ("INSERT", "UPDATE", "DELETE"):
+            name = f"count_{change}_of_{table.name}"
+            count = f"UPDATE revision SET number = number + 1 WHERE part = '{table.copied_with}'"
+            yield (f"CREATE TRIGGER IF NOT EXISTS {name} AFTER {change} ON {table.name} BEGIN {count}; END")
+
+
+#: Counters of the changes to the records of each part that has copies.
 _REVISIONS = (
     """CREATE TABLE IF NOT EXISTS revision (
     part TEXT NOT NULL PRIMARY KEY,
     boot_id TEXT NOT NULL,
     number INTEGER NOT NULL
 ) WITHOUT ROWID""",
-    *(
-        f"INSERT OR IGNORE INTO revision (part, boot_id, number) VALUES ('{part}', '', 0)"
-        for part in (SETTINGS, LEASES)
-    ),
-    *(
-        f"CREATE TRIGGER IF NOT EXISTS count_{change}_of_{table.name} AFTER {change} ON {table.name} "
-        f"BEGIN UPDATE revision SET number = number + 1 WHERE part = '{table.copied_with}'; END"
-        for table in _COPIED
-        for change in ("INSERT", "UPDATE", "DELETE")
-    ),
+    f"INSERT OR IGNORE INTO revision (part, boot_id, number) VALUES ('{SETTINGS}', '', 0)",
+    f"INSERT OR IGNORE INTO revision (part, boot_id, number) VALUES ('{LEASES}', '', 0)",
+    *_triggers(_COPIED),
 )
 #: SQLite's page cache; by default it grows to 2 MiB as events are written.
 _CACHE_KIB = 256
 _HINT = "move the file away; then restore changed compute modes: nvidia-smi -c DEFAULT"
 #: The identity of no file, not even of a missing one.
 _NO_FILE = (-1, -1)
-_BUSY, _LOCKED, _READONLY, _FULL = 5, 6, 8, 13
+#: SQLite's primary result codes (https://www.sqlite.org/rescode.html).
+_BUSY = 5
+_LOCKED = 6
+_READONLY = 8
+_FULL = 13
 #: Before Python 3.11, an error of sqlite3 has only the text of its result code.
 _CODES_OF_TEXTS = {
     "database is locked": _BUSY,
@@ -691,11 +699,10 @@ def _rows_in(connection: sqlite3.Connection, table: Table, boot_id: str) -> dict
 def _copy_of(connection: sqlite3.Connection, part: str) -> Copy:
     """Return what to copy; the revision is read first, so another process' change makes the file newer."""
     revision = _revision_in(connection, part)
-    tables = {
-        table.name: _rows_in(connection, table, revision.boot_id)
-        for table in _COPIED
-        if table.copied_with == part
-    }
+    tables = {}
+    for table in _COPIED:
+        if table.copied_with == part:
+            tables[table.name] = _rows_in(connection, table, revision.boot_id)
     return Copy(revision, tables)
 
 

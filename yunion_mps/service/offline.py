@@ -314,10 +314,14 @@ class _Cleanup:
         """Do what is due; return when to be called again at the latest."""
         del readable  # dozens of domains at a time are rare here
         times_s = [domain.tick(now_s) for domain in self._domains]
-        return earliest([*times_s, *(orphans.tick(now_s, in_use=None) for orphans in self._orphans)])
+        times_s += [orphans.tick(now_s, in_use=None) for orphans in self._orphans]
+        return earliest(times_s)
 
     def watched(self) -> list[Watchable]:
-        return [watchable for domain in self._domains for watchable in domain.watched()]
+        watched: list[Watchable] = []
+        for domain in self._domains:
+            watched += domain.watched()
+        return watched
 
     @property
     def ended(self) -> bool:

@@ -173,22 +173,7 @@ class Reloader:
                 self._supervisor.fleet.drain(asyncio.get_running_loop().time())
                 self._control.tick()
             gpu_changes += await self.bring_about()  # also of GPUs whose control daemons have ended meanwhile
-            planned = self._supervisor.desired.target_domains()
-            changes = without_refused(
-                changes,
-                plan=self._supervisor.desired.plan,
-                domains=planned,
-                gpus=self._supervisor.snapshot().inventory.gpus,
-                settings=self._supervisor.settings.refused(),
-            )
-            laid_out = self._supervisor.layouts.in_effect()
-            changes = as_made(changes, planned, self._supervisor.domains, laid_out)
-            waits: dict[str, str] = {}
-            for condition in self._supervisor.snapshot().conditions:
-                if condition.kind == ABOUT_MIG_LAYOUT:
-                    waits[condition.subject] = effect_of(condition.reason)
-            changes = with_layout_effects(changes, waits)
-            changes = _with(changes, gpu_changes)
+            changes = _with(self._as_made(changes), gpu_changes)
         log.info(
             "reload requested by %s: %d change%s", requester, len(changes), "" if len(changes) == 1 else "s"
         )
@@ -199,6 +184,24 @@ class Reloader:
         answer = self._answer(changes, self._supervisor.desired.plan)
         answer["errors"] += unconfirmed.ended
         return answer
+
+    def _as_made(self, changes: Sequence[Change]) -> list[Change]:
+        """Return the changes without those that were refused, and when each takes effect."""
+        supervisor = self._supervisor
+        planned = supervisor.desired.target_domains()
+        accepted = without_refused(
+            changes,
+            plan=supervisor.desired.plan,
+            domains=planned,
+            gpus=supervisor.snapshot().inventory.gpus,
+            settings=supervisor.settings.refused(),
+        )
+        made = as_made(accepted, planned, supervisor.domains, supervisor.layouts.in_effect())
+        waits: dict[str, str] = {}
+        for condition in supervisor.snapshot().conditions:
+            if condition.kind == ABOUT_MIG_LAYOUT:
+                waits[condition.subject] = effect_of(condition.reason)
+        return with_layout_effects(made, waits)
 
     async def bring_about(self) -> list[Change]:
         """Bring settings of GPUs and MIG layouts that are due into effect; the caller holds the lock.

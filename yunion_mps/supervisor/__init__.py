@@ -89,7 +89,7 @@ class Supervisor:
             ledger=self.ledger,
             confirmed=confirmed,
         )
-        self.jobs = Jobs(self.fleet, self._gpus, lambda: self.desired.plan.direct)
+        self.jobs = Jobs(self.fleet, self._gpus, self.desired)
         self.settings = GpuSettings(
             self._gpus,
             self.fleet,
@@ -193,7 +193,10 @@ class Supervisor:
 
     def watched(self) -> list[Watchable]:
         """Return what to watch for reading; ask again after every tick."""
-        return [watchable for domain in self.domains for watchable in domain.watched()]
+        watched: list[Watchable] = []
+        for domain in self.domains:
+            watched += domain.watched()
+        return watched
 
     def stop(self, now_s: float, *, spare_adopted: bool = False) -> None:
         """Begin to stop every domain; `spare_adopted` leaves adopted control daemons running."""
@@ -250,7 +253,7 @@ class Supervisor:
         originals = Originals(store)
         for kind in self.settings.reconciler.kinds:
             originals.of(kind.name)
-        restored = {one.gpu_uuid for one in self.desired.plan.layouts if one.restore}
+        restored = {layout.gpu_uuid for layout in self.desired.plan.layouts if layout.restore}
         if store.has_lost_records and restored:
             what = "MIG layouts from before the state file was damaged are unknown, so they are not restored"
             log.error("%s; %s", what, "see and change them by hand: nvidia-smi mig -lgi")

@@ -146,8 +146,14 @@ def _gpu_ends(condition: Condition, snapshot: Snapshot) -> Event:
         what, consequence = "no longer configured", ""
     else:
         what, consequence = "available", "it can be used again"
-    cause = f"previously unavailable: {condition.reason}"
-    return Event("info", "gpu", condition.subject, what, cause, consequence)
+    return Event(
+        severity="info",
+        kind="gpu",
+        subject=condition.subject,
+        what=what,
+        cause=f"previously unavailable: {condition.reason}",
+        consequence=consequence,
+    )
 
 
 def _find_gpu(condition: Condition, snapshot: Snapshot) -> Gpu | None:

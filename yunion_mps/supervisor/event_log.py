@@ -111,31 +111,43 @@ class Repeat(NamedTuple):
     is_severe: bool
 
 
+class _Count(NamedTuple):
+    """How often events of one cause were recorded."""
+
+    #: Since when they are counted, in s since 1970.
+    began_s: float
+    number: int
+    #: The id of the last event with a row of its own.
+    row: int
+
+    def is_recent(self, time_s: float) -> bool:
+        """Whether an event at this time is counted with them."""
+        return 0 <= time_s - self.began_s < REPEAT_S
+
+
 class RepeatCounter:
     """Finds the row in which an event is counted, if there were many of its cause."""
 
     def __init__(self) -> None:
-        #: By cause: since when its events are counted, how many there were, and the id of the last row.
-        self._causes: dict[Event, tuple[float, int, int]] = {}
+        self._causes: dict[Event, _Count] = {}
 
     def count(self, event: Event, time_s: float) -> Repeat | None:
         """Count an event; returns where, None if the event gets a row of its own."""
         cause = _cause_of(event)
-        began_s, number, row = self._causes.get(cause, (time_s, 0, 0))
-        if not 0 <= time_s - began_s < REPEAT_S:
-            began_s, number, row = time_s, 0, 0
-        if not row or number < MAX_REPEATS:
+        count = self._causes.get(cause)
+        if count is None or not count.is_recent(time_s) or count.number < MAX_REPEATS:
             return None
-        self._causes[cause] = (began_s, number + 1, row)
-        return Repeat(row, number + 2 - MAX_REPEATS, time_s, is_severe=event.severity != "info")
+        self._causes[cause] = count._replace(number=count.number + 1)
+        occurrences = count.number + 2 - MAX_REPEATS
+        return Repeat(count.row, occurrences, time_s, is_severe=event.severity != "info")
 
     def note(self, record: EventRecord) -> None:
         """Note that an event has a row of its own."""
         cause = _cause_of(record.event)
-        began_s, number, _ = self._causes.pop(cause, (record.time_s, 0, 0))
-        if not 0 <= record.time_s - began_s < REPEAT_S:
-            began_s, number = record.time_s, 0
-        self._causes[cause] = (began_s, number + 1, record.id)
+        count = self._causes.pop(cause, None)
+        if count is None or not count.is_recent(record.time_s):
+            count = _Count(record.time_s, 0, record.id)
+        self._causes[cause] = count._replace(number=count.number + 1, row=record.id)
         if len(self._causes) > _MAX_CAUSES:
             del self._causes[next(iter(self._causes))]  # the one without a new row for the longest time
 
@@ -212,7 +224,7 @@ class EventLog:
             self._uncounted[repeat.id] = repeat
         else:
             self._without_id.append((time_s, event))
-            _shorten(self._without_id, lambda one: one[1])
+            _shorten(self._without_id, lambda timed: timed[1])
         self.flush()
         if self._has_more:
             for request_tick in self._retriers:
@@ -338,23 +350,28 @@ class EventLog:
             oldest_s, newest_s = EventTable(self._store()).times(kind)
         except HostError:
             return set()
-        newest_s.update(
-            (record.event.subject, record.time_s) for record in self._unwritten if record.event.kind == kind
-        )
-        kept = {name: time_s for name, time_s in since_s.items() if time_s >= oldest_s}
-        return {name for name, time_s in kept.items() if time_s > newest_s.get(name, 0.0)}
+        for record in self._unwritten:
+            if record.event.kind == kind:
+                newest_s[record.event.subject] = record.time_s
+        lost = set()
+        for name, time_s in since_s.items():
+            if time_s >= oldest_s and time_s > newest_s.get(name, 0.0):
+                lost.add(name)
+        return lost
 
     def _not_written_since(self, last: int, since_s: float, kind: str) -> list[EventRecord]:
-        return [
-            record
-            for record in self._unwritten
-            if record.id > last and record.time_s >= since_s and kind in ("", record.event.kind)
-        ]
+        records = []
+        for record in self._unwritten:
+            if record.id > last and record.time_s >= since_s and kind in ("", record.event.kind):
+                records.append(record)
+        return records
 
     def _assign_ids(self) -> None:
         """Assign ids to new events and copy them; raises HostError if the next id is unknown."""
         first = self.last_id() + 1
-        new = [EventRecord(number, *record) for number, record in enumerate(self._without_id, first)]
+        new = []
+        for number, (time_s, event) in enumerate(self._without_id, first):
+            new.append(EventRecord(number, time_s, event))
         self._without_id.clear()
         self._last_id = first + len(new) - 1
         self._unwritten += new
@@ -444,15 +461,16 @@ class EventTable:
         if recent_since_s is not None:
             values.append(recent_since_s)
             order = f"{RANK}, {order}"
+        values.append(limit)
         query = f"{_SELECT} WHERE {_NEWEST} ORDER BY {order} LIMIT ?"
-        return _records(sorted(self._store.read(query, *values, limit)))
+        return _records(sorted(self._store.read(query, *values)))
 
     def count_from(self, first: int, since_s: float, kind: str, before: int) -> int:
         """Return how many events `newest` can choose from that do not precede the id `first`."""
         query = f"""SELECT COUNT(*) FROM event LEFT JOIN event_repeat ON event = id
             WHERE id >= ? AND {_NEWEST}"""
-        rows = self._store.read(query, first, before, since_s, kind, kind)
-        return int(rows[0][0])
+        values = (first, before, since_s, kind, kind)
+        return int(self._store.read(query, *values)[0][0])
 
     def after(self, last: int, limit: int, kind: str = "") -> list[EventRecord]:
         """Return the oldest `limit` events with an id above `last`, oldest first."""

@@ -10,12 +10,12 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Protocol
 
 from yunion_mps.core import reasons
 from yunion_mps.core.enums import ANSWERING, BACKOFF, FAILED, STOPPED, WEDGED
 from yunion_mps.core.errors import HostError, UnsafePathError, YunionError
-from yunion_mps.core.models import DirectGpu, DomainPlan, Event
+from yunion_mps.core.models import DomainPlan, Event, Plan
 from yunion_mps.gpus.blockers import blocks
 from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
 from yunion_mps.host.processes import Watchable, earliest, refuse_if_no_process_can_start
@@ -180,12 +180,7 @@ class Fleet:
     @property
     def started(self) -> bool:
         """Whether every domain answers or reports why it is not, and none is being retried at the moment."""
-        return all(
-            domain.state in ANSWERING
-            or (domain.error and domain.state in (WEDGED, BACKOFF, FAILED))
-            or domain.is_occupied
-            for domain in self.domains
-        )
+        return all(_has_started(domain) for domain in self.domains)
 
     @property
     def settled(self) -> bool:
@@ -314,6 +309,12 @@ class Fleet:
         return domain
 
 
+def _has_started(domain: Domain) -> bool:
+    if domain.state in ANSWERING or domain.is_occupied:
+        return True
+    return domain.error is not None and domain.state in (WEDGED, BACKOFF, FAILED)
+
+
 class LimitRecords:
     """Records each domain's limits in effect, for the next daemon if this one is killed.
 
@@ -377,14 +378,20 @@ class LimitRecords:
             log.warning("the limits in effect in %s cannot be recorded: %s", pipe_directory, error.message)
 
 
+class DesiredPlan(Protocol):
+    """What knows the desired plan."""
+
+    #: Its direct GPUs have no domains, and no stop ends their jobs.
+    plan: Plan
+
+
 class Jobs:
     """Processes that used our GPUs at the last poll, except the MPS servers."""
 
-    def __init__(self, fleet: Fleet, gpus: Gpus, direct: Callable[[], Iterable[DirectGpu]]) -> None:
-        """`direct` returns the GPUs without domains, whose jobs no stop ends."""
+    def __init__(self, fleet: Fleet, gpus: Gpus, desired: DesiredPlan) -> None:
         self._fleet = fleet
         self._gpus = gpus
-        self._direct = direct
+        self._desired = desired
         #: Start times in clock ticks since boot, by PID.
         self.started: Mapping[int, int] = {}
         #: The MPS servers (PIDs) whose owners have jobs on their GPUs.
@@ -401,7 +408,7 @@ class Jobs:
         gpus = self._gpus.inventory.gpus
         reliable = {gpu.uuid for gpu in gpus if enforces_budgets(gpu) and gpu.uuid in processes}
         for domain in self._fleet.domains:
-            listed = {pid for uuid in domain.in_effect.gpu_uuids for pid in processes.get(uuid, {})}
+            listed = _pids_on(domain.in_effect.gpu_uuids, processes)
             is_quiet = domain.state in ANSWERING and not (listed or domain.server_pids(at_last_tick=True))
             servers = set() if is_quiet else set(domain.server_pids())
             jobs = listed - servers
@@ -410,12 +417,17 @@ class Jobs:
             # "No jobs" is trusted only if NVML lists the servers themselves: before Volta it lists no MPS
             # clients, and in a container without the host's PIDs no processes.
             is_certain = servers <= listed and reliable >= set(domain.in_effect.gpu_uuids)
-            in_use = True if jobs else (False if is_certain else None)
+            in_use: bool | None = None
+            if jobs:
+                in_use = True
+            elif is_certain:
+                in_use = False
             domain.note_use(in_use=in_use, polled_s=polled_s)
         self.servers_with_jobs = frozenset(servers_with_jobs)
         self._in_domains = _started(job_pids)
-        others = {pid for gpu in self._direct() for pid in processes.get(gpu.uuid, {}) if not is_server(pid)}
-        self.started = {**_started(others - job_pids), **self._in_domains}
+        without_domain = _pids_on([gpu.uuid for gpu in self._desired.plan.direct], processes)
+        others = {pid for pid in without_domain - job_pids if not is_server(pid)}
+        self.started = {**_started(others), **self._in_domains}
 
     def end_within(self, wait_s: int, now_s: float) -> None:
         """Give the jobs `wait_s` to end; those that still run just before the deadline are late."""
@@ -447,6 +459,13 @@ class Jobs:
     def _running(self) -> list[str]:
         """Describe the jobs that still run: `train.py (PID 12, alice)`."""
         return [_describe_job(pid) for pid, ticks in self._in_domains.items() if started_ticks(pid) == ticks]
+
+
+def _pids_on(uuids: Iterable[str], processes: Processes) -> set[int]:
+    pids: set[int] = set()
+    for uuid in uuids:
+        pids.update(processes.get(uuid, {}))
+    return pids
 
 
 def _with_jobs_of_their_owner(servers: Collection[int], jobs: Collection[int]) -> set[int]:

@@ -237,11 +237,11 @@ class GpuSettings:
         modes, refused = results.of(COMPUTE_MODE), results.refused(COMPUTE_MODE)
         if modes or refused:
             self._gpus.note_modes(modes, refused)
-        if results.done or any(not look.restores for look in results.errors):
+        if results.steps or any(not look.restores for look in results.errors):
             self._changed()
         addresses = {gpu.uuid: gpu.address for gpu in gpus}
         changes = []
-        for look, step in results.done.items():
+        for look, step in results.steps.items():
             address = addresses.get(look.uuid, look.uuid)
             changes.append(Change(look.kind.label, address, step.actual, step.target, AT_ONCE))
         return changes

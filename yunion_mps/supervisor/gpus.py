@@ -311,4 +311,11 @@ def _with_identity(gpu: Gpu, before: Gpu | None) -> Gpu:
 def _arrival(gpu: Gpu) -> Event:
     """Log that a GPU has come, and return the event."""
     log.info("GPU %s is available", gpu.address)
-    return Event("info", "gpu", gpu.address, "available", "previously missing", "it can be used")
+    return Event(
+        severity="info",
+        kind="gpu",
+        subject=gpu.address,
+        what="available",
+        cause="previously missing",
+        consequence="it can be used",
+    )

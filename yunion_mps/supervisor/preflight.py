@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from yunion_mps.config import load
@@ -225,8 +225,8 @@ def _plan_host(
         lost = [gpu._replace(reason=reason) for gpu in inventory.gpus]
         inventory = inventory._replace(gpus=tuple(lost), driver_reason=reason)
     plan, problems = make_plan(config, inventory, machine)
-    found = {gpu.pci_address for gpu in scan.inventory.gpus}
-    kept = [gpu for gpu in inventory.gpus if gpu.pci_address in found or gpu.pci_address in plan.unavailable]
+    addresses = {gpu.pci_address for gpu in scan.inventory.gpus} | plan.unavailable.keys()
+    kept = [gpu for gpu in inventory.gpus if gpu.pci_address in addresses]
     inventory = inventory._replace(gpus=tuple(kept))
     return _PlannedHost(scan._replace(inventory=inventory), plan, problems)
 
@@ -333,7 +333,7 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
     It may have jobs, so it is left alone, and none of its GPUs gets a second control daemon.
     """
     gpus = {plan.pipe_directory: set(plan.gpu_uuids) for plan in planned}
-    needed = {uuid for uuids in gpus.values() for uuid in uuids}
+    needed = set[str]().union(*gpus.values())
     # What the plan needs of the records of ended control daemons, it has: they are deleted.
     leftovers = Leftovers(left_running(store), [], "")
     for process in leftovers.running:
@@ -374,16 +374,27 @@ def with_leased_domains(
     can_start = usable if config.enable_cuda_mps else set()
     running = {process.pipe_directory for process in left_running(store, leased=leased)}
     domains: list[DomainPlan] = []
-    for directory in sorted(store.recorded_domains(), key=lambda one: one not in running):
+    kept: set[str] = set()
+    for directory in sorted(store.recorded_domains(), key=lambda directory: directory not in running):
         recorded = LimitsInEffect.from_json(store.recorded_limits(directory))
+        if recorded is None:
+            continue
         needed = missing if directory in running else missing & can_start
-        uuids = [uuid for uuid in recorded.plan.gpu_uuids if uuid in needed] if recorded else []
-        if recorded and uuids:
+        uuids = [uuid for uuid in recorded.plan.gpu_uuids if uuid in needed]
+        if uuids:
             domains.append(without_root(recorded.plan.for_gpus(uuids), paths))
             missing.difference_update(uuids)
-    kept = {uuid for domain in domains for uuid in domain.gpu_uuids}
+            kept.update(uuids)
+    modes = _modes_of_leased(kept, gpus, plan, config, store)
+    return plan._replace(domains=(*plan.domains, *domains), compute_modes={**plan.compute_modes, **modes})
+
+
+def _modes_of_leased(
+    kept: Collection[str], gpus: Iterable[Gpu], plan: Plan, config: Config, store: Store
+) -> dict[str, str]:
+    """Return the compute modes that the `kept` GPUs and instances (UUIDs) need for MPS, by GPU UUID."""
     former = Originals(store).of(COMPUTE_MODE.name).keys()
-    modes = dict.fromkeys(kept & former, EXCLUSIVE_PROCESS)
+    modes = dict.fromkeys(former & set(kept), EXCLUSIVE_PROCESS)
     for gpu in gpus:
         if gpu.uuid not in kept:
             continue
@@ -393,7 +404,7 @@ def with_leased_domains(
         whole, mode = mode_for(gpu, MPS)
         if whole in former or not (is_kept or gpu.mode_is_fixed):
             modes[whole] = mode
-    return plan._replace(domains=(*plan.domains, *domains), compute_modes={**plan.compute_modes, **modes})
+    return modes
 
 
 def left_running(
@@ -406,7 +417,8 @@ def left_running(
     """
     running = our_processes()
     if store:
-        _forget_records(store, {*watched, *(one.pipe_directory for one in running)}, leased)
+        used = {*watched, *[process.pipe_directory for process in running]}
+        _forget_records(store, used, leased)
     return [process for process in running if process.pipe_directory not in watched]
 
 
