@@ -54,7 +54,7 @@ from yunion_mps.core.enums import (
     TIME_SLICING,
     WARNING,
 )
-from yunion_mps.core.models import Gpu, Holder, Lease, MissingGpu, Snapshot
+from yunion_mps.core.models import Event, Gpu, Holder, Lease, MissingGpu, Snapshot
 from yunion_mps.core.reasons import GPU_NEEDS, LAYOUT_NEEDS, LAYOUT_WAITS, LIMITS_PENDING, Reason
 from yunion_mps.core.waits import NO_USERS, Servers, Users, wait_reason
 from yunion_mps.doctor.checks import Lazy
@@ -62,6 +62,7 @@ from yunion_mps.kubernetes.offered import unhealthy_cause
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.service.queries import Queries
 from yunion_mps.slurm.gres_conf import why_no_jobs
+from yunion_mps.supervisor.condition_log import ConditionLog
 from yunion_mps.supervisor.host_conditions import PendingSetting
 from yunion_mps.views.reload_rows import pending_rows
 
@@ -406,6 +407,24 @@ def test_every_output_says_the_same_of_a_condition(row: Row, tmp_path: Path) -> 
     findings = [one for some in outputs.findings.values() for one in some if one.code == row.code]
     assert {finding.level for finding in findings} == {expected}, outputs.findings
     assert problem["text"] in [finding.what for finding in findings]
+
+
+#: Kinds of conditions whose begin and end are events; of settings, those that the driver refuses.
+WITH_EVENTS = {ABOUT_GPU, ABOUT_ENTRY, ABOUT_MIG_LAYOUT, ABOUT_PIPE_DIRECTORY, ABOUT_CDI_FILES}
+SETTINGS = {ABOUT_COMPUTE_MODE, ABOUT_TIME_SLICE, ABOUT_SETTING}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_what_begins_to_be_wrong_is_an_event_with_the_same_cause(row: Row) -> None:
+    snapshot_of_row = row.make().snapshot
+    expected = []
+    for condition in snapshot_of_row.conditions:
+        is_refused = condition.kind in SETTINGS and condition.status == REFUSED
+        if condition.kind in WITH_EVENTS or is_refused:
+            expected.append((condition.reason, condition.reason.code))
+    events: list[Event] = []
+    ConditionLog(events.append).note(snapshot_of_row, is_settled=True)
+    assert [(event.cause or event.what, event.code) for event in events] == expected
 
 
 BOB, JOB = Users(("lease a of bob",)), Users(("lease job of root",))
