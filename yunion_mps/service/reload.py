@@ -164,6 +164,7 @@ class Reloader:
             self._supervisor.layouts.confirm(foreseen.removed if foreseen else {})
             if foreseen:
                 self._record_losses(requester, foreseen.losses)
+            # First, because a control daemon relies on the compute mode, and a lease on the time slice.
             gpu_changes = await self._supervisor.reconciliation.set_values(self._supervisor.nvml)
             self._supervisor.apply(asyncio.get_running_loop().time())
             self._control.tick()
@@ -196,12 +197,12 @@ class Reloader:
             gpus=supervisor.snapshot().inventory.gpus,
             settings=supervisor.settings.refused(),
         )
-        made = as_made(accepted, planned, supervisor.domains, supervisor.layouts.in_effect())
+        listed = as_made(accepted, planned, supervisor.domains, supervisor.layouts.in_effect())
         waits: dict[str, str] = {}
         for condition in supervisor.snapshot().conditions:
             if condition.kind == ABOUT_MIG_LAYOUT:
                 waits[condition.subject] = effect_of(condition.reason)
-        return with_layout_effects(made, waits)
+        return with_layout_effects(listed, waits)
 
     async def bring_about(self) -> list[Change]:
         """Bring settings of GPUs and MIG layouts that are due into effect; the caller holds the lock.

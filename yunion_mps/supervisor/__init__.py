@@ -241,8 +241,6 @@ class Supervisor:
             with contextlib.suppress(DriverError, ShortageError, MemoryError):
                 self._gpus.find_again(self.nvml, self._gpus_to_restore(store))
         self.reconciliation.restore(self.nvml, store, gpus_of(left), ledger)
-        self._changed()
-        self.record_conditions(is_settled=True)
         for process in left:
             log.warning("%s is still running in %s; %s", process, process.pipe_directory, RESTORED_LATER)
         self.release()

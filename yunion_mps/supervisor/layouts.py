@@ -277,8 +277,20 @@ class MigLayouts:
     # -- at a stop, and before a reload
 
     def note_restored(self, result: LayoutResult) -> None:
-        """Record the original layouts that a stop has restored."""
+        """Record the original layouts that a stop has restored, and those that it has not."""
         self._note(result, cause="the original layout was restored")
+        addresses = {gpu.uuid: gpu.address for gpu in self._gpus.inventory.gpus}
+        for uuid, why in result.reasons.items():
+            if why:
+                event = Event(
+                    severity="warning",
+                    kind="mig",
+                    subject=addresses.get(uuid, uuid),
+                    what="the original layout was not restored",
+                    cause=why,
+                    code=why.code,
+                )
+                self._emit(event)
 
     def looks_for(self, plan: Plan, inventory: Inventory) -> LayoutsDue:
         """Return the layouts of a plan, for `forecast`, whether or not they are in effect."""

@@ -14,7 +14,7 @@ from yunion_mps.core.errors import DriverError
 from yunion_mps.core.mig import MigLayout
 from yunion_mps.core.models import Gpu, Plan, Snapshot
 from yunion_mps.core.paths import Paths
-from yunion_mps.core.reasons import DRIVER_HUNG, SETTING_PENDING
+from yunion_mps.core.reasons import DRIVER_HUNG, MIG_NO_PERMISSION, SETTING_PENDING
 from yunion_mps.gpus import kinds
 from yunion_mps.gpus.blockers import Blockers, Needs
 from yunion_mps.gpus.kind import Kind, Step
@@ -37,6 +37,8 @@ pytestmark = pytest.mark.processes
 
 #: How long a driver call may take.
 DEADLINE_S = 1.0
+MIG = "type: NVIDIA_MPS; mig: all-3g.40gb"
+WHOLE = "type: NVIDIA_MPS; mig: all-disabled; virtual_number: 2"
 
 
 def test_what_cannot_be_read_in_a_shortage_is_due_again(begin: Begin) -> None:
@@ -92,8 +94,7 @@ def test_a_start_goes_on_if_only_a_gpu_that_is_not_divided_refuses(
 
 def test_a_mig_call_that_hangs_keeps_no_other_gpu_from_being_restored(begin: Begin) -> None:
     """While it hangs, all calls through the same NVML are refused."""
-    mig = "type: NVIDIA_MPS; mig: all-3g.40gb; mig_restore: true"
-    host, made = begin([{"kind": "h100"}, {"kind": "v100"}], mig, 2)
+    host, made = begin([{"kind": "h100"}, {"kind": "v100"}], f"{MIG}; mig_restore: true", 2)
     made.bring_about()
     assert host.gpus[1].compute_mode == "exclusive_process"
     assert made.supervisor.nvml
@@ -101,6 +102,19 @@ def test_a_mig_call_that_hangs_keeps_no_other_gpu_from_being_restored(begin: Beg
     host.fail("nvmlGpuInstanceDestroy", "success", delay_ms=3_600_000)
     made.stop()
     assert host.gpus[1].compute_mode == "default"
+    host.clear()
+
+
+def test_a_stop_that_cannot_restore_a_layout_records_why(begin: Begin) -> None:
+    host, made = begin([{"kind": "h100"}], f"{MIG}; mig_restore: true")
+    made.bring_about()
+    host.fail("nvmlGpuInstanceDestroy", "no_permission")
+    made.stop()
+    events = [event for event in made.events if event.kind == "mig"]
+    assert (events[-1].what, events[-1].code) == (
+        "the original layout was not restored",
+        MIG_NO_PERMISSION,
+    )
     host.clear()
 
 
@@ -138,10 +152,6 @@ def test_an_instance_that_another_program_has_just_created_is_kept(mig_host: Mak
     result = bring_into_effect(looks, mig, host.originals, Blockers())
     assert sorted(instance.profile for instance in gpus_of(host)[1].mig_instances) == ["1g.10gb", "3g.40gb"]
     assert "have changed meanwhile" in result.reasons[looks[1].uuid]
-
-
-MIG = "type: NVIDIA_MPS; mig: all-3g.40gb"
-WHOLE = "type: NVIDIA_MPS; mig: all-disabled; virtual_number: 2"
 
 
 class FanSpeed(Kind):
