@@ -156,20 +156,20 @@ class Blockers:
         compute mode that it needs is that of the instance.
         """
         parts = {uuid, *self._parts.get(uuid, ())} if needs.instances else {uuid}
-        served = [one for one in self._served if not parts.isdisjoint(one.plan.gpu_uuids)]
-        serves_it = any(uuid in one.plan.gpu_uuids for one in served)
-        found = []
+        serving = [served for served in self._served if not parts.isdisjoint(served.plan.gpu_uuids)]
+        serves_it = any(uuid in served.plan.gpu_uuids for served in serving)
+        users = []
         if needs.servers:
-            found += [one.users for one in served]
+            users += [served.users for served in serving]
         if not (needs.spares_mps and (serves_it or uuid in self._left)):
-            found += self._leases_in(parts, needs.leases)
+            users += self._leases_in(parts, needs.leases)
             if needs.processes:
                 pids: set[int] = set()
                 for part in parts:
                     pids.update(self._processes.get(part, ()))
-                found.append(Users(processes=tuple(sorted(pids))))
+                users.append(Users(processes=tuple(sorted(pids))))
         return KeptBy(
-            all_of(found),
+            all_of(users),
             control_daemon=needs.control_daemons and serves_it,
             left=needs.servers and not self._left.isdisjoint(parts),
         )
@@ -192,12 +192,13 @@ class Blockers:
     def servers(self, uuid: str, planned: Iterable[DomainPlan] = ()) -> Users:
         """Return the servers that serve the GPU, or have to end before one of the `planned` domains can."""
         plans = [plan for plan in planned if uuid in plan.gpu_uuids]
-        found = []
-        for one in self._served:
-            if uuid in one.plan.gpu_uuids or any(blocks(one.plan, plan) for plan in plans):
-                others = () if one.plan.gpu_uuids == (uuid,) else one.plan.gpu_uuids
-                found.append(_servers(one.pids, [self._addresses.get(other, other) for other in others]))
-        return all_of(found)
+        servers = []
+        for served in self._served:
+            uuids = served.plan.gpu_uuids
+            if uuid in uuids or any(blocks(served.plan, plan) for plan in plans):
+                others = () if uuids == (uuid,) else uuids
+                servers.append(_servers(served.pids, [self._addresses.get(other, other) for other in others]))
+        return all_of(servers)
 
     def of_gpu(self, uuid: str, planned: Iterable[DomainPlan] = ()) -> Users:
         """Return the leases of the GPU, and its servers, with those that `planned` domains wait for."""

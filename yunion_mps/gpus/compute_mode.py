@@ -81,10 +81,10 @@ class ComputeMode(Kind):
 COMPUTE_MODE = ComputeMode()
 
 
-def external_changes(before: Iterable[Gpu], now: Iterable[Gpu], plan: Plan) -> Iterator[Event]:
+def external_changes(before: Iterable[Gpu], polled: Iterable[Gpu], plan: Plan) -> Iterator[Event]:
     """Yield an event for each mode that was as planned before a poll, and that another program changed."""
     modes = {gpu.uuid: gpu.compute_mode for gpu in before}
-    for gpu in now:
+    for gpu in polled:
         planned = COMPUTE_MODE.desired(plan, gpu)
         if planned and modes.get(gpu.uuid) == planned != gpu.compute_mode and not gpu.reason:
             yield Event(

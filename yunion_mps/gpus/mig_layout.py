@@ -148,7 +148,7 @@ def find_layout(look: LayoutLook, mig: Mig, originals: Originals) -> FoundLayout
         processes = mig.processes(look.uuid) if look.layout.enabled else set[int]()
         return FoundLayout(mode, record=record, processes=frozenset(processes))
     instances = mig.instances(look.uuid, look.gpu.mig_profiles)
-    by_instance = {one.id: frozenset(mig.processes(look.uuid, one.id)) for one in instances}
+    by_instance = {instance.id: frozenset(mig.processes(look.uuid, instance.id)) for instance in instances}
     return FoundLayout(mode, instances, record, by_instance=by_instance)
 
 
@@ -175,12 +175,12 @@ def losses_of(
     """Return what the layout removes once no process uses its GPU, if it does not wait for leases."""
     if look.layout.enabled and not found.mode.enabled:
         return Losses(frozenset({look.uuid}))
-    uuids = frozenset(one.uuid for one in found.instances)
+    uuids = frozenset(instance.uuid for instance in found.instances)
     asks = look._replace(confirmed=Losses(uuids, found.instances))
     choice = _Choice(asks, found._replace(by_instance={}), blockers, offered)
     removed = choice.change().destroy if look.layout.enabled else found.instances
-    others = tuple(one for one in removed if not choice.is_ours(one))
-    return Losses(frozenset(one.uuid for one in removed if one.uuid), others)
+    others = tuple(instance for instance in removed if not choice.is_ours(instance))
+    return Losses(frozenset(instance.uuid for instance in removed if instance.uuid), others)
 
 
 def noted(record: MigRecord, existing: Sequence[MigInstance]) -> MigRecord:
@@ -189,7 +189,7 @@ def noted(record: MigRecord, existing: Sequence[MigInstance]) -> MigRecord:
     A later one of another program with the same id is then not taken for ours. The driver call of an intent
     has ended, because no call is made while an earlier one hangs.
     """
-    ours = tuple(_recorded(record, one) for one in existing if _owns(record, one))
+    ours = tuple(_recorded(record, instance) for instance in existing if _owns(record, instance))
     return record._replace(created=ours, intent=None)
 
 
@@ -199,8 +199,11 @@ def _owns(record: MigRecord, instance: MigInstance) -> bool:
 
 def _recorded(record: MigRecord, instance: MigInstance) -> MigInstance:
     """Return the instance as it was before another program destroyed its compute instance, if one did."""
-    before = (one for one in record.created if one.place == instance.place)
-    return instance if instance.compute_instances else next(before, instance)
+    if not instance.compute_instances:
+        for created in record.created:
+            if created.place == instance.place:
+                return created
+    return instance
 
 
 class _Choice:
@@ -234,15 +237,16 @@ class _Choice:
 
     def _late(self) -> list[str]:
         """Return what calls have done that were interrupted or given up, in words."""
-        intent, late = self._found.record.intent, []
-        for one in self._existing:
-            if intent and intent.is_for(one):
-                late.append(f"created g{one.id} ({one.profile}) by a step that was interrupted")
+        intent = self._found.record.intent
+        late = []
+        for instance in self._existing:
+            if intent and intent.is_for(instance):
+                late.append(f"created g{instance.id} ({instance.profile}) by a step that was interrupted")
         if self._look.last.code == reasons.DRIVER_HUNG:
-            there = {one.id for one in self._record.created}
-            for one in self._found.record.created:
-                if one.id not in there:
-                    late.append(f"destroyed g{one.id} ({one.profile}) by a call that hung")
+            there = {instance.id for instance in self._record.created}
+            for instance in self._found.record.created:
+                if instance.id not in there:
+                    late.append(f"destroyed g{instance.id} ({instance.profile}) by a call that hung")
         return late
 
     # -- the mode
@@ -268,9 +272,9 @@ class _Choice:
 
     def _why_not_switched_off(self) -> Reason:
         fixed, stay = self._fixed(), []
-        for one in self._existing:
-            if one.id in fixed and (self._pids(one) or not self._is_confirmed(one)):
-                stay.append(one)
+        for instance in self._existing:
+            if instance.id in fixed and (self._pids(instance) or not self._is_confirmed(instance)):
+                stay.append(instance)
         return self._why_in_the_way(stay) if stay else NO_REASON
 
     # -- the instances
@@ -297,12 +301,12 @@ class _Choice:
             left = self._left(needed)
             return LayoutChange(in_the_way=left) if left and not needed.in_the_way else needed
         desired, empty = self._layout.profiles, self._empty()
-        used = {one.id for one in existing if self._is_kept(one.uuid) or self._pids(one)}
+        used = {instance.id for instance in existing if self._is_kept(instance.uuid) or self._pids(instance)}
         needed = change(desired, existing, fixed, empty, used)
-        unused = {one.id for one in needed.in_the_way if self._can_be_lost(one)}
+        unused = {instance.id for instance in needed.in_the_way if self._can_be_lost(instance)}
         if unused:
             needed = change(desired, existing, fixed - unused, empty, used)
-        leased = tuple(one for one in self._left(needed) if self._can_be_lost(one))
+        leased = tuple(instance for instance in self._left(needed) if self._can_be_lost(instance))
         return needed._replace(destroy=(*needed.destroy, *leased))
 
     def _left(self, needed: LayoutChange) -> tuple[MigInstance, ...]:
@@ -310,18 +314,23 @@ class _Choice:
         if needed.in_the_way:
             return ()
         known = (*needed.keep, *needed.destroy)
-        return tuple(one for one in self._existing if self.is_ours(one) and one not in known)
+        left = []
+        for instance in self._existing:
+            if self.is_ours(instance) and instance not in known:
+                left.append(instance)
+        return tuple(left)
 
     def _empty(self) -> set[int]:
         """Return the ids of other programs' instances that have no compute instance yet."""
-        return {one.id for one in self._existing if not (one.compute_instances or self.is_ours(one))}
+        others = [instance for instance in self._existing if not self.is_ours(instance)]
+        return {instance.id for instance in others if not instance.compute_instances}
 
     def _fixed(self) -> set[int]:
         """Return the ids of the instances that must not be destroyed."""
         fixed = set()
-        for one in self._existing:
-            if not self.is_ours(one) or self._is_kept(one.uuid) or self._pids(one):
-                fixed.add(one.id)
+        for instance in self._existing:
+            if not self.is_ours(instance) or self._is_kept(instance.uuid) or self._pids(instance):
+                fixed.add(instance.id)
         return fixed
 
     # -- who uses what
@@ -355,18 +364,20 @@ class _Choice:
     # -- what it waits for
 
     def _why_in_the_way(self, instances: Iterable[MigInstance]) -> Reason:
-        users = {one: self._users(one.uuid, self._pids(one)) for one in instances}
-        for one, its_users in users.items():
-            if self.is_ours(one) or self._is_confirmed(one):
+        users = {instance: self._users(instance.uuid, self._pids(instance)) for instance in instances}
+        for instance, its_users in users.items():
+            if self.is_ours(instance) or self._is_confirmed(instance):
                 continue
             if its_users.processes and self._look.places is not None:
                 continue  # the process has to end before the operator can destroy the instance by hand
             use = f" and {its_users} use{'' if len(its_users.processes) > 1 else 's'}" if its_users else ""
-            what = f"{_name(one)}, which another program {_what_was_done(one)}{use}, is in the way"
+            what = f"{_name(instance)}, which another program {_what_was_done(instance)}{use}, is in the way"
             return Reason(f"{what} of its MIG layout", reasons.MIG_FOREIGN_INSTANCE)
         if self._blockers is None and not any(users.values()):
             return Reason(f"{_LAYOUT} waits until the leases are known", reasons.MIG_PENDING)
-        used = [f"{some or 'leases and MPS servers'} on {_name(one)}" for one, some in users.items()]
+        used = []
+        for instance, its_users in users.items():
+            used.append(f"{its_users or 'leases and MPS servers'} on {_name(instance)}")
         text = self._in_use(_LAYOUT, ", ".join(used))
         return Wait(text, text.code, all_of(users.values()))
 

@@ -67,10 +67,11 @@ class MigRecord(NamedTuple):
         Instances are stored by the names of their fields. An earlier version, which stored them by position
         in `before` and `created`, finds neither, and changes nothing on the GPU.
         """
+        before = None if self.before is None else [instance._asdict() for instance in self.before]
         value = {
             "enabled_before": self.enabled_before,
-            "layout_before": None if self.before is None else [one._asdict() for one in self.before],
-            "ours": [one._asdict() for one in self.created],
+            "layout_before": before,
+            "ours": [instance._asdict() for instance in self.created],
             "compute_mode": self.compute_mode,
             "intent": self.intent._asdict() if self.intent else None,
         }
@@ -80,7 +81,7 @@ class MigRecord(NamedTuple):
         """Whether we created it."""
         if self.intent and self.intent.is_for(instance):
             return True
-        return any(one.is_same(instance) for one in self.created)
+        return any(created.is_same(instance) for created in self.created)
 
 
 def _instances_in(rows: Iterable[Any]) -> tuple[MigInstance, ...]:

@@ -139,7 +139,7 @@ class _StepAtWork:
         self._originals = originals
         self._is_ended = is_ended
         self._record = step.found.record
-        self._made: list[MigInstance] = []
+        self._created: list[MigInstance] = []
         #: What was changed, as text.
         self.done: list[str] = [*step.late]
         #: The instances with which the layout is in effect.
@@ -182,15 +182,15 @@ class _StepAtWork:
     def _set_mode(self, mode: bool) -> Reason:  # noqa: FBT001 - as NVML's call
         """Return why the mode is not in effect; empty if it is."""
         self._begin_step()
-        now = self._mig.set_mode(self._uuid, mode)
+        in_effect = self._mig.set_mode(self._uuid, mode)
         shown = "on" if mode else "off"
         if not self._step.switches_mode:
             self.done.append(f"MIG mode will not be switched {'off' if mode else 'on'}")
             return NO_REASON
-        if now.enabled == mode:
+        if in_effect.enabled == mode:
             self.done.append(f"switched MIG mode {shown}")
             return NO_REASON
-        if now.in_use:
+        if in_effect.in_use:
             what = f"MIG mode cannot be switched {shown} while a process uses the GPU"
             return Reason(what, reasons.MIG_IN_USE)
         what = f"MIG mode will be {shown} after the next reset of the GPU"
@@ -198,7 +198,7 @@ class _StepAtWork:
 
     def _destroy(self, instance: MigInstance) -> None:
         self._begin_step()
-        kept = tuple(one for one in self._record.created if one.id != instance.id)
+        kept = tuple(created for created in self._record.created if created.id != instance.id)
         self._mig.destroy(self._uuid, instance.id)
         self._write(self._record._replace(created=kept))
         self.done.append(f"destroyed g{instance.id} ({instance.profile})")
@@ -206,7 +206,8 @@ class _StepAtWork:
     def _create(self, place: Placement) -> None:
         self._begin_step()
         profile = place.profile
-        intent = MigIntent(profile.name, place.start, tuple(one.id for one in self._instances()))
+        ids_before = [existing.id for existing in self._instances()]
+        intent = MigIntent(profile.name, place.start, tuple(ids_before))
         self._write(self._record._replace(intent=intent))
         try:
             number = self._mig.create(self._uuid, profile, place.start)
@@ -214,15 +215,15 @@ class _StepAtWork:
             if error.code in _NOTHING_CREATED:
                 self._write(self._record._replace(intent=None))
             raise
-        made = MigInstance(
+        instance = MigInstance(
             id=number,
             profile=profile.name,
             start=place.start,
             size=profile.size,
             compute_instances=0,
         )
-        self._note_created(made)
-        self._made.append(made)
+        self._note_created(instance)
+        self._created.append(instance)
         if place.is_whole:
             self._mig.create_compute(self._uuid, number)
         self.done.append(f"created g{number} ({profile.name})")
@@ -237,12 +238,12 @@ class _StepAtWork:
     def _read_back(self) -> None:
         """Note what the GPU has now, and record our instances with their UUIDs."""
         step = self._step
-        kept = [one for one in step.found.instances if one not in step.destroy]
-        self.settled = (*kept, *self._made)
+        kept = [instance for instance in step.found.instances if instance not in step.destroy]
+        self.settled = (*kept, *self._created)
         if self.done and step.look.layout.enabled:
             existing = self._instances()
             self._write(noted(self._record, existing))
-            self.settled = tuple(sorted(_as_found(one, existing) for one in self.settled))
+            self.settled = tuple(sorted(_with_uuid(instance, existing) for instance in self.settled))
 
     # -- records
 
@@ -252,10 +253,10 @@ class _StepAtWork:
             record = self._record._replace(enabled_before=found.mode.enabled, before=found.instances)
             self._write(record._replace(compute_mode=self._step.look.gpu.compute_mode or ""))
 
-    def _note_created(self, made: MigInstance) -> None:
+    def _note_created(self, instance: MigInstance) -> None:
         """Record the instance, or its new compute instance, before it has a UUID."""
-        others = (one for one in self._record.created if one.place != made.place)
-        self._write(self._record._replace(created=(*others, made), intent=None))
+        others = [other for other in self._record.created if other.place != instance.place]
+        self._write(self._record._replace(created=(*others, instance), intent=None))
 
     def _write(self, record: MigRecord) -> None:
         if record != self._record:
@@ -272,6 +273,9 @@ class _StepAtWork:
             raise BusyError("the daemon is stopping")
 
 
-def _as_found(one: MigInstance, found: Iterable[MigInstance]) -> MigInstance:
+def _with_uuid(instance: MigInstance, existing: Iterable[MigInstance]) -> MigInstance:
     """Return the instance with its UUID, unless another one has taken its place meanwhile."""
-    return next((other for other in found if one.is_same(other)), one)
+    for other in existing:
+        if instance.is_same(other):
+            return other
+    return instance

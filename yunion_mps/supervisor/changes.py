@@ -149,10 +149,10 @@ def _settings(plan: Plan, before: Plan, after: Plan, gpu: Gpu, keepers: Blockers
 
 def _without_layout(gpu: Gpu) -> tuple[str, str]:
     """Return what the GPU has, and what it has when no layout is configured for it anymore."""
-    now = f"MIG mode {'on' if gpu.mig_enabled else 'off'}"
+    mode = f"MIG mode {'on' if gpu.mig_enabled else 'off'}"
     if gpu.mig_pending not in (None, gpu.mig_enabled):
-        return f"MIG mode {'on' if gpu.mig_pending else 'off'} after a reset", now
-    return (describe(gpu.mig_instances), "as it is") if gpu.mig_instances else (now, now)
+        return f"MIG mode {'on' if gpu.mig_pending else 'off'} after a reset", mode
+    return (describe(gpu.mig_instances), "as it is") if gpu.mig_instances else (mode, mode)
 
 
 def with_layout_effects(changes: Iterable[Change], effects: Mapping[str, str]) -> list[Change]:
@@ -190,15 +190,15 @@ def without_refused(
     if not refused:
         return [*changes]
     planned = _names(domains)
-    made = []
+    listed = []
     for change in changes:
         name = (change.subject, change.after or change.before)
         if change.kind == "control daemon" and (name in planned) != bool(change.after):
             continue
         if change.after and (change.kind, change.subject) in refused:
             continue
-        made.append(change)
-    return made
+        listed.append(change)
+    return listed
 
 
 def as_made(

@@ -111,9 +111,9 @@ class Gpus:
             return event._replace(consequence=consequence, code=reasons.XID)
         self._faults[pci_address] = Reason(f"Xid {xid} ({meaning})", reasons.GPU_FAULT)
         self._write_faults()
-        for one in self.inventory.gpus:
-            if one.physical_address == pci_address:
-                self._replace(one._replace(reason=one.reason or self._fault_of(one)))
+        for part in self.inventory.gpus:
+            if part.physical_address == pci_address:
+                self._replace(part._replace(reason=part.reason or self._fault_of(part)))
         consequence = "its devices are unavailable"
         return event._replace(severity="error", consequence=consequence, code=reasons.GPU_FAULT)
 
@@ -223,15 +223,15 @@ class Gpus:
         gpus = {gpu.pci_address: gpu for gpu in inventory.gpus}
         again = identities(inventory.gpus)
         for address in _serving(self.inventory, plan):
-            now = gpus.get(address)
-            if now is None and before[address].identity in again:
+            scanned = gpus.get(address)
+            if scanned is None and before[address].identity in again:
                 continue
-            if now and not are_named and now.reason.code == reasons.GPU_OTHER_DRIVER:
+            if scanned and not are_named and scanned.reason.code == reasons.GPU_OTHER_DRIVER:
                 continue
             known = self._with_mode_answer(before[address])
             is_closed = known.mode_is_fixed and known.compute_mode == PROHIBITED
             refuses = is_closed or known.uuid in self.mode_errors
-            if not refuses and (now is None or now.uuid in (None, before[address].uuid)):
+            if not refuses and (scanned is None or scanned.uuid in (None, before[address].uuid)):
                 gpus[address] = before[address]._replace(
                     reason=NO_REASON, mig_enabled=None, compute_mode=None
                 )

@@ -133,8 +133,8 @@ def _why_no_devices(facts: ConditionFacts) -> Reason:
             others.append(f"{short_address(address)}: {reason}")
     others += [f"{entry.path}: {entry.reason}" for entry in plan.missing]
     if not layouts:
-        each = "; ".join(others) or "no GPU was found"
-        return Reason(f"no GPU on this host can serve devices ({each})", reasons.NO_USABLE_GPU)
+        why = "; ".join(others) or "no GPU was found"
+        return Reason(f"no GPU on this host can serve devices ({why})", reasons.NO_USABLE_GPU)
     lines = [f"GPU {gpu.address}: {reason}" for gpu, reason in layouts]
     lines += [f"GPU {other}" for other in others]
     return Reason("; ".join(lines), layouts[0][1].code)

@@ -130,9 +130,12 @@ class MigLayouts:
     def in_effect(self) -> set[str]:
         """Return the GPUs (addresses) whose layouts are in effect."""
         gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
-        layouts = self._desired.plan.layouts
-        found = [gpus.get(one.gpu_uuid) for one in layouts if self._is_in_effect(one, gpus.get(one.gpu_uuid))]
-        return {gpu.address for gpu in found if gpu}
+        addresses = set()
+        for layout in self._desired.plan.layouts:
+            gpu = gpus.get(layout.gpu_uuid)
+            if gpu and self._is_in_effect(layout, gpu):
+                addresses.add(gpu.address)
+        return addresses
 
     def _is_in_effect(self, layout: MigLayout, gpu: Gpu | None) -> bool:
         settled = self._settled.get(layout.gpu_uuid)
@@ -270,9 +273,11 @@ class MigLayouts:
                 instances = result.settled[layout.gpu_uuid]
                 self._settled[layout.gpu_uuid] = _State(layout, layout.enabled, layout.enabled, instances)
         self._reasons = {uuid: why for uuid, why in {**self._reasons, **result.reasons}.items() if why}
-        waiting = self._confirmed.by_layout.items()
-        kept = {one: losses for one, losses in waiting if one.gpu_uuid in self._reasons}
-        self._confirmed.replace(kept)
+        waiting = {}
+        for layout, losses in self._confirmed.by_layout.items():
+            if layout.gpu_uuid in self._reasons:
+                waiting[layout] = losses
+        self._confirmed.replace(waiting)
 
     # -- at a stop, and before a reload
 
@@ -340,11 +345,12 @@ class MigLayouts:
         )
 
 
-def _instance_changes(before: Iterable[MigInstance], now: Iterable[MigInstance]) -> Iterator[str]:
+def _instance_changes(before: Iterable[MigInstance], current: Iterable[MigInstance]) -> Iterator[str]:
     """Yield what was done to each instance, for example that its compute instance was destroyed."""
-    found = {one.place: one for one in now}
-    for one in sorted(set(before).difference(found.values())):
-        after, name = found.get(one.place), f"instance g{one.id} ({one.profile})"
+    by_place = {instance.place: instance for instance in current}
+    for instance in sorted(set(before).difference(by_place.values())):
+        name = f"instance g{instance.id} ({instance.profile})"
+        after = by_place.get(instance.place)
         if after is None:
             yield f"{name} was destroyed"
         elif not after.compute_instances:
