@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from itertools import groupby
 
 import pytest
 from yunion_mps.core.reasons import GPU_FAULT, TIME_SLICE_CHANGED
@@ -115,7 +116,8 @@ def test_a_gpu_that_returns_and_is_lost_again_is_noticed_at_once(
 
     asyncio.run(follow())
     told = [event.what for event in made.events if event.kind == "gpu" and "Xid" not in event.what]
-    assert told == ["unavailable", *["available", "unavailable"] * 2]
+    changes = [what for what, _ in groupby(told)]  # an Xid may be its first reason, before it is lost
+    assert changes == ["unavailable", *["available", "unavailable"] * 2]
 
 
 def test_the_load_is_known_at_the_start_and_0_for_idle_processes(
