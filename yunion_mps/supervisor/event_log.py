@@ -177,9 +177,19 @@ class EventLog:
     """Writes events to the state file, which `store` opens when the first event is recorded."""
 
     def __init__(
-        self, store: Callable[[], Store], copy_file: str, changed: Callable[[], None] = lambda: None
+        self,
+        store: Callable[[], Store],
+        copy_file: str,
+        changed: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """`copy_file` is the path of the copy; `changed` is called when `write_error` changes."""
+        """Write no event yet.
+
+        copy_file: the path of the copy.
+        changed: called when `write_error` changes.
+        clock: returns the time of events, in s since 1970.
+        """
+        self._clock = clock
         self._store = store
         self._copy = EventCopy(copy_file)
         self._changed = changed
@@ -217,7 +227,7 @@ class EventLog:
 
     def record(self, event: Event) -> None:
         """Record the event with the current time; call it on the event loop's thread."""
-        time_s = time.time()
+        time_s = self._clock()
         self.counts[event.kind, event.severity] += 1
         repeat = self._repeats.count(event, time_s)
         if repeat:
@@ -330,7 +340,7 @@ class EventLog:
 
     def recent_since_s(self, since_s: float) -> float:
         """Return since when events are recent in a list that begins at `since_s`, 0 if it does not (s)."""
-        return since_s or time.time() - RECENT_S
+        return since_s or self._clock() - RECENT_S
 
     def count_from(self, first: int, since_s: float, kind: str = "", before: int | None = None) -> int:
         """Return how many events `newest` can choose from that do not precede `first`; raises HostError."""

@@ -325,8 +325,7 @@ def golden_host() -> Iterator[Cli]:
             "clients": ended,
             "confirmation": "7d41f02c9be83a65",
         }
-        event_log: Any = host.event_log
-        event_log.recent_since_s = lambda since_s: since_s or NOW_S - _DAY
+        host.event_time_s = NOW_S
         for ago_s, event in _EVENTS:
             host.record(event, NOW_S - ago_s)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

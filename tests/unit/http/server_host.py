@@ -157,6 +157,8 @@ class ServerHost(Closes):
     def __init__(self, snapshot: Snapshot, limits: Limits | None = None, paths: Paths | None = None) -> None:
         """`paths` are below the root of a host that is there; by default it has a root of its own."""
         self.snapshot = snapshot
+        #: When it is for the event log, in s since 1970; None for the time of this machine.
+        self.event_time_s: float | None = None
         self.errors: list[str] = []
         self._clients: list[RawClient] = []
         self._stack = contextlib.ExitStack()
@@ -178,7 +180,10 @@ class ServerHost(Closes):
 
     def _use(self, paths: Paths) -> None:
         self.store = self._stack.enter_context(contextlib.closing(Store(paths)))
-        self.event_log = EventLog(lambda: self.store, paths.events_copy)
+        self.event_log = EventLog(lambda: self.store, paths.events_copy, clock=self._event_clock)
+
+    def _event_clock(self) -> float:
+        return time.time() if self.event_time_s is None else self.event_time_s
 
     def begin_new_record(self, paths: Paths) -> None:
         """Keep events there from now on, as a daemon does that finds none of those before."""
@@ -211,10 +216,11 @@ class ServerHost(Closes):
         """An event comes now; with `time_s`, there is one of then."""
 
         async def record() -> None:
-            self.event_log.record(event)
+            time_of_host_s = self.event_time_s
             if time_s is not None:
-                row = (time_s, self.event_log.last_id())
-                self.store.write("UPDATE event SET time_s = ? WHERE id = ?", [row])
+                self.event_time_s = time_s
+            self.event_log.record(event)
+            self.event_time_s = time_of_host_s
 
         self.call(record())
 

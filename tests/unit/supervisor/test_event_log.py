@@ -70,8 +70,14 @@ def disk(paths: Paths) -> Iterator[Disk]:
 
 
 @pytest.fixture
-def event_log(disk: Disk, paths: Paths) -> EventLog:
-    return EventLog(disk, paths.events_copy)
+def now_s() -> list[float]:
+    """The time of the event log, in s since 1970, as its only item."""
+    return [time.time()]
+
+
+@pytest.fixture
+def event_log(disk: Disk, paths: Paths, now_s: list[float]) -> EventLog:
+    return EventLog(disk, paths.events_copy, clock=lambda: now_s[0])
 
 
 def whats(event_log: EventLog) -> list[str]:
@@ -273,14 +279,6 @@ def test_leases_displace_neither_xids_nor_deaths(event_log: EventLog, disk: Disk
     assert MAX_EVENTS <= len(found) <= MAX_EVENTS + 300
 
 
-@pytest.fixture
-def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The wall clock of the event log, as its only item."""
-    now_s = [1000.0]
-    monkeypatch.setattr(time, "time", lambda: now_s[0])
-    return now_s
-
-
 XID = Event("warning", "gpu", "00:06.0", "Xid 31")
 FAILED = Event("error", "client", "host", "MPS server failed")
 
@@ -418,6 +416,7 @@ def test_leases_displace_no_other_event_from_the_copy(tmp_path: Path) -> None:
 def test_many_events_of_one_cause_are_counted_in_one_row(
     event_log: EventLog, disk: Disk, now_s: list[float], paths: Paths
 ) -> None:
+    now_s[0] = 1000.0
     for pid in range(MAX_REPEATS + 20):
         now_s[0] += 1.0
         event_log.record(event(f"granted to job (PID {pid}, alice)", "lease"))
