@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 from yunion_mps.core.errors import HostError
@@ -13,15 +13,28 @@ from yunion_mps.frameworks import cap_memory
 GIB = 1 << 30
 
 
+class DeviceProperties(NamedTuple):
+    """PyTorch's, of a GPU."""
+
+    total_memory: int
+
+
+class LogicalDeviceConfiguration(NamedTuple):
+    """TensorFlow's, in MiB."""
+
+    memory_limit: int
+
+
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
     """PyTorch with two GPUs of 16 GiB; the fractions that were set, by GPU."""
     fractions: list[tuple[float, int]] = []
     module: Any = ModuleType("torch")
-    module.cuda = SimpleNamespace(
-        device_count=lambda: 2,
-        get_device_properties=lambda device: SimpleNamespace(total_memory=16 * GIB),
-        set_per_process_memory_fraction=lambda fraction, device: fractions.append((fraction, device)),
+    module.cuda = ModuleType("torch.cuda")
+    module.cuda.device_count = lambda: 2
+    module.cuda.get_device_properties = lambda device: DeviceProperties(total_memory=16 * GIB)
+    module.cuda.set_per_process_memory_fraction = lambda fraction, device: fractions.append(
+        (fraction, device)
     )
     monkeypatch.setitem(sys.modules, "torch", module)
     return fractions
@@ -33,16 +46,15 @@ def tensorflow(monkeypatch: pytest.MonkeyPatch) -> Any:
     module: Any = ModuleType("tensorflow")
     module.limits, module.started = {}, False
 
-    def configure(gpu: str, devices: list[Any]) -> None:
+    def configure(gpu: str, devices: list[LogicalDeviceConfiguration]) -> None:
         if module.started:
             raise RuntimeError("Virtual devices cannot be modified after being initialized")
         module.limits[gpu] = [device.memory_limit for device in devices]
 
-    module.config = SimpleNamespace(
-        list_physical_devices=lambda kind: [f"{kind}:0"],
-        LogicalDeviceConfiguration=lambda memory_limit: SimpleNamespace(memory_limit=memory_limit),
-        set_logical_device_configuration=configure,
-    )
+    module.config = ModuleType("tensorflow.config")
+    module.config.list_physical_devices = lambda kind: [f"{kind}:0"]
+    module.config.LogicalDeviceConfiguration = LogicalDeviceConfiguration
+    module.config.set_logical_device_configuration = configure
     monkeypatch.setitem(sys.modules, "tensorflow", module)
     return module
 

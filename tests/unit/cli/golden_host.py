@@ -50,9 +50,9 @@ NOW_S = 1795182300.0
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 #: The program at that moment, on a host of that name. It forks for each command that it receives.
 PROGRAM = f"""
-import importlib, json, os, socket, sys, time, types
+import importlib, json, os, socket, sys, time
 time.time = lambda: {NOW_S}
-os.uname = lambda: types.SimpleNamespace(nodename="gpu-01")
+os.uname = lambda: os.uname_result(("Linux", "gpu-01", "6.1", "", "x86_64"))
 from yunion_mps.cli import main, root
 for module, _ in root.COMMANDS.values():
     importlib.import_module(f"yunion_mps.cli.{{module}}")

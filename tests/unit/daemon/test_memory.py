@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import types
 from typing import Any
 
 import pytest
 from yunion_mps.core.paths import Paths
+from yunion_mps.daemon.process import Signals
 from yunion_mps.daemon.run import DaemonLife
 from yunion_mps.host.systemd import Notifier
 
@@ -42,20 +42,26 @@ def test_large_memory_is_given_back_although_small_pieces_lie_behind_it(
     assert (float(done.stdout) < 10) is is_given_back  # of 59 MiB, and 6 that stay
 
 
+class ReceivedSignals(Signals):
+    """Signals that have asked for this stop, without the handlers that would stay in this process."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+
+
 class Short:
-    """Stands for a supervisor that cannot be used, because that needs memory."""
+    """A supervisor that cannot be used, because that needs memory, which a real one would have here."""
 
     def __getattr__(self, name: str) -> Any:
         raise MemoryError
 
 
 def _serve(stop: str) -> None:
-    signals: Any = types.SimpleNamespace(stop=stop)
     supervisor: Any = Short()
     listener: Any = None
     daemon = DaemonLife(
         Paths.from_environment(),
-        signals=signals,
+        signals=ReceivedSignals(stop),
         notifier=Notifier(),
         supervisor=supervisor,
         lock=0,

@@ -7,13 +7,15 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
-from types import SimpleNamespace
 from typing import Any
 
 from yunion_mps.answers import ClientListJson
+from yunion_mps.containers.lookup import Containers
 from yunion_mps.core.enums import OPENMETRICS
 from yunion_mps.core.errors import NotConfirmedError, YunionError
 from yunion_mps.core.models import Holder, Owner
+from yunion_mps.core.paths import Paths
+from yunion_mps.host.store import Store
 from yunion_mps.http.handlers import Handlers
 from yunion_mps.http.router import RequestCounter, Router
 from yunion_mps.leases.ledger import Ledger
@@ -28,6 +30,7 @@ from yunion_mps.service.reload import Reloader
 from yunion_mps.service.services import Services
 from yunion_mps.service.status import StatusService
 from yunion_mps.service.terminate import KILL, TERM, Terminator, find_client, termination_json
+from yunion_mps.supervisor.event_log import EventLog, EventRecord
 
 Json = Any
 
@@ -235,6 +238,7 @@ class FakeLeases(_Fake, LeaseService):
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger()
+        self.containers = Containers(Paths("/nowhere"))
         self.requested: list[tuple[LeaseRequest, Holder, float]] = []
         #: Raises what a request is refused with.
         self.check: Callable[[LeaseRequest], object] = lambda _: None
@@ -304,17 +308,30 @@ def services(
     )
 
 
+class NoEvents(EventLog):
+    """An event log without events and without a state file."""
+
+    def __init__(self) -> None:
+        super().__init__(_no_state_file, "/nowhere/events")
+
+    def newest(self, *_: Any, **__: Any) -> list[EventRecord]:
+        return []
+
+    def after(self, *_: Any) -> list[EventRecord]:
+        return []
+
+    def last_id(self) -> int:
+        return 0
+
+
+def _no_state_file() -> Store:
+    raise AssertionError("an event log without events needs no state file")
+
+
 def router(service: Queries) -> Router:
     """A router over the service and all these, and an event log without events."""
-    log: Any = SimpleNamespace(
-        newest=lambda *_, **__: [],
-        after=lambda *_: [],
-        last_id=lambda: 0,
-        recent_since_s=lambda since_s: since_s,
-        listen=lambda _: None,
-    )
-    found = services(service, FakeReloader(), FakeClients(), FakeLeases(), EventService(log))
-    return Router(Handlers(found, metrics), RequestCounter())
+    given = services(service, FakeReloader(), FakeClients(), FakeLeases(), EventService(NoEvents()))
+    return Router(Handlers(given, metrics), RequestCounter())
 
 
 def status_of(service: Queries, *leases: Json, clients: ClientListJson = NO_CLIENTS) -> Any:

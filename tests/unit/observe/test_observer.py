@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 from yunion_mps.core.errors import DriverError
-from yunion_mps.core.models import DomainPlan, PlannedGpu
+from yunion_mps.core.models import DomainPlan, PlannedGpu, Snapshot
 from yunion_mps.core.paths import Paths
+from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.observe.observer import (
     DRIVER_TIMEOUT_S,
@@ -27,7 +27,7 @@ from yunion_mps.observe.process_list import GpuProcesses, ObservedDomain
 from yunion_mps.observe.usage import Budget, DeviceUsage, ProcessDevices, UsageHistory
 
 from clocks import SkippingLoop
-from unit.leases.lease_builders import device
+from unit.described_supervisor import DescribedSupervisor, ListingDriver
 
 A, B = "GPU-a", "GPU-b"
 SERVER, TRAIN, INFER, STRANGER = 100, 201, 202, 300
@@ -99,26 +99,25 @@ def test_a_gpu_that_does_not_answer_is_missing() -> None:
     assert found.devices == {}
 
 
-def supervisor_of(nvml: Any) -> Any:
-    """What an observer asks of the supervisor of a host without domains."""
-    plan = SimpleNamespace(devices=[device(0, 0)], direct=())
-    found = SimpleNamespace(plan=plan, inventory=SimpleNamespace(gpus=()))
-    return SimpleNamespace(nvml=nvml, domains=(), snapshot=lambda: found)
+NvmlProcesses = dict[str, dict[int, Optional[int]]]
 
 
-def observer_of(nvml: Any) -> Observer:
-    """An observer of a host without domains."""
-    return observer_beside(supervisor_of(nvml))
+def no_processes_after(gate: threading.Event) -> NvmlProcesses:
+    """The answer of a driver that hangs until the gate is open."""
+    gate.wait()
+    return {}
 
 
-def observer_beside(supervisor: Any) -> Observer:
+def observer_of(nvml: Nvml) -> Observer:
+    """An observer of a host without domains and GPUs."""
+    supervisor = DescribedSupervisor(nvml=nvml)
     return Observer(Paths("/"), supervisor, ProcessDevices(supervisor, Ledger()), UsageHistory(), Ledger())
 
 
 def test_many_requests_wait_for_a_hanging_driver_no_longer_than_one() -> None:
     """More than the gateway's patience, and the daemon would be told to be down."""
     gate = threading.Event()
-    observer = observer_of(SimpleNamespace(processes=gate.wait, mps_clients=dict))
+    observer = observer_of(ListingDriver(lambda: no_processes_after(gate)))
     loop = SkippingLoop()
 
     async def scrapes() -> list[Observation]:
@@ -146,12 +145,11 @@ def test_an_observation_begins_after_the_request() -> None:
     """What a job did before the request is in the answer, even if another observation was under way."""
     gate, asked = threading.Event(), threading.Semaphore(0)
 
-    def processes() -> Any:
+    def processes() -> NvmlProcesses:
         asked.release()
-        gate.wait()
-        return {}
+        return no_processes_after(gate)
 
-    observer = observer_of(SimpleNamespace(processes=processes, mps_clients=dict))
+    observer = observer_of(ListingDriver(processes))
 
     async def two() -> None:
         first = asyncio.ensure_future(observer.observe())
@@ -168,16 +166,16 @@ def test_an_observation_begins_after_the_request() -> None:
 @pytest.mark.usefixtures("patient")
 def test_the_last_list_is_kept_with_an_error_while_the_driver_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    nvml = SimpleNamespace(processes=dict, mps_clients=dict)
+    nvml = ListingDriver()
     observer = observer_of(nvml)
 
     async def three() -> tuple[Observation, Observation, Observation]:
         before = await observer.observe()
-        nvml.processes = gate.wait
+        nvml.list_processes = lambda: no_processes_after(gate)
         with monkeypatch.context() as impatient:
             impatient.setattr("yunion_mps.observe.observer.DRIVER_TIMEOUT_S", 0.0)
             during = await observer.observe()
-        nvml.processes = dict
+        nvml.list_processes = dict
         gate.set()
         return before, during, await observer.observe()
 
@@ -189,21 +187,32 @@ def test_the_last_list_is_kept_with_an_error_while_the_driver_hangs(monkeypatch:
 
 @pytest.mark.usefixtures("patient")
 def test_an_error_of_the_driver_is_in_the_list_and_the_last_use_is_kept() -> None:
-    def refuse() -> Any:
+    def refuse() -> NvmlProcesses:
         raise DriverError("the driver is gone", "reboot")
 
-    nvml = SimpleNamespace(processes=dict, mps_clients=dict)
+    nvml = ListingDriver()
     observer = observer_of(nvml)
     before = asyncio.run(observer.observe())
-    nvml.processes = refuse
+    nvml.list_processes = refuse
     after = asyncio.run(observer.observe())
     assert (after.clients["errors"], after.use) == (["the driver is gone"], before.use)
 
 
+class FailingSupervisor(DescribedSupervisor):
+    """A supervisor without a snapshot as long as it `fails`."""
+
+    fails = True
+
+    def snapshot(self) -> Snapshot:
+        if self.fails:
+            raise RuntimeError("no snapshot")
+        return super().snapshot()
+
+
 def test_an_observation_that_fails_at_once_blocks_no_later_one() -> None:
-    supervisor = supervisor_of(SimpleNamespace(processes=dict, mps_clients=dict))
-    observer = observer_beside(supervisor)
-    supervisor.domains = None
-    asyncio.run(observer.observe())
-    supervisor.domains = ()
+    supervisor = FailingSupervisor(nvml=ListingDriver())
+    devices = ProcessDevices(DescribedSupervisor(), Ledger())
+    observer = Observer(Paths("/"), supervisor, devices, UsageHistory(), Ledger())
+    assert asyncio.run(observer.observe()).use is None
+    supervisor.fails = False
     assert asyncio.run(observer.observe()).use is not None

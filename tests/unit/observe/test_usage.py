@@ -6,16 +6,18 @@ import os
 import subprocess
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from types import SimpleNamespace
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
-from yunion_mps.core.models import Gpu
+from yunion_mps.core.models import Gpu, Snapshot
+from yunion_mps.core.paths import Paths
 from yunion_mps.core.units import rfc3339
 from yunion_mps.host.proc import started_ticks
+from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import GpuLoad, Load
 from yunion_mps.leases.ledger import Ledger
+from yunion_mps.leases.memory_peaks import MemoryPeaks
 from yunion_mps.observe.observer import ProcessFacts, host_usage
 from yunion_mps.observe.process_list import GpuProcesses
 from yunion_mps.observe.usage import (
@@ -30,6 +32,7 @@ from yunion_mps.observe.usage import (
 from yunion_mps.supervisor.fleet import Processes
 
 from integration.daemon_host import eventually
+from unit.described_supervisor import NO_GPUS, DescribedSupervisor
 from unit.leases.lease_builders import HOLDER, device, lease
 
 Start = Callable[[str], dict[int, int]]
@@ -97,9 +100,14 @@ def start(jobs: Jobs) -> Start:
 
 def process_devices(ledger: Ledger, slots: int = 4) -> ProcessDevices:
     """Of one GPU with so many devices."""
-    plan = SimpleNamespace(devices=[device(0, slot) for slot in range(slots)])
-    supervisor: Any = SimpleNamespace(snapshot=lambda: SimpleNamespace(plan=plan))
-    return ProcessDevices(supervisor, ledger)
+    return ProcessDevices(DescribedSupervisor(one_gpu(slots)), ledger)
+
+
+def one_gpu(slots: int = 4) -> Snapshot:
+    """A host with one GPU that has so many devices."""
+    plan = NO_GPUS.plan._replace(devices=tuple(device(0, slot) for slot in range(slots)))
+    gpus = (Gpu("0000:00:00.0", uuid="GPU-0"),)
+    return NO_GPUS._replace(plan=plan, inventory=NO_GPUS.inventory._replace(gpus=gpus))
 
 
 def of(devices: ProcessDevices, started: dict[int, int]) -> tuple[str, ...]:
@@ -222,28 +230,30 @@ def test_utilization_is_unknown_and_not_0_without_a_sample() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("is_named", [True, False])
-def test_the_hour_and_the_metric_agree_on_a_job_with_several_devices(start: Start, is_named: bool) -> None:
+def test_the_hour_and_the_metric_agree_on_a_job_with_several_devices(
+    start: Start, paths: Paths, is_named: bool
+) -> None:
     """Named by its environment, or by its lease alone; another process that uses the GPU is no job."""
     names, parts = ["00:00.0-2", "00:00.0-0", "00:00.0-1"], [300, 300, 100]
     started = start(",".join(names) if is_named else "")
     (pid,) = started
     leased = lease("a", device(0, 2), device(0, 0), device(0, 1))._replace(holder=HOLDER._replace(pid=pid))
-    plan = SimpleNamespace(devices=[device(0, slot) for slot in range(4)])
-    snapshot = SimpleNamespace(plan=plan, inventory=SimpleNamespace(gpus=[Gpu("0000:00:00.0", uuid="GPU-0")]))
-    supervisor: Any = SimpleNamespace(jobs=SimpleNamespace(started=started), snapshot=lambda: snapshot)
+    ledger = Ledger([leased])
+    supervisor = DescribedSupervisor(one_gpu())
+    supervisor.jobs.started = started
     processes: Processes = {"GPU-0": {pid: 700, os.getpid(): 1000}}
-    devices, usage = ProcessDevices(supervisor, Ledger([leased])), UsageHistory()
-    noted: list[dict[str, int]] = []
+    devices, usage = ProcessDevices(supervisor, ledger), UsageHistory()
     load = Load({"GPU-0": GpuLoad(utilization=81)}, {"GPU-0": {pid: 80, os.getpid(): 1}})
-    peaks: Any = SimpleNamespace(note=noted.append)
-    UsageSampler(supervisor, devices, usage, peaks).record(processes, load, 6000)
+    with closing(Store(paths)) as store:
+        peaks = MemoryPeaks(ledger, store)
+        UsageSampler(supervisor, devices, usage, peaks).record(processes, load, 6000)
     known = devices.known()
     seen = ProcessFacts(6000.0, (), GpuProcesses(processes, {"GPU-0": {pid}}), devices.of(started, known))
     metric = {name: used.mib for name, used in host_usage(seen, known.budgets).devices.items()}
     assert metric == dict(zip(names, parts))
     hour = {address: series[-1] for address, series in told(usage, 6000).items()}
     assert hour == {**metric, "00:00.0": 700}
-    assert noted == [metric]
+    assert peaks.by_device() == metric
     assert {one.sm for one in usage.latest.devices.values()} == {80}
     assert usage.last_hour(6000, 6000, None, devices=False)["gpus"][0]["utilization"][-1] == 81
 

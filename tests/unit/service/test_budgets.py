@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from yunion_mps.core.enums import TERMINATE
 from yunion_mps.core.errors import BusyError
 from yunion_mps.core.models import Holder, Lease
 from yunion_mps.core.reasons import OVER_BUDGET_TERMINATED
+from yunion_mps.leases.ledger import Ledger
+from yunion_mps.observe.observer import GpuUsage, HostUsage, Observation, Observer
 from yunion_mps.service.budgets import BudgetEnforcer, Excess, JobBudget, find_excesses
-from yunion_mps.service.terminate import TERM
+from yunion_mps.service.queries import Queries
+from yunion_mps.service.terminate import TERM, Terminator
 
 from clocks import SetLoop
 from unit import builders
-from unit.http.fake_services import CLIENT, LEASE, clients, lease_of
+from unit.described_supervisor import NO_GPUS, DescribedSupervisor
+from unit.http.fake_services import CLIENT, LEASE, FakeLeases, clients, lease_of
 
 GPU, UUID = "00:06.0", "GPU-a"
 OTHER = "11111111-8a52-4f0e-8b5e-3f9d2a6c1b44"
@@ -102,62 +106,90 @@ def test_the_newest_process_is_the_one_that_started_last() -> None:
 # -- when
 
 
-class World:
-    """An enforcer with samples given by hand, on a loop whose clock the test sets."""
+#: What has been observed of the GPUs at some time, except which of them have answered.
+USE = HostUsage(0.0, {}, {}, {})
+
+
+class GivenObserver(Observer):
+    """Observes the clients that are listed by hand; `use` is None if the driver has not answered."""
 
     def __init__(self) -> None:
-        self.config = builders.config(over_budget="terminate", over_budget_grace_s=10)
-        self.gpus, self.leases = {GPU: UUID}, [LEASE]
-        self.holder = Holder("name", 0)
+        # Without super().__init__(), which needs what is observed.
         self.listed: Any = clients()
-        self.reported = [UUID]
-        self.taken_s: float | None = 0.0
-        #: What the control daemons list, if it differs.
-        self.confirmed: Any = None
+        self.use: HostUsage | None = USE
+
+    async def observe(self) -> Observation:
+        return Observation(self.listed, self.use)
+
+
+class RecordingTerminator(Terminator):
+    """Records which clients it is told to terminate, for the user of the lease; results are given by hand."""
+
+    def __init__(self, listed: Callable[[], Any], uid: Callable[[], int | None]) -> None:
+        # Without super().__init__(), which needs the clients of control daemons.
+        self.listed = listed
+        self.uid = uid
         #: Called at the beginning of a termination.
         self.meanwhile: Callable[[], object] = lambda: None
         #: The PIDs and signals of the terminations, and the results of the next ones.
         self.ended: list[tuple[int, tuple[int, ...]]] = []
         self.outcomes: list[tuple[bool, str]] = []
         self.causes: set[str] = set()
-        self.loop = SetLoop()
-        self.enforcer = self.restarted()
 
-    def restarted(self) -> BudgetEnforcer:
-        world: Any = self
-        queries: Any = SimpleNamespace(terminating_gpus=lambda: self.gpus)
-        held = {name: Lease(name, (), self.holder, 0.0) for name in (LEASE["id"], OTHER)}
-        leases: Any = SimpleNamespace(
-            leases=lambda: self.leases, ledger=SimpleNamespace(leases=held), containers=None
-        )
-        supervisor: Any = self
-        self.enforcer = BudgetEnforcer(supervisor, queries, leases, world, world)
-        return self.enforcer
-
-    async def observe(self) -> Any:
-        use = None if self.taken_s is None else SimpleNamespace(taken_s=self.taken_s, gpus=self.reported)
-        return self.listed, use
-
-    async def terminate_all(
-        self, choose: Any, uid: int, cause: str, *, signals: Any, container: Any, code: str
-    ) -> Any:
+    async def terminate_all(self, choose: Any, uid: int, cause: str = "", **how: Any) -> Any:
         self.meanwhile()
-        assert (uid, container, code) == (self.holder.uid, None, OVER_BUDGET_TERMINATED)
+        assert (uid, how["container"], how["code"]) == (self.uid(), None, OVER_BUDGET_TERMINATED)
         self.causes.add(cause)
-        chosen = choose(self.confirmed or self.listed)
-        self.ended += [(client["pid"], signals) for client in chosen]
+        chosen = choose(self.listed())
+        self.ended += [(client["pid"], how["signals"]) for client in chosen]
         outcomes = [self.outcomes.pop(0) if self.outcomes else (True, "") for _ in chosen]
         return [{"ended": ended, "reason_code": reason} for ended, reason in outcomes]
 
+
+class World:
+    """An enforcer with samples given by hand, on a loop whose clock the test sets."""
+
+    def __init__(self) -> None:
+        plan = NO_GPUS.plan._replace(over_budget={UUID: TERMINATE})
+        inventory = builders.inventory(builders.gpu(pci_address=f"0000:{GPU}", uuid=UUID))
+        self.supervisor = DescribedSupervisor(NO_GPUS._replace(plan=plan, inventory=inventory))
+        self.change_settings(over_budget="terminate", over_budget_grace_s=10)
+        self.leases = FakeLeases()
+        self.lease(LEASE)
+        self.holder = Holder("name", 0)
+        self.observer = GivenObserver()
+        self.reported = [UUID]
+        #: What the control daemons list, if it differs.
+        self.confirmed: Any = None
+        self.terminator = RecordingTerminator(
+            lambda: self.confirmed or self.observer.listed, lambda: self.holder.uid
+        )
+        self.loop = SetLoop()
+        self.enforcer = self.restarted()
+
+    def change_settings(self, **changed: Any) -> None:
+        self.supervisor.settings_read = self.supervisor.config._replace(**changed)
+
+    def lease(self, *leases: Any) -> None:
+        """Let these be the leases."""
+        self.leases.listed = {"leases": list(leases), "waiting": []}
+
+    def restarted(self) -> BudgetEnforcer:
+        self.leases.ledger = Ledger([Lease(name, (), self.holder, 0.0) for name in (LEASE["id"], OTHER)])
+        queries = Queries(self.supervisor.snapshot, 0.0, 1)
+        self.enforcer = BudgetEnforcer(self.supervisor, queries, self.leases, self.observer, self.terminator)
+        return self.enforcer
+
     def sample(self, at_s: float, *processes: Any) -> Excess | None:
-        self.loop.now_s = self.taken_s = at_s
-        self.listed = clients(*processes)
+        self.loop.now_s = at_s
+        self.observer.listed = clients(*processes)
+        self.observer.use = USE._replace(taken_s=at_s, gpus={uuid: GpuUsage(0, 0) for uuid in self.reported})
         return self.loop.run_until_complete(self.enforcer.sample())
 
     def fail(self, at_s: float) -> None:
         """The driver does not answer in time: the last list is returned again, with an error."""
         self.loop.now_s = at_s
-        self.listed = {**self.listed, "errors": ["the driver is slow to answer"]}
+        self.observer.listed = {**self.observer.listed, "errors": ["the driver is slow to answer"]}
         assert self.loop.run_until_complete(self.enforcer.sample()) is None
 
     def follow(self, begin_s: int, end_s: int, *processes: Any) -> int | None:
@@ -171,9 +203,9 @@ class World:
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    made = World()
-    yield made
-    made.loop.close()
+    world = World()
+    yield world
+    world.loop.close()
 
 
 OVER = (process(3000, OLD), process(3000))
@@ -184,9 +216,9 @@ def test_a_job_over_budget_for_the_grace_time_loses_its_newest_process(world: Wo
     assert world.follow(100, 109, *OVER) is None
     assert world.enforcer.is_watching
     assert world.follow(110, 110, *OVER) == 110
-    assert world.ended == [(NEW, TERM)]
+    assert world.terminator.ended == [(NEW, TERM)]
     assert world.enforcer.terminations == {GPU: 1}
-    (cause,) = world.causes
+    (cause,) = world.terminator.causes
     assert cause == f"{found(*OVER)[0].text} and have exceeded the budget for at least 10 s"
 
 
@@ -225,41 +257,40 @@ def test_the_same_list_is_not_counted_twice(world: World) -> None:
     for at_s in range(101, 120):
         world.loop.now_s = at_s
         assert world.loop.run_until_complete(world.enforcer.sample()) is None
-    assert world.ended == []
+    assert world.terminator.ended == []
 
 
 @pytest.mark.parametrize("key", ["over_budget_grace_s", "cuda_mps_replicas"])
 def test_a_changed_configuration_starts_the_time_again(world: World, key: str) -> None:
-    changed: Any = {key: 9}
     assert world.follow(100, 109, *OVER) is None
-    world.config = world.config._replace(**changed)
+    world.change_settings(**{key: 9})
     assert world.follow(110, 118, *OVER) is None
-    assert world.ended == []
+    assert world.terminator.ended == []
 
 
 def test_a_reload_spares_a_process_about_to_be_terminated(world: World) -> None:
     excess = next(filter(None, (world.sample(at_s, *OVER) for at_s in range(100, 111))))
 
     def reload() -> None:
-        world.config = world.config._replace(over_budget="report")
+        world.change_settings(over_budget="report")
 
-    world.meanwhile = reload
+    world.terminator.meanwhile = reload
     world.loop.run_until_complete(world.enforcer.enforce(excess))
-    assert world.ended == []
+    assert world.terminator.ended == []
 
 
 def test_a_daemon_that_is_stopping_terminates_no_process(world: World) -> None:
     def refuse() -> None:
         raise BusyError("the daemon is stopping", "")
 
-    world.meanwhile = refuse
+    world.terminator.meanwhile = refuse
     assert world.follow(100, 110, *OVER) == 110
     assert world.enforcer.terminations[GPU] == 0
 
 
 def test_a_changed_budget_starts_the_time_again(world: World) -> None:
     assert world.follow(100, 109, *OVER) is None
-    world.leases = [{**LEASE, **lease_of({"00:06.0-1": 5000})}]
+    world.lease({**LEASE, **lease_of({"00:06.0-1": 5000})})
     assert world.follow(110, 119, *OVER) is None
 
 
@@ -283,7 +314,7 @@ def test_the_memory_of_a_process_that_has_ended_does_not_count(world: World) -> 
 
 
 def test_with_report_nothing_is_sampled_or_terminated(world: World) -> None:
-    world.gpus = {}
+    world.supervisor.described = NO_GPUS
     assert world.follow(100, 130, *OVER) is None
     assert not world.enforcer.is_watching
 
@@ -304,7 +335,7 @@ def test_with_report_nothing_is_sampled_or_terminated(world: World) -> None:
 def test_nothing_is_terminated_unless_the_control_daemons_confirm_it(world: World, confirmed: Any) -> None:
     world.confirmed = confirmed
     assert world.follow(100, 110, *OVER) == 110
-    assert world.ended == []
+    assert world.terminator.ended == []
     assert world.enforcer.terminations[GPU] == 0
 
 
@@ -313,13 +344,13 @@ def test_a_process_that_its_user_may_not_end_does_not_count(world: World) -> Non
     world.holder = Holder("name", os.getuid() + 1)
     world.restarted()
     assert world.follow(0, 30, *OVER) is None
-    assert world.ended == []
+    assert world.terminator.ended == []
 
 
 def test_a_process_that_ignores_sigterm_is_killed_once_disconnected(world: World) -> None:
-    world.outcomes = [(False, "")]
+    world.terminator.outcomes = [(False, "")]
     world.follow(100, 110, *OVER)
-    assert [(pid, [one.name for one in signals]) for pid, signals in world.ended] == [  # type: ignore[attr-defined]
+    assert [(pid, [one.name for one in signals]) for pid, signals in world.terminator.ended] == [  # type: ignore[attr-defined]
         (NEW, ["SIGTERM"]),
         (NEW, ["SIGKILL"]),
     ]
@@ -327,28 +358,28 @@ def test_a_process_that_ignores_sigterm_is_killed_once_disconnected(world: World
 
 
 def test_a_process_that_its_server_does_not_disconnect_is_not_killed(world: World) -> None:
-    world.outcomes = [(False, "failed")]
+    world.terminator.outcomes = [(False, "failed")]
     world.follow(100, 110, *OVER)
-    assert world.ended == [(NEW, TERM)]
+    assert world.terminator.ended == [(NEW, TERM)]
     assert world.enforcer.terminations[GPU] == 0
     assert world.follow(111, 121, *OVER) == 121
-    assert world.ended == [(NEW, TERM)] * 2, "it was tried again"
+    assert world.terminator.ended == [(NEW, TERM)] * 2, "it was tried again"
 
 
 def test_while_a_killed_process_still_runs_no_other_is_terminated(world: World) -> None:
-    world.outcomes = [(False, ""), (False, "")]
+    world.terminator.outcomes = [(False, ""), (False, "")]
     world.follow(100, 110, *OVER)
-    before = list(world.ended)
+    before = list(world.terminator.ended)
     assert world.follow(111, 121, *OVER, process(3000, 1)) == 121
-    assert world.ended == before
+    assert world.terminator.ended == before
 
 
 def test_the_job_that_is_over_budget_longest_comes_first(world: World) -> None:
     second = {**LEASE, **lease_of({"00:06.0-2": 1000}), "id": OTHER, "pid": None}
-    world.leases = [second, LEASE]
+    world.lease(second, LEASE)
     its = process(1001, 1, lease=OTHER)
     assert world.follow(100, 104, *OVER) is None
     assert world.follow(105, 115, *OVER, its) == 110
-    assert world.ended == [(NEW, TERM)]
+    assert world.terminator.ended == [(NEW, TERM)]
     assert world.follow(111, 120, *WITHIN, its) == 115
-    assert world.ended == [(NEW, TERM), (1, TERM)]
+    assert world.terminator.ended == [(NEW, TERM), (1, TERM)]

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from yunion_mps.core.paths import Paths
 from yunion_mps.core.units import seconds
 from yunion_mps.host import store
 from yunion_mps.host.proc import started_ticks
-from yunion_mps.host.store import Store
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import LeaseRequest, QueuedRequest
 from yunion_mps.leases.storage import LeaseStorage
@@ -31,9 +29,9 @@ from yunion_mps.service.leases import LeaseService
 from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.queries import Queries
 from yunion_mps.service.server_users import ServerUsers
-from yunion_mps.supervisor.event_log import EventLog
 
 from unit import builders
+from unit.described_supervisor import DescribedSupervisor
 from unit.http.snapshots import snapshot
 
 ONE, TWO = builders.gpu(1), builders.gpu(2)
@@ -45,25 +43,15 @@ ONESELF = Holder("container", ROOT, os.getpid(), started_ticks(os.getpid()))
 class LeaseHost:
     """The leases of one daemon after another on a host with two GPUs, each divided by four."""
 
-    def __init__(self, paths: Paths, store: Store) -> None:
+    def __init__(self, paths: Paths) -> None:
         self.paths = paths
-        self.store = store
-        self.snapshot = snapshot(ONE, TWO, multiuser=True)
-        event_log = EventLog(lambda: store, paths.events_copy)
-        self.supervisor: Any = SimpleNamespace(
-            store=lambda: store,
-            snapshot=lambda: self.snapshot,
-            config=builders.config(),
-            event_log=event_log,
-            refuse_if_unsafe=lambda: None,
-            domains=(),
-            jobs=SimpleNamespace(servers_with_jobs=frozenset()),
-        )
+        self.supervisor = DescribedSupervisor(snapshot(ONE, TWO, multiuser=True), paths=paths)
+        self.store = self.supervisor.store()
         self.leases = self._daemon()
 
     def _daemon(self) -> LeaseService:
         ledger = Ledger()
-        queries = Queries(lambda: self.snapshot, 0.0, 1, ledger=ledger)
+        queries = Queries(self.supervisor.snapshot, 0.0, 1, ledger=ledger)
         publisher = CdiPublisher(self.paths, self.supervisor)
         users = ServerUsers(self.supervisor, queries, asyncio.Lock(), lambda: None)
         instances = InstanceCheck(self.supervisor, queries, poll=lambda: asyncio.sleep(0))
@@ -138,8 +126,9 @@ class LeaseHost:
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[LeaseHost]:
     paths = Paths(str(tmp_path))
-    with closing(Store(paths)) as store:
-        yield LeaseHost(paths, store)
+    host = LeaseHost(paths)
+    yield host
+    host.supervisor.release()
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -167,7 +156,7 @@ def test_queued_requests_that_become_infeasible_are_refused(host: LeaseHost) -> 
             await host.queue("across", request=LeaseRequest(2, across=True)),
         ]
         anyone = await host.queue("anyone")
-        host.snapshot = snapshot(ONE)._replace(version=2)
+        host.supervisor.described = snapshot(ONE)._replace(version=2)
         host.leases.serve()
         for task in refused:
             with pytest.raises(InfeasibleError, match="can never be allocated"):
@@ -393,7 +382,7 @@ def test_a_client_that_leaves_as_it_is_refused_is_only_cancelled(host: LeaseHost
     async def work() -> None:
         await host.fill()
         gone = await host.queue("gone", request=LeaseRequest(2, across=True))
-        host.snapshot = snapshot(ONE)._replace(version=2)
+        host.supervisor.described = snapshot(ONE)._replace(version=2)
         host.leases.serve()
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -436,7 +425,7 @@ def test_root_attests_a_container_by_binding_a_users_lease_to_it(
 def test_a_renewal_obeys_a_limit_that_was_lowered_since(host: LeaseHost) -> None:
     async def work() -> None:
         taken = await host.take("job", ttl_s=600.0)
-        host.supervisor.config = builders.config(max_lease_ttl_s=60)
+        host.supervisor.settings_read = builders.config(max_lease_ttl_s=60)
         renewed = host.leases.renew("job", Owner(ROOT))
         assert seconds(renewed["expires"] or "") < seconds(taken["expires"] or "")
         (lease,) = host.leases.ledger.leases.values()
@@ -447,7 +436,7 @@ def test_a_renewal_obeys_a_limit_that_was_lowered_since(host: LeaseHost) -> None
 
 def test_a_user_has_no_more_devices_than_allowed(host: LeaseHost) -> None:
     async def work() -> None:
-        host.supervisor.config = builders.config(max_devices_per_user=3)
+        host.supervisor.settings_read = builders.config(max_devices_per_user=3)
         two = LeaseRequest(2, across=True)
         await host.take("a", ALICE, request=two)
         what = "already has 2 devices, leased or requested, and requests 2 more; max_devices_per_user is 3"
@@ -466,7 +455,7 @@ def test_a_user_has_no_more_devices_than_allowed(host: LeaseHost) -> None:
 
 def test_a_user_has_no_more_leases_and_queued_requests_than_allowed(host: LeaseHost) -> None:
     async def work() -> None:
-        host.supervisor.config = builders.config(max_leases_per_user=2)
+        host.supervisor.settings_read = builders.config(max_leases_per_user=2)
         await host.fill(6)
         first = await host.take("a", ALICE, key=FIRST)
         await host.take("b", ALICE)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from yunion_mps.containers.lookup import ContainerGroup
+from yunion_mps.containers.lookup import ContainerGroup, Containers
 from yunion_mps.core.errors import NotAllowedError, NotFoundError
 from yunion_mps.core.models import Holder, Owner
+from yunion_mps.core.paths import Paths
 from yunion_mps.host.control_groups import ControlGroup
 from yunion_mps.host.proc import started_ticks
 from yunion_mps.service import permissions
@@ -38,20 +37,25 @@ def test_a_process_whose_unit_is_unknown_counts_as_ended(monkeypatch: pytest.Mon
 CONTAINER = Holder("container", ALICE, os.getpid(), started_ticks(os.getpid()), is_attested=True)
 
 
-def container_group(*, is_made_by_root: bool | None) -> Any:
-    """The containers of a host on which every process is in one."""
-    group = ContainerGroup("a" * 64, "docker", "", ControlGroup("", "/docker"), is_made_by_root)
-    return SimpleNamespace(group_of=lambda _: group)
+class OneContainer(Containers):
+    """The containers of a host on which every process is in the same one."""
+
+    def __init__(self, *, is_made_by_root: bool | None) -> None:
+        super().__init__(Paths("/nowhere"))
+        self.group = ContainerGroup("a" * 64, "docker", "", ControlGroup("", "/docker"), is_made_by_root)
+
+    def group_of(self, pid: int) -> ContainerGroup:
+        return self.group
 
 
 def test_an_owner_has_a_right_over_a_container_only_if_root_attests_it() -> None:
-    roots = container_group(is_made_by_root=True)
+    roots = OneContainer(is_made_by_root=True)
     assert attested_container(CONTAINER, roots) == ControlGroup("", "/docker")
     assert attested_container(CONTAINER._replace(is_attested=False), roots) is None, "the owner says so"
     for holder in (CONTAINER._replace(started=1), CONTAINER._replace(pid=None, started=None)):
         assert attested_container(holder, roots) is None, "it does not run"
     for is_made_by_root in (False, None):
-        assert attested_container(CONTAINER, container_group(is_made_by_root=is_made_by_root)) is None
+        assert attested_container(CONTAINER, OneContainer(is_made_by_root=is_made_by_root)) is None
 
 
 def test_a_caller_whose_unit_is_unknown_owns_nothing_unless_it_is_root() -> None:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from yunion_mps.answers import ClientListJson
 from yunion_mps.core.errors import BusyError, HostError, NotAllowedError, NotFoundError
 from yunion_mps.core.models import Event
+from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import PROCESSES_UNKNOWN
 from yunion_mps.core.units import rfc3339
 from yunion_mps.host.control_groups import control_groups_of
 from yunion_mps.host.proc import is_kernel_thread, started_s
+from yunion_mps.observe.clients import ClientService
 from yunion_mps.service import terminate as module
 
 from integration.daemon_host import is_running
 from integration.mps_jobs import STUBBORN_JOB
+from unit.described_supervisor import DescribedSupervisor
 from unit.http.fake_services import CLIENT, LEASE, SERVER, clients
 from unit.mps.domain_bench import Bench, private_bench
 
@@ -45,6 +48,18 @@ class Turns(asyncio.Lock):
         return await super().acquire()
 
 
+class ListedClients(ClientService):
+    """The clients that `listed` returns, without an observer of processes."""
+
+    def __init__(self, conversation: asyncio.Lock, listed: Callable[[], ClientListJson]) -> None:
+        # Without super().__init__(), which needs the observer.
+        self.conversation = conversation
+        self.listed = listed
+
+    async def clients(self, *, seen: bool = False) -> ClientListJson:
+        return self.listed()
+
+
 class Scene:
     """A control daemon with a server and its client `job`, and a Terminator that is told of `listed`."""
 
@@ -53,17 +68,16 @@ class Scene:
         self.run = bench.serving()
         self.job = bench.jobs.begin().pid
         self.run.advance(1)
-        self.events: list[Event] = []
         #: Called whenever a conversation with the control daemon is about to begin, with its number.
         self.on_turn: Callable[[int], None] = lambda _: None
-        self.supervisor: Any = SimpleNamespace(
-            stopping=False,
-            domains=[self.run.domain],
-            snapshot=lambda: SimpleNamespace(domains=[self.run.domain.status()]),
-            event_log=SimpleNamespace(record=self.events.append),
-        )
+        self.supervisor = DescribedSupervisor(paths=Paths.from_environment(), domains=[self.run.domain])
+        bench.stack.callback(self.supervisor.release)
         self.listed: Any = None
         self.list(self.job)
+
+    @property
+    def events(self) -> Sequence[Event]:
+        return [record.event for record in self.supervisor.event_log.newest(0.0, 100)]
 
     def list(self, pid: int, **fields: Any) -> None:
         """List this process as the only client of the server."""
@@ -104,11 +118,7 @@ class Scene:
         self, lock: asyncio.Lock, work: Callable[[module.Terminator], Coroutine[Any, Any, Any]]
     ) -> Any:
         """Do this with a Terminator, whose conversations wait for the lock."""
-        listing: Any = SimpleNamespace(conversation=lock, clients=self._list)
-        return await work(module.Terminator(self.supervisor, listing))
-
-    async def _list(self) -> Any:
-        return self.listed
+        return await work(module.Terminator(self.supervisor, ListedClients(lock, lambda: self.listed)))
 
 
 @pytest.fixture
