@@ -26,6 +26,12 @@ STRANGER = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which needs root")
 
 
+def reason_code(line: str) -> str:
+    """The reason code at the end of a command's error, such as `nothing_free`."""
+    assert line.endswith("]"), line
+    return line.rpartition(" [")[2].rstrip("]")
+
+
 class Connection(http.client.HTTPConnection):
     """HTTP over the daemon's socket, on a connection that is kept: some leases end with it."""
 

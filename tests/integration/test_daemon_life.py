@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from yunion_mps import version_line
+from yunion_mps.core.reasons import PIPE_DIRECTORY
 from yunion_mps.host.processes import PROGRAM_DIRECTORIES
 
 from integration.conftest import MakeAtWork, MakeDaemon
@@ -310,7 +311,7 @@ def test_a_bad_configuration_ends_with_6_and_all_its_problems(daemon: Daemon) ->
     conf = daemon.host.root / "etc/yunion/host.conf"
     assert [line.split(": ")[0] for line in lines[:-1]] == [f"<3>{conf}:2", f"<3>{conf}:3", f"<3>{devices}:4"]
     assert lines[-2].endswith(" [invalid_configuration]")
-    assert lines[-1] == "<3>fix these lines, then run: yunion-mps config check"
+    assert "yunion-mps config check" in lines[-1]
 
 
 def test_a_missing_control_program_is_named_with_its_packages(daemon: Daemon) -> None:
@@ -441,13 +442,13 @@ def test_a_closed_directory_is_a_problem_until_it_is_opened(daemon: Daemon) -> N
     daemon.configure(cuda_mps_pipe_directory="/run/nvidia/mps/pipe")
     daemon.start().wait_ready()
 
-    def problems() -> list[str]:
-        return [one["hint"] for one in daemon.status()["problems"] if one["code"] == "pipe_directory"]
+    def is_reported() -> bool:
+        return PIPE_DIRECTORY in [problem["code"] for problem in daemon.status()["problems"]]
 
-    assert problems() == ["choose another directory in host.conf, which all users may enter"]
+    assert is_reported()
     assert f"<3>{closed} is not accessible to other users" in daemon.log
     closed.chmod(0o711)
-    eventually(lambda: daemon.polls() and problems() == [], "the end of the problem")
+    eventually(lambda: daemon.polls() and not is_reported(), "the end of the problem")
 
 
 def test_both_checks_refuse_what_the_unit_forbids_but_no_start_by_hand(daemon: Daemon) -> None:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 
 import pytest
+from yunion_mps.core.reasons import LEASES_PENDING
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of
@@ -113,7 +114,7 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(daemon: Daemon
     assert printed(host, "reload") == f"Reloaded; {shown}"
     listed = daemon.get("/v1/devices?addr=00:06.0")[1]["isolated_devices"]
     assert [one["memory_mib"] for one in listed] == [4096] * 4, "as they were given"
-    assert {one["reason"] for one in listed} == {f"the new division of the GPU waits for {leases} to end"}
+    assert {one["reason_code"] for one in listed} == {LEASES_PENDING}
     environment = daemon.get("/v1/devices/00:06.0-0")[1]["client_environment"]
     assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=4096M"
     assert lease(daemon, "gpu=00:06.0&holder.name=next") == ""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from yunion_mps.core.reasons import RESERVED
 
 from integration.daemon_host import Daemon
-from integration.lease_host import leased_addresses, needs_root, run_job, stranger, take
+from integration.lease_host import leased_addresses, needs_root, reason_code, run_job, stranger, take
 from simhost.host import IN_UNITS, SHARED
 
 pytestmark = pytest.mark.gpus({"kind": "v100", "count": 2})
@@ -28,13 +29,7 @@ def test_run_takes_no_reserved_device_and_says_why(reserving: Daemon) -> None:
     done = run_job(host, "--", "true")
     assert (done.returncode, "4 of 4 leased" in done.stderr) == (5, True), done.stderr
     done = run_job(host, "--device", SECOND, "--", "true")
-    assert (done.returncode, done.stderr.splitlines()) == (
-        1,
-        [
-            f"yunion-mps: device {SECOND} cannot be allocated: reserved for kubernetes [reserved]",
-            "yunion-mps: use other devices, or remove reserved_for from the entry of their GPU",
-        ],
-    )
+    assert (done.returncode, reason_code(done.stderr.splitlines()[0])) == (1, RESERVED)
     assert take(reserving, f"devices={SECOND}&reserved_for=kubernetes")["devices"] == [SECOND]
 
 

@@ -161,7 +161,8 @@ def test_a_caller_that_waits_gets_the_device_once_it_is_free(
     first = shared_client.lease(devices=[ADDRESSES[0]])
     second = background.submit(shared_client.lease, devices=[ADDRESSES[0]], wait_s=math.inf)
     eventually(lambda: said, "that it waits")
-    assert said == [f"waiting: device {ADDRESSES[0]} cannot be allocated now: 1 of 1 leased"]
+    (message,) = said
+    assert message.startswith(f"waiting: device {ADDRESSES[0]} ")
     first.release()
     second.result(PATIENCE_S).release()
 

@@ -10,9 +10,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from yunion_mps.core.reasons import NOTHING_FREE
 
 from integration.daemon_host import Daemon, eventually
-from integration.lease_host import ADDRESSES, leased_addresses, run_job, start_job
+from integration.lease_host import ADDRESSES, leased_addresses, reason_code, run_job, start_job
 from integration.tmux import Tmux
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
@@ -84,10 +85,7 @@ def test_of_unlike_gpus_a_command_gets_one_that_enforces_its_budget(ready_daemon
     jobs = [start_job(host) for _ in range(4)]
     assert leased_addresses(daemon) == [f"00:07.0-{slot}" for slot in range(4)]
     done = run_job(host, "true")
-    assert (done.returncode, done.stderr.splitlines()[0]) == (
-        5,
-        "yunion-mps: 1 device cannot be allocated now: 4 of 4 leased [nothing_free]",
-    )
+    assert (done.returncode, reason_code(done.stderr.splitlines()[0])) == (5, NOTHING_FREE)
     assert done.stderr.endswith("; use a GPU that does not enforce budgets: --allow-unlimited\n")
     assert run_job(host, *any_gpu).stdout == "00:06.0-0\n"
     assert "GPU 00:08.0 (Tesla P40)" in run_job(host, "--gpu", "00:08.0", "true").stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from yunion_mps.core.reasons import GPU_GONE
+
 from packages.conftest import NewMachine
 from packages.driver import CLIENT
 from packages.family import Deb
@@ -43,8 +45,8 @@ def test_gpus_come_and_go_and_no_job_or_daemon_ends(new_machine: NewMachine, cur
         driver.show_bus()
         machine.boot()
         available(operator, 12)
-        problems = [one["text"] for one in operator.ask("status")["problems"] if one["level"] == "problem"]
-        assert problems == ["GPU 01:00.0 (NVIDIA A10): the GPU is no longer present"]
+        problems = [one for one in operator.ask("status")["problems"] if one["level"] == "problem"]
+        assert [(one["code"], one["subject"]) for one in problems] == [(GPU_GONE, "01:00.0")]
         begin_job(machine, second.uuid)
 
         first.restore()

@@ -137,11 +137,9 @@ def test_it_changes_nothing_and_leaves_no_process(ready: Scene) -> None:
 def test_without_the_daemon_the_rest_is_looked_at(scene: Scene) -> None:
     seen = scene.look()
     assert seen.code == 2
-    assert seen.bad() == {
-        "problem daemon": f"the daemon is not running: {scene.daemon.socket_path} does not exist",
-        "skipped control daemon answers": "no control daemon is running",
-        "skipped MPS servers": "there are no logs yet",
-    }
+    assert set(seen.bad()) == {
+        "problem daemon", "skipped control daemon answers", "skipped MPS servers",
+    }  # fmt: skip
 
 
 def test_problems_of_many_gpus_are_shortened(stack: ExitStack) -> None:
@@ -333,10 +331,7 @@ def test_a_control_daemon_from_before_the_drivers_update_is_found(scene: Scene) 
     program.write_bytes(program.read_bytes().replace(version.encode(), old.encode()))
     pid = scene.start().daemon.control_pid()
     found = scene.look().one("driver", "warning")
-    assert (
-        found["what"]
-        == f"the running control daemon (PID {pid}) is version {old}, but the driver is version {version}"
-    )
+    assert all(word in found["what"] for word in (f"PID {pid}", old, version))
 
 
 def test_a_control_daemon_whose_program_was_replaced_is_found(scene: Scene) -> None:

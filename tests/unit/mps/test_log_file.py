@@ -179,7 +179,6 @@ def test_a_server_that_cannot_start_is_one_event_and_no_flood(run: DomainRun, jo
     assert what.endswith(f" and later) of {OWN_NAME} failed to start")
     (event,) = [event for event in run.events if event.what == what]
     assert (event.severity, event.code) == ("error", SERVER_START_FAILED)
-    assert event.cause == "the server exited with status 1, and server.log does not say why"
     assert event.consequence == "jobs that wait for a server are refused"
 
 

@@ -8,7 +8,7 @@ import time
 from itertools import groupby
 
 import pytest
-from yunion_mps.core.reasons import GPU_FAULT, TIME_SLICE_CHANGED
+from yunion_mps.core.reasons import DRIVER_NOT_LOADED, GPU_FAULT, TIME_SLICE_CHANGED
 from yunion_mps.core.tasks import cancel
 from yunion_mps.observe.usage import LatestPoll, UsageHistory
 from yunion_mps.service import monitor
@@ -202,9 +202,7 @@ def test_a_driver_that_is_loaded_late_is_used(make_host: MakeHost, supervise: Su
     host.unload_driver()
     made = supervise(host).start()
     assert made.supervisor.waits_for_driver
-    assert made.snapshot.notice == (
-        "waiting for the NVIDIA driver: the NVIDIA driver's kernel module is not loaded"
-    )
+    assert made.snapshot.notice.code == DRIVER_NOT_LOADED
     host.load_driver()
 
     async def follow() -> None:
