@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from yunion_mps.core.enums import STOPPED, STOPPING
+from yunion_mps.core.enums import READY, STOPPED, STOPPING
 from yunion_mps.core.models import DomainPlan
 from yunion_mps.mps.conversation import peer_of
 
@@ -120,6 +120,28 @@ def test_a_front_end_that_leaves_just_then_as_ours_do_costs_no_signal(
     leave()
     run.advance(0.2).until(STOPPED)
     assert caplog.messages == []
+
+
+#: As a control daemon that quits: it closes its socket, then the front-end's connection, and exits later.
+QUITS_SLOWLY = """\
+case "$1" in -f) exec {program} -f ;; esac
+commands=$(cat)
+case "$commands" in *quit*) rm -f {socket}; exit 0 ;; esac
+echo "$commands" | {program}
+"""
+
+
+def test_a_control_daemon_that_has_quit_but_not_exited_gets_no_signal(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its front-end may end first, without an answer, as if it was rejected."""
+    caplog.set_level(logging.WARNING, "yunion_mps.mps")
+    socket = f"{bench.plan.pipe_directory}/control"
+    program = bench.script(QUITS_SLOWLY.format(program=bench.program, socket=socket))
+    run = bench.domain(program=program).start().until(READY)
+    run.stop()
+    run.advance_steps(10, 0.2)
+    assert (run.state, caplog.messages) == (STOPPING, [])
 
 
 def test_a_server_orphaned_during_a_stop_has_its_time_too(run: DomainRun, jobs: Jobs) -> None:
