@@ -46,8 +46,11 @@ def test_a_stop_without_memory_to_spare_restores_every_compute_mode(daemon: Daem
         daemon.get("/v1/devices")
     sizes = Path(f"/proc/{daemon.pid}/statm").read_text().split()
     most = int(sizes[0]) * resource.getpagesize()
+    daemon.signal(signal.SIGSTOP)  # a shortage before the stop may end the daemon, for the next one to adopt
     resource.prlimit(daemon.pid, resource.RLIMIT_AS, (most, most))
-    assert daemon.stop() == 0, daemon.log
+    daemon.signal(signal.SIGTERM)
+    daemon.signal(signal.SIGCONT)
+    assert daemon.wait() == 0, daemon.log
     assert [gpu.compute_mode for gpu in daemon.host.gpus] == ["default", "default"], daemon.log
 
 

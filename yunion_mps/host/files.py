@@ -13,6 +13,7 @@ FileVersion = tuple[int, int, int]
 
 #: Suffix of a file while it is being written.
 UNFINISHED = ".new"
+_PIECE_BYTES = 1 << 13
 _MODE = 0o644
 _GROUP_MODE = 0o640
 _OWNER_MODE = 0o600
@@ -91,9 +92,15 @@ def open_regular(path: str) -> BinaryIO:
 
 
 def read_text(path: str, max_bytes: int = 16 << 20) -> str:
-    """Return the beginning of a regular file, or "" if it cannot be read."""
+    """Return the beginning of a regular file, or "" if it cannot be read.
+
+    It is read in pieces, because Python allocates all of `max_bytes` to read them at once.
+    """
+    data = bytearray()
     try:
         with open_regular(path) as file:
-            return file.read(max_bytes).decode(errors="replace")
+            while len(data) < max_bytes and (piece := file.read(min(_PIECE_BYTES, max_bytes - len(data)))):
+                data += piece
     except OSError:
         return ""
+    return data.decode(errors="replace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,23 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None
     with pytest.raises(OSError, match="not a regular file"):
         open_regular(str(tmp_path / "pipe"))
     assert read_text("/proc/self/comm"), "files of the kernel are regular"
+
+
+def test_a_short_text_is_read_without_memory_for_a_long_one(tmp_path: Path) -> None:
+    """Otherwise a shortage of memory would end the daemon at its next look into sysfs."""
+    (tmp_path / "class").write_text("0x030200\n")
+    tracemalloc.start()
+    try:
+        assert read_text(str(tmp_path / "class")) == "0x030200\n"
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 100_000
+
+
+def test_only_the_beginning_of_a_long_text_is_read(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("a" * 20_000 + "b" * 20_000)
+    assert read_text(str(tmp_path / "log"), 20_001) == "a" * 20_000 + "b"
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_new(file: Path) -> None:
