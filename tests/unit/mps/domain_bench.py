@@ -19,9 +19,10 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
-from yunion_mps.core.enums import READY
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import ABOUT_DOMAIN, PENDING, READY
 from yunion_mps.core.errors import YunionError
-from yunion_mps.core.models import DomainPlan, Event, PlannedGpu
+from yunion_mps.core.models import DomainPlan, Driver, Event, Inventory, Plan, PlannedGpu
 from yunion_mps.core.paths import ROOT_VARIABLE
 from yunion_mps.host.processes import Process, readable, spawn
 from yunion_mps.mps.conversation import peer_of
@@ -29,6 +30,7 @@ from yunion_mps.mps.domain import Domain
 from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.mps.log_file import LOG_NAME
 from yunion_mps.mps.processes import client_variables, control_environment
+from yunion_mps.supervisor.host_conditions import ConditionFacts, conditions_of
 
 from integration.daemon_host import eventually
 from simhost import SimHost
@@ -188,8 +190,19 @@ class DomainRun:
         return [event.what for event in self.events if not changes.fullmatch(event.what)]
 
     @property
-    def pending(self) -> str:
-        return self.domain.status().pending
+    def pending(self) -> list[Condition]:
+        """The conditions of a host with this domain alone that are pending."""
+        status = self.domain.status()
+        facts = ConditionFacts(Plan("", domains=(status.plan,)), Inventory(Driver("", None), ()), (status,))
+        return [condition for condition in conditions_of(facts) if condition.status == PENDING]
+
+    @property
+    def awaited_servers(self) -> tuple[int, ...]:
+        """The MPS servers (PIDs) that the domain's only pending condition waits for."""
+        (condition,) = self.pending
+        assert (condition.kind, condition.subject) == (ABOUT_DOMAIN, self.domain.desired.name)
+        (servers,) = condition.waits_for.servers
+        return servers.pids
 
     def end_all_servers(self) -> None:
         """Order the end of all servers, whatever clients they have."""

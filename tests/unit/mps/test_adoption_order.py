@@ -51,7 +51,7 @@ def test_an_adopted_control_daemon_keeps_its_pid_and_gets_our_limits(bench: Benc
     adopt(bench.plan, stranger)
     run = bench.domain().start().until(READY)
     assert run.pid == stranger.pid
-    assert run.pending == ""
+    assert run.pending == []
     asked = ["get_default_device_pinned_mem_limit 0", "get_default_active_thread_percentage"]
     assert bench.ask(*asked) == ["5G", "25.0"]
     assert running_here(bench.plan) == [(stranger.pid, bench.plan.gpu_uuids)], "the next daemon knows it too"
@@ -72,11 +72,11 @@ def test_an_adopted_server_keeps_its_limits_and_the_next_gets_ours(bench: Bench)
     assert run.pid == stranger.pid
     (server,) = run.domain.server_pids()
     assert run.domain.limits_in_effect.old_servers == (server,)
-    assert f"the MPS server (PID {server})" in run.pending
+    assert run.awaited_servers == (server,)
     another = bench.jobs.begin()  # joins it
     bench.jobs.end(job, another)
     run.domain.note_use(in_use=False)
-    run.until_true(lambda: run.advance(0.5).until_answered().pending == "")
+    run.until_true(lambda: run.advance(0.5).until_answered().pending == [])
     assert run.state == READY
 
 

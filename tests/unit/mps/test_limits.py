@@ -65,12 +65,12 @@ def test_a_server_with_unknown_limits_delays_a_survivor_until_it_is_idle(
 
 def test_a_control_daemon_that_dies_between_checks_is_replaced(run: DomainRun, bench: Bench) -> None:
     bench.ask("set_default_active_thread_percentage 77")
-    bench.jobs.begin()
+    server = run.begin_job(bench.jobs)
     after = bench.domain(program=bench.jobs.program).start()
     after.until_true(lambda: after.domain.restarts > 1).until(BACKOFF)
     os.kill(run.pid, signal.SIGKILL)
     after.until(READY)
-    assert after.pending.endswith("of an earlier control daemon still runs jobs; new jobs may have to wait")
+    assert after.awaited_servers == (server,)
 
 
 def test_a_survivor_without_servers_gets_the_limits_whatever_it_has(bench: Bench) -> None:
@@ -102,7 +102,7 @@ def test_limits_that_another_program_changed_are_set_again(run: DomainRun, bench
     assert event.consequence == "they are being set again"
     assert run.states[-3:] == [READY, APPLYING, READY]
     assert bench.ask(PERCENTAGE, MEMORY) == ["25.0", "5G"]
-    assert run.pending == ""
+    assert run.pending == []
 
 
 def test_a_server_with_another_programs_limits_is_named_and_awaited(run: DomainRun, bench: Bench) -> None:
@@ -114,9 +114,9 @@ def test_a_server_with_another_programs_limits_is_named_and_awaited(run: DomainR
     )
     (event,) = [event for event in run.events if event.kind == "limit"]
     assert f"the MPS server (PID {server}) may have started with the other limits" in event.consequence
-    assert f"the MPS server (PID {server})" in run.pending
+    assert run.awaited_servers == (server,)
     run.domain.note_use(in_use=False)
-    run.advance(10).until_true(lambda: run.pending == "")
+    run.advance(10).until_true(lambda: run.pending == [])
 
 
 def test_a_server_from_before_a_new_control_daemons_limits_is_awaited(bench: Bench) -> None:
@@ -131,7 +131,7 @@ def test_a_server_from_before_a_new_control_daemons_limits_is_awaited(bench: Ben
     assert run.domain.limits_in_effect == LimitsInEffect(bench.plan, (server,))
     bench.jobs.end(job)
     run.domain.note_use(in_use=False)
-    run.advance(10).until_true(lambda: run.pending == "")
+    run.advance(10).until_true(lambda: run.pending == [])
 
 
 # -- an operator who types commands has its ear

@@ -44,10 +44,12 @@ def test_servers_of_a_control_daemon_that_died_are_events_and_shown(run: DomainR
         "its jobs continue with their limits; new jobs may have to wait until it ends",
         "servers_orphaned",
     )
-    assert run.pending == (
+    (condition,) = run.pending
+    assert condition.reason == (
         f"the MPS server (PID {server}) of an earlier control daemon still runs jobs; new "
         "jobs may have to wait"
     )
+    assert run.awaited_servers == (server,)
     assert run.domain.server_pids() == [server], "NVML's list of processes is read by this"
     assert run.domain.watched()
 
@@ -57,7 +59,7 @@ def test_an_orphan_that_ends_with_its_job_is_an_event(run: DomainRun, jobs: Jobs
     jobs.end(job)
     run.until_true(lambda: run.domain.server_pids() == [])
     assert run.event_texts[-1] == f"the MPS server (PID {server}), which had no control daemon, has ended"
-    assert run.pending == ""
+    assert run.pending == []
 
 
 @pytest.mark.parametrize("in_use", [None, True])
@@ -106,12 +108,10 @@ def test_an_orphan_is_idle_only_if_no_job_was_seen_for_a_while(run: DomainRun, j
 def test_a_server_orphaned_between_two_ticks_is_found(run: DomainRun, jobs: Jobs) -> None:
     jobs.begin()
     run.kill().until(READY)
-    assert run.pending == ""
+    assert run.pending == []
     run.advance(1)
     (server,) = jobs.servers()
-    assert run.pending.startswith(
-        f"the MPS server (PID {server}) of an earlier control daemon still runs jobs"
-    )
+    assert run.awaited_servers == (server,)
 
 
 def test_a_daemon_that_starts_finds_the_orphans_of_one_before_it(run: DomainRun, bench: Bench) -> None:
@@ -128,7 +128,7 @@ def test_the_servers_of_an_adopted_control_daemon_are_not_orphans(run: DomainRun
     bench.jobs.begin()
     after = bench.serving().advance(1)
     assert after.pid == run.pid
-    assert (after.event_texts, after.pending) == ([], "")
+    assert (after.event_texts, after.pending) == ([], [])
     assert orphaned_servers(bench.plan.pipe_directory) == []
 
 

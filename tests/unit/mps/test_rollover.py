@@ -38,7 +38,7 @@ def test_limits_are_pending_while_a_server_runs_and_then_in_effect(
     (server,) = run.domain.server_pids()
     run.change(other)
     assert run.domain.limits_in_effect == LimitsInEffect(bench.plan, (server,))
-    assert run.pending == f"the change of limits waits for the MPS server (PID {server}) to end"
+    assert run.awaited_servers == (server,)
     assert run.domain.desired == other
     assert bench.ask(PERCENTAGE, MEMORY) == ["12.5", "2G"], "for the next server"
     assert bench.ask(f"get_active_thread_percentage {server}") == ["25.0"]
@@ -48,7 +48,7 @@ def test_limits_are_pending_while_a_server_runs_and_then_in_effect(
     )
     run.domain.note_use(in_use=False)
     run.until_true(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
-    assert (run.event_texts[-1], run.pending) == ("the new limits are in effect", "")
+    assert (run.event_texts[-1], run.pending) == ("the new limits are in effect", [])
     assert bench.jobs.servers() == []
 
 
@@ -192,10 +192,10 @@ def test_a_retiring_domain_ends_when_its_servers_have_ended(run: DomainRun, jobs
     (server,) = run.domain.server_pids()
     run.domain.retire()
     assert run.advance(10).state == READY
-    assert (
-        run.pending
-        == f"the configuration has changed: the control daemon waits for the MPS server (PID {server}) to end"
-    )
+    (condition,) = run.pending
+    waits = f"the control daemon waits for the MPS server (PID {server}) to end"
+    assert condition.reason == f"the configuration has changed: {waits}"
+    assert run.awaited_servers == (server,)
     run.domain.note_use(in_use=False)
     run.advance(1).until(STOPPED)
     assert jobs.servers() == []
@@ -226,7 +226,7 @@ def test_a_change_cancels_a_retirement(run: DomainRun, plan: DomainPlan, jobs: J
     run.domain.retire()
     run.tick()
     run.change(plan)
-    assert (run.domain.retiring, run.pending) == (False, "")
+    assert run.pending == []
 
 
 def test_a_control_daemons_death_during_a_change_loses_nothing(

@@ -24,7 +24,7 @@ def test_a_missing_driver_is_no_reason_not_to_start_unless_it_is_required(
     assert offline.check(made.paths) == 0
     assert "a start waits for it: the NVIDIA driver's kernel module is not loaded" in caplog.text
     run_preflight(made.paths).check(even_without_driver=True)  # as config check does
-    assert made.start().supervisor.waits_for_driver
+    assert made.start().snapshot.notice.code == DRIVER_NOT_LOADED
     with pytest.raises(DriverError) as caught:
         offline.check(made.paths, requires_driver=True)
     assert caught.value.code == DRIVER_NOT_LOADED

@@ -201,7 +201,6 @@ def test_a_driver_that_is_loaded_late_is_used(make_host: MakeHost, supervise: Su
     host = make_host(TWO)
     host.unload_driver()
     made = supervise(host).start()
-    assert made.supervisor.waits_for_driver
     assert made.snapshot.notice.code == DRIVER_NOT_LOADED
     host.load_driver()
 
