@@ -46,7 +46,7 @@ def main(folder: Path) -> None:
         file = host.root / "etc/yunion/host_container_device.yml"
         file.write_text(file.read_text().replace(_LAST, _UNITS))
         daemon.start().wait_ready()
-        begin(daemon, stack)
+        fill_with_jobs(daemon, stack)
         with Served(host) as served, Chromium() as browser:
             for name, (width, dark) in PICTURES.items():
                 page = browser.page("about:blank", width=width, dark=dark)
@@ -58,7 +58,7 @@ def main(folder: Path) -> None:
                 (folder / f"{name}.png").write_bytes(with_palette(page.picture()))
 
 
-def begin(daemon: Daemon, stack: ExitStack) -> None:
+def fill_with_jobs(daemon: Daemon, stack: ExitStack) -> None:
     """Some of everything: busy, idle, over its budget, out of a pool."""
 
     def job(user: int, request: str, mib: int, sm: int, *command: str) -> None:
@@ -116,7 +116,7 @@ def an_hour(event: Json) -> Json:
         "00:06.0-0": 9800, "00:06.0-1": 11100, "00:06.0-2": 4100, "00:06.0-4": 8200, "00:07.0-0": 21700,
         "00:07.0-2": 6200, "00:07.0-3": 9100, "00:08.0-m0": 7400, "00:08.0-m1": 12800, "00:08.0-m2": 2900,
     }  # fmt: skip
-    devices = {name: curve(place, mib) for place, (name, mib) in enumerate(ends.items())}
+    devices = {name: memory_curve(place, mib) for place, (name, mib) in enumerate(ends.items())}
     gpus: dict[str, list[int]] = {}
     for name, curve_of_it in devices.items():
         gpu = name.rpartition("-")[0]
@@ -128,7 +128,7 @@ def an_hour(event: Json) -> Json:
     }  # fmt: skip
 
 
-def curve(place: int, end_mib: int) -> list[int]:
+def memory_curve(place: int, end_mib: int) -> list[int]:
     """From nothing at some minute, by and by to what is used now, with the wave of a training's batches."""
     start = (place * 17) % 45
     rise = [0.0 if minute < start else 1 - math.exp(-(minute - start) / 3) for minute in range(60)]

@@ -119,7 +119,7 @@ class Jobs(Closes):
             self.end(pid)
 
 
-def poor(page: Page) -> list[str]:
+def texts_of_low_contrast(page: Page) -> list[str]:
     """Texts whose contrast with what is behind them is below 4.5."""
     found = page.ask(Path(__file__).with_name("contrasts.js").read_text())
     assert len(found) > 40

@@ -13,7 +13,7 @@ import yunion_mps
 from browser.__main__ import PICTURES
 from browser.chromium import Chromium
 from browser.png import size_of
-from browser.scene import Scene, Served, poor, scene_on
+from browser.scene import Scene, Served, scene_on, texts_of_low_contrast
 from integration.conftest import MakeDaemon, MakeHost
 from simhost import SimHost
 
@@ -263,10 +263,10 @@ def test_text_has_enough_contrast_in_light_and_dark_mode(scene: Scene, browser: 
     page.wait_text("Problem:")
     ground = page.ask("getComputedStyle(document.body).backgroundColor")
     assert (sum(int(one) for one in ground[4:-1].split(",")) < 150) == dark
-    assert poor(page) == []
+    assert texts_of_low_contrast(page) == []
     scene.daemon.kill()
     page.wait("!document.querySelector('#gone').hidden")
-    assert poor(page) == [], "what is shown is old, and to be read all the same"
+    assert texts_of_low_contrast(page) == [], "what is shown is old, and to be read all the same"
 
 
 def test_the_documents_have_desktop_phone_and_dark_screenshots() -> None:

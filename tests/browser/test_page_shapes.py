@@ -35,7 +35,7 @@ def busy() -> Iterator[Scene]:
         yield scene
 
 
-def seen(browser: Chromium, scene: Scene, width: int = 1280, height: int = 900) -> Page:
+def open_page(browser: Chromium, scene: Scene, width: int = 1280, height: int = 900) -> Page:
     page = browser.page(scene.served.url, width=width, height=height)
     page.wait_text("render.py", "#rows")
     page.wait_text("granted to", "#list")
@@ -47,7 +47,7 @@ def test_three_gpus_with_twelve_devices_in_use_fit_1400_pixels(
 ) -> None:
     host = make_host([{"kind": "h100", "count": 3, "virtual_number": 4}])
     with scene_on(host) as scene:
-        take(scene.daemon, 11)
+        lease_by_name(scene.daemon, 11)
         scene.jobs.start("greedy.py", device="00:08.0-3", mib=30000)
         page = browser.page(scene.served.url)
         page.wait_text("Problem: ", "#problems")
@@ -62,14 +62,14 @@ def test_64_gpus_are_drawn_once_and_then_updated(
     daemon = make_daemon(make_host(GPUS_64))
     daemon.configure(cuda_mps_scope="gpu")
     daemon.start().wait_ready()
-    take(daemon, 128, "&placement=spread")
+    lease_by_name(daemon, 128, "&placement=spread")
     with Served(daemon.host) as served:
         page = browser.page(served.url)
         page.wait("document.querySelectorAll('.bar .part').length === 344")
         assert page.ask("document.querySelectorAll('.bar .free').length") == 216
         assert page.ask("document.documentElement.scrollHeight") < 2400
         page.ask("window.parts = [...document.querySelectorAll('.bar .part')]")
-        take(daemon, 1)
+        lease_by_name(daemon, 1)
         page.wait("document.querySelectorAll('.bar .free').length === 215")
         assert page.ask("[...document.querySelectorAll('.bar .part')].every((one, n) => one === parts[n])")
         assert page.ask("document.documentElement.scrollWidth") == 1280
@@ -81,7 +81,7 @@ def test_holders_and_events_are_paged_and_idle_gpus_folded(make_host: MakeHost, 
     with scene_on(host) as scene:
         scene.jobs.start("train.py", device="00:0d.0-11", mib=700)
         scene.wait_measured("00:0d.0-11", 700)
-        names = take(scene.daemon, 19)
+        names = lease_by_name(scene.daemon, 19)
         page = browser.page(scene.served.url)
         assert page.wait_text("6 idle GPUs, 72 devices free", "#idle")
         assert not page.ask("document.querySelector('#idle').open")
@@ -92,7 +92,7 @@ def test_holders_and_events_are_paged_and_idle_gpus_folded(make_host: MakeHost, 
         page.wait_text(f"granted to {names[-1]}", "#list")
         click(page, "#event-pages", "Older")
         page.wait_text(f"granted to {names[-9]}", "#list")
-        (newer,) = take(scene.daemon, 1)
+        (newer,) = lease_by_name(scene.daemon, 1)
         assert f"granted to {names[-9]}" in page.wait_text("10\u201317", "#events")
         click(page, "#event-pages", "Newer")
         click(page, "#event-pages", "Newer")
@@ -108,7 +108,7 @@ def test_leases_move_no_xid_off_the_first_page_of_events(make_host: MakeHost, br
         host.gpus[0].xid(13)
         page.wait_text("Xid 13", "#list")
         assert page.ask("document.querySelector('#earlier').hidden")
-        names = take(scene.daemon, 18)
+        names = lease_by_name(scene.daemon, 18)
         page.wait_text(f"granted to {names[-1]}", "#list")
         page.wait_text("Xid 13", "#earlier")
         later = browser.page(scene.served.url)
@@ -123,7 +123,7 @@ def click(page: Page, where: str, name: str) -> None:
     page.ask(f"{buttons}.find((one) => one.textContent === '{name}').click()")
 
 
-def take(daemon: Daemon, count: int, request: str = "") -> list[str]:
+def lease_by_name(daemon: Daemon, count: int, request: str = "") -> list[str]:
     """Give devices to so many, by name, over one connection; returns the names."""
     names = [f"job-{next(_NUMBERS)}" for _ in range(count)]
     connection = http.client.HTTPConnection("localhost")
@@ -144,7 +144,7 @@ _NUMBERS = itertools.count()
 
 @pytest.mark.parametrize("width", [320, 390, 768, 1280, 2560])
 def test_nothing_needs_sideways_scrolling(busy: Scene, browser: Chromium, width: int) -> None:
-    assert sticks_out(seen(browser, busy, width, 740), width) == []
+    assert sticks_out(open_page(browser, busy, width, 740), width) == []
 
 
 PHONES = [320, 360, 390]
@@ -154,7 +154,7 @@ LEAST_PX = 44
 
 @pytest.mark.parametrize("width", PHONES)
 def test_what_is_tapped_on_a_phone_is_44_pixels_high(busy: Scene, browser: Chromium, width: int) -> None:
-    page = seen(browser, busy, width, 740)
+    page = open_page(browser, busy, width, 740)
     low = f"(one) => one.offsetHeight > 0 && one.offsetHeight < {LEAST_PX}"
     tapped = "[...document.querySelectorAll('main button, main summary, main input')]"
     assert page.ask(f"{tapped}.filter({low}).map((one) => one.outerHTML)") == []
@@ -162,7 +162,7 @@ def test_what_is_tapped_on_a_phone_is_44_pixels_high(busy: Scene, browser: Chrom
 
 @pytest.mark.parametrize("width", PHONES)
 def test_no_state_is_cut_on_a_phone(busy: Scene, browser: Chromium, width: int) -> None:
-    page = seen(browser, busy, width, 740)
+    page = open_page(browser, busy, width, 740)
     states = "[...document.querySelectorAll('.cell-state')]"
     assert "over budget" in page.ask(f"{states}.map((one) => one.textContent)")
     cut = f"{states}.filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.textContent)"
@@ -170,15 +170,15 @@ def test_no_state_is_cut_on_a_phone(busy: Scene, browser: Chromium, width: int) 
 
 
 def test_the_tab_key_reaches_and_leaves_every_control(busy: Scene, browser: Chromium) -> None:
-    page = seen(browser, busy)
-    forward = walk(page, shift=False)
+    page = open_page(browser, busy)
+    forward = focused_names(page, shift=False)
     assert forward == [
         "GPUs", "Holders", "Events", "00:06.0", "00:07.0", "Filter", "Older",
     ]  # fmt: skip
-    assert walk(page, shift=True) == forward[::-1]
+    assert focused_names(page, shift=True) == forward[::-1]
 
 
-def walk(page: Page, *, shift: bool) -> list[str]:
+def focused_names(page: Page, *, shift: bool) -> list[str]:
     """The names of what has the focus one after another, each of which must show that it has it."""
     page.ask("document.activeElement.blur()")
     names: list[str] = []
@@ -205,7 +205,7 @@ _FOCUS = """
 
 
 def test_the_keyboard_sets_and_clears_the_filter_by_gpu(busy: Scene, browser: Chromium) -> None:
-    page = seen(browser, busy)
+    page = open_page(browser, busy)
     for _ in range(4):
         page.press("Tab")
     page.press("Enter")
@@ -220,7 +220,7 @@ def test_the_keyboard_sets_and_clears_the_filter_by_gpu(busy: Scene, browser: Ch
 
 def test_visual_states_have_text_for_screen_readers(busy: Scene, browser: Chromium) -> None:
     """What the browser tells a screen reader: landmarks, headings, a table, and each drawing in words."""
-    page = seen(browser, busy)
+    page = open_page(browser, busy)
     page.wait("document.querySelectorAll('.chart[aria-label]').length >= 3")
     nodes = [one for one in page.tell("Accessibility.getFullAXTree")["nodes"] if not one["ignored"]]
     named: dict[str, list[Any]] = {}
@@ -247,7 +247,7 @@ def test_visual_states_have_text_for_screen_readers(busy: Scene, browser: Chromi
 
 
 def test_states_differ_by_more_than_their_colour(busy: Scene, browser: Chromium) -> None:
-    page = seen(browser, busy)
+    page = open_page(browser, busy)
     page.wait("document.querySelectorAll('.bar .part.used').length === 1")
     looks = page.ask(_LOOKS)
     assert len(looks) == len(set(looks)) == 5
@@ -263,7 +263,7 @@ _LOOKS = """
 
 
 def test_reduced_motion_disables_transitions(busy: Scene, browser: Chromium) -> None:
-    page = seen(browser, busy)
+    page = open_page(browser, busy)
     duration = "getComputedStyle(document.querySelector('.bar .part b')).transitionDuration"
     assert page.ask(duration) == "0s"
     page.prefer(dark=False, reduced=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from browser.chromium import Chromium, Page
-from browser.scene import Scene, poor, scene_on, sticks_out
+from browser.scene import Scene, scene_on, sticks_out, texts_of_low_contrast
 from simhost import SimHost
 
 UNLIMITED = "--allow-unlimited"
@@ -37,7 +37,7 @@ def scene() -> Iterator[Scene]:
             yield scene
 
 
-def seen(browser: Chromium, scene: Scene, width: int = 1280, *, dark: bool = False) -> Page:
+def open_page(browser: Chromium, scene: Scene, width: int = 1280, *, dark: bool = False) -> Page:
     page = browser.page(scene.served.url, width=width, height=900, dark=dark)
     page.wait_text("sliced_on_mig.py", "#rows")
     page.wait_text("10240 of 40448", "#rows")
@@ -45,7 +45,7 @@ def seen(browser: Chromium, scene: Scene, width: int = 1280, *, dark: bool = Fal
     return page
 
 
-def counts(page: Page) -> dict[str, str]:
+def texts_of_rows(page: Page) -> dict[str, str]:
     """What each row of a GPU or an instance says below its name."""
     rows = "[...document.querySelectorAll('#busy .gpu')]"
     texts = f"{rows}.map((one) => ['.address', '.counts'].map((part) => one.querySelector(part).textContent))"
@@ -53,8 +53,8 @@ def counts(page: Page) -> dict[str, str]:
 
 
 def test_each_gpu_and_instance_names_its_way_of_sharing(browser: Chromium, scene: Scene) -> None:
-    page = seen(browser, scene)
-    shown = counts(page)
+    page = open_page(browser, scene)
+    shown = texts_of_rows(page)
     assert {address: text for address, text in shown.items() if "-g" not in address} == {
         "00:06.0": "1 in use, 3 free for root",
         "00:07.0": "1 in use, 2 free, time-slicing (short), not enforced",
@@ -72,7 +72,7 @@ def test_each_gpu_and_instance_names_its_way_of_sharing(browser: Chromium, scene
 
 
 def test_idle_instances_are_folded_and_memory_counts_once(browser: Chromium, scene: Scene) -> None:
-    page = seen(browser, scene)
+    page = open_page(browser, scene)
     page.wait_text("5 idle MIG instances, 7 devices free", "#idle")
     figures = page.wait_text("of 398 GiB", "#figures")
     assert "11.6 GiB" in figures
@@ -84,8 +84,8 @@ def test_idle_instances_are_folded_and_memory_counts_once(browser: Chromium, sce
 def test_it_fits_and_can_be_read_in_both_themes(
     browser: Chromium, scene: Scene, width: int, dark: bool
 ) -> None:
-    page = seen(browser, scene, width, dark=dark)
+    page = open_page(browser, scene, width, dark=dark)
     assert sticks_out(page, width) == []
     page.ask("document.querySelector('#idle').open = true")
     assert sticks_out(page, width) == []
-    assert poor(page) == []
+    assert texts_of_low_contrast(page) == []

@@ -50,7 +50,7 @@ def instance_of(node: Node, container: Container) -> MigDevice:
     return instances[container.environment["CUDA_VISIBLE_DEVICES"]]
 
 
-def shown(node: Node, *words: str) -> str:
+def output_of(node: Node, *words: str) -> str:
     return node.daemon.host.run(["yunion-mps", *words], check=True).stdout
 
 

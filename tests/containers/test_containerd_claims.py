@@ -20,7 +20,7 @@ from simhost.mps import StandIns
 pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 
 
-def start(containerd: Containerd, pod: str, cdi: str) -> Container:
+def start_container(containerd: Containerd, pod: str, cdi: str) -> Container:
     """The container of a pod that has this device."""
     answer = api.ContainerAllocateResponse(cdi_devices=(api.CdiDevice(cdi),))
     return containerd.run(Pod(pod, (), answer))
@@ -41,16 +41,18 @@ def test_views_name_the_pods_whose_processes_use_a_claim(
     containerd: Containerd,
 ) -> None:
     cdi = dra_kubelet.prepared(dra_kubelet.allocate("trainer", ["00-06-0-1"]))
-    container = start(containerd, "first", cdi)
+    container = start_container(containerd, "first", cdi)
     name = "pod default/first/main"
-    assert f"00:06.0-1: used by container {name} (PID {container.pid}, root)" in shown(ready_daemon, "events")
+    assert f"00:06.0-1: used by container {name} (PID {container.pid}, root)" in output_of(
+        ready_daemon, "events"
+    )
     ready_daemon.host.env["YUNION_MPS_DEVICE"] = "00:06.0-1"
     client = jobs.attached(ready_daemon.pipe_directory)
     for cgroup in containerd.cgroups_of(container):
         (cgroup / "cgroup.procs").write_text(str(client.pid))
     ready_daemon.host.gpus[0].add_process(client.pid, 512)
-    eventually(lambda: ready_daemon.polls() and f"{name}: " in shown(ready_daemon, "who"), "the pod")
-    assert f"{name}: " in shown(ready_daemon, "top", "--once")
+    eventually(lambda: ready_daemon.polls() and f"{name}: " in output_of(ready_daemon, "who"), "the pod")
+    assert f"{name}: " in output_of(ready_daemon, "top", "--once")
 
 
 def test_lists_name_the_container_that_started_last_with_a_claim(
@@ -60,11 +62,13 @@ def test_lists_name_the_container_that_started_last_with_a_claim(
     cdi = dra_kubelet.prepared(claim)
 
     def holders() -> list[str]:
-        return [shown(ready_daemon, *words, "--output", "wide") for words in (("list",), ("lease", "list"))]
+        return [
+            output_of(ready_daemon, *words, "--output", "wide") for words in (("list",), ("lease", "list"))
+        ]
 
     assert all("root (claim:default/trainer@" in text for text in holders())
     for pod in ("first", "second"):
-        container = start(containerd, pod, cdi)
+        container = start_container(containerd, pod, cdi)
         assert all(f"root (pod default/{pod}/main)" in text for text in holders())
     restart(ready_daemon)
     assert all("root (pod default/second/main)" in text for text in holders())
@@ -76,7 +80,7 @@ def test_lists_name_the_container_that_started_last_with_a_claim(
     assert all("root (claim:default/trainer@" in text for text in holders())
 
 
-def shown(daemon: Daemon, *words: str) -> str:
+def output_of(daemon: Daemon, *words: str) -> str:
     return daemon.host.run(["yunion-mps", *words]).stdout
 
 
@@ -85,14 +89,14 @@ def test_containers_with_one_claim_share_its_lease(
 ) -> None:
     claim = dra_kubelet.allocate("trainer", ["00-06-0-1"])
     cdi = dra_kubelet.prepared(claim)
-    first, second = (start(containerd, pod, cdi) for pod in ("first", "second"))
+    first, second = (start_container(containerd, pod, cdi) for pod in ("first", "second"))
     (lease,) = leases_of(ready_daemon)
     for container in (first, second):
         assert container.environment["YUNION_MPS_LEASE"] == lease["id"]
         assert container.environment["YUNION_MPS_DEVICE"] == "00:06.0-1"
     containerd.stop_container(first)
     restart(ready_daemon)
-    again = start(containerd, "first", cdi)
+    again = start_container(containerd, "first", cdi)
     assert (again.is_running, second.is_running) == (True, True)
     assert [one["id"] for one in leases_of(ready_daemon)] == [lease["id"]], "it is the claim's"
     for container in (again, second):

@@ -54,7 +54,7 @@ def engine(request: pytest.FixtureRequest, ready_daemon: Daemon, podman: Podman)
     return option
 
 
-def start(host: SimHost, engine: str, name: str, *options: str) -> None:
+def start_container(host: SimHost, engine: str, name: str, *options: str) -> None:
     command = ["yunion-mps", "run", engine, "--allow-unlimited", *options, "--"]
     host.run([*command, "--detach", "--name", name, IMAGE, "sleep", "300"], check=True)
 
@@ -82,7 +82,7 @@ def test_containers_of_each_kind_have_their_own_nodes_and_variables(
         instance: (nodes, small.uuid),
     }
     for address in expected:
-        start(ready_daemon.host, engine, f"job-{address.replace(':', '-')}", "--device", address)
+        start_container(ready_daemon.host, engine, f"job-{address.replace(':', '-')}", "--device", address)
     eventually(lambda: leased_addresses(ready_daemon) == sorted(expected), "a lease for each")
     for address, (has, visible) in expected.items():
         pid = podman.pid_of(f"job-{address.replace(':', '-')}")
@@ -113,7 +113,7 @@ def test_a_container_with_two_instances_has_the_nodes_of_both(
 ) -> None:
     first, one, of_first = instance_of(ready_daemon, 2, "3g.40gb")
     second, other, of_second = instance_of(ready_daemon, 3, "3g.40gb")
-    start(ready_daemon.host, engine, "trainer", "--device", one, "--device", other)
+    start_container(ready_daemon.host, engine, "trainer", "--device", one, "--device", other)
     pid = podman.pid_of("trainer")
     assert nodes_in(Path(f"/proc/{pid}/root")) == of_first | of_second
     environment = environment_of(pid)

@@ -33,7 +33,7 @@ def blocks_with(text: str) -> list[list[str]]:
     return [[line.partition("  #")[0].strip() for line in block.splitlines()] for block in blocks]
 
 
-def written(lines: list[str]) -> list[str]:
+def lines_without_open_values(lines: list[str]) -> list[str]:
     """The lines for Slurm's files, without the values that `gres-conf` leaves to the administrator."""
     named = [line for line in lines if line.startswith(("NodeName=", "GresTypes="))]
     return [line.replace(" CPUs=… RealMemory=…", "") for line in named]
@@ -42,13 +42,13 @@ def written(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_gres_conf_prints_the_lines_of_the_page(example: str) -> None:
     gpus, entries, options = EXAMPLES[example]
-    expected = written(blocks_with("Name=gpu Type=")[[*EXAMPLES].index(example)])
+    expected = lines_without_open_values(blocks_with("Name=gpu Type=")[[*EXAMPLES].index(example)])
     with SimHost.create(gpus) as host, Daemon(host) as daemon:
         host.divide(*entries)
         daemon.configure()
         daemon.start().wait_ready()
         done = host.run(["yunion-mps", "slurm", "gres-conf", "--node", "gpu-01", *options], check=True)
-        printed = written(
+        printed = lines_without_open_values(
             [line.replace(str(host.root), "").removeprefix("# ") for line in done.stdout.splitlines()]
         )
     assert len(expected) >= 2

@@ -14,7 +14,7 @@ from integration.conftest import AtWork, MakeAtWork
 from integration.daemon_host import Daemon, eventually, is_running
 
 
-def total(daemon: Daemon) -> int:
+def device_count(daemon: Daemon) -> int:
     found: int = daemon.get("/v1/devices")[1]["total"]
     return found
 
@@ -31,7 +31,7 @@ def test_a_bad_file_is_refused_with_the_reason_and_changes_nothing(ready_daemon:
     whose = [f"refused (requested by {who})" for who in ("a client", "SIGHUP")]
     assert [event["what"] for event in events] == whose
     assert events[0]["consequence"] == "nothing was changed: the previous configuration stays in effect"
-    assert total(ready_daemon) == 4
+    assert device_count(ready_daemon) == 4
 
 
 def test_a_reload_reads_host_local_conf_and_names_it(ready_daemon: Daemon) -> None:
@@ -45,7 +45,7 @@ def test_a_reload_reads_host_local_conf_and_names_it(ready_daemon: Daemon) -> No
     assert ready_daemon.status()["notice"] == f"MPS is disabled: enable_cuda_mps is false in {local}"
     local.unlink()
     assert ready_daemon.ask("POST", "/v1/reload")[0] == 200
-    assert total(ready_daemon) == 4
+    assert device_count(ready_daemon) == 4
 
 
 def test_a_reexec_keeps_the_control_daemon_and_the_socket(ready_daemon: Daemon) -> None:
@@ -126,11 +126,11 @@ def test_now_ends_no_job_that_began_after_the_list(at_work: AtWork) -> None:
         in answer["detail"]
     )
     assert str(client.pid) not in answer["detail"]
-    assert (is_running(later.pid), is_running(client.pid), total(daemon)) == (True, True, 4)
+    assert (is_running(later.pid), is_running(client.pid), device_count(daemon)) == (True, True, 4)
     client.end()
     later.end()
     assert daemon.ask("POST", "/v1/reload", words)[0] == 200, "less is lost than was confirmed"
-    eventually(lambda: total(daemon) == 2, "the new division")
+    eventually(lambda: device_count(daemon) == 2, "the new division")
 
 
 def test_now_ends_the_job_of_an_orphaned_server_and_no_other(at_work: AtWork) -> None:
@@ -182,8 +182,8 @@ def test_a_change_is_refused_if_it_cannot_be_recorded(ready_daemon: Daemon) -> N
             status, answer = ready_daemon.ask("POST", target)
             assert status == 409
             assert "cannot be written" in str(answer["detail"])
-        assert total(ready_daemon) == 4
+        assert device_count(ready_daemon) == 4
         other.execute("ALTER TABLE hidden RENAME TO limits_in_effect")
     other.close()
     assert ready_daemon.ask("POST", "/v1/reload")[0] == 200
-    assert total(ready_daemon) == 2
+    assert device_count(ready_daemon) == 2

@@ -15,18 +15,18 @@ from integration.daemon_host import Daemon, control_daemons, eventually, no_more
 from integration.test_daemon_gpus import LOST, available
 
 
-def allow(daemon: Daemon, descriptors: int) -> None:
+def limit_descriptors(daemon: Daemon, descriptors: int) -> None:
     resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (descriptors, 4096))
 
 
 def test_a_stop_without_descriptors_gives_jobs_their_time(make_at_work: MakeAtWork) -> None:
     daemon, _, client = make_at_work(cuda_mps_stop_timeout_s=60)
     daemon.status()  # its loop runs
-    allow(daemon, 3)
+    limit_descriptors(daemon, 3)
     daemon.signal(signal.SIGTERM)
     daemon.wait_log("waiting up to 60 s for its clients to end")
     assert daemon.running
-    allow(daemon, 1024)
+    limit_descriptors(daemon, 1024)
     client.end()
     assert daemon.wait() == 0, daemon.log
     assert "MPS server (PID" not in daemon.log, "none was ended by a signal"
@@ -56,11 +56,11 @@ def test_a_stop_without_memory_to_spare_restores_every_compute_mode(daemon: Daem
 
 def test_refused_connections_are_logged_in_a_few_lines(ready_daemon: Daemon) -> None:
     eventually(lambda: ready_daemon.get("/v1/status")[0] == 200)
-    allow(ready_daemon, 3)
+    limit_descriptors(ready_daemon, 3)
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(ready_daemon.socket_path))
         ready_daemon.wait_log("socket.accept() out of system resource")
-        allow(ready_daemon, 1024)
+        limit_descriptors(ready_daemon, 1024)
         eventually(lambda: ready_daemon.get("/v1/status")[0] == 200, timeout_s=60)
     assert "Traceback" not in ready_daemon.log
     assert ready_daemon.log.count("socket.accept()") <= 32
@@ -83,7 +83,7 @@ def test_a_start_with_too_few_descriptors_fails_and_leaves_nothing(make_daemon: 
     assert 1 in {process.returncode for _, process in started.values()}, "the fewest are too few"
 
 
-def warned(daemon: Daemon) -> bool:
+def warns_of_polls(daemon: Daemon) -> bool:
     return any("cannot poll the GPUs" in words for words in daemon.warnings())
 
 
@@ -99,14 +99,14 @@ def test_polling_without_a_thread_is_reported_and_ends_nothing(without_idle_thre
     daemon = without_idle_threads
     control = daemon.control_pid()
     with no_more_processes(daemon.pid):
-        eventually(lambda: daemon.polls() and warned(daemon), "the warning")
+        eventually(lambda: daemon.polls() and warns_of_polls(daemon), "the warning")
         status, answer = daemon.get("/v1/plan")
         assert (status, answer["hint"]) == (503, hint_of(SHORTAGE))
         assert answer["detail"].startswith("cannot start a thread: ")
         daemon.signal(signal.SIGHUP)
         daemon.wait_log("not reloaded: cannot start a thread")
         assert available(daemon) == 4
-    eventually(lambda: daemon.polls() and not warned(daemon), "a look")
+    eventually(lambda: daemon.polls() and not warns_of_polls(daemon), "a look")
     assert "Traceback" not in daemon.log
     assert daemon.control_pid() == control
     assert daemon.stop() == 0

@@ -10,18 +10,18 @@ from yunion_mps.core.reasons import LEASES_PENDING
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of
-from integration.test_cli_host import printed, rows
+from integration.test_cli_host import csv_rows, output_of
 from simhost import SimHost
 from simhost.host import IN_UNITS
 
 pytestmark = pytest.mark.gpus({"kind": "v100"})
 
 
-def unused(host: SimHost) -> list[str]:
-    return [row[0] for row in rows(printed(host, "list", "--free", "-o", "csv"))[1:]]
+def free_addresses(host: SimHost) -> list[str]:
+    return [row[0] for row in csv_rows(output_of(host, "list", "--free", "-o", "csv"))[1:]]
 
 
-def lease(daemon: Daemon, query: str) -> str:
+def lease_devices(daemon: Daemon, query: str) -> str:
     status, answer = daemon.ask("POST", "/v1/leases", f"{query}&holder.ttl_s=600")
     return ",".join(answer["devices"]) if status == 201 else ""
 
@@ -41,25 +41,25 @@ def test_a_device_without_memory_left_by_older_leases_is_not_unused(
     host = daemon.host
     host.divide(before)
     daemon.start().wait_ready()
-    assert lease(daemon, f"{query}&holder.name=old")
+    assert lease_devices(daemon, f"{query}&holder.name=old")
     host.divide(after)
-    printed(host, "reload")
-    assert unused(host) == free
-    assert json.loads(printed(host, "status", "-o", "json"))["devices"]["free"] == len(free)
-    assert [lease(daemon, f"holder.name=new-{number}") for number in range(len(free))] == free
-    assert unused(host) == []
-    assert lease(daemon, "holder.name=one-more") == ""
+    output_of(host, "reload")
+    assert free_addresses(host) == free
+    assert json.loads(output_of(host, "status", "-o", "json"))["devices"]["free"] == len(free)
+    assert [lease_devices(daemon, f"holder.name=new-{number}") for number in range(len(free))] == free
+    assert free_addresses(host) == []
+    assert lease_devices(daemon, "holder.name=one-more") == ""
 
 
 def test_the_screens_say_why_a_device_cannot_be_had_until_that_is_over(daemon: Daemon) -> None:
     host = daemon.host
     host.divide(2)
     daemon.start().wait_ready()
-    assert lease(daemon, "holder.name=old") == "00:06.0-0"
+    assert lease_devices(daemon, "holder.name=old") == "00:06.0-0"
     host.divide(4)
-    printed(host, "reload")
+    output_of(host, "reload")
     told = "GPU 00:06.0: 2 devices pending: the new division of the GPU waits for lease old of root to end\n"
-    status, top = printed(host, "status"), printed(host, "top", "--once")
+    status, top = output_of(host, "status"), output_of(host, "top", "--once")
     assert (
         f"Pending:  {told}Hint:     wait for the leases and MPS servers to end; "
         "see who holds and uses the devices: "
@@ -67,19 +67,19 @@ def test_the_screens_say_why_a_device_cannot_be_had_until_that_is_over(daemon: D
     )
     assert "Devices:  2 of 4 available, 2 pending, 1 used, 2 free\n" in status
     assert f"Pending: {told}" in top
-    assert told in printed(host, "who"), "those without a holder are counted too"
+    assert told in output_of(host, "who"), "those without a holder are counted too"
     words = {line.split()[0]: line.split()[2:] for line in top.splitlines() if line.startswith("00:06.0-")}
     assert words["00:06.0-0"][:3] == ["0.0", "8.0", "50"], "as it was given, which is not as it would be now"
     assert words["00:06.0-3"] == ["4.0", "25", "no", "memory"]
     assert words["00:06.0-1"] == ["4.0", "25", "free"]
-    printed(host, "lease", "release", "old")
-    status, top = printed(host, "status"), printed(host, "top", "--once")
+    output_of(host, "lease", "release", "old")
+    status, top = output_of(host, "status"), output_of(host, "top", "--once")
     assert "Pending" not in status + top
     assert "Devices:  4 of 4 available, 0 used, 4 free\n" in status
-    assert unused(host) == [f"00:06.0-{slot}" for slot in range(4)]
+    assert free_addresses(host) == [f"00:06.0-{slot}" for slot in range(4)]
 
 
-def counted(daemon: Daemon) -> dict[str, int]:
+def device_counts(daemon: Daemon) -> dict[str, int]:
     """How many devices there are of each state: what `status` says, which is what the list has."""
     said = daemon.status()["devices"]
     listed = daemon.get("/v1/devices?limit=0")[1]["isolated_devices"]
@@ -98,7 +98,7 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(daemon: Daemon
     host.divide(4, 6)
     daemon.start().wait_ready()
     for slot in range(4):
-        assert lease(daemon, f"devices=00:06.0-{slot}&holder.name=job-{slot}")
+        assert lease_devices(daemon, f"devices=00:06.0-{slot}&holder.name=job-{slot}")
     ids = [one["id"] for one in leases_of(daemon)]
     host.divide(2, 6)
     leases = "lease job-0 of root, lease job-1 of root, lease job-2 of root and 1 more"
@@ -109,27 +109,27 @@ def test_a_division_waiting_for_leases_is_named_and_counted_alike(daemon: Daemon
     assert change["effect"] == f"once {leases} have ended"
     answer = daemon.ask("POST", "/v1/reload")[1]
     assert (answer["changes"], answer["pending"]) == ([change], [waits])
-    assert counted(daemon) == {"total": 10, "available": 6, "pending": 4, "used": 4, "free": 6}
+    assert device_counts(daemon) == {"total": 10, "available": 6, "pending": 4, "used": 4, "free": 6}
     shown = f"nothing has changed.\nPending:  host: {what}\nSee who holds the leases: yunion-mps who\n"
-    assert printed(host, "reload") == f"Reloaded; {shown}"
+    assert output_of(host, "reload") == f"Reloaded; {shown}"
     listed = daemon.get("/v1/devices?addr=00:06.0")[1]["isolated_devices"]
     assert [one["memory_mib"] for one in listed] == [4096] * 4, "as they were given"
     assert {one["reason_code"] for one in listed} == {LEASES_PENDING}
     environment = daemon.get("/v1/devices/00:06.0-0")[1]["client_environment"]
     assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=4096M"
-    assert lease(daemon, "gpu=00:06.0&holder.name=next") == ""
+    assert lease_devices(daemon, "gpu=00:06.0&holder.name=next") == ""
 
     daemon.kill()
     daemon.start().wait_ready()
     line = "6 of 10 devices available, 4 pending, 1 of 1 control daemons serving"
-    eventually(lambda: leases_of(daemon) and counted(daemon)["pending"] == 4, "the leases")
+    eventually(lambda: leases_of(daemon) and device_counts(daemon)["pending"] == 4, "the leases")
     assert f"is ready: {line}" in daemon.log
     for slot in (2, 3):
         assert daemon.ask("DELETE", f"/v1/leases/job-{slot}")[0] == 200
-    assert counted(daemon) == {"total": 8, "available": 6, "pending": 2, "used": 2, "free": 6}
+    assert device_counts(daemon) == {"total": 8, "available": 6, "pending": 2, "used": 2, "free": 6}
     assert daemon.ask("DELETE", "/v1/leases/job-0")[0] == 200
-    assert counted(daemon) == {"total": 8, "available": 7, "pending": 1, "used": 1, "free": 7}
-    assert lease(daemon, "gpu=00:06.0&holder.name=next") == "00:06.0-0"
+    assert device_counts(daemon) == {"total": 8, "available": 7, "pending": 1, "used": 1, "free": 7}
+    assert lease_devices(daemon, "gpu=00:06.0&holder.name=next") == "00:06.0-0"
     assert daemon.ask("DELETE", "/v1/leases/job-1")[0] == 200
-    assert counted(daemon) == {"total": 8, "available": 8, "used": 1, "free": 7}
+    assert device_counts(daemon) == {"total": 8, "available": 8, "used": 1, "free": 7}
     assert not any(daemon.get("/v1/plan")[1].values())

@@ -75,7 +75,7 @@ class Between:
 
 
 @pytest.fixture
-def said(ready_daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def messages(ready_daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("YUNION_MPS_ROOT", str(ready_daemon.host.root))
     return []
 
@@ -124,7 +124,7 @@ def test_a_repeated_request_ties_the_lease_to_its_own_connection(ready_daemon: D
 
 @pytest.mark.parametrize("crashes", [False, True], ids=["lost", "crashed"])
 def test_an_answer_that_is_lost_costs_no_second_device(
-    ready_daemon: Daemon, said: list[str], crashes: bool
+    ready_daemon: Daemon, messages: list[str], crashes: bool
 ) -> None:
     def lost(answer: Callable[[], bytes]) -> bytes:
         assert answer().startswith((b"HTTP/1.1 200", b"HTTP/1.1 201"))
@@ -133,40 +133,40 @@ def test_an_answer_that_is_lost_costs_no_second_device(
         return b""
 
     with contextlib.closing(Between(ready_daemon, [lost])) as between:
-        lease = Client(said.append).lease(wait_s=60)
+        lease = Client(messages.append).lease(wait_s=60)
         assert len(between.questions) == (1 if crashes else 2), "the next daemon is asked itself"
         (record,) = Client().leases()
         assert (record.id, record.devices) == (lease.id, (ADDRESSES[0],))
         lease.release()
 
 
-def test_a_waiting_client_retries_while_the_daemon_is_busy(ready_daemon: Daemon, said: list[str]) -> None:
+def test_a_waiting_client_retries_while_the_daemon_is_busy(ready_daemon: Daemon, messages: list[str]) -> None:
     busy = [lambda _: _BUSY] * 3
     with contextlib.closing(Between(ready_daemon, [*busy])) as between:
         with pytest.raises(Exception, match="too many connections are open"):
             Client().lease()
-        with Client(said.append).lease(wait_s=60):
+        with Client(messages.append).lease(wait_s=60):
             assert len(between.questions) == 4
-    assert len(said) == 1, said
+    assert len(messages) == 1, messages
 
 
 def test_a_lease_is_released_although_the_daemon_is_temporarily_unable(
-    ready_daemon: Daemon, said: list[str]
+    ready_daemon: Daemon, messages: list[str]
 ) -> None:
-    lease = Client(said.append).lease()
+    lease = Client(messages.append).lease()
     busy = [lambda _: _BUSY] * 3
     with contextlib.closing(Between(ready_daemon, [*busy], b"DELETE")) as between:
         lease.release()
         assert len(between.questions) == 4
         assert Client().leases() == []
-    assert len(said) == 2, "that it retries, and that the daemon is responding again"
+    assert len(messages) == 2, "that it retries, and that the daemon is responding again"
 
 
-def test_a_lease_that_could_not_be_given_back_can_be_later(ready_daemon: Daemon, said: list[str]) -> None:
+def test_a_lease_that_could_not_be_given_back_can_be_later(ready_daemon: Daemon, messages: list[str]) -> None:
     def refused(_: Callable[[], bytes]) -> bytes:
         return _BUSY.replace(b"503 Service Unavailable", b"500 Internal Server Error")
 
-    lease = Client(said.append).lease()
+    lease = Client(messages.append).lease()
     with contextlib.closing(Between(ready_daemon, [refused], b"DELETE")):
         with pytest.raises(YunionError):
             lease.release()

@@ -32,7 +32,7 @@ def layout_effects(daemon: Daemon) -> tuple[str, str]:
     return planned, made
 
 
-def take(daemon: Daemon, address: str) -> None:
+def lease_device(daemon: Daemon, address: str) -> None:
     words = f"holder.name=job&holder.ttl_s=600&devices={address}"
     assert daemon.ask("POST", "/v1/leases", words)[0] == 201
 
@@ -58,7 +58,7 @@ def test_a_layout_that_waits_for_nothing_takes_effect_at_once(
 def test_a_layout_does_not_wait_for_leases_on_instances_that_it_keeps(daemon: Daemon) -> None:
     daemon.host.divide("mig: all-1g.10gb")
     daemon.start().wait_ready()
-    take(daemon, f"00:06.0-g{sorted(one.gpu_instance for one in instances(daemon))[2]}")
+    lease_device(daemon, f"00:06.0-g{sorted(one.gpu_instance for one in instances(daemon))[2]}")
     daemon.host.divide("mig: all-balanced")
     assert layout_effects(daemon) == (AT_ONCE, AT_ONCE)
 
@@ -67,7 +67,7 @@ def test_a_budget_waits_for_the_lease_of_its_instance(daemon: Daemon) -> None:
     daemon.host.divide("mig: [3g.40gb, 1g.10gb]")
     daemon.start().wait_ready()
     (big,) = [one.gpu_instance for one in instances(daemon) if one.profile == "3g.40gb"]
-    take(daemon, f"00:06.0-g{big}")
+    lease_device(daemon, f"00:06.0-g{big}")
     daemon.host.divide("type: NVIDIA_GPU_SHARE\n  mig: [3g.40gb, 2g.20gb]\n  virtual_number: 2")
     planned, made = (effects(daemon, *call) for call in (("GET", "/v1/plan"), ("POST", "/v1/reload")))
     assert planned["budget", f"00:06.0-g{big}"] == "once lease job of root has ended"
@@ -120,7 +120,7 @@ def test_a_layout_waits_for_an_instance_of_another_program(daemon: Daemon, is_us
 def test_an_original_compute_mode_waits_for_the_lease_of_an_instance(daemon: Daemon, entry: str) -> None:
     daemon.host.divide("mig: 3g.40gb")
     daemon.start().wait_ready()
-    take(daemon, f"00:06.0-g{instances(daemon)[0].gpu_instance}")
+    lease_device(daemon, f"00:06.0-g{instances(daemon)[0].gpu_instance}")
     if entry:
         daemon.host.divide(entry)
     else:

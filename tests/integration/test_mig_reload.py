@@ -17,7 +17,7 @@ from simhost.mps import StandIns
 __all__ = ["daemon"]
 
 
-def lease(daemon: Daemon, profile: str) -> str:
+def lease_instance(daemon: Daemon, profile: str) -> str:
     """Lease an instance of this profile by name, and return its address."""
     (one,) = [one for one in instances(daemon) if one.profile == profile]
     address = f"00:06.0-g{one.gpu_instance}"
@@ -26,7 +26,7 @@ def lease(daemon: Daemon, profile: str) -> str:
     return address
 
 
-def create(daemon: Daemon, profile: str) -> str:
+def create_instance(daemon: Daemon, profile: str) -> str:
     """Create an instance as another program does, and return its address."""
     before = {one.gpu_instance for one in instances(daemon)}
     daemon.host.create_mig_devices(0, profile)
@@ -42,7 +42,7 @@ def losses(daemon: Daemon) -> dict[str, str]:
 def test_reload_now_names_what_it_takes_away_and_then_does(daemon: Daemon) -> None:
     daemon.host.divide("mig: [3g.40gb, 1g.10gb]")
     daemon.start().wait_ready()
-    leased, foreign = lease(daemon, "3g.40gb"), create(daemon, "1g.10gb")
+    leased, foreign = lease_instance(daemon, "3g.40gb"), create_instance(daemon, "1g.10gb")
     assert losses(daemon) == {}
     daemon.host.divide("mig: 7g.80gb")
     named = {leased: "job of root", foreign: "another program (1g.10gb)"}
@@ -85,7 +85,7 @@ def test_reload_now_destroys_later_only_what_it_has_named(daemon: Daemon) -> Non
     daemon.host.gpus[0].add_process(4321, 100, on=(ours.gpu_instance, 0))
     daemon.host.divide("mig: 7g.80gb")
     assert daemon.host.run(["yunion-mps", "reload", "--now", "--yes", "--timeout", "1"]).returncode == 1
-    late = create(daemon, "1g.10gb")
+    late = create_instance(daemon, "1g.10gb")
     daemon.host.gpus[0].remove_process(4321)
     in_the_way = reasons.MIG_FOREIGN_INSTANCE
     eventually(lambda: gpu(daemon)["reason_code"] == in_the_way or profiles(daemon) == ["7g.80gb"], "a poll")
@@ -98,7 +98,7 @@ def test_reload_now_destroys_later_only_what_it_has_named(daemon: Daemon) -> Non
 def test_a_leased_instance_stays_whole_until_its_lease_ends(daemon: Daemon) -> None:
     daemon.host.divide("mig: [3g.40gb, 1g.10gb]")
     daemon.start().wait_ready()
-    leased = lease(daemon, "3g.40gb")
+    leased = lease_instance(daemon, "3g.40gb")
     daemon.host.divide("type: NVIDIA_GPU_SHARE\n  mig: [3g.40gb, 1g.10gb]\n  virtual_number: 2")
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     shared = {row["addr"]: row["sharing"] for row in daemon.get("/v1/gpus")[1]["gpus"]}
@@ -112,7 +112,7 @@ def test_a_leased_instance_stays_whole_until_its_lease_ends(daemon: Daemon) -> N
 def test_without_mig_a_leased_instance_names_its_lease(daemon: Daemon) -> None:
     daemon.host.divide("mig: [3g.40gb, 1g.10gb]")
     daemon.start().wait_ready()
-    leased = lease(daemon, "3g.40gb")
+    leased = lease_instance(daemon, "3g.40gb")
     daemon.host.divide(2)
     for method, path in (("GET", "/v1/plan"), ("POST", "/v1/reload")):
         changes = daemon.ask(method, path)[1]["changes"]
@@ -129,7 +129,7 @@ def test_without_mig_a_leased_instance_names_its_lease(daemon: Daemon) -> None:
 
 def test_a_drain_waits_for_the_lease_of_an_instance_to_be_removed(daemon: Daemon) -> None:
     daemon.start().wait_ready()
-    number = lease(daemon, "3g.40gb").partition("-")[2]
+    number = lease_instance(daemon, "3g.40gb").partition("-")[2]
     daemon.host.divide("mig: all-1g.10gb")
     done = daemon.host.run(["yunion-mps", "reload", "--drain", "--timeout", "1"])
     assert done.returncode == 1
@@ -145,7 +145,7 @@ def test_a_drain_waits_for_the_lease_of_an_instance_to_be_removed(daemon: Daemon
 
 def test_reload_now_names_what_it_did_at_once(daemon: Daemon) -> None:
     daemon.start().wait_ready()
-    lease(daemon, "3g.40gb")
+    lease_instance(daemon, "3g.40gb")
     daemon.host.divide("mig: all-1g.10gb")
     assert daemon.ask("POST", "/v1/reload")[0] == 200
     done = daemon.host.run(["yunion-mps", "reload", "--now", "--yes"], check=True)

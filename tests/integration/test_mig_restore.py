@@ -187,25 +187,25 @@ def test_restore_looks_at_the_gpus_once_for_layouts_and_settings(daemon: Daemon)
     assert not daemon.host.gpus[0].mig
 
 
-def reset(host: SimHost) -> None:
+def reset_gpu(host: SimHost) -> None:
     host.run(["nvidia-smi", "--gpu-reset", "-i", host.gpus[0].uuid], check=True)
 
 
 @pytest.mark.parametrize(
     ("original", "restores", "how"),
-    [("Default", "", SimHost.reboot), ("Exclusive_Process", "\n  mig_restore: true", reset)],
+    [("Default", "", SimHost.reboot), ("Exclusive_Process", "\n  mig_restore: true", reset_gpu)],
 )
 def test_the_hint_of_a_mode_that_needs_a_reset_leads_to_the_layout(
     make_divided: MakeDivided, original: str, restores: str, how: Callable[[SimHost], None]
 ) -> None:
-    daemon = requested(make_divided, restores, original)
+    daemon = daemon_before_reset(make_divided, restores, original)
     assert (daemon.host.gpus[0].mig_pending, compute_mode(daemon.host)) == (True, original)
     how(daemon.host)
     daemon.start().wait_ready()
     eventually(lambda: free(daemon) == 2, "its devices")
 
 
-def requested(make_divided: MakeDivided, restores: str = "", original: str = "Default") -> Daemon:
+def daemon_before_reset(make_divided: MakeDivided, restores: str = "", original: str = "Default") -> Daemon:
     """A daemon that has ended before the reset that its layout waits for."""
     daemon = make_divided([{"kind": "a100"}], f"mig: all-3g.20gb{restores}")
     daemon.host.run(["nvidia-smi", "-c", original.upper()], check=True)
@@ -216,14 +216,14 @@ def requested(make_divided: MakeDivided, restores: str = "", original: str = "De
 
 
 def test_restore_cancels_a_mode_that_needs_a_reset(make_divided: MakeDivided) -> None:
-    daemon = requested(make_divided, "\n  mig_restore: true")
+    daemon = daemon_before_reset(make_divided, "\n  mig_restore: true")
     assert daemon.log.count("cancel this: yunion-mps-daemon --restore") == 1
     assert daemon.run("--restore") == 0, daemon.log
     assert not daemon.host.gpus[0].mig_pending
 
 
 def test_restore_cancels_a_mode_that_no_entry_has_anymore(make_divided: MakeDivided) -> None:
-    daemon = requested(make_divided)
+    daemon = daemon_before_reset(make_divided)
     daemon.host.divide(4)
     assert daemon.run("--restore") == 0, daemon.log
     assert not daemon.host.gpus[0].mig_pending

@@ -28,22 +28,22 @@ def daemon() -> Iterator[Daemon]:
             yield made
 
 
-def big(daemon: Daemon) -> tuple[MigDevice, str]:
+def larger_instance(daemon: Daemon) -> tuple[MigDevice, str]:
     """The larger instance and its address."""
     (found,) = [one for one in instances(daemon) if one.profile == "3g.40gb"]
     return found, f"00:06.0-g{found.gpu_instance}"
 
 
-def use(daemon: Daemon) -> str:
+def use_larger_instance(daemon: Daemon) -> str:
     """Let this process, which has no lease, use the larger instance; returns its address."""
-    instance, address = big(daemon)
+    instance, address = larger_instance(daemon)
     daemon.host.gpus[0].add_process(os.getpid(), 700, on=(instance.gpu_instance, 0))
     return address
 
 
-def destroy(daemon: Daemon) -> tuple[str, str]:
+def destroy_larger_instance(daemon: Daemon) -> tuple[str, str]:
     """Destroy the larger instance; returns the UUID and the address that it had."""
-    instance, address = big(daemon)
+    instance, address = larger_instance(daemon)
     for what in ("-dci", "-dgi"):
         daemon.host.run(["nvidia-smi", "mig", "-i", 0, what, "-gi", instance.gpu_instance], check=True)
     return instance.uuid, address
@@ -51,7 +51,7 @@ def destroy(daemon: Daemon) -> tuple[str, str]:
 
 def test_a_whole_instance_that_another_program_uses_is_not_leased(daemon: Daemon) -> None:
     daemon.start().wait_ready()
-    address = use(daemon)
+    address = use_larger_instance(daemon)
     refused = run_job(daemon.host, "--gpu", address, "true")
     why = f"PID {os.getpid()} of root"
     assert (why in refused.stderr, refused.returncode) == (True, 5)
@@ -69,7 +69,7 @@ def test_a_whole_instance_that_another_program_uses_is_not_leased(daemon: Daemon
 
 def test_a_poll_finds_what_another_program_uses_and_when_it_ends(daemon: Daemon) -> None:
     daemon.start().wait_ready()
-    address = use(daemon)
+    address = use_larger_instance(daemon)
     eventually(lambda: daemon.polls() and devices(daemon)[address]["state"] == "unavailable", "the use")
     assert daemon.status()["devices"]["unavailable"] == 1
     daemon.host.gpus[0].remove_process(os.getpid())
@@ -78,9 +78,9 @@ def test_a_poll_finds_what_another_program_uses_and_when_it_ends(daemon: Daemon)
 
 def test_a_leased_instance_stays_leased_whatever_uses_it(daemon: Daemon) -> None:
     daemon.start().wait_ready()
-    _, address = big(daemon)
+    _, address = larger_instance(daemon)
     take(daemon, f"holder.name=job&holder.ttl_s=600&devices={address}")
-    use(daemon)
+    use_larger_instance(daemon)
     eventually(lambda: daemon.polls() and daemon.status()["problems"], "the warning")
     assert devices(daemon)[address]["state"] == "leased"
 
@@ -92,7 +92,7 @@ SLICED = "type: NVIDIA_GPU_SHARE\n  virtual_number: 2"
 def test_a_process_without_a_lease_on_an_instance_is_a_warning(daemon: Daemon, more: str) -> None:
     daemon.host.divide(MIG + more)
     daemon.start().wait_ready()
-    address = use(daemon)
+    address = use_larger_instance(daemon)
     (problem,) = daemon.status()["problems"]
     found = (problem["level"], problem["code"], problem["gpu"], problem["pid"])
     assert found == ("warning", reasons.PROCESS_WITHOUT_LEASE, address, os.getpid())
@@ -112,7 +112,7 @@ def test_a_process_without_a_lease_on_a_time_sliced_gpu_is_a_warning(daemon: Dae
 def test_a_process_outside_mps_on_an_instance_is_a_problem(daemon: Daemon) -> None:
     daemon.host.divide(f"{MIG}\n  virtual_number: 2")
     daemon.start().wait_ready()
-    address = use(daemon)
+    address = use_larger_instance(daemon)
     (problem,) = daemon.status()["problems"]
     assert (problem["level"], problem["code"]) == ("problem", reasons.PROCESS_OUTSIDE_MPS)
     assert (problem["gpu"], daemon.status()["outside_mps"]) == (address, 1)
@@ -122,7 +122,7 @@ def test_a_process_outside_mps_on_an_instance_is_a_problem(daemon: Daemon) -> No
 def test_no_lease_has_an_instance_that_was_just_destroyed(daemon: Daemon, more: str) -> None:
     daemon.host.divide(MIG + more)
     daemon.start().wait_ready()
-    before, _ = destroy(daemon)
+    before, _ = destroy_larger_instance(daemon)
     wait = ("--wait=1m",) if more else ()  # until its control daemon is ready
     there = run_job(daemon.host, *wait, "--gpu", "00:06.0", "printenv", "CUDA_VISIBLE_DEVICES", check=True)
     assert there.stdout.strip() in {one.uuid for one in instances(daemon)} - {before}
@@ -131,7 +131,7 @@ def test_no_lease_has_an_instance_that_was_just_destroyed(daemon: Daemon, more: 
 def test_a_destroyed_instance_that_cannot_be_created_again_is_refused(daemon: Daemon) -> None:
     daemon.start().wait_ready()
     daemon.host.fail("nvmlDeviceCreateGpuInstanceWithPlacement", "insufficient_resources")
-    _, address = destroy(daemon)
+    _, address = destroy_larger_instance(daemon)
     refused = run_job(daemon.host, "--device", address, "true")
     assert (refused.returncode != 0, reasons.MIG_INSTANCE_GONE in refused.stderr) == (True, True)
     assert leases_of(daemon) == []
@@ -141,10 +141,10 @@ def test_a_destroyed_instance_that_cannot_be_created_again_is_refused(daemon: Da
 
 def test_a_repeated_request_gets_the_instance_that_is_created_again(daemon: Daemon) -> None:
     daemon.start().wait_ready()
-    _, address = big(daemon)
+    _, address = larger_instance(daemon)
     request = f"devices={address}&holder.name=job&holder.ttl_s=600"
     lease = take(daemon, request)
-    before, _ = destroy(daemon)
+    before, _ = destroy_larger_instance(daemon)
     again = take(daemon, request)
     assert again["id"] == lease["id"]
     assert again["environment"]["CUDA_VISIBLE_DEVICES"] in {one.uuid for one in instances(daemon)} - {before}
@@ -153,11 +153,11 @@ def test_a_repeated_request_gets_the_instance_that_is_created_again(daemon: Daem
 @pytest.mark.parametrize("asks", ["take", "bind"])
 def test_a_lease_whose_instance_was_just_destroyed_is_refused(daemon: Daemon, asks: str) -> None:
     daemon.start().wait_ready()
-    _, address = big(daemon)
+    _, address = larger_instance(daemon)
     request = f"devices={address}&holder.name=job&holder.ttl_s=600"
     lease = take(daemon, request)
     daemon.host.fail("nvmlDeviceCreateGpuInstanceWithPlacement", "insufficient_resources")
-    destroy(daemon)
+    destroy_larger_instance(daemon)
     path = {"take": ("/v1/leases", request), "bind": (f"/v1/leases/{lease['id']}/bind", f"pid={os.getpid()}")}
     status, answer = daemon.ask("POST", *path[asks])
     assert (status >= 400, answer["code"]) == (True, reasons.MIG_INSTANCE_GONE)
@@ -167,9 +167,9 @@ def test_a_lease_whose_instance_was_just_destroyed_is_refused(daemon: Daemon, as
 
 def test_a_repeated_request_ignores_the_jobs_of_its_own_lease(daemon: Daemon) -> None:
     daemon.start().wait_ready()
-    request = f"devices={big(daemon)[1]}&holder.name=job&holder.ttl_s=600"
+    request = f"devices={larger_instance(daemon)[1]}&holder.name=job&holder.ttl_s=600"
     lease = take(daemon, request)
-    use(daemon)
+    use_larger_instance(daemon)
     assert take(daemon, request)["id"] == lease["id"]
 
 
@@ -189,10 +189,12 @@ def test_a_leased_gpu_put_in_mig_mode_while_stopped_outdates_its_lease(daemon: D
         assert answer["code"] == reasons.LEASE_OUTDATED
         assert answer["detail"] == "device 00:06.0-0 is unavailable: the control daemon of its lease is gone"
         assert answer["hint"].endswith(f"yunion-mps lease release {lease['id']}")
-    assert set(devices(daemon)) > {address for _, address in [big(daemon)]}, "the layout is in effect"
+    assert set(devices(daemon)) > {address for _, address in [larger_instance(daemon)]}, (
+        "the layout is in effect"
+    )
 
 
-def inherit(daemon: Daemon, lease: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+def run_in_lease(daemon: Daemon, lease: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     """Run a command that prints the instance, in the environment that the lease had when it was granted."""
     environment = {**daemon.host.env, **lease["environment"]}
     return run_job(daemon.host, "--inherit", "printenv", "CUDA_VISIBLE_DEVICES", env=environment)
@@ -200,18 +202,18 @@ def inherit(daemon: Daemon, lease: dict[str, Any]) -> subprocess.CompletedProces
 
 def test_inherit_gets_the_instance_that_is_created_again(daemon: Daemon) -> None:
     daemon.start().wait_ready()
-    lease = take(daemon, f"devices={big(daemon)[1]}&holder.name=job&holder.ttl_s=600")
-    before, _ = destroy(daemon)
-    done = inherit(daemon, lease)
+    lease = take(daemon, f"devices={larger_instance(daemon)[1]}&holder.name=job&holder.ttl_s=600")
+    before, _ = destroy_larger_instance(daemon)
+    done = run_in_lease(daemon, lease)
     assert done.stdout.strip() in {one.uuid for one in instances(daemon)} - {before}, done.stderr
 
 
 def test_inherit_refuses_an_instance_that_was_just_destroyed(daemon: Daemon) -> None:
     daemon.start().wait_ready()
-    lease = take(daemon, f"devices={big(daemon)[1]}&holder.name=job&holder.ttl_s=600")
+    lease = take(daemon, f"devices={larger_instance(daemon)[1]}&holder.name=job&holder.ttl_s=600")
     daemon.host.fail("nvmlDeviceCreateGpuInstanceWithPlacement", "insufficient_resources")
-    destroy(daemon)
-    done = inherit(daemon, lease)
+    destroy_larger_instance(daemon)
+    done = run_in_lease(daemon, lease)
     assert (done.returncode, done.stdout) == (1, "")
     assert f"[{reasons.MIG_INSTANCE_GONE}]" in done.stderr
     assert f"yunion-mps lease release {lease['id']}" in done.stderr
@@ -219,12 +221,12 @@ def test_inherit_refuses_an_instance_that_was_just_destroyed(daemon: Daemon) -> 
 
 def test_inherit_refuses_a_destroyed_instance_even_without_a_lease(daemon: Daemon) -> None:
     daemon.start().wait_ready()
-    instance, address = big(daemon)
+    instance, address = larger_instance(daemon)
     bare = {"environment": daemon.get(f"/v1/devices/{address}")[1]["client_environment"]}
-    assert inherit(daemon, bare).stdout.strip() == instance.uuid
+    assert run_in_lease(daemon, bare).stdout.strip() == instance.uuid
     daemon.host.fail("nvmlDeviceCreateGpuInstanceWithPlacement", "insufficient_resources")
-    destroy(daemon)
+    destroy_larger_instance(daemon)
     gone = f"[{reasons.MIG_INSTANCE_GONE}]"
-    eventually(lambda: daemon.polls() and gone in inherit(daemon, bare).stderr, "the refusal")
+    eventually(lambda: daemon.polls() and gone in run_in_lease(daemon, bare).stderr, "the refusal")
     daemon.kill()
-    assert inherit(daemon, bare).returncode == 0, "the daemon cannot be reached"
+    assert run_in_lease(daemon, bare).returncode == 0, "the daemon cannot be reached"

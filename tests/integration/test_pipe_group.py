@@ -33,21 +33,21 @@ def jobs(host: SimHost) -> Iterator[StandIns]:
         yield made
 
 
-def end(jobs: StandIns) -> None:
+def end_servers(jobs: StandIns) -> None:
     """Have servers end, which stay when their last client is gone."""
     for pid in jobs.servers():
         os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture
-def closed(jobs: StandIns, host: SimHost, make_daemon: MakeDaemon) -> Daemon:
+def restricted_daemon(jobs: StandIns, host: SimHost, make_daemon: MakeDaemon) -> Daemon:
     """A daemon whose pipe directory only one group may enter."""
     daemon = make_daemon(host)
     daemon.configure(cuda_mps_pipe_group=GROUP)
     return daemon.start().wait_ready()
 
 
-def attach(daemon: Daemon, *groups: int) -> str:
+def job_outcome(daemon: Daemon, *groups: int) -> str:
     """What becomes of a job of another user with these groups: the last thing that it says."""
     command = [os.path.realpath(sys.executable), "-IS", str(CHECKOUT / "tests/simhost/mps_client.py")]
     env = {**daemon.env, "CUDA_MPS_PIPE_DIRECTORY": str(daemon.pipe_directory)}
@@ -67,10 +67,10 @@ def attach(daemon: Daemon, *groups: int) -> str:
     return said
 
 
-def test_only_members_of_the_group_reach_the_control_daemon(closed: Daemon) -> None:
-    assert attach(closed).startswith("PermissionError: [Errno 13] Permission denied")
-    assert attach(closed, GID) == "attached"
-    assert closed.stop() == 0
+def test_only_members_of_the_group_reach_the_control_daemon(restricted_daemon: Daemon) -> None:
+    assert job_outcome(restricted_daemon).startswith("PermissionError: [Errno 13] Permission denied")
+    assert job_outcome(restricted_daemon, GID) == "attached"
+    assert restricted_daemon.stop() == 0
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -81,8 +81,8 @@ def test_a_control_daemon_without_the_group_is_replaced(
     daemon.configure()
     daemon.start().wait_ready()
     before = daemon.control_pid()
-    assert attach(daemon) == "attached"
-    end(jobs)
+    assert job_outcome(daemon) == "attached"
+    end_servers(jobs)
     daemon.configure(cuda_mps_pipe_group=GROUP)
     if restart:
         daemon.kill()
@@ -92,23 +92,26 @@ def test_a_control_daemon_without_the_group_is_replaced(
     eventually(lambda: daemon.pipe_directory.stat().st_mode & 0o777 == 0o710, trouble=lambda: daemon.log)
     eventually(lambda: daemon.status()["state"] == "ready", trouble=lambda: daemon.log)
     assert daemon.control_pid() != before
-    assert attach(daemon, GID) == "attached"
-    assert attach(daemon).startswith("PermissionError")
+    assert job_outcome(daemon, GID) == "attached"
+    assert job_outcome(daemon).startswith("PermissionError")
     assert daemon.stop() == 0
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_without_the_group_the_directory_is_open_again(closed: Daemon, restart: bool) -> None:
-    closed.configure()
+def test_without_the_group_the_directory_is_open_again(restricted_daemon: Daemon, restart: bool) -> None:
+    restricted_daemon.configure()
     if restart:
-        closed.kill()
-        closed.start().wait_ready()
+        restricted_daemon.kill()
+        restricted_daemon.start().wait_ready()
     else:
-        assert closed.ask("POST", "/v1/reload")[0] == 200
-    eventually(lambda: closed.pipe_directory.stat().st_mode & 0o777 == 0o755, trouble=lambda: closed.log)
-    eventually(lambda: closed.status()["state"] == "ready", trouble=lambda: closed.log)
-    assert attach(closed) == "attached"
-    assert closed.stop() == 0
+        assert restricted_daemon.ask("POST", "/v1/reload")[0] == 200
+    eventually(
+        lambda: restricted_daemon.pipe_directory.stat().st_mode & 0o777 == 0o755,
+        trouble=lambda: restricted_daemon.log,
+    )
+    eventually(lambda: restricted_daemon.status()["state"] == "ready", trouble=lambda: restricted_daemon.log)
+    assert job_outcome(restricted_daemon) == "attached"
+    assert restricted_daemon.stop() == 0
 
 
 def test_the_group_is_pending_while_a_job_runs(make_at_work: MakeAtWork) -> None:
@@ -120,6 +123,6 @@ def test_the_group_is_pending_while_a_job_runs(make_at_work: MakeAtWork) -> None
     assert "the control daemon waits for the MPS server (PID" in pending[0]
     assert daemon.pipe_directory.stat().st_mode & 0o777 == 0o755
     job.end()
-    end(jobs)
+    end_servers(jobs)
     eventually(lambda: daemon.pipe_directory.stat().st_mode & 0o777 == 0o710, trouble=lambda: daemon.log)
     assert daemon.stop() == 0

@@ -40,7 +40,7 @@ ADDRESSES = [f"00:06.0-{slot}" for slot in range(4)]
 
 
 @pytest.fixture
-def said() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
@@ -52,19 +52,19 @@ def background() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def client(ready_daemon: Daemon, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Client:
+def client(ready_daemon: Daemon, messages: list[str], monkeypatch: pytest.MonkeyPatch) -> Client:
     monkeypatch.setenv("YUNION_MPS_ROOT", str(ready_daemon.host.root))
-    return Client(said.append)
+    return Client(messages.append)
 
 
 @pytest.fixture
-def shared_client(shared_daemon: Daemon, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Client:
+def shared_client(shared_daemon: Daemon, messages: list[str], monkeypatch: pytest.MonkeyPatch) -> Client:
     """A client of the daemon that all tests share."""
     monkeypatch.setenv("YUNION_MPS_ROOT", str(shared_daemon.host.root))
-    return Client(said.append)
+    return Client(messages.append)
 
 
-def given(client: Client) -> list[str]:
+def addresses_leased_by(client: Client) -> list[str]:
     return sorted(address for lease in client.leases() for address in lease.devices)
 
 
@@ -76,7 +76,7 @@ def test_every_example_of_the_page_runs_and_leaves_nothing_taken(
     file.write_text(example)
     done = shared_daemon.host.run([sys.executable, file])
     assert (done.returncode, done.stderr) == (0, "")
-    eventually(lambda: given(shared_client) == [], "that all is free")
+    eventually(lambda: addresses_leased_by(shared_client) == [], "that all is free")
 
 
 def test_the_examples_pass_a_strict_type_check_with_the_installed_package(tmp_path: Path) -> None:
@@ -112,15 +112,15 @@ def test_any_python_finds_it_beside_h11_without_our_environment(
     assert (done.stdout, done.stderr) == (f"('{ADDRESSES[0]}',)\n", "")
 
 
-def loaded(code: str) -> list[str]:
+def modules_loaded_by(code: str) -> list[str]:
     code = f"import sys; before = {{*sys.modules}}; {code}; print(*({{*sys.modules}} - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     return done.stdout.split()
 
 
 def test_only_what_is_needed_of_the_client_is_loaded() -> None:
-    assert loaded("import yunion_mps") == ["yunion_mps"]
-    found = loaded("from yunion_mps import Client")
+    assert modules_loaded_by("import yunion_mps") == ["yunion_mps"]
+    found = modules_loaded_by("from yunion_mps import Client")
     others = {"asyncio", "click", "email", "http.client", "logging", "pynvml", "random", "sqlite3", "ssl"}
     assert found
     assert others.union({"subprocess", "urllib.parse", "yaml"}).intersection(found) == set()
@@ -140,7 +140,7 @@ def test_a_lease_ends_with_its_block_however_that_is_left(shared_client: Client)
         counts = shared_client.status().devices
         assert (counts.total, counts.used, counts.free) == (4, 1, 3)
         1 / 0  # noqa: B018
-    assert given(shared_client) == []
+    assert addresses_leased_by(shared_client) == []
     lease.release()
     assert len(shared_client.devices(unused=True)) == 4
 
@@ -156,27 +156,27 @@ def test_unavailable_infeasible_and_unknown_have_their_own_errors(shared_client:
 
 
 def test_a_caller_that_waits_gets_the_device_once_it_is_free(
-    shared_client: Client, said: list[str], background: ThreadPoolExecutor
+    shared_client: Client, messages: list[str], background: ThreadPoolExecutor
 ) -> None:
     first = shared_client.lease(devices=[ADDRESSES[0]])
     second = background.submit(shared_client.lease, devices=[ADDRESSES[0]], wait_s=math.inf)
-    eventually(lambda: said, "that it waits")
-    (message,) = said
+    eventually(lambda: messages, "that it waits")
+    (message,) = messages
     assert message.startswith(f"waiting: device {ADDRESSES[0]} ")
     first.release()
     second.result(PATIENCE_S).release()
 
 
 def test_a_lease_is_given_back_to_the_next_daemon_if_its_own_is_away(
-    ready_daemon: Daemon, client: Client, said: list[str], background: ThreadPoolExecutor
+    ready_daemon: Daemon, client: Client, messages: list[str], background: ThreadPoolExecutor
 ) -> None:
     lease = client.lease()
     ready_daemon.kill()
     released = background.submit(lease.release)
-    eventually(lambda: said, "that it waits for the daemon")
+    eventually(lambda: messages, "that it waits for the daemon")
     ready_daemon.start().wait_ready()
     released.result(PATIENCE_S)
-    assert given(client) == []
+    assert addresses_leased_by(client) == []
 
 
 def test_a_fork_of_the_process_gives_nothing_back(shared_client: Client) -> None:
@@ -186,16 +186,16 @@ def test_a_fork_of_the_process_gives_nothing_back(shared_client: Client) -> None
             lease.release()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert given(shared_client) == [ADDRESSES[0]]
+        assert addresses_leased_by(shared_client) == [ADDRESSES[0]]
 
 
 def test_an_exception_of_the_block_is_not_replaced_by_the_daemons(
-    ready_daemon: Daemon, client: Client, said: list[str]
+    ready_daemon: Daemon, client: Client, messages: list[str]
 ) -> None:
     with contextlib.suppress(ZeroDivisionError), client.lease():
         ready_daemon.kill()
         1 / 0  # noqa: B018
-    (why,) = said
+    (why,) = messages
     assert why.startswith(f"the lease of {ADDRESSES[0]} could not be released: the daemon is not running")
 
 
@@ -206,7 +206,7 @@ def test_a_lease_lives_through_a_reexec_of_the_daemon(ready_daemon: Daemon, clie
         eventually(lambda: (client.leases()[1].expires or then) > then, "a renewal by the next daemon")
         lease.check()
         named.check()
-    assert given(client) == []
+    assert addresses_leased_by(client) == []
 
 
 def test_a_lease_stays_in_its_process_and_its_record_travels(shared_client: Client) -> None:
@@ -222,17 +222,17 @@ def test_a_lease_whose_gpu_is_lost_says_so_and_can_be_released(ready_daemon: Dae
     with client.lease() as lease:
         lease.check()
         ready_daemon.host.gpus[0].lose()
-        error = eventually(lambda: failure(lease.check), "the loss of the GPU")
+        error = eventually(lambda: error_of(lease.check), "the loss of the GPU")
         assert isinstance(error, HostError)
         assert error.code in ("gpu_lost", "gpu_fault")  # which of these is noticed first differs
         assert error.message.startswith(f"device {ADDRESSES[0]} is unavailable: ")
         lease.release()
-        error = failure(lease.check)
+        error = error_of(lease.check)
         assert isinstance(error, NotFoundError)
         assert error.message == f"the lease of {ADDRESSES[0]} has ended"
 
 
-def failure(call: Callable[[], None]) -> YunionError | None:
+def error_of(call: Callable[[], None]) -> YunionError | None:
     try:
         call()
     except YunionError as error:
@@ -242,9 +242,9 @@ def failure(call: Callable[[], None]) -> YunionError | None:
 
 def test_threads_share_a_client(shared_client: Client, background: ThreadPoolExecutor) -> None:
     leases = list(background.map(lambda _: shared_client.lease(wait_s=60), range(4)))
-    assert sorted(lease.devices[0] for lease in leases) == ADDRESSES == given(shared_client)
+    assert sorted(lease.devices[0] for lease in leases) == ADDRESSES == addresses_leased_by(shared_client)
     list(background.map(lambda lease: lease.release(), leases))
-    assert given(shared_client) == []
+    assert addresses_leased_by(shared_client) == []
 
 
 def test_a_lease_with_a_name_is_renewed_until_it_is_given_back(shared_client: Client) -> None:
@@ -254,16 +254,16 @@ def test_a_lease_with_a_name_is_renewed_until_it_is_given_back(shared_client: Cl
         third = first.since + timedelta(seconds=3)
         eventually(lambda: (shared_client.leases()[0].expires or third) > third, "a third renewal")
         assert lease.lost == ""
-    assert given(shared_client) == []
+    assert addresses_leased_by(shared_client) == []
 
 
 def test_a_lease_with_a_name_says_that_another_caller_has_ended_it(
-    shared_daemon: Daemon, shared_client: Client, said: list[str]
+    shared_daemon: Daemon, shared_client: Client, messages: list[str]
 ) -> None:
     with shared_client.lease(name="job-17", ttl_s=1) as lease:
         assert shared_daemon.ask("DELETE", f"/v1/leases/{lease.id}")[0] == 200
         assert eventually(lambda: lease.lost).startswith("there is no lease")
-        assert said == [f"the lease of {ADDRESSES[0]} is lost: {lease.lost}"]
+        assert messages == [f"the lease of {ADDRESSES[0]} is lost: {lease.lost}"]
 
 
 def test_a_control_daemon_that_this_user_cannot_reach_gets_no_lease(
@@ -274,7 +274,7 @@ def test_a_control_daemon_that_this_user_cannot_reach_gets_no_lease(
     as_nobody()
     with pytest.raises(HostError, match="cannot be reached by this user"):
         client.lease(name="a", ttl_s=600)
-    assert given(client) == []
+    assert addresses_leased_by(client) == []
 
 
 @pytest.fixture

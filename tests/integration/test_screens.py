@@ -76,35 +76,35 @@ def screen(host: ServerHost) -> Iterator[Tmux]:
         yield screen
 
 
-def watch(screen: Tmux, command: str = TOP) -> list[str]:
+def start_top(screen: Tmux, command: str = TOP) -> list[str]:
     """Begin it; returns what it draws once it knows who uses the GPUs."""
     screen.type(command, "Enter")
     return screen.wait("mallory.*old-job")
 
 
-def timeless(lines: list[str]) -> list[str]:
+def without_times(lines: list[str]) -> list[str]:
     return [re.sub(r"\d\d:\d\d:\d\d", "HH:MM:SS", line) for line in lines]
 
 
-def shown(text: str, rows: int) -> list[str]:
+def padded_lines(text: str, rows: int) -> list[str]:
     lines = text.splitlines()
     return [*lines, *[""] * (rows - 1 - len(lines)), FOOT]
 
 
 def watch_until(screen: Tmux, text: str, rows: int, command: str = TOP) -> None:
     """Begin it, and wait for this screen: a line of it may be there before those below it."""
-    watch(screen, command)
-    eventually(lambda: timeless(screen.lines()) == shown(text, rows), "the screen")
+    start_top(screen, command)
+    eventually(lambda: without_times(screen.lines()) == padded_lines(text, rows), "the screen")
 
 
 def test_another_size_is_drawn_at_once_and_again_as_before(screen: Tmux) -> None:
-    watch(screen, "yunion-mps top --interval 3600")
+    start_top(screen, "yunion-mps top --interval 3600")
     screen.resize(120, 40)
     screen.wait(r"^DEVICE .* AGE +COMMAND$")
     screen.wait("  Hint: ask its owner, or terminate it: yunion-mps terminate 4711")
     screen.resize(80, 24)
-    expected = shown(SCREEN_80, 24)[:-1]
-    eventually(lambda: timeless(screen.lines())[:-1] == expected, "the screen as it was")
+    expected = padded_lines(SCREEN_80, 24)[:-1]
+    eventually(lambda: without_times(screen.lines())[:-1] == expected, "the screen as it was")
 
 
 @pytest.mark.parametrize("term", ["vt100", "linux", "xterm-256color"])
@@ -115,18 +115,20 @@ def test_it_is_the_same_whatever_the_terminal_is_called(host: ServerHost, term: 
 
 @pytest.mark.parametrize(("columns", "rows"), [(20, 6), (1, 1)])
 def test_top_works_on_a_small_terminal(screen: Tmux, columns: int, rows: int) -> None:
-    watch(screen)
+    start_top(screen)
     screen.resize(columns, rows)
     eventually(lambda: len(screen.lines()) <= rows and screen.lines()[-1:] != [], "the small screen")
     if rows >= 6:
         screen.wait(r"^00:06\.0-1")
     assert screen.tell("alternate_on") == "1"
     screen.resize(80, 24)
-    eventually(lambda: timeless(screen.lines())[:6] == SCREEN_80.splitlines()[:6], "the screen as it was")
+    eventually(
+        lambda: without_times(screen.lines())[:6] == SCREEN_80.splitlines()[:6], "the screen as it was"
+    )
 
 
 def test_keys_sort_and_choose_what_is_to_be_seen(screen: Tmux) -> None:
-    watch(screen)
+    start_top(screen)
     firsts = []
     for order in ("device", "user", "longest", "busiest"):
         screen.type("s")
@@ -167,7 +169,7 @@ def test_keys_scroll_through_3072_devices() -> None:
         assert next(line for line in screen.lines() if "-0 " in line).startswith("00:00.0-0 ")
 
 
-def left(screen: Tmux) -> list[str]:
+def screen_after_exit(screen: Tmux) -> list[str]:
     """What is on the terminal once the shell has it back as it was before."""
     screen.wait("^left with ")
     screen.wait_prompt()
@@ -188,7 +190,7 @@ def start(screen: Tmux) -> None:
     screen.type(SETTINGS, "Enter")
     eventually(lambda: settings(screen), "the settings")
     screen.wait_prompt()
-    watch(screen, f"{TOP}; echo left with $?")
+    start_top(screen, f"{TOP}; echo left with $?")
 
 
 def pid_of_top(screen: Tmux) -> int:
@@ -201,7 +203,7 @@ def test_a_key_ends_it_and_the_terminal_is_as_before(screen: Tmux, key: str, sta
     start(screen)
     screen.type(key)
     screen.wait(f"^left with {status}$")
-    left(screen)
+    screen_after_exit(screen)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
@@ -209,7 +211,7 @@ def test_a_signal_ends_it_and_the_terminal_is_as_before(screen: Tmux, number: si
     start(screen)
     os.kill(pid_of_top(screen), number)
     screen.wait(f"^left with {128 + number}$")
-    left(screen)
+    screen_after_exit(screen)
 
 
 def is_stopped(terminal: str) -> bool:
@@ -232,7 +234,7 @@ def test_a_signal_ends_it_even_if_ctrl_s_has_stopped_the_terminal(screen: Tmux) 
     eventually(lambda: is_stopped(terminal), "the terminal's halt")
     os.kill(pid, signal.SIGTERM)
     screen.wait("^left with 143$")
-    left(screen)
+    screen_after_exit(screen)
 
 
 @pytest.mark.parametrize("answer", [{"events": [{}], "last": 1}, {}], ids=["what draws", "what asks"])
@@ -243,7 +245,7 @@ def test_a_fault_of_its_own_leaves_the_terminal_as_before(
     start(screen)
     host.events.answer = answer
     screen.wait("^left with 1$")
-    assert any("KeyError" in line for line in left(screen))
+    assert any("KeyError" in line for line in screen_after_exit(screen))
 
 
 def test_ctrl_z_restores_the_terminal_and_top_can_continue(screen: Tmux) -> None:
@@ -289,7 +291,7 @@ def test_top_continues_while_the_clients_are_unknown(screen: Tmux, host: ServerH
 
 
 def test_there_are_colours_and_none_with_no_color_set(screen: Tmux) -> None:
-    watch(screen)
+    start_top(screen)
     assert any("\x1b[31m" in line for line in screen.lines(styled=True))
     screen.type("q")
     screen.wait_without("mallory")
@@ -300,7 +302,7 @@ def test_there_are_colours_and_none_with_no_color_set(screen: Tmux) -> None:
 
 def test_in_a_locale_without_utf_8_the_bars_are_ascii(host: ServerHost) -> None:
     with terminal(host) as screen:
-        lines = watch(screen, f"LC_ALL=C {TOP}")
+        lines = start_top(screen, f"LC_ALL=C {TOP}")
     assert "".join(lines).isascii()
     assert "00:06.0-1! [########]      5.9    5.6     5.0     42 alice       4260 python tr~" in lines
     assert "00:06.0    [##------]      6.2   22.5                3 of 4         2 Tesla P40" in lines

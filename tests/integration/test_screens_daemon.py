@@ -10,7 +10,7 @@ import pytest
 
 from integration.conftest import MakeDaemon
 from integration.daemon_host import Daemon, is_running
-from integration.test_cli_host import printed
+from integration.test_cli_host import output_of
 from integration.test_screens import TOP
 from integration.tmux import Tmux
 from simhost import SimHost
@@ -44,7 +44,7 @@ def test_jobs_of_the_real_daemon_come_and_go_and_use_outside_mps_is_named(
         screen.wait(rf"^Problem: PID {os.getpid()} of root .* uses GPU 00:06.0 \(700 MiB\)")
         host.gpus[0].add_process(job.pid, 9000, "M+C")
         screen.wait(rf"^Problem: 00:06.0-1 uses 9000 of \d+ MiB: PID {job.pid} of root")
-        status, who = printed(host, "status"), printed(host, "who")
+        status, who = output_of(host, "status"), output_of(host, "who")
         for text in (status, who):
             over = rf"^Problem: +00:06.0-1 uses 9000 of \d+ MiB: PID {job.pid} "
             assert re.search(over, text, re.MULTILINE)
@@ -75,11 +75,11 @@ def test_every_screen_shows_the_free_memory_of_pools(daemon: Daemon) -> None:
             for name in ("gpus", "status"):
                 assert (
                     "00:06.0: 10240 of 16384 MiB can be leased by root only; "
-                    "to lease some: yunion-mps run --gpu-mem SIZE COMMAND\n" in printed(host, name)
+                    "to lease some: yunion-mps run --gpu-mem SIZE COMMAND\n" in output_of(host, name)
                 )
             host.gpus[0].lose()
             screen.wait(r"^00:06\.0-m\* +\S+ +0\.0 +unavail")
-            assert "can be leased" not in printed(host, "gpus") + printed(host, "status")
+            assert "can be leased" not in output_of(host, "gpus") + output_of(host, "status")
         finally:
             command.kill()
             command.communicate()

@@ -76,7 +76,7 @@ KINDS = (
 NUMBERS = (4, 7, 3, 16, 1, 2, 10, 5, 12, 6)
 
 
-def description(count: int) -> list[dict[str, Any]]:
+def gpu_descriptions(count: int) -> list[dict[str, Any]]:
     """So many GPUs; every kind and many numbers come up, and the last lie in another PCI domain."""
     gpus: list[dict[str, Any]] = []
     for index in range(count):
@@ -91,7 +91,7 @@ def description(count: int) -> list[dict[str, Any]]:
     return gpus
 
 
-def tenths(number: int) -> float:
+def percentage_of_share(number: int) -> float:
     """100 / n with one decimal, rounded down."""
     return 1000 // number / 10
 
@@ -100,7 +100,7 @@ def address(gpu: SimGpu) -> str:
     return gpu.description.address.removeprefix("0000:")
 
 
-def shown(memory_mib: int) -> str:
+def shown_limit(memory_mib: int) -> str:
     return f"{memory_mib // 1024}G" if memory_mib >= 1024 else f"{memory_mib}M"
 
 
@@ -116,7 +116,7 @@ def check_devices(daemon: Daemon, gpus: Sequence[SimGpu]) -> None:
             "numa_node": gpu.description.numa_node,
             "gpu_memory_mib": gpu.description.memory_mib,
             "memory_mib": gpu.description.memory_mib // gpu.description.virtual_number,
-            "thread_percentage": tenths(gpu.description.virtual_number),
+            "thread_percentage": percentage_of_share(gpu.description.virtual_number),
             "budget_enforced": gpu.description.capability >= (7, 0),
             "state": "free",
         }
@@ -148,14 +148,14 @@ def in_pci_order(gpus: Sequence[SimGpu]) -> list[SimGpu]:
 def test_one_domain_serves_32_gpus_with_their_own_memory_limits(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
-    host = make_host(description(32))
+    host = make_host(gpu_descriptions(32))
     daemon = make_daemon(host).start().wait_ready()
     gpus = in_pci_order(host.gpus)
     check_devices(daemon, gpus)
     check_modes(daemon, gpus, "Exclusive_Process")
     memory = [gpu.description.memory_mib // gpu.description.virtual_number for gpu in gpus]
-    largest = max(tenths(gpu.description.virtual_number) for gpu in gpus)
-    assert limits(daemon, 32, daemon.pipe_directory) == [f"{largest:.1f}", *map(shown, memory)]
+    largest = max(percentage_of_share(gpu.description.virtual_number) for gpu in gpus)
+    assert limits(daemon, 32, daemon.pipe_directory) == [f"{largest:.1f}", *map(shown_limit, memory)]
     (domain,) = daemon.status()["domains"]
     assert domain["gpus"] == [gpu.uuid for gpu in gpus], "CUDA's order is that of PCI addresses"
     assert domain["memory_limits_mib"] == memory
@@ -166,7 +166,7 @@ def test_one_domain_serves_32_gpus_with_their_own_memory_limits(
 def test_with_a_domain_for_each_of_64_gpus_each_has_its_own_limits(
     make_host: MakeHost, make_daemon: MakeDaemon
 ) -> None:
-    host = make_host(description(64))
+    host = make_host(gpu_descriptions(64))
     daemon = make_daemon(host)
     daemon.configure(cuda_mps_scope="gpu")
     daemon.start().wait_ready()
@@ -179,8 +179,8 @@ def test_with_a_domain_for_each_of_64_gpus_each_has_its_own_limits(
     for gpu in gpus:
         number = gpu.description.virtual_number
         assert limits(daemon, 2, daemon.pipe_directory / gpu.uuid) == [
-            f"{tenths(number):.1f}",
-            shown(gpu.description.memory_mib // number),
+            f"{percentage_of_share(number):.1f}",
+            shown_limit(gpu.description.memory_mib // number),
         ]
     assert daemon.notifications.count("READY=1") == 1
     assert daemon.stop() == 0

@@ -42,7 +42,7 @@ def reload(daemon: Daemon, *options: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def check(daemon: Daemon, before: Way, way: Way) -> None:
+def check_transition(daemon: Daemon, before: Way, way: Way) -> None:
     """Nothing of `before` is left, except for the instances of a GPU without an entry."""
     rows = devices(daemon).values()
     assert [(row["state"], row["sharing"]) for row in rows] == [("free", way.sharing)] * way.devices
@@ -75,4 +75,4 @@ def test_a_leased_gpu_goes_through_all_ways_of_sharing_across_restarts(daemon: D
         (lease,) = leases_of(daemon)
         assert daemon.ask("DELETE", f"/v1/leases/{lease['id']}")[0] == 200
         reload(daemon, "--drain")
-        check(daemon, before, after)
+        check_transition(daemon, before, after)

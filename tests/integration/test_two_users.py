@@ -34,7 +34,7 @@ pytestmark = needs_root
 
 
 @pytest.fixture
-def idle(make_at_work: MakeAtWork) -> AtWork:
+def idle_server(make_at_work: MakeAtWork) -> AtWork:
     """A daemon for two GPUs whose only job has ended, so that a server without clients is left."""
     work = make_at_work(2)
     work.job.end()
@@ -42,8 +42,8 @@ def idle(make_at_work: MakeAtWork) -> AtWork:
 
 
 @pytest.fixture
-def other_user(idle: AtWork) -> Iterator[Connection]:
-    with stranger(idle.daemon) as connection:
+def other_user(idle_server: AtWork) -> Iterator[Connection]:
+    with stranger(idle_server.daemon) as connection:
         yield connection
 
 
@@ -59,15 +59,15 @@ def ask_and_wait(daemon: Daemon, words: str) -> Requester:
     return asker
 
 
-def test_an_idle_server_keeps_no_other_user_out(idle: AtWork, other_user: Connection) -> None:
-    assert idle.jobs.servers()
+def test_an_idle_server_keeps_no_other_user_out(idle_server: AtWork, other_user: Connection) -> None:
+    assert idle_server.jobs.servers()
     assert take(other_user, f"{JOB}&gpu={SECOND_GPU}")["gpus"] == [SECOND_GPU]
 
 
 def test_another_users_request_is_refused_by_name_and_granted_afterwards(
-    idle: AtWork, other_user: Connection
+    idle_server: AtWork, other_user: Connection
 ) -> None:
-    daemon = idle.daemon
+    daemon = idle_server.daemon
     lease = take(daemon, f"gpu={FIRST_GPU}")
     status, problem = other_user.ask("POST", "/v1/leases", f"{JOB}&gpu={SECOND_GPU}")
     assert (status, problem["code"]) == (423, "other_user")
@@ -97,10 +97,10 @@ def test_another_users_request_is_refused_by_name_and_granted_afterwards(
 
 
 def test_jobs_without_a_lease_keep_another_user_out_until_they_end(
-    idle: AtWork, other_user: Connection
+    idle_server: AtWork, other_user: Connection
 ) -> None:
     """Even a job that neither NVML lists nor the daemon has polled: the control daemon is asked."""
-    daemon, jobs = idle.daemon, idle.jobs
+    daemon, jobs = idle_server.daemon, idle_server.jobs
     job = jobs.attached(daemon.pipe_directory)
     (server,) = jobs.servers()
     status, problem = other_user.ask("POST", "/v1/leases", f"{JOB}&gpu={SECOND_GPU}")
@@ -113,9 +113,9 @@ def test_jobs_without_a_lease_keep_another_user_out_until_they_end(
     assert take(other_user, f"{JOB}&gpu={SECOND_GPU}")["uid"] == STRANGER
 
 
-def test_jobs_that_nvml_lists_keep_another_user_out(idle: AtWork, other_user: Connection) -> None:
+def test_jobs_that_nvml_lists_keep_another_user_out(idle_server: AtWork, other_user: Connection) -> None:
     """It goes on to list the server, and for a while a process that has ended."""
-    daemon, jobs = idle.daemon, idle.jobs
+    daemon, jobs = idle_server.daemon, idle_server.jobs
     gpu, job = daemon.host.gpus[0], jobs.attached(daemon.pipe_directory)
     for pid in (job.pid, *jobs.servers()):
         gpu.add_process(pid, 100)
@@ -126,21 +126,21 @@ def test_jobs_that_nvml_lists_keep_another_user_out(idle: AtWork, other_user: Co
 
 
 def test_a_client_that_outlives_its_lease_keeps_another_user_out(
-    idle: AtWork, other_user: Connection
+    idle_server: AtWork, other_user: Connection
 ) -> None:
-    daemon, jobs = idle.daemon, idle.jobs
+    daemon, jobs = idle_server.daemon, idle_server.jobs
     take(daemon, f"gpu={FIRST_GPU}&holder.name=own&holder.ttl_s=600&holder.uid=0")
     job = jobs.attached(daemon.pipe_directory)
     with contextlib.closing(ask_and_wait(daemon, f"{JOB}&gpu={SECOND_GPU}")) as waiting:
         daemon.ask("DELETE", "/v1/leases/own")
-        eventually(lambda: "jobs on the MPS server" in reason(daemon), "the reason after the lease")
+        eventually(lambda: "jobs on the MPS server" in queued_reason(daemon), "the reason after the lease")
         job.end()
         assert waiting.answer()[0] == 201
 
 
-def test_nothing_is_terminated_or_released_while_clients_are_unknown(idle: AtWork) -> None:
+def test_nothing_is_terminated_or_released_while_clients_are_unknown(idle_server: AtWork) -> None:
     """Once a job of another user waits, 535 says nothing about the clients of the running server."""
-    daemon, jobs = idle.daemon, idle.jobs
+    daemon, jobs = idle_server.daemon, idle_server.jobs
     if jobs.asked:
         pytest.skip("550 goes on to list the clients")
     lease = take(daemon, f"gpu={FIRST_GPU}&holder.name=own&holder.ttl_s=600&holder.uid=0")
@@ -161,9 +161,9 @@ def test_nothing_is_terminated_or_released_while_clients_are_unknown(idle: AtWor
     os.kill(job.pid, 0)  # it runs
 
 
-def test_a_server_that_ends_for_another_user_gets_no_more_jobs(idle: AtWork) -> None:
+def test_a_server_that_ends_for_another_user_gets_no_more_jobs(idle_server: AtWork) -> None:
     """A job without a lease waits, so 535 lets the first user's next jobs wait as well, without a word."""
-    daemon, jobs = idle.daemon, idle.jobs
+    daemon, jobs = idle_server.daemon, idle_server.jobs
     if jobs.asked:
         pytest.skip("550 goes on to serve the first user")
     job = jobs.attached(daemon.pipe_directory)
@@ -179,7 +179,7 @@ def test_a_server_that_ends_for_another_user_gets_no_more_jobs(idle: AtWork) -> 
     eventually(lambda: daemon.ask("POST", "/v1/leases", f"gpu={SECOND_GPU}")[0] == 201, "the server's end")
 
 
-def reason(daemon: Daemon) -> str:
+def queued_reason(daemon: Daemon) -> str:
     """Why the first queued request waits."""
     waiting = daemon.get("/v1/leases")[1]["waiting"]
     return str(waiting[0]["reason"]) if waiting else ""
@@ -198,9 +198,9 @@ def test_with_scope_gpu_users_exclude_each_other_on_single_gpus_only(
 
 @pytest.mark.parametrize("user", [str(STRANGER), "nobody"])
 def test_root_names_the_user_of_a_lease_that_it_takes(
-    idle: AtWork, other_user: Connection, user: str
+    idle_server: AtWork, other_user: Connection, user: str
 ) -> None:
-    daemon = idle.daemon
+    daemon = idle_server.daemon
     command = ("yunion-mps", "lease", "take", "job-17", "--ttl", "600", "--gpu", FIRST_GPU, "--user", user)
     daemon.host.run(command, check=True)
     take(other_user, f"{JOB}&gpu={FIRST_GPU}")
@@ -210,14 +210,16 @@ def test_root_names_the_user_of_a_lease_that_it_takes(
     assert (status, problem["detail"]) == (403, "only root may take a lease for another user's processes")
 
 
-def test_a_lease_by_name_of_an_unknown_user_keeps_nobody_out(idle: AtWork, other_user: Connection) -> None:
-    take(idle.daemon, f"holder.name=pod&holder.ttl_s=600&gpu={FIRST_GPU}")
+def test_a_lease_by_name_of_an_unknown_user_keeps_nobody_out(
+    idle_server: AtWork, other_user: Connection
+) -> None:
+    take(idle_server.daemon, f"holder.name=pod&holder.ttl_s=600&gpu={FIRST_GPU}")
     assert take(other_user, f"{JOB}&gpu={SECOND_GPU}")["gpus"] == [SECOND_GPU]
 
 
-def test_no_later_request_overtakes_another_user_s_after_a_restart(idle: AtWork) -> None:
+def test_no_later_request_overtakes_another_user_s_after_a_restart(idle_server: AtWork) -> None:
     """The job ends while the daemon is away, and its user asks again before the other one does."""
-    daemon = idle.daemon
+    daemon = idle_server.daemon
     with contextlib.ExitStack() as jobs:
         own = jobs.enter_context(daemon.host.popen(["yunion-mps", "run", "--gpu", FIRST_GPU, "sleep", "600"]))
         jobs.callback(own.kill)

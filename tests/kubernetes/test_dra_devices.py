@@ -109,7 +109,7 @@ def test_a_reserve_beside_each_lease_is_part_of_what_is_consumed() -> None:
     memory = one.device["capacity"]["memory"]
     assert memory["value"] == memory_quantity(127 * 128), "16300 MiB in whole units"
     assert memory["requestPolicy"]["validRange"] == {"min": "512Mi", "step": "128Mi"}
-    allocated = result(one.name, memory="6Gi")
+    allocated = allocated_device(one.name, memory="6Gi")
     request = requested_by([allocated], {one.name: one}, "node")
     assert request == ClaimRequest((), "06:00.0", 6144 - 384)
 
@@ -124,13 +124,15 @@ def test_a_pool_of_one_unit_is_consumed_by_one_claim(reserve_mib: int) -> None:
         "default": value,
         "validRange": {"min": value},
     }
-    assert requested_by([result(one.name, memory=value)], {one.name: one}, "node").memory_mib == 1024
+    assert (
+        requested_by([allocated_device(one.name, memory=value)], {one.name: one}, "node").memory_mib == 1024
+    )
     assert one.taint == "", "nothing is leased to other programs"
 
 
 def test_an_allocation_from_before_the_reserve_still_has_some_memory() -> None:
     (one,) = offered_devices(facts(pools=[pool(6, memory_reserve_mib=300)]))
-    request = requested_by([result(one.name, memory="128Mi")], {one.name: one}, "node")
+    request = requested_by([allocated_device(one.name, memory="128Mi")], {one.name: one}, "node")
     assert request == ClaimRequest((), "06:00.0", 1)
 
 
@@ -220,7 +222,7 @@ def test_a_claim_asks_for_the_threads_that_it_consumes(
 ) -> None:
     pools = [pool(8, thread_percentage=10, thread_percentage_total=150.0), pool(9)]
     offered = {one.name: one for one in offered_devices(facts(pools=pools))}
-    allocated = result(device)
+    allocated = allocated_device(device)
     allocated["consumedCapacity"] = consumed
     made = requested_by([allocated], offered, "node")
     assert (made.memory_mib, made.thread_percentage) == (memory_mib, percentage)
@@ -257,7 +259,7 @@ def test_a_device_of_a_gpu_that_was_replaced_is_not_offered() -> None:
     assert (made.gpu, made.taint) == (uuid_of(6), "")
 
 
-def result(device: str, memory: str = "", in_pool: str = "node") -> AllocatedDevice:
+def allocated_device(device: str, memory: str = "", in_pool: str = "node") -> AllocatedDevice:
     made: AllocatedDevice = {"request": "gpu", "driver": "mps.yunion.io", "pool": in_pool, "device": device}
     if memory:
         made["consumedCapacity"] = {"memory": memory}
@@ -282,11 +284,17 @@ OFFERED = {
 @pytest.mark.parametrize(
     ("results", "request_"),
     [
-        ([result("06-00-0-0")], ClaimRequest(("06:00.0-0",))),
-        ([result("07-00-0-0"), result("06-00-0-1")], ClaimRequest(("06:00.0-1", "07:00.0-0"))),
-        ([result("08-00-0", "6Gi")], ClaimRequest((), "08:00.0", 6144)),
-        ([result("08-00-0", "2Gi"), result("08-00-0", "1Gi")], ClaimRequest((), "08:00.0", 3072)),
-        ([result("08-00-0")], ClaimRequest((), "08:00.0", 16384)),
+        ([allocated_device("06-00-0-0")], ClaimRequest(("06:00.0-0",))),
+        (
+            [allocated_device("07-00-0-0"), allocated_device("06-00-0-1")],
+            ClaimRequest(("06:00.0-1", "07:00.0-0")),
+        ),
+        ([allocated_device("08-00-0", "6Gi")], ClaimRequest((), "08:00.0", 6144)),
+        (
+            [allocated_device("08-00-0", "2Gi"), allocated_device("08-00-0", "1Gi")],
+            ClaimRequest((), "08:00.0", 3072),
+        ),
+        ([allocated_device("08-00-0")], ClaimRequest((), "08:00.0", 16384)),
     ],
 )
 def test_an_allocation_asks_for_one_lease(results: list[AllocatedDevice], request_: ClaimRequest) -> None:
@@ -294,7 +302,7 @@ def test_an_allocation_asks_for_one_lease(results: list[AllocatedDevice], reques
 
 
 def test_a_qualified_name_of_a_capacity_is_understood() -> None:
-    allocated = result("08-00-0")
+    allocated = allocated_device("08-00-0")
     allocated["consumedCapacity"] = {"mps.yunion.io/memory": "1Gi"}
     assert requested_by([allocated], OFFERED, "node").memory_mib == 1024
 
@@ -302,15 +310,21 @@ def test_a_qualified_name_of_a_capacity_is_understood() -> None:
 @pytest.mark.parametrize(
     ("results", "reason"),
     [
-        ([result("06-00-0-9")], "there is no device 06-00-0-9"),
-        ([result("06-00-0-0", in_pool="other")], "in the pool other on this node"),
-        ([result("06-00-0-0"), result("08-00-0", "1Gi")], "but not both"),
-        ([result("08-00-0", "1Gi"), result("09-00-0", "1Gi")], "of only one GPU"),
-        ([result("06-00-0-0"), result("0b-00-0-g1")], "through MPS and some are not"),
-        ([result("08-00-0", "1Gi"), result("0b-00-0-g1")], "through MPS and some are not"),
-        ([result("0b-00-0-g1"), result("0c-00-0-0")], "on MIG instances and some are not"),
-        ([result("08-00-0", "lots")], "is not a quantity"),
-        ([result("08-00-0", "9" * 309)], "is not a quantity"),
+        ([allocated_device("06-00-0-9")], "there is no device 06-00-0-9"),
+        ([allocated_device("06-00-0-0", in_pool="other")], "in the pool other on this node"),
+        ([allocated_device("06-00-0-0"), allocated_device("08-00-0", "1Gi")], "but not both"),
+        ([allocated_device("08-00-0", "1Gi"), allocated_device("09-00-0", "1Gi")], "of only one GPU"),
+        ([allocated_device("06-00-0-0"), allocated_device("0b-00-0-g1")], "through MPS and some are not"),
+        (
+            [allocated_device("08-00-0", "1Gi"), allocated_device("0b-00-0-g1")],
+            "through MPS and some are not",
+        ),
+        (
+            [allocated_device("0b-00-0-g1"), allocated_device("0c-00-0-0")],
+            "on MIG instances and some are not",
+        ),
+        ([allocated_device("08-00-0", "lots")], "is not a quantity"),
+        ([allocated_device("08-00-0", "9" * 309)], "is not a quantity"),
     ],
 )
 def test_a_claim_that_cannot_be_one_lease_is_refused(results: list[AllocatedDevice], reason: str) -> None:

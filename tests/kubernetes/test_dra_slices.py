@@ -33,7 +33,7 @@ NODE_COUNT = 16
 LOST = {"state": "unavailable", "reason_code": "gpu_lost", "reason": "the GPU is lost"}
 
 
-def stored(offered: list[OfferedDevice], generation: int = 1) -> dict[str, ResourceSlice]:
+def published_slices(offered: list[OfferedDevice], generation: int = 1) -> dict[str, ResourceSlice]:
     """The slices of these devices, as an API server has them."""
     found: dict[str, ResourceSlice] = {}
     for one in (write.build() for write in plan_writes({}, slices_of(offered), NODE, None).stored):
@@ -82,11 +82,11 @@ def test_every_slice_obeys_the_api_s_rules() -> None:
 
 def test_slices_that_are_up_to_date_are_not_written() -> None:
     offered = shares(20, 8, **LOST)
-    assert plan_writes(stored(offered), slices_of(offered), NODE, None) == ([], [])
+    assert plan_writes(published_slices(offered), slices_of(offered), NODE, None) == ([], [])
 
 
 def test_a_change_of_one_slice_keeps_the_generation() -> None:
-    existing = stored(shares(20, 8), generation=5)
+    existing = published_slices(shares(20, 8), generation=5)
     writes = plan_writes(existing, slices_of(shares(20, 8, **LOST)), NODE, None)
     one = writes.stored[0].build()
     assert len(writes.stored) == 1
@@ -96,7 +96,7 @@ def test_a_change_of_one_slice_keeps_the_generation() -> None:
 
 
 def test_a_change_of_several_slices_is_a_new_generation_of_all() -> None:
-    existing = stored(shares(20, 8), generation=5)
+    existing = published_slices(shares(20, 8), generation=5)
     for gpus, number, deleted in ((30, 4, 0), (10, 2, 1)):
         writes = plan_writes(existing, slices_of(shares(gpus, 8)), NODE, None)
         assert len(writes.stored) == number
@@ -106,7 +106,7 @@ def test_a_change_of_several_slices_is_a_new_generation_of_all() -> None:
 
 def test_a_half_written_generation_is_replaced_by_the_next() -> None:
     offered = shares(20, 8)
-    existing = stored(offered, generation=5)
+    existing = published_slices(offered, generation=5)
     existing[slice_name(NODE, 1)]["spec"]["pool"]["generation"] = 6
     writes = plan_writes(existing, slices_of(offered), NODE, None)
     assert [one.pool["generation"] for one in writes.stored] == [7, 7, 7]
@@ -119,7 +119,7 @@ def test_without_taints_unusable_devices_are_left_out() -> None:
 
 def test_the_devices_of_stored_slices_are_not_kept() -> None:
     """Those of a node with 64 GPUs take 30 MiB."""
-    few, lost = stored(shares(1, 4)), stored(shares(1, 4, **LOST))
+    few, lost = published_slices(shares(1, 4)), published_slices(shares(1, 4, **LOST))
     name = slice_name(NODE, 0)
     assert few[name]["spec"]["devices"] == []
     assert (few[name]["stored"].have_taints, lost[name]["stored"].have_taints) == (False, True)

@@ -140,11 +140,11 @@ def loaded(path: Path) -> list[Object]:
 
 
 @pytest.fixture(scope="module")
-def built() -> list[Object]:
+def manifests() -> list[Object]:
     return kustomized(MANIFESTS)
 
 
-def one(objects: list[Object], kind: str) -> Object:
+def only_object(objects: list[Object], kind: str) -> Object:
     (found,) = (each for each in objects if each["kind"] == kind)
     return found
 
@@ -178,8 +178,8 @@ def test_a_misspelt_field_is_found() -> None:
 
 
 @pytest.mark.processes
-def test_every_path_of_the_plugin_is_mounted(built: list[Object]) -> None:
-    pod = one(built, "DaemonSet")["spec"]["template"]["spec"]
+def test_every_path_of_the_plugin_is_mounted(manifests: list[Object]) -> None:
+    pod = only_object(manifests, "DaemonSet")["spec"]["template"]["spec"]
     hosts = {volume["name"]: volume.get("hostPath", {}).get("path") for volume in pod["volumes"]}
     (container,) = pod["containers"]
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
@@ -200,9 +200,9 @@ def test_every_path_of_the_plugin_is_mounted(built: list[Object]) -> None:
 
 
 @pytest.mark.processes
-def test_the_configuration_in_the_manifests_is_valid(built: list[Object], tmp_path: Path) -> None:
-    pod = one(built, "DaemonSet")["spec"]["template"]["spec"]
-    configuration = one(built, "ConfigMap")
+def test_the_configuration_in_the_manifests_is_valid(manifests: list[Object], tmp_path: Path) -> None:
+    pod = only_object(manifests, "DaemonSet")["spec"]["template"]["spec"]
+    configuration = only_object(manifests, "ConfigMap")
     named = [volume["configMap"]["name"] for volume in pod["volumes"] if "configMap" in volume]
     assert named == [configuration["metadata"]["name"]]
     (tmp_path / "etc/yunion").mkdir(parents=True)
@@ -213,8 +213,8 @@ def test_the_configuration_in_the_manifests_is_valid(built: list[Object], tmp_pa
 
 
 @pytest.mark.processes
-def test_the_plugin_has_the_least_rights_and_no_capabilities(built: list[Object]) -> None:
-    objects = [*built, *kustomized(MANIFESTS / "dra")]
+def test_the_plugin_has_the_least_rights_and_no_capabilities(manifests: list[Object]) -> None:
+    objects = [*manifests, *kustomized(MANIFESTS / "dra")]
     rights = {
         (resource, verb)
         for role in objects
@@ -229,7 +229,7 @@ def test_the_plugin_has_the_least_rights_and_no_capabilities(built: list[Object]
         ("resourceclaims", "get"),
         *(("resourceslices", verb) for verb in (*read, "create", "update", "delete")),
     }
-    pod = one(built, "DaemonSet")["spec"]["template"]["spec"]
+    pod = only_object(manifests, "DaemonSet")["spec"]["template"]["spec"]
     assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
     security = pod["containers"][0]["securityContext"]
     assert security["capabilities"] == {"drop": ["ALL"]}
@@ -237,10 +237,10 @@ def test_the_plugin_has_the_least_rights_and_no_capabilities(built: list[Object]
 
 
 @pytest.mark.processes
-def test_the_roles_are_bound_to_the_service_account(built: list[Object]) -> None:
-    objects = [*built, *kustomized(MANIFESTS / "dra")]
-    account = one(objects, "ServiceAccount")["metadata"]
-    pod = one(built, "DaemonSet")["spec"]["template"]["spec"]
+def test_the_roles_are_bound_to_the_service_account(manifests: list[Object]) -> None:
+    objects = [*manifests, *kustomized(MANIFESTS / "dra")]
+    account = only_object(objects, "ServiceAccount")["metadata"]
+    pod = only_object(manifests, "DaemonSet")["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == account["name"]
     bindings = [each for each in objects if each["kind"] == "ClusterRoleBinding"]
     assert {binding["roleRef"]["name"] for binding in bindings} == {
@@ -248,7 +248,7 @@ def test_the_roles_are_bound_to_the_service_account(built: list[Object]) -> None
     }
     user = {"kind": "ServiceAccount", "name": account["name"], "namespace": account["namespace"]}
     assert [binding["subjects"] for binding in bindings] == [[user]] * len(bindings)
-    policy = one(objects, "ValidatingAdmissionPolicy")["spec"]
+    policy = only_object(objects, "ValidatingAdmissionPolicy")["spec"]
     name = f"system:serviceaccount:{account['namespace']}:{account['name']}"
     assert policy["matchConditions"][0]["expression"] == f'request.userInfo.username == "{name}"'
 

@@ -22,10 +22,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "h100", "count": 
 
 @pytest.fixture
 def daemon_with_mig(daemon: Daemon) -> Daemon:
-    return divided(daemon, "mig: [3g.40gb, 1g.10gb, 1g.10gb]", 2)
+    return restart_divided(daemon, "mig: [3g.40gb, 1g.10gb, 1g.10gb]", 2)
 
 
-def divided(daemon: Daemon, *divisions: object) -> Daemon:
+def restart_divided(daemon: Daemon, *divisions: object) -> Daemon:
     daemon.host.divide(*divisions)
     daemon.configure(cuda_mps_scope="gpu")
     return daemon.start().wait_ready()
@@ -51,7 +51,7 @@ def test_with_mixed_each_profile_is_a_resource(daemon_with_mig: Daemon) -> None:
 
 def test_with_mixed_shared_instances_are_counted_by_profile_and_way(daemon: Daemon) -> None:
     write_options(daemon, "migStrategy: mixed")
-    host = divided(daemon, SHARED, SLICED).host
+    host = restart_divided(daemon, SHARED, SLICED).host
     names = [f"{profile}.{way}" for profile in (BIG, SMALL) for way in ("mps", "shared")]
     with Kubelet(host, RESOURCE, *names) as kubelet, KubeletPlugin(host):
         for name in names:
@@ -88,7 +88,7 @@ def test_a_layout_that_changes_adds_a_resource_and_empties_another(daemon_with_m
 
 def test_spread_counts_instances_by_their_gpu(daemon: Daemon) -> None:
     write_options(daemon, "preferred: spread")
-    host = divided(daemon, "mig: all-1g.10gb", "mig: all-1g.10gb").host
+    host = restart_divided(daemon, "mig: all-1g.10gb", "mig: all-1g.10gb").host
     with Kubelet(host, RESOURCE, INSTANCES) as kubelet, KubeletPlugin(host):
         kubelet.request(INSTANCES).wait_healthy(14)
         devices = [kubelet.run_pod(f"pod-{number}", 1).devices[0] for number in range(4)]
@@ -97,7 +97,7 @@ def test_spread_counts_instances_by_their_gpu(daemon: Daemon) -> None:
 
 def test_a_container_gets_no_instance_beside_a_whole_gpu(daemon: Daemon) -> None:
     sliced = "type: NVIDIA_GPU_SHARE\n  virtual_number: 1"
-    host = divided(daemon, sliced, f"{sliced}\n  mig: [3g.40gb, 3g.40gb]").host
+    host = restart_divided(daemon, sliced, f"{sliced}\n  mig: [3g.40gb, 3g.40gb]").host
     with Kubelet(host, RESOURCE, TIME_SLICED) as kubelet, KubeletPlugin(host):
         whole, instance, other = sorted(kubelet.request(TIME_SLICED).wait_healthy(3))
         assert kubelet.preferred(2) == (instance, other)
@@ -117,7 +117,7 @@ def test_a_container_gets_no_instance_beside_a_whole_gpu(daemon: Daemon) -> None
 @pytest.fixture
 def without_cdi(daemon: Daemon) -> Iterator[Kubelet]:
     write_options(daemon, "deviceListStrategy: environment")
-    host = divided(daemon, "mig: [3g.40gb, 1g.10gb]").host
+    host = restart_divided(daemon, "mig: [3g.40gb, 1g.10gb]").host
     with Kubelet(host, RESOURCE, INSTANCES) as kubelet, KubeletPlugin(host):
         kubelet.request(INSTANCES).wait_healthy(2)
         yield kubelet

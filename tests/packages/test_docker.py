@@ -42,7 +42,7 @@ def engine(operator: Operator) -> Docker:
     return docker
 
 
-def mps(name: str) -> tuple[str, str]:
+def device_option(name: str) -> tuple[str, str]:
     return "--device", f"yunion.io/mps={name}"
 
 
@@ -58,7 +58,7 @@ def nothing_is_taken(operator: Operator) -> None:
     operator.machine.wait_until("all is given back", lambda: leases(operator) == [])
 
 
-def bound(operator: Operator) -> dict[str, Any]:
+def container_lease(operator: Operator) -> dict[str, Any]:
     """The one lease, once it is a container's."""
     operator.machine.wait_until(
         "a container has it", lambda: [one["binding"] for one in leases(operator)] == ["container"]
@@ -77,7 +77,7 @@ def docker(engine: Docker, operator: Operator) -> Iterator[Docker]:
 
 
 @pytest.fixture
-def plain(engine: Docker, operator: Operator) -> Iterator[Docker]:
+def docker_without_cdi(engine: Docker, operator: Operator) -> Iterator[Docker]:
     engine.start(reads_cdi=False)
     yield engine
     engine.remove_all()
@@ -91,11 +91,11 @@ def test_a_cdi_device_gives_a_container_its_budget_and_pipe_directory(
     operator.control("start_server -uid 0")
     (server,) = operator.servers()
     expected = operator.ask(f"devices/{ADDRESSES[1]}")["client_environment"]
-    done = docker.run(*mps(ADDRESSES[1]), "--env", "CUDA_VISIBLE_DEVICES=7", IMAGE, "env", "-0")
+    done = docker.run(*device_option(ADDRESSES[1]), "--env", "CUDA_VISIBLE_DEVICES=7", IMAGE, "env", "-0")
     found = environment(done.stdout)
     assert {name: found.get(name) for name in expected} == expected
     for user in ("0", "1000"):
-        told = docker.run(*mps(ADDRESSES[1]), "--user", user, IMAGE, "sh", "-c", ASK).stdout
+        told = docker.run(*device_option(ADDRESSES[1]), "--user", user, IMAGE, "sh", "-c", ASK).stdout
         assert told.splitlines() == ["25.0", str(server)]
     told = docker.run(IMAGE, "sh", "-c", ASK).stdout
     assert told.startswith("Cannot find MPS control daemon"), "without the device"
@@ -103,25 +103,25 @@ def test_a_cdi_device_gives_a_container_its_budget_and_pipe_directory(
 
 def test_a_device_is_the_container_s_alone_until_it_ends(operator: Operator, docker: Docker) -> None:
     # Without a network, for docker renames no container of a bridge that is not there.
-    options = ("--detach", "--network", "none", "--name", "trainer", *mps(ADDRESSES[1]))
+    options = ("--detach", "--network", "none", "--name", "trainer", *device_option(ADDRESSES[1]))
     docker("run", *options, IMAGE, "sleep", "300")
-    lease = bound(operator)
+    lease = container_lease(operator)
     pid = int(docker.told("trainer", "{{.State.Pid}}"))
     assert lease["devices"] == [ADDRESSES[1]]
     assert operator.machine.run("readlink", f"/proc/{pid}/exe").stdout == "/usr/bin/sleep\n"
     assert (lease["container"], lease["container_id"]) == ("trainer", docker.told("trainer", "{{.Id}}"))
     assert "trainer: sleep 300" in operator.machine.run("yunion-mps", "who").stdout
-    refused = docker.run(*mps(ADDRESSES[1]), IMAGE, "true", check=False)
+    refused = docker.run(*device_option(ADDRESSES[1]), IMAGE, "true", check=False)
     assert refused.returncode != 0
     taken = f"yunion-mps: device {ADDRESSES[1]} is in use: trainer of root, PID {lease['pid']}"
     assert f"{taken} (see: yunion-mps who)" in refused.stderr
     log = ("journalctl", "--output=cat", "--identifier=yunion-mps")
     operator.machine.wait_until("it is logged", lambda: taken[12:] in operator.machine.run(*log).stdout)
     docker("rename", "trainer", "teacher")
-    assert bound(operator)["container"] == "teacher"
+    assert container_lease(operator)["container"] == "teacher"
     docker("rename", "teacher", "trainer")
     docker("restart", "--time", "0", "trainer")
-    assert bound(operator)["pid"] != lease["pid"], "it is taken again at each start"
+    assert container_lease(operator)["pid"] != lease["pid"], "it is taken again at each start"
     docker("stop", "--time", "0", "trainer")
     nothing_is_taken(operator)
     docker.remove("trainer")
@@ -144,7 +144,7 @@ def begin_client(operator: Operator, unit: str) -> int:
 
 def stop_safely(operator: Operator, docker: Docker, unit: str) -> None:
     pid = begin_client(operator, unit)
-    bound(operator)
+    container_lease(operator)
     operator.machine.run("systemctl", "stop", unit)
     assert docker.told("trainer", "{{.State.Status}} {{.State.ExitCode}}") == "exited 137"
     assert operator.has_disconnected(pid)
@@ -156,7 +156,7 @@ def stop_safely(operator: Operator, docker: Docker, unit: str) -> None:
 def test_after_terminate_docker_stop_kills_no_client_of_mps(operator: Operator, docker: Docker) -> None:
     machine = operator.machine
     pid = begin_client(operator, "terminated")
-    (device,) = bound(operator)["devices"]
+    (device,) = container_lease(operator)["devices"]
     assert machine.run("yunion-mps", "terminate", device, "--yes", check=False).returncode == 1
     assert docker.told("trainer", "{{.State.Status}}") == "running", "it ignores SIGTERM"
     assert operator.has_disconnected(pid)
@@ -175,7 +175,7 @@ def test_run_gives_a_container_a_lease_that_ends_with_it(operator: Operator, doc
     assert (done.returncode, done.stdout.split()[:2]) == (7, [ADDRESSES[0], "25.0"]), done.stderr
     nothing_is_taken(operator)
     machine.run(*RUN, "--detach", "--name", "trainer", IMAGE, "sleep", "300")
-    lease = bound(operator)
+    lease = container_lease(operator)
     requested = json.loads(docker.told("trainer", "{{json .HostConfig.DeviceRequests}}"))
     assert [(one["Driver"], one["DeviceIDs"]) for one in requested] == [
         ("cdi", [f"yunion.io/mps={lease['id']}"])
@@ -183,9 +183,11 @@ def test_run_gives_a_container_a_lease_that_ends_with_it(operator: Operator, doc
     docker.remove("trainer")
 
 
-def test_run_docker_gives_the_same_environment_and_a_lease(operator: Operator, plain: Docker) -> None:
+def test_run_docker_gives_the_same_environment_and_a_lease(
+    operator: Operator, docker_without_cdi: Docker
+) -> None:
     machine = operator.machine
-    refused = plain.run(*mps(ADDRESSES[1]), IMAGE, "true", check=False)
+    refused = docker_without_cdi.run(*device_option(ADDRESSES[1]), IMAGE, "true", check=False)
     assert 'could not select device driver "cdi"' in refused.stderr, "as docs/containers.md has it"
     inside = f"env -0 | cat; {ASK}"
     done = machine.run(*RUN, "--rm", IMAGE, "sh", "-c", inside)
@@ -196,13 +198,18 @@ def test_run_docker_gives_the_same_environment_and_a_lease(operator: Operator, p
     assert told.splitlines()[0] == "25.0"
     nothing_is_taken(operator)
     machine.run(*RUN, "--detach", "--name", "trainer", IMAGE, "sleep", "300")
-    lease = bound(operator)
-    assert (lease["pid"], lease["container"]) == (int(plain.told("trainer", "{{.State.Pid}}")), "trainer")
-    plain.remove("trainer")
+    lease = container_lease(operator)
+    assert (lease["pid"], lease["container"]) == (
+        int(docker_without_cdi.told("trainer", "{{.State.Pid}}")),
+        "trainer",
+    )
+    docker_without_cdi.remove("trainer")
     nothing_is_taken(operator)
 
 
-def test_without_cdi_a_replaced_budget_is_noticed_in_any_directory(operator: Operator, plain: Docker) -> None:
+def test_without_cdi_a_replaced_budget_is_noticed_in_any_directory(
+    operator: Operator, docker_without_cdi: Docker
+) -> None:
     machine = operator.machine
     words = ("--env", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=16G", IMAGE, "env")
     refused = machine.run(*RUN, *words, check=False)
@@ -214,7 +221,9 @@ def test_without_cdi_a_replaced_budget_is_noticed_in_any_directory(operator: Ope
     assert done.stdout.splitlines()[:2] == ["/run/mps:1,a", "25.0"], done.stderr
 
 
-def test_docker_accepts_the_env_file_and_fails_without_a_device(operator: Operator, plain: Docker) -> None:
+def test_docker_accepts_the_env_file_and_fails_without_a_device(
+    operator: Operator, docker_without_cdi: Docker
+) -> None:
     """An empty file would be taken for none, and the container run without limits."""
 
     def printed(device: str) -> Done:
@@ -228,5 +237,5 @@ def test_docker_accepts_the_env_file_and_fails_without_a_device(operator: Operat
     assert "no variable name on line '=no-device-available'" in refused.stderr
 
 
-def test_without_cdi_a_safe_stop_does_the_same(operator: Operator, plain: Docker) -> None:
-    stop_safely(operator, plain, "stopped-plain")
+def test_without_cdi_a_safe_stop_does_the_same(operator: Operator, docker_without_cdi: Docker) -> None:
+    stop_safely(operator, docker_without_cdi, "stopped-plain")

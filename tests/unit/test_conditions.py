@@ -131,7 +131,7 @@ def healthy_host(**more: Any) -> Host:
     return Host(with_conditions(snapshot(GPU), **more))
 
 
-def reported(kind: str, status: str, code: str, subject: str = "") -> Callable[[], Host]:
+def host_reporting(kind: str, status: str, code: str, subject: str = "") -> Callable[[], Host]:
     """What another part of the daemon has found."""
     return partial(healthy_host, reported=[Condition(kind, subject, status, Reason(WHY, code))])
 
@@ -140,7 +140,7 @@ def gpu_with(**changed: Any) -> Host:
     return Host(snapshot(GPU._replace(**changed)))
 
 
-def now(**changed: Any) -> Host:
+def changed_gpu(**changed: Any) -> Host:
     """A GPU that has changed since it was divided."""
     inventory = builders.inventory(GPU._replace(**changed))
     return Host(with_conditions(snapshot(GPU)._replace(inventory=inventory)))
@@ -254,7 +254,7 @@ def rows() -> Iterator[Row]:
     )  # fmt: skip
     for code in sorted(GPU_NEEDS):
         why = Reason(WHY, code)
-        make = partial(now, reason=why)
+        make = partial(changed_gpu, reason=why)
         yield Row(f"GPU {code}", ABOUT_GPU, code, PROBLEM, make, drained=code, **drained)
     yield Row(
         "a GPU that is not served", ABOUT_DEVICES, reasons.GPU_NOT_SERVED, PROBLEM, with_gpu_not_served,
@@ -273,13 +273,13 @@ def rows() -> Iterator[Row]:
     changed = reasons.COMPUTE_MODE_CHANGED
     default = partial(gpu_with, compute_mode="Default")
     yield Row("a mode that was changed", ABOUT_COMPUTE_MODE, changed, WARNING, default)
-    prohibited = partial(now, compute_mode="Prohibited")
+    prohibited = partial(changed_gpu, compute_mode="Prohibited")
     yield Row("a prohibited GPU", ABOUT_COMPUTE_MODE, changed, PROBLEM, prohibited)
     fixed = partial(gpu_with, compute_mode="Default", mode_is_fixed=True)
     yield Row("a mode that is fixed", ABOUT_COMPUTE_MODE, reasons.COMPUTE_MODE_UNSUPPORTED, WARNING, fixed)
-    refused = reported(ABOUT_TIME_SLICE, REFUSED, reasons.TIME_SLICE_REFUSED, "06:00.0")
+    refused = host_reporting(ABOUT_TIME_SLICE, REFUSED, reasons.TIME_SLICE_REFUSED, "06:00.0")
     yield Row("a time slice", ABOUT_TIME_SLICE, reasons.TIME_SLICE_REFUSED, WARNING, refused)
-    refused = reported(ABOUT_SETTING, REFUSED, reasons.COMPUTE_MODE_REFUSED, "06:00.0")
+    refused = host_reporting(ABOUT_SETTING, REFUSED, reasons.COMPUTE_MODE_REFUSED, "06:00.0")
     yield Row("another setting", ABOUT_SETTING, reasons.COMPUTE_MODE_REFUSED, WARNING, refused)
     for about in (ABOUT_COMPUTE_MODE, ABOUT_TIME_SLICE, ABOUT_SETTING):
         for code, users in (
@@ -318,7 +318,7 @@ def rows() -> Iterator[Row]:
         (ABOUT_LEASE, BROKEN, reasons.LEASE_UNREADABLE),
     ):
         level = PROBLEM if status == BROKEN else WARNING
-        yield Row(f"{kind} {code}", kind, code, level, reported(kind, status, code))
+        yield Row(f"{kind} {code}", kind, code, level, host_reporting(kind, status, code))
     yield from rows_of_use()
 
 
@@ -432,7 +432,7 @@ SERVER_4250 = Users(servers=(Servers((4250,)),))
 PROCESS = Users(processes=(7,))
 
 
-def beside(make: Callable[[], Host], users: Users, gpu: Gpu = GPU, **facts: Any) -> Host:
+def host_with_restoration(make: Callable[[], Host], users: Users, gpu: Gpu = GPU, **facts: Any) -> Host:
     """The host, with the restoration of a compute mode that waits for these users."""
     host = make()
     why = wait_reason("the restoration of its compute mode Default", users, reasons.SETTING_PENDING)
@@ -443,24 +443,32 @@ def beside(make: Callable[[], Host], users: Users, gpu: Gpu = GPU, **facts: Any)
 def beside_layout(code: str) -> Host:
     """The same of a GPU whose MIG layout is not in effect, for the reason with this code."""
     layouts = {IN_MIG_MODE.uuid: Reason(WHY, code)}
-    return beside(partial(with_layout, code, serves=True), SERVER_4250, IN_MIG_MODE, layouts=layouts)
+    return host_with_restoration(
+        partial(with_layout, code, serves=True), SERVER_4250, IN_MIG_MODE, layouts=layouts
+    )
 
 
 @pytest.mark.parametrize(
     ("host", "codes"),
     [
-        (beside(healthy_host, JOB), [reasons.SETTING_PENDING]),
-        (beside(healthy_host, NO_USERS, leftovers=WHY), [reasons.CONTROL_DAEMON_LEFT]),
-        (beside(partial(with_domain, pending=WHY), SERVER_4250), [LIMITS_PENDING]),
-        (beside(partial(with_domain, pending=WHY), NO_USERS), [LIMITS_PENDING]),
-        (beside(partial(with_domain, pending=WHY), PROCESS), [LIMITS_PENDING, reasons.SETTING_PENDING]),
-        (beside(with_waiting_gpu, BOB), [reasons.LEASES_PENDING]),
-        (beside(with_waiting_gpu, PROCESS), [reasons.LEASES_PENDING, reasons.SETTING_PENDING]),
-        (beside(with_former_division, JOB), [reasons.LEASES_PENDING]),
-        (beside(with_former_division, PROCESS), [reasons.LEASES_PENDING, reasons.SETTING_PENDING]),
-        (beside(partial(now, compute_mode="Default"), JOB), [reasons.SETTING_PENDING]),
+        (host_with_restoration(healthy_host, JOB), [reasons.SETTING_PENDING]),
+        (host_with_restoration(healthy_host, NO_USERS, leftovers=WHY), [reasons.CONTROL_DAEMON_LEFT]),
+        (host_with_restoration(partial(with_domain, pending=WHY), SERVER_4250), [LIMITS_PENDING]),
+        (host_with_restoration(partial(with_domain, pending=WHY), NO_USERS), [LIMITS_PENDING]),
         (
-            beside(partial(now, compute_mode="Prohibited"), JOB),
+            host_with_restoration(partial(with_domain, pending=WHY), PROCESS),
+            [LIMITS_PENDING, reasons.SETTING_PENDING],
+        ),
+        (host_with_restoration(with_waiting_gpu, BOB), [reasons.LEASES_PENDING]),
+        (host_with_restoration(with_waiting_gpu, PROCESS), [reasons.LEASES_PENDING, reasons.SETTING_PENDING]),
+        (host_with_restoration(with_former_division, JOB), [reasons.LEASES_PENDING]),
+        (
+            host_with_restoration(with_former_division, PROCESS),
+            [reasons.LEASES_PENDING, reasons.SETTING_PENDING],
+        ),
+        (host_with_restoration(partial(changed_gpu, compute_mode="Default"), JOB), [reasons.SETTING_PENDING]),
+        (
+            host_with_restoration(partial(changed_gpu, compute_mode="Prohibited"), JOB),
             [reasons.COMPUTE_MODE_CHANGED, reasons.SETTING_PENDING],
         ),
         (

@@ -25,7 +25,7 @@ def error(tmp_path: Path) -> Iterator[IO[str]]:
         yield file
 
 
-def check(error: IO[str] | int, *arguments: str, **environment: str) -> int:
+def run_check(error: IO[str] | int, *arguments: str, **environment: str) -> int:
     """Run `--check`, which finds no configuration; returns the exit status."""
     with short_root() as paths:
         os.mkdir(f"{paths.root}/etc")
@@ -52,19 +52,19 @@ def test_an_unknown_log_level_in_the_environment_is_wrong_usage(error: IO[str], 
 
 
 def test_the_option_overrides_the_environment(error: IO[str]) -> None:
-    assert check(error, "--check", "--log-level", "info", YUNION_MPS_LOG_LEVEL="verbose") == 6
-    assert check(error, YUNION_MPS_LOG_LEVEL="") == 6
+    assert run_check(error, "--check", "--log-level", "info", YUNION_MPS_LOG_LEVEL="verbose") == 6
+    assert run_check(error, YUNION_MPS_LOG_LEVEL="") == 6
 
 
 def test_lines_have_levels_if_standard_error_is_the_journal_s(error: IO[str]) -> None:
     status = os.fstat(error.fileno())
-    assert check(error, JOURNAL_STREAM=f"{status.st_dev}:{status.st_ino}") == 6
+    assert run_check(error, JOURNAL_STREAM=f"{status.st_dev}:{status.st_ino}") == 6
     assert lines_of(error)
     assert [line for line in lines_of(error) if not line.startswith("<3>")] == []
 
 
 def test_errors_begin_with_the_program_s_name_outside_the_journal(error: IO[str]) -> None:
-    assert check(error, JOURNAL_STREAM="8:12345") == 6
+    assert run_check(error, JOURNAL_STREAM="8:12345") == 6
     assert lines_of(error)
     assert [line for line in lines_of(error) if not line.startswith(OURS)] == []
 
@@ -74,12 +74,12 @@ def test_under_another_manager_lines_have_levels_but_not_on_a_terminal(
     error: IO[str], *, terminal: bool
 ) -> None:
     if not terminal:
-        assert check(error, NOTIFY_SOCKET="/nonexistent/notify") == 6
+        assert run_check(error, NOTIFY_SOCKET="/nonexistent/notify") == 6
         assert lines_of(error)[0].startswith("<3>")
         return
     ours, theirs = pty.openpty()
     try:
-        assert check(theirs, NOTIFY_SOCKET="/nonexistent/notify") == 6
+        assert run_check(theirs, NOTIFY_SOCKET="/nonexistent/notify") == 6
         assert os.read(ours, 65536).decode().startswith(OURS)
     finally:
         os.close(ours)
@@ -88,4 +88,4 @@ def test_under_another_manager_lines_have_levels_but_not_on_a_terminal(
 
 def test_a_full_disk_under_standard_error_does_not_change_the_exit_status() -> None:
     with open("/dev/full", "w") as full:
-        assert check(full) == 6
+        assert run_check(full) == 6

@@ -95,7 +95,7 @@ def host() -> Iterator[SimHost]:
         assert list(temporary.iterdir()) == []
 
 
-def check(host: SimHost, output: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run_gpu_check(host: SimHost, output: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return host.run([PROGRAM, "--output", output, *options], timeout=120)
 
 
@@ -120,7 +120,7 @@ def test_gpu_check_without_a_driver_says_what_it_searched(tmp_path: Path) -> Non
 
 def test_gpu_check_without_a_gpu_says_what_cuda_says(host: SimHost, tmp_path: Path) -> None:
     host.env["STANDIN_NO_DEVICE"] = "1"
-    result = check(host, tmp_path)
+    result = run_gpu_check(host, tmp_path)
     assert result.returncode == 0, result.stderr
     assert "missing: a GPU that can be used: " in result.stdout
     assert "CUDA_ERROR_NO_DEVICE (100) from cuInit" in result.stdout
@@ -129,7 +129,7 @@ def test_gpu_check_without_a_gpu_says_what_cuda_says(host: SimHost, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_gpu_check_asks_a_question_to_its_end(host: SimHost, tmp_path: Path, name: str) -> None:
-    result = check(host, tmp_path, "--only", name)
+    result = run_gpu_check(host, tmp_path, "--only", name)
     assert result.returncode == 0, result.stderr
     page = page_in(tmp_path)
     assert f" {name}: answered\n" in result.stdout, page
@@ -147,7 +147,7 @@ def test_gpu_check_has_no_other_questions(tmp_path: Path) -> None:
 
 def test_gpu_check_asks_nothing_about_mps_if_no_client_runs(host: SimHost, tmp_path: Path) -> None:
     (host.root / "usr/bin/behaviour").write_text("failing")
-    result = check(host, tmp_path, "--only", "start,killed_client,thread_limit")
+    result = run_gpu_check(host, tmp_path, "--only", "start,killed_client,thread_limit")
     assert result.returncode == 0, result.stderr
     assert "the first client did not run a kernel: CUDA_ERROR_MPS_CONNECTION_FAILED" in page_in(tmp_path)
     assert "killed_client: not asked: start has no good answer" in result.stdout

@@ -55,7 +55,7 @@ def begin_with(library: Path, code: str) -> None:
     subprocess.run(["cc", *flags, "-o", str(library), str(source), real], check=True, timeout=60)
 
 
-def found(scene: Scene, level: str) -> dict[str, str]:
+def selftest_line(scene: Scene, level: str) -> dict[str, str]:
     return scene.look("--selftest").one("selftest", level)
 
 
@@ -73,14 +73,14 @@ def test_a_device_that_gives_more_than_its_budget_is_a_problem(scene: Scene, lib
     # A driver forgets the limits where their list names a GPU that the program does not see.
     names = ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
     begin_with(library, " ".join(f'unsetenv("{name}");' for name in names))
-    told = found(scene, "problem")["what"]
+    told = selftest_line(scene, "problem")["what"]
     assert "got 16384 MiB of a budget of 3840 MiB" in told
     assert told.endswith("it got more than its budget")
 
 
 def test_a_program_that_the_driver_does_not_compile_is_a_problem(scene: Scene, library: Path) -> None:
     library.write_bytes(library.with_name("real.so").read_bytes().replace(b".entry work", b".entry none"))
-    assert "cuModuleLoadData: CUDA_ERROR_INVALID_VALUE" in found(scene, "problem")["what"]
+    assert "cuModuleLoadData: CUDA_ERROR_INVALID_VALUE" in selftest_line(scene, "problem")["what"]
 
 
 def test_a_driver_that_hangs_is_found_in_time_and_leaves_no_process(scene: Scene, library: Path) -> None:
@@ -93,12 +93,12 @@ def test_a_driver_that_hangs_is_found_in_time_and_leaves_no_process(scene: Scene
 
 def test_a_program_that_dies_is_a_problem(scene: Scene, library: Path) -> None:
     begin_with(library, "abort();")
-    assert "exited without output" in found(scene, "problem")["what"]
+    assert "exited without output" in selftest_line(scene, "problem")["what"]
 
 
 def test_without_libcuda_it_is_skipped(scene: Scene, library: Path) -> None:
     assert not library.exists()
-    assert "there is no CUDA driver library (dlopen: libcuda.so.1" in found(scene, "skipped")["what"]
+    assert "there is no CUDA driver library (dlopen: libcuda.so.1" in selftest_line(scene, "skipped")["what"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
@@ -106,7 +106,7 @@ def test_it_does_not_get_in_the_way_of_another_users_jobs(stack: ExitStack) -> N
     scene = with_libcuda(stack)  # of its own, because that user's server stays
     client = scene.stand_ins.client(scene.daemon.pipe_directory, STRANGER)
     assert [client.says(), client.says()] == ["asking", "attached"]
-    told = found(scene, "skipped")
+    told = selftest_line(scene, "skipped")
     assert told["what"] == "00:06.0-0 was not tested: a client of your user would block new jobs of nobody"
     servers = scene.stand_ins.servers()
     client.end()
@@ -116,7 +116,7 @@ def test_it_does_not_get_in_the_way_of_another_users_jobs(stack: ExitStack) -> N
 def test_a_client_that_mps_does_not_serve_is_a_problem(stack: ExitStack) -> None:
     scene = with_libcuda(stack)
     scene.stand_ins.behave("failing")
-    told = found(scene, "problem")
+    told = selftest_line(scene, "problem")
     assert told["what"] == (
         "00:06.0-0: the MPS server could not be reached (cuInit: CUDA_ERROR_MPS_CONNECTION_FAILED)"
     )

@@ -49,12 +49,12 @@ REFUSED = Event(
 GPU = Event("info", "gpu", "00:06.0", "a\x1b[2Jb")
 
 
-def day(form: str = "%Y-%m-%d") -> str:
+def day_of_events(form: str = "%Y-%m-%d") -> str:
     return time.strftime(form, time.gmtime(THEN_S + 3600 * EAST_H))
 
 
 @pytest.fixture
-def happened(own_cli: Cli) -> Cli:
+def host_with_events(own_cli: Cli) -> Cli:
     """A host on which four things happened yesterday from noon on, an hour apart."""
     own_cli.env["TZ"] = f"HERE{-EAST_H:+}"
     for hour, event in enumerate((DIED, BACK, REFUSED, GPU)):
@@ -63,33 +63,33 @@ def happened(own_cli: Cli) -> Cli:
 
 
 TEXT = f"""\
-{day()} 12:00:00  WARNING  domain host: ready -> backoff
+{day_of_events()} 12:00:00  WARNING  domain host: ready -> backoff
     cause: the control daemon (PID 4242) was killed by signal 9
     consequence: its devices are not served until it has restarted
-{day()} 13:00:00  info     domain host: applying -> ready
+{day_of_events()} 13:00:00  info     domain host: applying -> ready
     consequence: its devices are served within their budgets
-{day()} 14:00:00  ERROR    configuration reload: refused
+{day_of_events()} 14:00:00  ERROR    configuration reload: refused
     cause: a.conf:3: x is 0
     b.yml:2: y is 1
     consequence: nothing changed
-{day()} 15:00:00  info     gpu 00:06.0: a\\x1b[2Jb
+{day_of_events()} 15:00:00  info     gpu 00:06.0: a\\x1b[2Jb
 """
 
 
-def test_events_have_their_time_cause_and_consequence(happened: Cli) -> None:
-    assert happened.process("events") == (0, TEXT, "")  # which reads the time zone of its start
+def test_events_have_their_time_cause_and_consequence(host_with_events: Cli) -> None:
+    assert host_with_events.process("events") == (0, TEXT, "")  # which reads the time zone of its start
 
 
-def test_on_a_narrow_terminal_lines_are_folded_and_no_word_is_broken(happened: Cli) -> None:
-    lines = happened.process_lines(50, "events", "--limit", "4", "--kind", "domain")
+def test_on_a_narrow_terminal_lines_are_folded_and_no_word_is_broken(host_with_events: Cli) -> None:
+    lines = host_with_events.process_lines(50, "events", "--limit", "4", "--kind", "domain")
     assert lines == [
-        f"{day()} 12:00:00  WARNING  domain host: ready",
+        f"{day_of_events()} 12:00:00  WARNING  domain host: ready",
         "        -> backoff",
         "    cause: the control daemon (PID 4242) was",
         "        killed by signal 9",
         "    consequence: its devices are not served until",
         "        it has restarted",
-        f"{day()} 13:00:00  info     domain host:",
+        f"{day_of_events()} 13:00:00  info     domain host:",
         "        applying -> ready",
         "    consequence: its devices are served within",
         "        their budgets",
@@ -101,8 +101,8 @@ def test_on_a_narrow_terminal_lines_are_folded_and_no_word_is_broken(happened: C
     [
         (["--kind", "domain"], [DIED, BACK]),
         (["--kind", "lease"], []),
-        (["--since", f"{day()} 13:00"], [BACK, REFUSED, GPU]),
-        (["--since", f"{day()} 13:00:01"], [REFUSED, GPU]),
+        (["--since", f"{day_of_events()} 13:00"], [BACK, REFUSED, GPU]),
+        (["--since", f"{day_of_events()} 13:00:01"], [REFUSED, GPU]),
         (["--since", "yesterday"], [DIED, BACK, REFUSED, GPU]),
         (["--since", "today"], []),
         (["--since", "0s"], []),
@@ -114,25 +114,25 @@ def test_on_a_narrow_terminal_lines_are_folded_and_no_word_is_broken(happened: C
     ],
 )
 def test_only_the_events_that_are_asked_for_are_shown(
-    happened: Cli, arguments: list[str], shown: list[Event]
+    host_with_events: Cli, arguments: list[str], shown: list[Event]
 ) -> None:
-    answer = json.loads(happened.good("events", *arguments, "-o", "json"))
+    answer = json.loads(host_with_events.good("events", *arguments, "-o", "json"))
     assert [event["what"] for event in answer["events"]] == [event.what for event in shown]
 
 
-def test_without_events_it_says_so(happened: Cli) -> None:
-    assert happened.good("events", "--since", "today") == "No events.\n"
+def test_without_events_it_says_so(host_with_events: Cli) -> None:
+    assert host_with_events.good("events", "--since", "today") == "No events.\n"
 
 
-def test_if_there_may_be_more_it_says_so_and_shows_the_newest(happened: Cli) -> None:
+def test_if_there_may_be_more_it_says_so_and_shows_the_newest(host_with_events: Cli) -> None:
     cut = "(showing the newest 1 events; for older ones, use --limit or --since)\n"
     gpus = ("events", "--kind", "gpu")
-    assert happened.good(*gpus, "--limit", "1") == cut + TEXT.splitlines(keepends=True)[-1]
+    assert host_with_events.good(*gpus, "--limit", "1") == cut + TEXT.splitlines(keepends=True)[-1]
     for number in range(100):
-        happened.host.record(GPU._replace(subject=str(number)), THEN_S + 3600 * 4)
-    assert happened.good(*gpus).startswith("(showing the newest 100 events; ")
-    assert len(happened.good(*gpus).splitlines()) == 101
-    assert happened.good("events", "--since", "yesterday").startswith(TEXT)
+        host_with_events.host.record(GPU._replace(subject=str(number)), THEN_S + 3600 * 4)
+    assert host_with_events.good(*gpus).startswith("(showing the newest 100 events; ")
+    assert len(host_with_events.good(*gpus).splitlines()) == 101
+    assert host_with_events.good("events", "--since", "yesterday").startswith(TEXT)
 
 
 def test_leases_hide_no_xid_and_it_says_how_many_are_left_out(own_cli: Cli) -> None:
@@ -173,11 +173,11 @@ class EarlierDaemon:
 
 
 @pytest.fixture
-def earlier(happened: Cli) -> Cli:
+def earlier(host_with_events: Cli) -> Cli:
     """A host with a daemon of an earlier version."""
-    pool = happened.host.server.pool
+    pool = host_with_events.host.server.pool
     pool.application = EarlierDaemon(pool.application)
-    return happened
+    return host_with_events
 
 
 @pytest.mark.parametrize("options", [[], ["--kind", "gpu"], ["--limit", "1"], ["-o", "json"]])
@@ -196,8 +196,8 @@ def test_top_shows_the_events_of_an_earlier_daemon(earlier: Cli) -> None:
     assert "configuration reload: refused" in earlier.good("top", "--once")
 
 
-def test_events_are_printed_for_programs_too(happened: Cli) -> None:
-    answer, (header, *rows) = happened.read("events")
+def test_events_are_printed_for_programs_too(host_with_events: Cli) -> None:
+    answer, (header, *rows) = host_with_events.read("events")
     times = {"time": rfc3339(THEN_S), "last_time": rfc3339(THEN_S)}
     assert answer["events"][0] == {"id": 1, **times, "count": 1, "rank": 4, **DIED.stored()}
     names = ["time", "severity", "kind", "subject", "what", "cause", "consequence", "code"]
@@ -207,10 +207,10 @@ def test_events_are_printed_for_programs_too(happened: Cli) -> None:
     assert len(rows) == 4
 
 
-def test_many_events_of_one_cause_are_counted_in_the_last_line(happened: Cli) -> None:
+def test_many_events_of_one_cause_are_counted_in_the_last_line(host_with_events: Cli) -> None:
     for number in range(MAX_REPEATS + 5):
-        happened.host.record(BACK, THEN_S + 3600 * 4 + number)
-    *_, last = happened.good("events").splitlines()[:-1]
+        host_with_events.host.record(BACK, THEN_S + 3600 * 4 + number)
+    *_, last = host_with_events.good("events").splitlines()[:-1]
     assert "domain host: applying -> ready (6 times until " in last
 
 
@@ -239,40 +239,40 @@ def lines_of(process: subprocess.Popen[str], count: int) -> list[str]:
     return [process.stdout.readline() for _ in range(count)]
 
 
-def test_follow_shows_what_was_and_what_comes_until_ctrl_c(happened: Cli) -> None:
-    with following(happened) as process:
+def test_follow_shows_what_was_and_what_comes_until_ctrl_c(host_with_events: Cli) -> None:
+    with following(host_with_events) as process:
         assert "".join(lines_of(process, 10)) == TEXT
-        happened.host.record(BACK)
+        host_with_events.host.record(BACK)
         assert lines_of(process, 2)[1] == f"    consequence: {BACK.consequence}\n"
-        happened.host.record(GPU)
+        host_with_events.host.record(GPU)
         assert lines_of(process, 1)[0].endswith("gpu 00:06.0: a\\x1b[2Jb\n")
         out, err = interrupt(process)
     assert (process.returncode, out, err.strip()) == (130, "", "")
 
 
-def test_follow_begins_with_the_newest_ten_or_those_since_a_time(happened: Cli) -> None:
+def test_follow_begins_with_the_newest_ten_or_those_since_a_time(host_with_events: Cli) -> None:
     for number in range(10):
-        happened.host.record(BACK._replace(subject=str(number)), THEN_S + 3600 * 4)
+        host_with_events.host.record(BACK._replace(subject=str(number)), THEN_S + 3600 * 4)
     for arguments, count in (([], 10), (["--limit", "3"], 3), (["--since", "yesterday"], 14)):
-        with following(happened, "-o", "json", *arguments) as process:
+        with following(host_with_events, "-o", "json", *arguments) as process:
             ids = [json.loads(line)["id"] for line in lines_of(process, count)]
         assert ids == list(range(15 - count, 15))
 
 
-def test_follow_of_one_kind_shows_nothing_else(happened: Cli) -> None:
-    with following(happened, "--kind", "gpu", "-o", "json") as process:
+def test_follow_of_one_kind_shows_nothing_else(host_with_events: Cli) -> None:
+    with following(host_with_events, "--kind", "gpu", "-o", "json") as process:
         assert json.loads(lines_of(process, 1)[0])["id"] == 4
-        happened.host.record(BACK)
-        happened.host.record(GPU)
+        host_with_events.host.record(BACK)
+        host_with_events.host.record(GPU)
         assert json.loads(lines_of(process, 1)[0])["id"] == 6
 
 
 @pytest.mark.parametrize("output", ["json", "yaml", "csv"])
-def test_a_program_that_follows_gets_each_event_whole(happened: Cli, output: str) -> None:
+def test_a_program_that_follows_gets_each_event_whole(host_with_events: Cli, output: str) -> None:
     """JSON: an object a line; YAML: a list that goes on; CSV: with one header."""
-    with following(happened, "-o", output) as process:
-        happened.host.record(BACK)
-        happened.host.record(BACK)
+    with following(host_with_events, "-o", output) as process:
+        host_with_events.host.record(BACK)
+        host_with_events.host.record(BACK)
         text = ""
         while text.count(BACK.what) < 3:
             text += lines_of(process, 1)[0]
@@ -295,7 +295,7 @@ def test_follow_before_the_first_event_shows_what_comes(own_cli: Cli) -> None:
             assert lines_of(process, 1)[0].startswith(begin)
 
 
-def hurry(host: ServerHost) -> None:
+def wake_clients(host: ServerHost) -> None:
     """Have the clients that wait for an event ask again."""
 
     async def work() -> None:
@@ -304,21 +304,25 @@ def hurry(host: ServerHost) -> None:
     host.call(work())
 
 
-@pytest.mark.parametrize("then", [lambda host: host.record(BACK), hurry], ids=["with an event", "without"])
-def test_follow_ends_once_its_reader_has_enough(happened: Cli, then: Callable[[ServerHost], Any]) -> None:
-    with following(happened) as process:
+@pytest.mark.parametrize(
+    "then", [lambda host: host.record(BACK), wake_clients], ids=["with an event", "without"]
+)
+def test_follow_ends_once_its_reader_has_enough(
+    host_with_events: Cli, then: Callable[[ServerHost], Any]
+) -> None:
+    with following(host_with_events) as process:
         assert process.stdout is not None
         process.stdout.close()
-        then(happened.host)
+        then(host_with_events.host)
         assert process.wait(60) == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""
 
 
-def test_follow_misses_nothing_across_a_restart(happened: Cli) -> None:
-    with following(happened, "-o", "json", "--limit", "1") as process:
+def test_follow_misses_nothing_across_a_restart(host_with_events: Cli) -> None:
+    with following(host_with_events, "-o", "json", "--limit", "1") as process:
         assert json.loads(lines_of(process, 1)[0])["id"] == 4
-        host = happened.host
+        host = host_with_events.host
         host.stop()
         assert process.stderr is not None
         wrong = process.stderr.readline()
@@ -330,15 +334,17 @@ def test_follow_misses_nothing_across_a_restart(happened: Cli) -> None:
         assert json.loads(lines_of(process, 1)[0])["id"] == 5
         host.record(GPU)
         assert json.loads(lines_of(process, 1)[0])["id"] == 6
-    assert wrong.startswith(f"yunion-mps: the daemon's answer on {happened.host.paths.socket} was cut off: ")
+    assert wrong.startswith(
+        f"yunion-mps: the daemon's answer on {host_with_events.host.paths.socket} was cut off: "
+    )
     assert wrong.endswith("; retrying for up to 60 s\n")
 
 
-def test_follow_continues_with_a_new_event_log(happened: Cli) -> None:
-    with short_root() as elsewhere, following(happened, "-o", "json", "--limit", "1") as process:
+def test_follow_continues_with_a_new_event_log(host_with_events: Cli) -> None:
+    with short_root() as elsewhere, following(host_with_events, "-o", "json", "--limit", "1") as process:
         assert json.loads(lines_of(process, 1)[0])["id"] == 4
-        happened.host.begin_new_record(elsewhere)
-        happened.host.record(BACK)
+        host_with_events.host.begin_new_record(elsewhere)
+        host_with_events.host.record(BACK)
         assert process.stderr is not None
         assert process.stderr.readline() == "yunion-mps: the event log was restarted\n"
         assert json.loads(lines_of(process, 1)[0])["id"] == 1

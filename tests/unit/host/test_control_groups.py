@@ -46,7 +46,7 @@ def test_a_group_contains_those_below_it_by_path_not_by_name(group: ControlGroup
     assert ControlGroup("", "/a/b").contains([ControlGroup("pids", "/"), group]) is is_inside
 
 
-def made(mounts: Path, path: str, owner: int = 0) -> None:
+def make_group(mounts: Path, path: str, owner: int = 0) -> None:
     """Make a group, and those above it that are missing; only the last one is the owner's."""
     (mounts / path).mkdir(parents=True)
     os.chown(mounts / path, owner, owner)
@@ -67,17 +67,17 @@ def made(mounts: Path, path: str, owner: int = 0) -> None:
     ],
 )
 def test_a_group_is_root_s_only_if_all_above_it_are(tmp_path: Path, path: str, is_roots: bool | None) -> None:
-    made(tmp_path, "system.slice/docker.scope")
-    made(tmp_path, "user.slice/docker.scope")
-    made(tmp_path, "machine.slice/user@2000.service/docker.scope")
-    made(tmp_path, "delegated", USER)
-    made(tmp_path, "delegated/docker.scope")
+    make_group(tmp_path, "system.slice/docker.scope")
+    make_group(tmp_path, "user.slice/docker.scope")
+    make_group(tmp_path, "machine.slice/user@2000.service/docker.scope")
+    make_group(tmp_path, "delegated", USER)
+    make_group(tmp_path, "delegated/docker.scope")
     assert is_made_by_root(ControlGroup("", path), str(tmp_path)) is is_roots
 
 
 @needs_root
 def test_a_group_of_each_version_is_found_where_that_is_mounted(tmp_path: Path) -> None:
     for hierarchy, mount in (("cpu,cpuacct", "cpu"), ("name=systemd", "systemd"), ("", "unified")):
-        made(tmp_path, f"{mount}/job")
+        make_group(tmp_path, f"{mount}/job")
         assert is_made_by_root(ControlGroup(hierarchy, "/job"), str(tmp_path)) is True
     assert is_made_by_root(ControlGroup("memory", "/job"), str(tmp_path)) is None

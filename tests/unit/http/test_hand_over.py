@@ -14,7 +14,7 @@ from integration.daemon_host import eventually
 from unit.http.conftest import Serve
 from unit.http.server_host import PATIENCE_S, ServerHost, request
 from unit.http.test_events_and_changes import WAIT, waiting, whats
-from unit.http.test_turns import held
+from unit.http.test_turns import held_reads
 
 
 def hand_over(host: ServerHost) -> Future[None]:
@@ -72,7 +72,7 @@ def test_requests_in_progress_are_answered_before_a_handover(host: ServerHost) -
 def test_a_request_that_was_sent_and_not_read_yet_is_answered_before(host: ServerHost) -> None:
     clients = [host.connect() for _ in range(20)]
     host.wait_connections(20)
-    with held(host):
+    with held_reads(host):
         for client in clients:
             client.send(request("/v1/gpus"))
         handing = hand_over(host)

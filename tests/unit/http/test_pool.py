@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be othe
 
 
 @pytest.fixture
-def crowded(serve: Serve) -> Serve:
+def crowded_server(serve: Serve) -> Serve:
     """Make a server that ends no connection for being slow."""
     return lambda snapshot=None, **limits: serve(
         snapshot,
@@ -25,7 +25,7 @@ def crowded(serve: Serve) -> Serve:
     )
 
 
-def fill(host: ServerHost, count: int, uid: int = 0, *, send: bytes = b"") -> list[RawClient]:
+def admitted_connections(host: ServerHost, count: int, uid: int = 0, *, send: bytes = b"") -> list[RawClient]:
     """Open connections that are all admitted, and send this on each."""
     before = len(host.server.pool.connections)
     clients = [host.connect(uid).send(send) for _ in range(count)]
@@ -33,9 +33,9 @@ def fill(host: ServerHost, count: int, uid: int = 0, *, send: bytes = b"") -> li
     return clients
 
 
-def hold(host: ServerHost, count: int, uid: int = 0) -> list[RawClient]:
+def connections_with_leases(host: ServerHost, count: int, uid: int = 0) -> list[RawClient]:
     """Open connections on each of which a lease hangs."""
-    clients = fill(host, count, uid)
+    clients = admitted_connections(host, count, uid)
     host.keep_connections()
     return clients
 
@@ -57,75 +57,77 @@ def assert_served(client: RawClient) -> None:
     assert client.ask("/v1/status").status == 200
 
 
-def test_there_is_a_cap_on_connections_and_room_again_when_one_ends(crowded: Serve) -> None:
-    host = crowded(connections=10)
-    clients = hold(host, 10)
+def test_there_is_a_cap_on_connections_and_room_again_when_one_ends(crowded_server: Serve) -> None:
+    host = crowded_server(connections=10)
+    clients = connections_with_leases(host, 10)
     assert_turned_away(host)
     clients.pop().close()
     host.wait_connections(9)
     host.assert_serves()
 
 
-def test_one_user_cannot_take_the_connections_of_another(crowded: Serve) -> None:
-    host = crowded(connections=20, reserved_for_root=2, per_user=5)
-    clients = hold(host, 5, NOBODY)
+def test_one_user_cannot_take_the_connections_of_another(crowded_server: Serve) -> None:
+    host = crowded_server(connections=20, reserved_for_root=2, per_user=5)
+    clients = connections_with_leases(host, 5, NOBODY)
     assert_turned_away(host, NOBODY)
-    clients += hold(host, 5, NOBODY - 1)
+    clients += connections_with_leases(host, 5, NOBODY - 1)
     assert_turned_away(host, NOBODY - 1)
     host.assert_serves()
     eventually(lambda: host.server.pool.by_client == {NOBODY: 5, NOBODY - 1: 5}, "five connections each")
     clients.pop(0).close()
     eventually(lambda: host.server.pool.by_client[NOBODY] == 4, "room for the first user")
-    clients += fill(host, 1, NOBODY)
+    clients += admitted_connections(host, 1, NOBODY)
 
 
-def test_all_other_users_together_leave_room_for_root(crowded: Serve) -> None:
-    host = crowded(connections=10, reserved_for_root=3, per_user=4)
-    hold(host, 4, 1000)
-    hold(host, 3, 1001)
+def test_all_other_users_together_leave_room_for_root(crowded_server: Serve) -> None:
+    host = crowded_server(connections=10, reserved_for_root=3, per_user=4)
+    connections_with_leases(host, 4, 1000)
+    connections_with_leases(host, 3, 1001)
     assert_turned_away(host, 1002)
     host.assert_serves()
     host.wait_connections(7)
-    hold(host, 3)
+    connections_with_leases(host, 3)
     assert_turned_away(host)
 
 
-def test_a_new_user_gets_a_connection_though_root_has_all_others(crowded: Serve) -> None:
-    host = crowded(connections=10, reserved_for_root=2, reserved_for_new_clients=3)
-    hold(host, 7)
+def test_a_new_user_gets_a_connection_though_root_has_all_others(crowded_server: Serve) -> None:
+    host = crowded_server(connections=10, reserved_for_root=2, reserved_for_new_clients=3)
+    connections_with_leases(host, 7)
     assert_turned_away(host)
-    hold(host, 1, NOBODY)
+    connections_with_leases(host, 1, NOBODY)
     assert_turned_away(host, NOBODY)
     for uid in (NOBODY - 1, NOBODY - 2):
-        hold(host, 1, uid)
+        connections_with_leases(host, 1, uid)
 
 
-def test_a_new_user_gets_a_connection_though_others_have_theirs(crowded: Serve) -> None:
-    host = crowded(connections=10, reserved_for_root=2, reserved_for_new_clients=3)
-    hold(host, 5, 1000)
+def test_a_new_user_gets_a_connection_though_others_have_theirs(crowded_server: Serve) -> None:
+    host = crowded_server(connections=10, reserved_for_root=2, reserved_for_new_clients=3)
+    connections_with_leases(host, 5, 1000)
     assert_turned_away(host, 1000)
-    hold(host, 1, 1001)
+    connections_with_leases(host, 1, 1001)
     assert_turned_away(host, 1001)
-    hold(host, 1)
+    connections_with_leases(host, 1)
 
 
 @pytest.mark.parametrize("uid", [0, NOBODY])
 @pytest.mark.parametrize("part", [b"", b"GET /v1/gp"], ids=["silent", "half a request"])
-def test_a_user_whose_connections_are_all_half_open_gets_in(crowded: Serve, uid: int, part: bytes) -> None:
-    host = crowded(connections=20, per_user=20)
-    clients = fill(host, 20, uid, send=part)
+def test_a_user_whose_connections_are_all_half_open_gets_in(
+    crowded_server: Serve, uid: int, part: bytes
+) -> None:
+    host = crowded_server(connections=20, per_user=20)
+    clients = admitted_connections(host, 20, uid, send=part)
     for client in clients[:10]:
         with host.connect(uid) as another:
             assert_served(another)
             assert_ended(client)
             host.wait_connections(20)
         host.wait_connections(19)
-        clients += fill(host, 1, uid, send=part)
+        clients += admitted_connections(host, 1, uid, send=part)
 
 
-def test_the_connection_that_was_idle_longest_is_ended_for_another(crowded: Serve) -> None:
-    host = crowded(connections=3)
-    clients = fill(host, 3)
+def test_the_connection_that_was_idle_longest_is_ended_for_another(crowded_server: Serve) -> None:
+    host = crowded_server(connections=3)
+    clients = admitted_connections(host, 3)
     for client in (clients[1], clients[2], clients[0]):
         assert_served(client)
     assert_served(host.connect())
@@ -134,9 +136,9 @@ def test_the_connection_that_was_idle_longest_is_ended_for_another(crowded: Serv
         assert_served(client)
 
 
-def test_a_waiting_event_request_is_closed_to_make_room(crowded: Serve) -> None:
-    host = crowded(connections=2)
-    clients = fill(host, 2, send=WAIT)
+def test_a_waiting_event_request_is_closed_to_make_room(crowded_server: Serve) -> None:
+    host = crowded_server(connections=2)
+    clients = admitted_connections(host, 2, send=WAIT)
     eventually(lambda: len(host.events.waiting) == 2, "two that wait")
     host.assert_serves()
     assert_ended(clients[0])
@@ -149,22 +151,22 @@ def test_a_waiting_event_request_is_closed_to_make_room(crowded: Serve) -> None:
     ids=["a plan", "a lease"],
 )
 def test_a_request_that_is_being_answered_is_not_ended_for_another(
-    crowded: Serve, asked: bytes, status: int
+    crowded_server: Serve, asked: bytes, status: int
 ) -> None:
-    host = crowded(connections=2)
+    host = crowded_server(connections=2)
     service = host.reloader if status == 200 else host.leases
     service.gate.clear()
-    clients = fill(host, 2, send=asked)
+    clients = admitted_connections(host, 2, send=asked)
     eventually(lambda: len(service.asked) == 2, "two that are being answered")
     assert_turned_away(host)
     service.gate.set()
     assert [client.answer().status for client in clients] == [status, status]
 
 
-def test_connections_wait_for_those_that_are_busy_and_had_an_answer(crowded: Serve) -> None:
-    host = crowded(connections=2, waiting=2)
+def test_connections_wait_for_those_that_are_busy_and_had_an_answer(crowded_server: Serve) -> None:
+    host = crowded_server(connections=2, waiting=2)
     host.reloader.gate.clear()
-    busy = fill(host, 2, send=request("/v1/plan") * 3)
+    busy = admitted_connections(host, 2, send=request("/v1/plan") * 3)
     eventually(lambda: len(host.reloader.asked) == 2, "two that are being answered")
     waiting = []
     for number in (1, 2):
@@ -176,17 +178,17 @@ def test_connections_wait_for_those_that_are_busy_and_had_an_answer(crowded: Ser
     assert [client.answer().status for client in waiting] == [200, 200]
 
 
-def test_a_connection_that_waits_too_long_gets_an_error(crowded: Serve) -> None:
-    host = crowded(connections=1, waiting=1, answer_timeout_s=0.2)
+def test_a_connection_that_waits_too_long_gets_an_error(crowded_server: Serve) -> None:
+    host = crowded_server(connections=1, waiting=1, answer_timeout_s=0.2)
     host.reloader.gate.clear()
-    fill(host, 1, send=request("/v1/plan"))
+    admitted_connections(host, 1, send=request("/v1/plan"))
     eventually(lambda: len(host.reloader.asked) == 1, "one that is being answered")
     assert_turned_away(host)
 
 
-def test_a_client_that_does_not_read_its_answer_makes_room(crowded: Serve) -> None:
-    host = crowded(snapshots.large(2400), connections=1, answer_timeout_s=600)
-    fill(host, 1, send=request("/v1/devices?limit=0"))
+def test_a_client_that_does_not_read_its_answer_makes_room(crowded_server: Serve) -> None:
+    host = crowded_server(snapshots.large(2400), connections=1, answer_timeout_s=600)
+    admitted_connections(host, 1, send=request("/v1/devices?limit=0"))
     eventually(lambda: host.server.pool.unread_bytes(0), "an answer that is not taken")
     host.assert_serves()
 
@@ -199,9 +201,9 @@ def test_the_first_request_has_a_deadline_of_its_own(serve: Serve, part: bytes) 
         assert (answer and answer.status) == (408 if part else None)
 
 
-def test_a_user_has_only_so_many_requests_that_wait_for_events(crowded: Serve) -> None:
-    host = crowded(awaiting_events=2)
-    first, *others = fill(host, 2, NOBODY, send=WAIT)
+def test_a_user_has_only_so_many_requests_that_wait_for_events(crowded_server: Serve) -> None:
+    host = crowded_server(awaiting_events=2)
+    first, *others = admitted_connections(host, 2, NOBODY, send=WAIT)
     eventually(lambda: len(host.server.pool.awaiting.get(NOBODY, ())) == 2, "both waits")
     third = host.connect(NOBODY).send(WAIT)
     assert_ended(first)
@@ -213,7 +215,7 @@ def test_a_user_has_only_so_many_requests_that_wait_for_events(crowded: Serve) -
     eventually(lambda: NOBODY not in host.server.pool.awaiting, "nothing is kept")
 
 
-def test_root_may_wait_for_events_on_all_of_its_connections(crowded: Serve) -> None:
-    host = crowded(awaiting_events=2)
-    fill(host, 5, send=WAIT)
+def test_root_may_wait_for_events_on_all_of_its_connections(crowded_server: Serve) -> None:
+    host = crowded_server(awaiting_events=2)
+    admitted_connections(host, 5, send=WAIT)
     eventually(lambda: len(host.server.pool.awaiting.get(0, ())) == 5, "all wait")

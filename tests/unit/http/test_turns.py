@@ -23,7 +23,7 @@ QUESTIONS = b"".join(request(f"/v1/devices?limit=1&offset={n}", "HEAD") for n in
 
 
 @contextlib.contextmanager
-def held(host: ServerHost) -> Iterator[None]:
+def held_reads(host: ServerHost) -> Iterator[None]:
     """Let the server read nothing meanwhile, so that it then finds all at once."""
     gate = threading.Event()
     host.loop.call_soon_threadsafe(gate.wait, PATIENCE_S)
@@ -59,7 +59,7 @@ def test_a_client_with_many_requests_at_once_leaves_others_their_turn(serve: Ser
     with host.connect() as greedy, host.connect() as other:
         host.wait_connections(2)
         taker = Taker(greedy.socket, other.socket)
-        with held(host):
+        with held_reads(host):
             greedy.send(QUESTIONS)
             greedy.socket.shutdown(socket.SHUT_WR)
             other.send(request("/v1/status"))
@@ -75,7 +75,7 @@ def test_an_end_between_two_turns_leaves_nothing_behind(serve: Serve, end: str) 
     host = serve(snapshots.large(480))
     clients = [host.connect() for _ in range(5)]
     host.wait_connections(5)
-    with held(host):
+    with held_reads(host):
         for client in clients:
             client.send(QUESTIONS)
     for client in clients:
@@ -99,7 +99,7 @@ def test_a_body_in_very_many_pieces_is_read_past_within_several_turns(serve: Ser
 def test_the_requests_of_a_client_that_waits_for_its_turn_are_not_too_late(serve: Serve) -> None:
     """However long that takes: its deadline is for what it has to do itself."""
     host = serve(snapshots.large(480), request_timeout_s=0, idle_timeout_s=0, answer_timeout_s=PATIENCE_S)
-    with held(host):
+    with held_reads(host):
         clients = [host.connect().send(QUESTIONS[: len(QUESTIONS) // 2]) for _ in range(2)]
     for taker in [Taker(client.socket) for client in clients]:
         taker.join(PATIENCE_S)

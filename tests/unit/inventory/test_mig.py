@@ -16,19 +16,19 @@ def in_mig_mode(open_host: OpenHost) -> tuple[OpenedHost, Mig, Gpu]:
     return host, Mig(host.nvml), host.gpus()[0]
 
 
-def made(mig: Mig, gpu: Gpu, profile: str, start: int) -> int:
-    number = mig.create(str(gpu.uuid), named(gpu, profile), start)
+def create_instance(mig: Mig, gpu: Gpu, profile: str, start: int) -> int:
+    number = mig.create(str(gpu.uuid), profile_named(gpu, profile), start)
     mig.create_compute(str(gpu.uuid), number)
     return number
 
 
-def named(gpu: Gpu, profile: str) -> MigProfile:
+def profile_named(gpu: Gpu, profile: str) -> MigProfile:
     return next(one for one in gpu.mig_profiles if one.name == profile)
 
 
 def test_a_mig_device_is_a_gpu_after_its_parent(open_host: OpenHost) -> None:
     host, mig, gpu = in_mig_mode(open_host)
-    big, small = made(mig, gpu, "3g.40gb", 4), made(mig, gpu, "1g.10gb", 0)
+    big, small = create_instance(mig, gpu, "3g.40gb", 4), create_instance(mig, gpu, "1g.10gb", 0)
     parent, *instances, other = host.gpus()
     assert [one.address for one in instances] == [f"00:06.0-g{number}" for number in sorted((big, small))]
     assert other.address == "00:07.0"
@@ -43,10 +43,10 @@ def test_a_mig_device_is_a_gpu_after_its_parent(open_host: OpenHost) -> None:
 
 def test_an_instance_is_known_by_its_place_when_it_is_made_again(open_host: OpenHost) -> None:
     host, mig, gpu = in_mig_mode(open_host)
-    number = made(mig, gpu, "2g.20gb", 2)
+    number = create_instance(mig, gpu, "2g.20gb", 2)
     before = host.gpus()[1]
     mig.destroy(str(gpu.uuid), number)
-    made(mig, gpu, "2g.20gb", 2)
+    create_instance(mig, gpu, "2g.20gb", 2)
     after = host.gpus()[1]
     assert before.uuid != after.uuid
     assert before.identity == after.identity == f"{gpu.uuid}/2g.20gb@2"
@@ -54,7 +54,7 @@ def test_an_instance_is_known_by_its_place_when_it_is_made_again(open_host: Open
 
 def test_an_instance_without_a_compute_instance_is_no_device(open_host: OpenHost) -> None:
     host, mig, gpu = in_mig_mode(open_host)
-    number = mig.create(str(gpu.uuid), named(gpu, "1g.10gb"), 6)
+    number = mig.create(str(gpu.uuid), profile_named(gpu, "1g.10gb"), 6)
     parent, other = host.gpus()
     assert parent.mig_instances == (MigInstance(number, "1g.10gb", 6, 1, "", 0),)
     assert other.address == "00:07.0"
@@ -64,7 +64,7 @@ def test_an_instance_without_a_compute_instance_is_no_device(open_host: OpenHost
 
 def test_processes_and_memory_of_an_instance_are_its_own(open_host: OpenHost) -> None:
     host, mig, gpu = in_mig_mode(open_host)
-    number = made(mig, gpu, "1g.10gb", 0)
+    number = create_instance(mig, gpu, "1g.10gb", 0)
     host.sim.gpus[0].add_process(4321, 100, on=(number, 0))
     device = str(host.gpus()[1].uuid)
     assert host.nvml.processes() == {device: {4321: 100}, str(host.gpus()[2].uuid): {}}
@@ -82,7 +82,7 @@ def test_an_instance_without_reported_memory_has_that_of_its_profile(open_host: 
 
 def test_an_instance_with_a_process_is_not_destroyed(open_host: OpenHost) -> None:
     host, mig, gpu = in_mig_mode(open_host)
-    number = made(mig, gpu, "1g.10gb", 0)
+    number = create_instance(mig, gpu, "1g.10gb", 0)
     host.sim.gpus[0].add_process(4321, 100, on=(number, 0))
     with pytest.raises(DriverError, match="cannot be destroyed: a process uses it"):
         mig.destroy(str(gpu.uuid), number)

@@ -81,12 +81,12 @@ def requests(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[LeaseRequest
     return st.builds(LeaseRequest, **{**fixed, **varied, **fields})
 
 
-def refuse(request: LeaseRequest, candidates: Candidates) -> None:
+def refuse_if_infeasible(request: LeaseRequest, candidates: Candidates) -> None:
     """Raise an error if the request is infeasible."""
     refuse_infeasible(select(request, candidates))
 
 
-def reserved(
+def reservation_for(
     ledger: Ledger, request: LeaseRequest, candidates: Candidates, earlier: Reservation = NO_RESERVATION
 ) -> Reservation:
     """What is reserved for a request that does not fit yet."""

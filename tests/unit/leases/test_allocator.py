@@ -25,13 +25,22 @@ from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger, needs_mib
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, Unenforced
 
-from unit.leases.lease_builders import GPU_MIB, candidates, device, lease, pool, refuse, requests, reserved
+from unit.leases.lease_builders import (
+    GPU_MIB,
+    candidates,
+    device,
+    lease,
+    pool,
+    refuse_if_infeasible,
+    requests,
+    reservation_for,
+)
 
 LOST = Reason("lost", GPU_LOST)
 NOT_READY = Reason("its domain is failed: no", DOMAIN_NOT_READY)
 
 
-def chosen(ledger: Ledger, request: LeaseRequest, found: Candidates) -> list[str]:
+def chosen_addresses(ledger: Ledger, request: LeaseRequest, found: Candidates) -> list[str]:
     return [one.addr for one in Allocator(ledger).choose(request, found)]
 
 
@@ -44,9 +53,9 @@ def why_not(ledger: Ledger, request: LeaseRequest, found: Candidates) -> tuple[s
 
 def test_a_gpu_is_filled_before_the_next_one_is_used() -> None:
     ledger = Ledger([lease("a", device(1, 0))])
-    assert chosen(ledger, LeaseRequest(), candidates(2)) == ["01:00.0-1"]
-    assert chosen(ledger, LeaseRequest(2), candidates(2)) == ["01:00.0-1", "01:00.0-2"]
-    assert chosen(ledger, LeaseRequest(4), candidates(2)) == [
+    assert chosen_addresses(ledger, LeaseRequest(), candidates(2)) == ["01:00.0-1"]
+    assert chosen_addresses(ledger, LeaseRequest(2), candidates(2)) == ["01:00.0-1", "01:00.0-2"]
+    assert chosen_addresses(ledger, LeaseRequest(4), candidates(2)) == [
         "00:00.0-0",
         "00:00.0-1",
         "00:00.0-2",
@@ -56,12 +65,12 @@ def test_a_gpu_is_filled_before_the_next_one_is_used() -> None:
 
 def test_spread_takes_from_the_gpu_with_the_most_left() -> None:
     ledger = Ledger([lease("a", device(0, 0))])
-    assert chosen(ledger, LeaseRequest(placement=SPREAD), candidates(2)) == ["01:00.0-0"]
+    assert chosen_addresses(ledger, LeaseRequest(placement=SPREAD), candidates(2)) == ["01:00.0-0"]
 
 
 def test_devices_across_gpus_are_each_on_a_different_gpu() -> None:
     ledger = Ledger([lease("a", *(device(1, slot) for slot in range(4)))])
-    assert chosen(ledger, LeaseRequest(2, across=True), candidates(3)) == ["00:00.0-0", "02:00.0-0"]
+    assert chosen_addresses(ledger, LeaseRequest(2, across=True), candidates(3)) == ["00:00.0-0", "02:00.0-0"]
     message, _ = why_not(ledger, LeaseRequest(3, across=True), candidates(3))
     assert (
         message
@@ -71,7 +80,7 @@ def test_devices_across_gpus_are_each_on_a_different_gpu() -> None:
 
 @pytest.mark.parametrize("name", ["01:00.0-2", "id-1-4-2"])
 def test_one_device_is_named_by_address_or_id(name: str) -> None:
-    assert chosen(Ledger(), LeaseRequest(devices=(name,)), candidates(2)) == ["01:00.0-2"]
+    assert chosen_addresses(Ledger(), LeaseRequest(devices=(name,)), candidates(2)) == ["01:00.0-2"]
     message, hint = why_not(Ledger([lease("a", device(1, 2))]), LeaseRequest(devices=(name,)), candidates(2))
     assert message == f"device {name} cannot be allocated now: 1 of 1 leased"
     assert hint == "see who holds the devices: yunion-mps who"
@@ -79,7 +88,7 @@ def test_one_device_is_named_by_address_or_id(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["01:00.0", "GPU-1"])
 def test_a_gpu_is_named_by_address_or_uuid(name: str) -> None:
-    assert chosen(Ledger(), LeaseRequest(gpu=name), candidates(2)) == ["01:00.0-0"]
+    assert chosen_addresses(Ledger(), LeaseRequest(gpu=name), candidates(2)) == ["01:00.0-0"]
 
 
 def test_unserved_devices_are_refused_with_the_reason() -> None:
@@ -148,12 +157,12 @@ def test_several_amounts_of_memory_come_from_one_pool_or_across_pools() -> None:
     assert [(one.addr, one.memory_limit_mib) for one in given] == [("00:00.0-m0", 400), ("00:00.0-m2", 400)]
     given = Allocator(ledger).choose(across, both)
     assert [one.addr for one in given] == ["00:00.0-m0", "01:00.0-m0"]
-    assert reserved(ledger, across, both).memory_mib == {"GPU-0": 400, "GPU-1": 400}
-    assert reserved(ledger, two, both).memory_mib == {"GPU-1": 800}
-    refuse(LeaseRequest(3, memory_mib=400), both)
+    assert reservation_for(ledger, across, both).memory_mib == {"GPU-0": 400, "GPU-1": 400}
+    assert reservation_for(ledger, two, both).memory_mib == {"GPU-1": 800}
+    refuse_if_infeasible(LeaseRequest(3, memory_mib=400), both)
     for number, each in ((3, LeaseRequest(3, memory_mib=401)), (3, across._replace(number=3))):
         with pytest.raises(NothingFreeError, match=f"^{number} devices of 40[01] MiB on .* can never"):
-            refuse(each, both)
+            refuse_if_infeasible(each, both)
 
 
 def test_every_client_of_a_pool_takes_the_reserve_too() -> None:
@@ -169,13 +178,13 @@ def test_every_client_of_a_pool_takes_the_reserve_too() -> None:
 def test_a_request_for_memory_gets_the_smallest_slice_and_no_equal_share() -> None:
     equal = candidates(1)
     with pytest.raises(NothingFreeError, match="neither a GPU whose memory is leased in units nor a slice"):
-        refuse(LeaseRequest(memory_mib=100), equal)
+        refuse_if_infeasible(LeaseRequest(memory_mib=100), equal)
     large, small = device(0, 0, 2), device(0, 1, 4)
     slices = Candidates([Candidate(large, is_slice=True), Candidate(small, is_slice=True)])
     assert Allocator(Ledger()).choose(LeaseRequest(memory_mib=100), slices) == (small,)
     assert Allocator(Ledger([lease("a", small)])).choose(LeaseRequest(memory_mib=100), slices) == (large,)
     with pytest.raises(NothingFreeError, match="can never be allocated"):
-        refuse(LeaseRequest(memory_mib=700), slices)
+        refuse_if_infeasible(LeaseRequest(memory_mib=700), slices)
 
 
 def test_several_devices_come_from_a_gpu_that_combines_them() -> None:
@@ -187,17 +196,19 @@ def test_several_devices_come_from_a_gpu_that_combines_them() -> None:
     full = Ledger([lease("a", device(1, 0), device(1, 1), device(1, 2))])
     with pytest.raises(NothingFreeError, match="3 of 4 leased"):
         Allocator(full).choose(LeaseRequest(2), there)
-    assert reserved(full, LeaseRequest(2), there).devices == {"id-1-4-3"}, "nothing is kept that is of no use"
+    assert reservation_for(full, LeaseRequest(2), there).devices == {"id-1-4-3"}, (
+        "nothing is kept that is of no use"
+    )
 
 
 def test_a_pending_limit_is_not_requested_again() -> None:
     there = candidates(1, gpu_0=300)
     with pytest.raises(InfeasibleError, match=r"not 600 MiB$") as caught:
-        refuse(LeaseRequest(2), there)
+        refuse_if_infeasible(LeaseRequest(2), there)
     assert caught.value.hint.endswith("set cuda_mps_combine: 2 in host.conf")
     there = there._replace(planned=candidates(1, gpu_0=600).domains)
     with pytest.raises(InfeasibleError, match=r"yet: .* once the MPS servers with the old") as caught:
-        refuse(LeaseRequest(2), there)
+        refuse_if_infeasible(LeaseRequest(2), there)
     assert (caught.value.code, caught.value.hint) == (LIMITS_PENDING, hint_of(LIMITS_PENDING))
 
 
@@ -220,20 +231,20 @@ def test_memory_with_enforced_budgets_is_given_before_other_memory(placement: st
         Allocator(ledger).choose(LeaseRequest(memory_mib=100), there)
     only = there._replace(pools=[pool(0)])
     with pytest.raises(HostError, match="no budget is enforced on GPU 0, which is older than Volta"):
-        refuse(LeaseRequest(memory_mib=100), only)
+        refuse_if_infeasible(LeaseRequest(memory_mib=100), only)
 
 
 def test_memory_is_reserved_for_requests_that_need_more_of_it() -> None:
     one = Candidates(pools=[pool(0)])
     ledger = Ledger([lease("a", pool(0).make(6, 0))])
-    kept = reserved(ledger, LeaseRequest(memory_mib=900), one)
+    kept = reservation_for(ledger, LeaseRequest(memory_mib=900), one)
     assert kept.memory_mib == {"GPU-0": 600}
     with pytest.raises(NothingFreeError):
         Allocator(ledger).choose(LeaseRequest(memory_mib=100), one, kept)
     with pytest.raises(
         NothingFreeError, match="1300 MiB can never be allocated: the host has at most 1200 MiB"
     ):
-        refuse(LeaseRequest(memory_mib=1300), one)
+        refuse_if_infeasible(LeaseRequest(memory_mib=1300), one)
 
 
 def test_a_pool_with_a_thread_percentage_counts_the_threads() -> None:
@@ -275,7 +286,7 @@ def test_threads_are_reserved_on_the_gpu_that_lacks_the_fewest() -> None:
     one = Candidates(pools=[pool(0, thread_percentage=90), pool(1, thread_percentage=60)])
     ledger = Ledger([lease("a", pool(0, thread_percentage=90).make(1, 0))])
     ledger.add(lease("b", pool(1, thread_percentage=60).make(6, 0)))
-    kept = reserved(ledger, LeaseRequest(memory_mib=100, thread_percentage=50), one)
+    kept = reservation_for(ledger, LeaseRequest(memory_mib=100, thread_percentage=50), one)
     assert (kept.memory_mib, kept.thread_tenths) == ({"GPU-1": 100}, {"GPU-1": 400})
     with pytest.raises(NothingFreeError):
         Allocator(ledger).choose(LeaseRequest(memory_mib=100, thread_percentage=20, gpu="GPU-1"), one, kept)
@@ -393,7 +404,7 @@ TestLedger = LedgerMachine.TestCase
 @given(REQUESTS)
 def test_devices_reserved_for_a_request_are_free_and_match(requested: LeaseRequest) -> None:
     ledger = Ledger([lease("a", device(0, 0)), lease("b", *(device(1, slot) for slot in range(3)))])
-    kept = reserved(ledger, requested, candidates(2)).devices
+    kept = reservation_for(ledger, requested, candidates(2)).devices
     found = {offer.device.id: offer.device for offer in candidates(2).devices}
     assert len(kept) <= requested.number
     assert all(requested.matches(found[one]) and one not in ledger.lease_of for one in kept)
@@ -401,11 +412,11 @@ def test_devices_reserved_for_a_request_are_free_and_match(requested: LeaseReque
 
 def test_a_request_gets_all_its_devices_or_none() -> None:
     everything = [f"0{gpu}:00.0-{slot}" for gpu in range(2) for slot in range(4)]
-    assert chosen(Ledger(), LeaseRequest(devices=("all",)), candidates(2)) == everything
+    assert chosen_addresses(Ledger(), LeaseRequest(devices=("all",)), candidates(2)) == everything
     ledger = Ledger([lease("a", device(1, 2))])
     message, _ = why_not(ledger, LeaseRequest(devices=("all",)), candidates(2))
     assert message.startswith("all devices cannot be allocated now: 1 of 8 leased; 7 free")
-    kept = reserved(ledger, LeaseRequest(devices=("all",)), candidates(2))
+    kept = reservation_for(ledger, LeaseRequest(devices=("all",)), candidates(2))
     assert len(kept.devices) == 7, "a request for all of them is not starved"
     message, _ = why_not(Ledger(), LeaseRequest(devices=("all",)), candidates(2, reason=NOT_READY))
     assert message == (

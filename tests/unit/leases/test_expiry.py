@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
-def kept(store: Store, *, ahead_s: float = 0.0) -> Lease:
+def restored_leases(store: Store, *, ahead_s: float = 0.0) -> Lease:
     """What the next daemon reads, its wall clock being so far ahead of its monotonic one."""
     (found,) = LeaseStorage(store, lambda: ahead_s).read()
     return found
@@ -36,19 +36,21 @@ def kept(store: Store, *, ahead_s: float = 0.0) -> Lease:
 def test_a_restart_keeps_the_time_that_a_lease_has_left(store: Store) -> None:
     LeaseStorage(store, lambda: 0.0).write(TAKEN)
     clock_was_set = 1e9
-    assert with_time_left(kept(store, ahead_s=clock_was_set), 1300.0) == TAKEN
+    assert with_time_left(restored_leases(store, ahead_s=clock_was_set), 1300.0) == TAKEN
 
 
 def test_after_a_boot_the_wall_clock_decides_what_a_lease_has_left(store: Store) -> None:
     LeaseStorage(store, lambda: 5000.0).write(TAKEN)  # it ends at 6600 s
     store.write("UPDATE lease SET value = replace(value, ?, 'another')", [(store.boot_id,)])
-    assert with_time_left(kept(store, ahead_s=6100.0), 20.0).ends_s == 500.0
-    assert with_time_left(kept(store, ahead_s=0.0), 20.0).ends_s == 20.0 + TTL_S, "the clock is slow"
+    assert with_time_left(restored_leases(store, ahead_s=6100.0), 20.0).ends_s == 500.0
+    assert with_time_left(restored_leases(store, ahead_s=0.0), 20.0).ends_s == 20.0 + TTL_S, (
+        "the clock is slow"
+    )
 
 
 def test_a_lease_of_an_older_version_restarts_its_time_to_live(store: Store) -> None:
     LeaseStorage(store).write(TAKEN._replace(ends_s=None))
-    assert with_time_left(kept(store), 1300.0).ends_s == 1300.0 + TTL_S
+    assert with_time_left(restored_leases(store), 1300.0).ends_s == 1300.0 + TTL_S
 
 
 def test_after_an_outage_a_holder_has_time_to_renew() -> None:

@@ -16,7 +16,7 @@ from yunion_mps.leases.request import (
     WaitingGpu,
 )
 
-from unit.leases.lease_builders import candidates, device, lease, pool, refuse
+from unit.leases.lease_builders import candidates, device, lease, pool, refuse_if_infeasible
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ from unit.leases.lease_builders import candidates, device, lease, pool, refuse
 )
 def test_an_infeasible_request_is_refused_at_once(requested: LeaseRequest, there: str) -> None:
     with pytest.raises(NothingFreeError, match=f"can never be allocated: the host has {there}"):
-        refuse(requested, candidates(1))
-    refuse(LeaseRequest(4), candidates(1, reason=Reason("lost", GPU_LOST)))
+        refuse_if_infeasible(requested, candidates(1))
+    refuse_if_infeasible(LeaseRequest(4), candidates(1, reason=Reason("lost", GPU_LOST)))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_the_hint_for_infeasible_memory_names_what_is_feasible(
     old = [one._replace(device=one.device._replace(budget_enforced=False)) for one in found.devices[:4]]
     there = found._replace(devices=[*old, *found.devices[4:]], pools=pools)
     with pytest.raises(InfeasibleError) as caught:
-        refuse(LeaseRequest(memory_mib=mib), there)
+        refuse_if_infeasible(LeaseRequest(memory_mib=mib), there)
     assert hint in caught.value.hint
 
 
@@ -60,7 +60,7 @@ def test_the_hint_names_the_first_of_equal_devices_in_pci_order() -> None:
         one._replace(device=one.device._replace(addr=name)) for one, name in zip((first, second), names)
     ]
     with pytest.raises(InfeasibleError) as caught:
-        refuse(LeaseRequest(memory_mib=300), candidates(1)._replace(devices=devices))
+        refuse_if_infeasible(LeaseRequest(memory_mib=300), candidates(1)._replace(devices=devices))
     assert "such as e1:00.0-0 with" in caught.value.hint
 
 
@@ -87,7 +87,7 @@ def test_more_threads_than_any_gpu_leases_are_infeasible(
 ) -> None:
     there = candidates(1)._replace(devices=[], pools=pools)
     with pytest.raises(InfeasibleError) as caught:
-        refuse(LeaseRequest(number, memory_mib=300, thread_percentage=60), there)
+        refuse_if_infeasible(LeaseRequest(number, memory_mib=300, thread_percentage=60), there)
     assert message in caught.value.message
     assert hint in caught.value.hint
     assert caught.value.code == INFEASIBLE
@@ -96,27 +96,27 @@ def test_more_threads_than_any_gpu_leases_are_infeasible(
 def test_a_slice_satisfies_a_request_for_at_most_its_threads() -> None:
     found = candidates(1)
     there = found._replace(devices=[one._replace(is_slice=True) for one in found.devices])
-    refuse(LeaseRequest(memory_mib=300, thread_percentage=25), there)
+    refuse_if_infeasible(LeaseRequest(memory_mib=300, thread_percentage=25), there)
     with pytest.raises(InfeasibleError):
-        refuse(LeaseRequest(memory_mib=300, thread_percentage=26), there)
+        refuse_if_infeasible(LeaseRequest(memory_mib=300, thread_percentage=26), there)
 
 
 def test_devices_across_gpus_are_infeasible_if_all_memory_is_in_pools() -> None:
     requested, handed_out = LeaseRequest(2, across=True), Candidates((), [pool(0), pool(1)])
     with pytest.raises(NothingFreeError, match="can never be allocated") as caught:
-        refuse(requested, handed_out)
+        refuse_if_infeasible(requested, handed_out)
     assert "an amount of memory" in caught.value.hint
 
 
 def test_devices_that_no_process_gets_together_are_infeasible() -> None:
     there = candidates(2, gpu_0=300, gpu_1=300)
     with pytest.raises(InfeasibleError) as caught:
-        refuse(LeaseRequest(2), there)
+        refuse_if_infeasible(LeaseRequest(2), there)
     most = "the control daemon limits each process to 300 MiB of GPU 01:00.0, not 600 MiB"
     assert caught.value.message == f"2 devices cannot be combined into one budget: {most}"
     for request in (LeaseRequest(), LeaseRequest(2, across=True), LeaseRequest(devices=("all",))):
-        refuse(request, there)
-    refuse(LeaseRequest(2), candidates(2, gpu_0=300))
+        refuse_if_infeasible(request, there)
+    refuse_if_infeasible(LeaseRequest(2), candidates(2, gpu_0=300))
 
 
 def test_devices_of_several_control_daemons_are_infeasible() -> None:
@@ -124,7 +124,9 @@ def test_devices_of_several_control_daemons_are_infeasible() -> None:
     other = Candidate(device(1, 0)._replace(domain="other"))
     both = {**there.domains, "other": there.domains["host"]._replace(name="other")}
     with pytest.raises(InfeasibleError, match="these devices have different control daemons"):
-        refuse(LeaseRequest(devices=("all",)), there._replace(devices=[*there.devices, other], domains=both))
+        refuse_if_infeasible(
+            LeaseRequest(devices=("all",)), there._replace(devices=[*there.devices, other], domains=both)
+        )
 
 
 def test_a_request_that_needs_an_unenforced_gpu_needs_permission() -> None:
@@ -138,11 +140,11 @@ def test_a_request_that_needs_an_unenforced_gpu_needs_permission() -> None:
     )
     two = LeaseRequest(2, across=True)
     with pytest.raises(HostError, match=r"no budget is enforced on GPU 01:00\.0") as caught:
-        refuse(two, host)
+        refuse_if_infeasible(two, host)
     assert caught.value.code == BUDGET_NOT_ENFORCED
-    refuse(two._replace(allow_unlimited=True), host)
+    refuse_if_infeasible(two._replace(allow_unlimited=True), host)
     with pytest.raises(InfeasibleError, match="some of these devices are shared through MPS"):
-        refuse(two, host._replace(devices=[*there.devices, whole]))
+        refuse_if_infeasible(two, host._replace(devices=[*there.devices, whole]))
 
 
 def test_all_devices_get_at_most_what_one_process_may_use() -> None:
@@ -170,10 +172,10 @@ RESERVED = {"GPU-1": "kubernetes"}
 def test_a_request_that_needs_reserved_devices_is_refused_as_such(requested: LeaseRequest) -> None:
     there = candidates(2)._replace(reserved=RESERVED)
     with pytest.raises(InfeasibleError) as caught:
-        refuse(requested, there)
+        refuse_if_infeasible(requested, there)
     assert caught.value.message == f"{requested} cannot be allocated: reserved for kubernetes"
     assert caught.value.code == "reserved"
-    refuse(requested._replace(reserved_for="kubernetes"), there)
+    refuse_if_infeasible(requested._replace(reserved_for="kubernetes"), there)
 
 
 def test_the_refusal_names_an_unenforced_gpu_that_is_not_reserved() -> None:
@@ -181,9 +183,9 @@ def test_the_refusal_names_an_unenforced_gpu_that_is_not_reserved() -> None:
     unenforced = {"GPU-0": Unenforced("00:00.0 (P40)", "older than Volta")}
     there = candidates(2)._replace(devices=[old, reserved], reserved=RESERVED, unenforced=unenforced)
     with pytest.raises(HostError, match=r"no budget is enforced on GPU 00:00\.0") as caught:
-        refuse(LeaseRequest(), there)
+        refuse_if_infeasible(LeaseRequest(), there)
     assert caught.value.code == BUDGET_NOT_ENFORCED
-    refuse(LeaseRequest(allow_unlimited=True), there)
+    refuse_if_infeasible(LeaseRequest(allow_unlimited=True), there)
 
 
 @pytest.mark.parametrize("allow_unlimited", [False, True])
@@ -194,7 +196,7 @@ def test_a_reserved_gpu_without_enforcement_is_refused_as_reserved(allow_unlimit
     there = there._replace(devices=[*there.devices, old], reserved=RESERVED, unenforced=unenforced)
     for requested in (LeaseRequest(gpu="GPU-1"), LeaseRequest(devices=("01:00.0-0",))):
         with pytest.raises(InfeasibleError) as caught:
-            refuse(requested._replace(allow_unlimited=allow_unlimited), there)
+            refuse_if_infeasible(requested._replace(allow_unlimited=allow_unlimited), there)
         assert (caught.value.code, "--allow-unlimited" in caught.value.hint) == ("reserved", False)
 
 
@@ -213,7 +215,7 @@ def test_a_reserved_pool_is_left_to_what_it_is_reserved_for() -> None:
     there = Candidates(pools=[pool(1)], reserved=RESERVED)
     request = LeaseRequest(memory_mib=200)
     with pytest.raises(InfeasibleError) as caught:
-        refuse(request, there)
+        refuse_if_infeasible(request, there)
     assert caught.value.message == "200 MiB cannot be allocated: reserved for kubernetes"
     with pytest.raises(NothingFreeError):
         Allocator(Ledger()).choose(request, there)
@@ -224,21 +226,21 @@ def test_a_reserved_pool_is_left_to_what_it_is_reserved_for() -> None:
 def test_a_refusal_that_no_reservation_causes_is_explained_as_before() -> None:
     there = candidates(2)._replace(reserved=RESERVED)
     with pytest.raises(InfeasibleError, match="can never be allocated: the host has"):
-        refuse(LeaseRequest(5), there)
+        refuse_if_infeasible(LeaseRequest(5), there)
 
 
 def test_on_a_host_without_devices_the_hint_names_status() -> None:
     with pytest.raises(NothingFreeError, match="the host has no such devices") as caught:
-        refuse(LeaseRequest(), Candidates())
+        refuse_if_infeasible(LeaseRequest(), Candidates())
     assert caught.value.hint == "see why: yunion-mps status"
 
 
 def test_a_request_for_a_gpu_whose_layout_is_pending_is_feasible() -> None:
     host = candidates(1)._replace(waiting=[WaitingGpu("09:00.0", Reason("its layout waits", MIG_IN_USE))])
     there, elsewhere = LeaseRequest(gpu="09:00.0"), LeaseRequest(gpu="08:00.0")
-    refuse(there, host)
+    refuse_if_infeasible(there, host)
     with pytest.raises(InfeasibleError, match="the host has no such devices"):
-        refuse(elsewhere, host)
+        refuse_if_infeasible(elsewhere, host)
     with pytest.raises(NothingFreeError) as caught:
         Allocator(Ledger()).choose(there, host)
     assert caught.value.message.endswith("cannot be allocated now: GPU 09:00.0: its layout waits")
@@ -248,6 +250,6 @@ def test_a_request_for_a_gpu_whose_layout_is_pending_is_feasible() -> None:
 def test_a_request_does_not_wait_for_the_layout_of_a_reserved_gpu() -> None:
     waiting = [WaitingGpu("09:00.0", Reason("its layout waits", MIG_IN_USE), "slurm")]
     host = candidates(1)._replace(waiting=waiting)
-    refuse(LeaseRequest(gpu="09:00.0", reserved_for="slurm"), host)
+    refuse_if_infeasible(LeaseRequest(gpu="09:00.0", reserved_for="slurm"), host)
     with pytest.raises(InfeasibleError, match="the host has no such devices"):
-        refuse(LeaseRequest(gpu="09:00.0"), host)
+        refuse_if_infeasible(LeaseRequest(gpu="09:00.0"), host)

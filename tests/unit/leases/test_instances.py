@@ -9,7 +9,7 @@ from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest
 
-from unit.leases.lease_builders import device, lease, refuse, reserved
+from unit.leases.lease_builders import device, lease, refuse_if_infeasible, reservation_for
 
 
 def instances(gpu: int, *numbers: int, domain: str = "") -> list[Candidate]:
@@ -30,17 +30,17 @@ def instances(gpu: int, *numbers: int, domain: str = "") -> list[Candidate]:
 def test_devices_across_gpus_are_not_two_instances_of_one_gpu() -> None:
     two, host = LeaseRequest(2, across=True), Candidates([*instances(0, 1, 2), *instances(1, 3)])
     assert [one.addr for one in Allocator(Ledger()).choose(two, host)] == ["00:00.0-g1", "01:00.0-g3"]
-    assert reserved(Ledger(), two, host).devices == {"0-g1", "1-g3"}
+    assert reservation_for(Ledger(), two, host).devices == {"0-g1", "1-g3"}
     with pytest.raises(InfeasibleError, match="the host has 2 such devices on 1 GPU"):
-        refuse(two, Candidates(instances(0, 1, 2)))
+        refuse_if_infeasible(two, Candidates(instances(0, 1, 2)))
 
 
 def test_a_request_for_devices_of_one_gpu_counts_its_instances() -> None:
     there = "2 devices of GPU 00:00.0 can never be allocated: the host has 3 such devices on 3 MIG instances"
     with pytest.raises(InfeasibleError, match=there):
-        refuse(LeaseRequest(2, gpu="00:00.0"), Candidates(instances(0, 1, 2, 3)))
+        refuse_if_infeasible(LeaseRequest(2, gpu="00:00.0"), Candidates(instances(0, 1, 2, 3)))
     with pytest.raises(InfeasibleError, match="has 3 such devices on 1 GPU and 2 MIG instances"):
-        refuse(LeaseRequest(4), Candidates([*instances(0, 1, 2), Candidate(device(1, 0))]))
+        refuse_if_infeasible(LeaseRequest(4), Candidates([*instances(0, 1, 2), Candidate(device(1, 0))]))
 
 
 @pytest.mark.parametrize("domain", ["", "host"])
@@ -52,13 +52,13 @@ def test_a_whole_gpu_and_an_instance_are_never_in_one_lease(domain: str) -> None
     both = Candidates([*instances(0, 1, domain=domain and "00:00.0-g1"), whole[0]])
     for request in (two, LeaseRequest(devices=("00:00.0-g1", "02:00.0-0")), LeaseRequest(devices=("all",))):
         with pytest.raises(InfeasibleError, match="some of these devices are on MIG instances and some are"):
-            refuse(request, both)
+            refuse_if_infeasible(request, both)
 
 
 def test_instances_with_control_daemons_cannot_be_served_together() -> None:
     each = [*instances(0, 1, domain="00:00.0-g1"), *instances(1, 3, domain="01:00.0-g3")]
     with pytest.raises(InfeasibleError, match="different control daemons") as caught:
-        refuse(LeaseRequest(2, across=True), Candidates(each))
+        refuse_if_infeasible(LeaseRequest(2, across=True), Candidates(each))
     assert caught.value.hint == "request devices of one MIG instance; each has a control daemon of its own"
 
 
@@ -99,4 +99,4 @@ def test_what_is_reserved_on_different_gpus_can_be_in_one_lease() -> None:
     whole = Candidate(device(2, 0))
     host, two = Candidates([whole, *instances(0, 1), *instances(1, 3)]), LeaseRequest(2, across=True)
     allocator = Allocator(Ledger([lease("a", host.devices[1].device)]))
-    assert reserved(allocator.ledger, two, host).devices == {"1-g3"}
+    assert reservation_for(allocator.ledger, two, host).devices == {"1-g3"}

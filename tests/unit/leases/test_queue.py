@@ -13,7 +13,7 @@ from yunion_mps.leases.match import NO_RESERVATION, Match, Reservation, no_reser
 from yunion_mps.leases.queue import RESERVES_S, Queue
 from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
 
-from unit.leases.lease_builders import HOLDER, candidates, device, lease, pool, requests, reserved
+from unit.leases.lease_builders import HOLDER, candidates, device, lease, pool, requests, reservation_for
 
 #: Another user than that of the leases.
 OTHER = HOLDER._replace(uid=HOLDER.uid + 1)
@@ -32,7 +32,7 @@ def queue(
     return made
 
 
-def served(waiting: Queue, ledger: Ledger, gpus: int) -> list[int]:
+def served_in_order(waiting: Queue, ledger: Ledger, gpus: int) -> list[int]:
     """Who is served now, in this order."""
     order = []
     while found := waiting.next(candidates(gpus)):
@@ -46,9 +46,9 @@ def served(waiting: Queue, ledger: Ledger, gpus: int) -> list[int]:
 def test_requests_that_fit_are_served_in_order() -> None:
     ledger = Ledger([lease("a", device(0, 0), device(0, 1))])
     waiting = queue(ledger, LeaseRequest(), LeaseRequest(), LeaseRequest())
-    assert served(waiting, ledger, 1) == [0, 1]
+    assert served_in_order(waiting, ledger, 1) == [0, 1]
     ledger.remove("a")
-    assert served(waiting, ledger, 1) == [2]
+    assert served_in_order(waiting, ledger, 1) == [2]
 
 
 def test_a_large_request_is_not_starved_by_small_ones() -> None:
@@ -56,17 +56,17 @@ def test_a_large_request_is_not_starved_by_small_ones() -> None:
     waiting = queue(ledger, LeaseRequest(3), LeaseRequest(), LeaseRequest())
     for slot in (0, 1):
         ledger.remove(str(slot))
-        assert served(waiting, ledger, 1) == [], "what is free is reserved for the first"
+        assert served_in_order(waiting, ledger, 1) == [], "what is free is reserved for the first"
     ledger.remove("2")
-    assert served(waiting, ledger, 1) == [0]
+    assert served_in_order(waiting, ledger, 1) == [0]
     ledger.remove("3")
-    assert served(waiting, ledger, 1) == [1]
+    assert served_in_order(waiting, ledger, 1) == [1]
 
 
 def test_a_request_for_one_gpu_does_not_hold_up_one_for_another() -> None:
     ledger = Ledger([lease("a", *(device(0, slot) for slot in range(4)))])
     waiting = queue(ledger, LeaseRequest(gpu="GPU-0"), LeaseRequest(gpu="GPU-1"))
-    assert served(waiting, ledger, 2) == [1]
+    assert served_in_order(waiting, ledger, 2) == [1]
 
 
 def test_devices_reserved_for_the_queue_are_not_leased_to_others() -> None:
@@ -105,7 +105,9 @@ def test_a_request_reserves_for_an_hour_of_two(waited_s: float, reserved: int) -
 
 def test_later_requests_pass_one_that_reserves_nothing() -> None:
     ledger = Ledger([lease("a", device(0, 0))])
-    assert served(queue(ledger, LeaseRequest(4), LeaseRequest(), waited_s=RESERVES_S), ledger, 1) == [1]
+    assert served_in_order(
+        queue(ledger, LeaseRequest(4), LeaseRequest(), waited_s=RESERVES_S), ledger, 1
+    ) == [1]
 
 
 def test_a_request_for_many_threads_is_not_starved_by_others() -> None:
@@ -133,12 +135,12 @@ def test_every_request_is_served_in_the_end(queued: list[LeaseRequest]) -> None:
     waiting = queue(ledger, *queued)
     order: list[int] = []
     for _ in range(len(queued) + 1):
-        order += served(waiting, ledger, 4)
+        order += served_in_order(waiting, ledger, 4)
         for name in list(ledger.leases)[:1]:
             ledger.remove(name)
     for name in list(ledger.leases):
         ledger.remove(name)
-        order += served(waiting, ledger, 4)
+        order += served_in_order(waiting, ledger, 4)
     assert sorted(order) == list(range(len(queued)))
 
 
@@ -198,5 +200,5 @@ def test_the_queue_serves_the_request_that_an_exhaustive_search_finds(
             expected = (one, allocator.choose(one.request, candidates(2), earlier))
             break
         except NothingFreeError:
-            earlier.add(reserved(ledger, one.request, candidates(2), earlier))
+            earlier.add(reservation_for(ledger, one.request, candidates(2), earlier))
     assert waiting.next(candidates(2)) == expected

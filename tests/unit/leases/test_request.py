@@ -15,7 +15,7 @@ ALICE, BOB, ROOT = Owner(1000), Owner(66), Owner(0)
 TRAIN, TEST = Owner(61184, "yunion-mps-job@train.service"), Owner(61184, "yunion-mps-job@test.service")
 
 
-def made(*leases: tuple[str, Owner, str]) -> dict[str, Lease]:
+def leases_of_owners(*leases: tuple[str, Owner, str]) -> dict[str, Lease]:
     """Leases by id, each of its owner, who has called it so."""
     return {
         lease_id: lease(lease_id, device(0, slot))._replace(
@@ -25,11 +25,11 @@ def made(*leases: tuple[str, Owner, str]) -> dict[str, Lease]:
     }
 
 
-LEASES = made(
+LEASES = leases_of_owners(
     ("12345678-a", ALICE, "night"), ("12345678-b", ALICE, "12345678"), ("98765432-c", ALICE, "noon")
 )
 #: A job's lease, and another owner's that is named after it, by its name and by its id.
-THEIRS = made(
+THEIRS = leases_of_owners(
     ("12345678-a", ALICE, "job"),
     ("98765432-c", BOB, "job"),
     ("44444444-b", BOB, "12345678"),

@@ -274,14 +274,14 @@ def stored(store: Store, *keys: str) -> QueuePositions:
     return positions
 
 
-def after(store: Store) -> QueuePositions:
+def next_positions(store: Store) -> QueuePositions:
     """The next daemon, which starts at 0 s."""
     positions = QueuePositions(store)
     positions.restore(0.0)
     return positions
 
 
-def place(positions: QueuePositions, key: str, now_s: float = 1.0) -> tuple[int, float]:
+def placed_at(positions: QueuePositions, key: str, now_s: float = 1.0) -> tuple[int, float]:
     placed = positions.place(queued(key), 500.0, now_s)  # the wall clock was set back
     return placed.position, placed.since_s
 
@@ -292,22 +292,22 @@ def keys(store: Store) -> list[str]:
 
 def test_a_repeated_request_keeps_its_position_before_new_ones(store: Store) -> None:
     stored(store, "a", "b")
-    positions = after(store)
-    assert place(positions, "new") == (3, 500.0)
-    assert place(positions, "b") == (2, 1000.0)
-    assert place(positions, "a") == (1, 1000.0)
-    assert place(positions, "a") == (4, 500.0), "a position is given once"
+    positions = next_positions(store)
+    assert placed_at(positions, "new") == (3, 500.0)
+    assert placed_at(positions, "b") == (2, 1000.0)
+    assert placed_at(positions, "a") == (1, 1000.0)
+    assert placed_at(positions, "a") == (4, 500.0), "a position is given once"
 
 
 def test_a_position_belongs_to_one_user(store: Store) -> None:
     stored(store, "a")
     other = queued("a")._replace(holder=HOLDER._replace(uid=HOLDER.uid + 1))
-    assert after(store).place(other, 500.0, 1.0).position == 2
+    assert next_positions(store).place(other, 500.0, 1.0).position == 2
 
 
 def test_a_request_that_is_not_repeated_in_time_loses_its_position(store: Store) -> None:
     stored(store, "a")
-    assert place(after(store), "a", REPEAT_TIMEOUT_S + 1) == (2, 500.0)
+    assert placed_at(next_positions(store), "a", REPEAT_TIMEOUT_S + 1) == (2, 500.0)
     assert keys(store) == []
 
 
@@ -318,7 +318,7 @@ def test_a_request_that_has_stopped_waiting_has_no_position(store: Store) -> Non
 
 def test_the_row_of_a_request_that_waits_twice_is_the_first_one(store: Store) -> None:
     stored(store, "a", "b", "a")
-    assert place(after(store), "a") == (1, 1000.0)
+    assert placed_at(next_positions(store), "a") == (1, 1000.0)
 
 
 def test_a_request_without_an_idempotency_key_has_no_row(store: Store) -> None:
@@ -328,7 +328,7 @@ def test_a_request_without_an_idempotency_key_has_no_row(store: Store) -> None:
 
 def test_a_later_request_waits_until_an_earlier_one_is_repeated(store: Store) -> None:
     stored(store, "a", "b")
-    positions = after(store)
+    positions = next_positions(store)
     second = positions.place(queued("b"), 500.0, 1.0)
     later = positions.place(queued("new"), 500.0, 1.0)
     assert (positions.has_to_wait(second, 1.0), positions.has_to_wait(later, 1.0)) == (True, True)
@@ -338,17 +338,17 @@ def test_a_later_request_waits_until_an_earlier_one_is_repeated(store: Store) ->
 
 def test_a_later_request_waits_only_a_moment_for_clients_that_have_ended(store: Store) -> None:
     stored(store, "a")
-    positions = after(store)
+    positions = next_positions(store)
     later = positions.place(queued("new"), 500.0, 1.0)
     assert positions.has_to_wait(later, PROMPT_REPEAT_TIMEOUT_S - 0.1)
     assert not positions.has_to_wait(later, PROMPT_REPEAT_TIMEOUT_S)
-    assert place(positions, "a", PROMPT_REPEAT_TIMEOUT_S) == (1, 1000.0), "it still gets its position"
+    assert placed_at(positions, "a", PROMPT_REPEAT_TIMEOUT_S) == (1, 1000.0), "it still gets its position"
 
 
 def test_positions_end_with_the_boot(store: Store) -> None:
     stored(store, "a")
     store.write("UPDATE queued_request SET boot_id = 'another'", [()])
-    assert place(after(store), "a") == (2, 500.0)
+    assert placed_at(next_positions(store), "a") == (2, 500.0)
     assert keys(store) == []
 
 
@@ -359,9 +359,9 @@ def test_a_request_waits_even_if_its_position_cannot_be_stored(store: Store) -> 
         store.write(f"CREATE TRIGGER no_{change} BEFORE {change} ON queued_request {full}", [()])
     positions = stored(store, "a", "b")
     positions.delete(queued("a"))
-    assert place(positions, "c") == (3, 500.0)
+    assert placed_at(positions, "c") == (3, 500.0)
     store.close()
-    assert place(after(store), "a") == (1, 500.0)
+    assert placed_at(next_positions(store), "a") == (1, 500.0)
 
 
 TWO = lease("a", device(0, 0), device(0, 1))

@@ -53,12 +53,14 @@ class Jobs:
         self._host = host
         self._plan = plan
 
-    def begin(self, uid: int | None = None) -> Client:
-        client = self.wait(uid)
+    def attach(self, uid: int | None = None) -> Client:
+        """Start a job of this user, or of ours, whose server accepts it."""
+        client = self.start_waiting(uid)
         assert client.says() == "attached"
         return client
 
-    def wait(self, uid: int | None = None) -> Client:
+    def start_waiting(self, uid: int | None = None) -> Client:
+        """Start a job that has asked for a server, without an answer yet."""
         client = self.stand_ins.client(Path(self._plan.pipe_directory), uid)
         assert client.says() == "asking"
         return client
@@ -124,7 +126,7 @@ class DomainRun:
         return self.until(state)
 
     def begin_job(self, jobs: Jobs) -> int:
-        jobs.begin()
+        jobs.attach()
         self.advance(1)
         return self.server
 

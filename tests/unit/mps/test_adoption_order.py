@@ -66,14 +66,14 @@ def test_an_adopted_control_daemon_keeps_its_pid_and_gets_our_limits(bench: Benc
 def test_an_adopted_server_keeps_its_limits_and_the_next_gets_ours(bench: Bench) -> None:
     environment = theirs(bench.plan, PATH=f"{bench.jobs.stand_ins.folder}:{os.environ['PATH']}")
     stranger = bench.control(environment=environment)
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     adopt(bench.plan, stranger)
     run = bench.serving()
     assert run.pid == stranger.pid
     (server,) = run.domain.server_pids()
     assert run.domain.limits_in_effect.old_servers == (server,)
     assert run.awaited_servers == (server,)
-    another = bench.jobs.begin()  # joins it
+    another = bench.jobs.attach()  # joins it
     bench.jobs.end(job, another)
     run.domain.note_use(in_use=False)
     run.until_true(lambda: run.advance(0.5).until_answered().pending == [])
@@ -83,7 +83,7 @@ def test_an_adopted_server_keeps_its_limits_and_the_next_gets_ours(bench: Bench)
 def test_servers_that_outlive_an_adopted_one_are_ours_too(bench: Bench) -> None:
     environment = theirs(bench.plan, PATH=f"{bench.jobs.stand_ins.folder}:{os.environ['PATH']}")
     stranger = bench.control(environment=environment)
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     server = int(bench.ask("get_server_list")[0])
     order = order_for(bench.plan, stranger)
     stranger.kill()

@@ -101,9 +101,9 @@ def test_a_stopped_server_is_not_queried_for_its_clients(
 @as_root
 def test_while_another_user_waits_the_clients_are_unknown(run: DomainRun, bench: Bench) -> None:
     """535 answers that there is no such server; 550 still lists its clients."""
-    client = bench.jobs.begin()
+    client = bench.jobs.attach()
     (server,) = run.domain.server_pids()
-    waiting = bench.jobs.wait(STRANGER)
+    waiting = bench.jobs.start_waiting(STRANGER)
     program, plan = bench.jobs.program, bench.plan
 
     def listed() -> list[int]:
@@ -123,7 +123,7 @@ def test_while_another_user_waits_the_clients_are_unknown(run: DomainRun, bench:
 
 
 def test_with_another_front_end_connected_clients_are_unknown(run: DomainRun, bench: Bench) -> None:
-    client = bench.jobs.begin()
+    client = bench.jobs.attach()
     (server,) = run.domain.server_pids()
     bench.hold_front_end()
     for _ in range(5):
@@ -160,11 +160,11 @@ def _in_another_zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("_in_another_zone")
 def test_a_waiting_client_is_listed_until_it_ends_or_has_its_server(bench: Bench) -> None:
     run = bench.serving()
-    first = bench.jobs.begin()
+    first = bench.jobs.attach()
     (server,) = run.domain.server_pids()
     assert waiting_clients(bench.plan, [server]) == []
     begun_s = time.time() - 1  # the log rounds
-    other, gone = bench.jobs.wait(uid=1234), bench.jobs.wait(uid=1234)
+    other, gone = bench.jobs.start_waiting(uid=1234), bench.jobs.start_waiting(uid=1234)
     eventually(lambda: len(waiting_clients(bench.plan, [server])) == 2)
     bench.jobs.end(gone)
     (waiter,) = waiting_clients(bench.plan, [server])

@@ -33,7 +33,7 @@ def fail_to_start(run: DomainRun, jobs: Jobs, uid: int | None = None) -> None:
     """Have a job find that no server starts, and the domain notice it."""
     jobs.stand_ins.behave("failing")
     before = log_of(run).count("exited with status 1")
-    assert jobs.wait(uid).says() == "refused"
+    assert jobs.start_waiting(uid).says() == "refused"
     eventually(lambda: log_of(run).count("exited with status 1") >= before + 6)
     run.advance(PROBE_S).until_true(lambda: run.advance(0.01).state == DEGRADED).until_answered()
 
@@ -41,7 +41,7 @@ def fail_to_start(run: DomainRun, jobs: Jobs, uid: int | None = None) -> None:
 def fail_for(uid: int, run: DomainRun, jobs: Jobs) -> None:
     """Have a job of this user find that none of his servers starts, and the domain notice it."""
     jobs.stand_ins.behave(f"refusing:{uid}")
-    assert jobs.wait(uid).says() == "refused"
+    assert jobs.start_waiting(uid).says() == "refused"
     eventually(lambda: log_of(run).count("exited with status 1") >= 6)
     run.advance(PROBE_S).until_true(
         lambda: uid in run.advance(0.01).domain.status().failing_users
@@ -131,7 +131,7 @@ echo "$commands" | {jobs.program}
 def test_a_job_whose_server_starts_recovers_the_domain(run: DomainRun, jobs: Jobs) -> None:
     fail_to_start(run, jobs)
     jobs.stand_ins.behave()
-    job = jobs.begin()
+    job = jobs.attach()
     wait_for_log(run, "Ready")
     run.advance(READ_S).until_answered()
     assert run.state == READY
@@ -147,7 +147,7 @@ def test_a_job_that_gets_the_ordered_server_keeps_it(run: DomainRun, jobs: Jobs,
     jobs.stand_ins.behave()
     run.advance(FIRST_PAUSE_S)
     wait_for_log(run, "Ready")
-    jobs.begin()
+    jobs.attach()
     run.until_true(lambda: run.advance(0.01).state == READY)
     run.advance_steps(10, 1.0)
     assert run.server in jobs.servers()
@@ -187,19 +187,19 @@ def test_servers_that_fail_for_another_user_and_root_fail_for_all(run: DomainRun
 @as_root
 def test_a_job_of_another_user_does_not_wait_for_the_ordered_server(run: DomainRun, jobs: Jobs) -> None:
     fail_for(1234, run, jobs)
-    jobs.begin(uid=4321)
+    jobs.attach(uid=4321)
 
 
 @as_root
 def test_no_server_is_ordered_while_a_job_of_another_user_runs(run: DomainRun, jobs: Jobs) -> None:
     """It would count as a waiting client, so the other user's next jobs would hang."""
     fail_for(1234, run, jobs)
-    jobs.begin()
+    jobs.attach()
     before = attempts(run)
     run.advance(FIRST_PAUSE_S)
     run.advance_steps(5, 5.0)
     assert attempts(run) == before
-    jobs.begin()
+    jobs.attach()
 
 
 @as_root
@@ -207,7 +207,7 @@ def test_an_idle_server_of_another_user_does_not_delay_the_order(run: DomainRun,
     """A server remains after its last client; while it has one, it is left alone."""
     fail_for(1234, run, jobs)
     run.until_true(lambda: "Cmd:shutdown_server" in log_of(run.advance(0.01))).until_answered()
-    job = jobs.begin()
+    job = jobs.attach()
     before = attempts(run)
     run.domain.note_use(in_use=True)
     run.advance_steps(5, 5.0)
@@ -268,7 +268,7 @@ def test_no_server_is_ordered_on_a_domain_that_is_to_end(run: DomainRun, jobs: J
 
 def test_a_server_that_is_killed_degrades_nothing(run: DomainRun, jobs: Jobs) -> None:
     for _ in range(3):
-        jobs.begin()
+        jobs.attach()
         (server,) = run.domain.server_pids()
         os.kill(server, 9)
         wait_for_log(run, f"Server {server} exited")

@@ -87,7 +87,7 @@ def force_with_a_gap(run: DomainRun, bench: Bench, job: Client, in_between: Call
 def test_a_server_ends_at_once_if_all_its_clients_may_end(
     run: DomainRun, bench: Bench, other: DomainPlan
 ) -> None:
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     run.change(other)
     force(run, job)
     run.until_true(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
@@ -98,8 +98,8 @@ def test_a_server_ends_at_once_if_all_its_clients_may_end(
 def test_a_server_with_another_client_ends_only_after_its_clients(
     run: DomainRun, bench: Bench, other: DomainPlan
 ) -> None:
-    job = bench.jobs.begin()
-    later = bench.jobs.begin()
+    job = bench.jobs.attach()
+    later = bench.jobs.attach()
     run.change(other)
     (server,) = bench.jobs.servers()
     force(run, job)
@@ -115,11 +115,11 @@ def test_a_server_with_another_client_ends_only_after_its_clients(
 def test_a_client_that_attaches_after_the_list_does_not_end(
     run: DomainRun, bench: Bench, other: DomainPlan
 ) -> None:
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     run.change(other)
     (server,) = bench.jobs.servers()
     later: list[Client] = []
-    force_with_a_gap(run, bench, job, lambda: later.append(bench.jobs.begin()))
+    force_with_a_gap(run, bench, job, lambda: later.append(bench.jobs.attach()))
     assert run.domain.take_unconfirmed() == [UnconfirmedClients((server,), (LateClient(later[0].pid),))]
     assert bench.jobs.servers() == [server]
 
@@ -128,12 +128,12 @@ def test_a_client_that_attaches_after_the_list_may_end_if_confirmed(
     run: DomainRun, bench: Bench, other: DomainPlan
 ) -> None:
     """As when it is one that has attached again."""
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     run.change(other)
     wrap(run, bench, STOPS_AFTER_THE_LISTS)
     run.domain.end_servers(run.now_s, may_end=lambda _: True, with_all_clients=())
     run.until_true(lambda: (bench.place / "listed").exists())
-    later = bench.jobs.begin()
+    later = bench.jobs.attach()
     (bench.place / "go").touch()
     run.until_true(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
     assert (job.says(), later.says()) == ("server gone", "server gone")
@@ -143,13 +143,13 @@ def test_a_client_that_attaches_right_before_the_end_is_reported(
     run: DomainRun, bench: Bench, other: DomainPlan
 ) -> None:
     """From 550 on, a server admits clients until it ends, and nothing can keep this one; before, it waits."""
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     run.change(other)
     (server,) = bench.jobs.servers()
     wrap(run, bench, STOPS_BEFORE_THE_END)
     force(run, job)
     run.until_true(lambda: (bench.place / "chosen").exists())
-    later = bench.jobs.wait()
+    later = bench.jobs.start_waiting()
     (bench.place / "go").touch()
     run.until_true(lambda: not run.domain.is_forcing(run.now_s))
     assert job.says() == "server gone"
@@ -164,7 +164,7 @@ def test_a_client_that_attaches_right_before_the_end_is_reported(
 def test_a_line_that_a_user_wrote_into_the_log_ends_no_job(
     run: DomainRun, bench: Bench, other: DomainPlan
 ) -> None:
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     run.change(other)
     (server,) = bench.jobs.servers()
     line = f"\n{HEADER} NEW CLIENT 1 from user 0: Server already exists\n"
@@ -182,7 +182,7 @@ def test_no_server_ends_by_force_if_the_log_does_not_show_all(
     run: DomainRun, bench: Bench, other: DomainPlan
 ) -> None:
     """As on a full disk."""
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     run.change(other)
     (server,) = bench.jobs.servers()
     wrap(run, bench, LEAVES_OUT_THE_MARK)
@@ -197,14 +197,14 @@ def test_an_order_that_was_not_received_is_repeated_with_a_list(
     run: DomainRun, bench: Bench, other: DomainPlan
 ) -> None:
     """Before 550, that list is empty; from 550 on, it has what has attached meanwhile."""
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     run.change(other)
     (server,) = bench.jobs.servers()
     wrap(run, bench, IS_REJECTED_ONCE)
     force(run, job)
     run.until_true(lambda: (bench.place / "rejected").exists()).until_answered()
     assert bench.jobs.servers() == [server]
-    later = bench.jobs.wait()
+    later = bench.jobs.start_waiting()
     if bench.jobs.stand_ins.asked:
         assert later.says() == "attached"
     run.advance(1).until_true(lambda: not run.domain.is_forcing(run.now_s))
@@ -217,7 +217,7 @@ def test_an_order_that_was_not_received_is_repeated_with_a_list(
 
 
 def test_a_server_without_clients_is_not_forced(run: DomainRun, bench: Bench, other: DomainPlan) -> None:
-    bench.jobs.end(bench.jobs.begin())
+    bench.jobs.end(bench.jobs.attach())
     run.change(other)
     force(run)
     run.until_true(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
@@ -229,7 +229,7 @@ def test_a_server_without_clients_is_not_forced(run: DomainRun, bench: Bench, ot
 def test_an_order_with_a_condition_is_given_up_after_some_seconds(
     run: DomainRun, bench: Bench, other: DomainPlan
 ) -> None:
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     run.change(other)
     (server,) = bench.jobs.servers()
     leave = bench.hold_front_end()
@@ -249,7 +249,7 @@ def test_a_domain_without_servers_keeps_nobody_waiting(run: DomainRun) -> None:
 def test_only_new_jobs_of_the_users_whose_servers_ended_are_reported(
     run: DomainRun, bench: Bench, other: DomainPlan
 ) -> None:
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     run.change(other)
     (server,) = bench.jobs.servers()
     lines = [(1_000_000_000, os.getuid()), (1_000_000_001, os.getuid() + 1), (job.pid, os.getuid())]
@@ -273,7 +273,7 @@ def test_with_one_server_for_all_users_new_jobs_of_each_are_reported(bench: Benc
     values = {"option": MULTIUSER, "program": bench.jobs.program, "place": bench.place}
     run = bench.domain(bench.plan._replace(multiuser=True), bench.script(script.format(**values)))
     run.start().until(READY)
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     run.change(other._replace(multiuser=True))
     (server,) = bench.jobs.servers()
     line = f"{HEADER} NEW CLIENT 1000000000 from user {os.getuid() + 1}: Server already exists\n"
@@ -285,7 +285,7 @@ def test_with_one_server_for_all_users_new_jobs_of_each_are_reported(bench: Benc
 
 
 def test_a_domain_that_retires_reports_what_ended_before_it_stops(run: DomainRun, bench: Bench) -> None:
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     (server,) = bench.jobs.servers()
     line = f"{HEADER} NEW CLIENT 1000000000 from user {os.getuid()}: Server already exists\n"
     (bench.place / "lines").write_text(line)

@@ -25,7 +25,7 @@ MEMORY = "get_default_device_pinned_mem_limit 0"
 def test_a_change_that_a_killed_daemon_began_is_finished_by_the_next(
     run: DomainRun, bench: Bench, other: DomainPlan, told: int
 ) -> None:
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     (server,) = run.domain.server_pids()
     remembered = LimitsInEffect(bench.plan, (server,) if told else ())
     commands = ["set_default_active_thread_percentage 12.5", "set_default_device_pinned_mem_limit 0 2880M"]
@@ -44,7 +44,7 @@ def test_a_server_with_unknown_limits_delays_a_survivor_until_it_is_idle(
     run: DomainRun, bench: Bench
 ) -> None:
     bench.ask("set_default_active_thread_percentage 77")
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     (server,) = run.domain.server_pids()
     after = bench.domain(program=bench.jobs.program).start()
     after.until_true(lambda: after.domain.restarts > 0).until(BACKOFF)
@@ -82,7 +82,7 @@ def test_a_survivor_without_servers_gets_the_limits_whatever_it_has(bench: Bench
 
 
 def test_a_survivor_with_the_planned_limits_gets_no_commands(run: DomainRun, bench: Bench) -> None:
-    bench.jobs.begin()
+    bench.jobs.attach()
     log = Path(bench.plan.log_directory, "control.log")
     before = log.read_text().count("Cmd:set_")
     after = bench.serving()
@@ -107,7 +107,7 @@ def test_limits_that_another_program_changed_are_set_again(run: DomainRun, bench
 
 def test_a_server_with_another_programs_limits_is_named_and_awaited(run: DomainRun, bench: Bench) -> None:
     bench.ask("set_default_active_thread_percentage 100")
-    bench.jobs.end(bench.jobs.begin())
+    bench.jobs.end(bench.jobs.attach())
     (server,) = run.domain.server_pids()
     run.advance(VERIFY_S).until_true(lambda: "another program changed its limits" in run.event_texts).until(
         READY
@@ -124,7 +124,7 @@ def test_a_server_from_before_a_new_control_daemons_limits_is_awaited(bench: Ben
     gate = Path(bench.plan.log_directory, "..", "gate").resolve()
     script = f'[ "$1" = -f ] || while [ ! -e {gate} ]; do sleep 0.01; done; exec {bench.jobs.program} $1'
     run = bench.domain(program=bench.script(script)).start().until(APPLYING)
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     gate.touch()
     run.until(READY)
     (server,) = run.domain.server_pids()

@@ -144,7 +144,7 @@ def test_its_last_words_are_those_that_matter(plan: DomainPlan, log: Path) -> No
 # -- news
 
 
-def hear(run: DomainRun) -> list[str]:
+def new_event_texts(run: DomainRun) -> list[str]:
     """What the events after one more probe say, once the control daemon has logged every server."""
     eventually(lambda: all(f"NEW SERVER {pid}: Ready" in log_of(run) for pid in run.domain.server_pids()))
     before = len(run.event_texts)
@@ -153,10 +153,10 @@ def hear(run: DomainRun) -> list[str]:
 
 
 def test_a_server_that_starts_is_an_event(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
-    job = jobs.begin()
+    job = jobs.attach()
     (server,) = run.domain.server_pids()
-    assert hear(run) == [f"MPS server (PID {server}) of {OWN_NAME} started"]
-    assert hear(run) == []
+    assert new_event_texts(run) == [f"MPS server (PID {server}) of {OWN_NAME} started"]
+    assert new_event_texts(run) == []
     jobs.end(job)
     run.domain.retire()
     run.domain.note_use(in_use=False)
@@ -165,17 +165,17 @@ def test_a_server_that_starts_is_an_event(run: DomainRun, jobs: Jobs, plan: Doma
 
 def test_a_job_that_comes_during_a_change_of_limits_is_an_event(run: DomainRun, jobs: Jobs) -> None:
     """The log is read on across a change of limits."""
-    jobs.begin()
+    jobs.attach()
     run.domain.change(run.domain.in_effect._replace(thread_percentage=50.0), run.now_s)
     run.until(READY)
-    assert len(hear(run)) == 1
+    assert len(new_event_texts(run)) == 1
 
 
 def test_a_server_that_cannot_start_is_one_event_and_no_flood(run: DomainRun, jobs: Jobs) -> None:
     jobs.stand_ins.behave("failing")
-    assert jobs.wait().says() == "refused"
+    assert jobs.start_waiting().says() == "refused"
     eventually(lambda: log_of(run).count("exited with status") == 6)
-    (what,) = hear(run)
+    (what,) = new_event_texts(run)
     assert what.endswith(f" and later) of {OWN_NAME} failed to start")
     (event,) = [event for event in run.events if event.what == what]
     assert (event.severity, event.code) == ("error", SERVER_START_FAILED)
@@ -187,19 +187,19 @@ def test_a_server_that_never_got_ready_is_not_said_to_have_started(
     run: DomainRun, jobs: Jobs, behaviour: str
 ) -> None:
     jobs.stand_ins.behave(behaviour)
-    assert jobs.wait().says() == "refused"
+    assert jobs.start_waiting().says() == "refused"
     eventually(lambda: log_of(run).count("exited with status") == 6)
-    assert [what for what in hear(run) if "started" in what or "fault" in what] == []
+    assert [what for what in new_event_texts(run) if "started" in what or "fault" in what] == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
 def test_a_server_that_a_signal_ends_has_failed(run: DomainRun, jobs: Jobs, number: int) -> None:
-    jobs.begin()
+    jobs.attach()
     (server,) = run.domain.server_pids()
-    hear(run)
+    new_event_texts(run)
     os.kill(server, number)
     eventually(lambda: f"Server {server} exited with status 0" in log_of(run))
-    assert hear(run) == [f"MPS server (PID {server}) of {OWN_NAME} ended unexpectedly"]
+    assert new_event_texts(run) == [f"MPS server (PID {server}) of {OWN_NAME} ended unexpectedly"]
     event = run.events[-1]
     assert (event.severity, event.cause) == ("error", "it crashed or was killed")
     assert run.state == READY, "the next server is not known to fail"
@@ -207,11 +207,11 @@ def test_a_server_that_a_signal_ends_has_failed(run: DomainRun, jobs: Jobs, numb
 
 @as_root
 def test_a_waiting_job_is_an_event_that_names_the_servers_user(run: DomainRun, jobs: Jobs) -> None:
-    jobs.begin()
-    hear(run)
-    waiting = [jobs.wait(uid=1234), jobs.wait(uid=1234)]
+    jobs.attach()
+    new_event_texts(run)
+    waiting = [jobs.start_waiting(uid=1234), jobs.start_waiting(uid=1234)]
     eventually(lambda: log_of(run).count("push client to pending list") == 3)
-    (what,) = hear(run)
+    (what,) = new_event_texts(run)
     assert what == f"2 jobs of uid 1234 (PIDs {waiting[0].pid}, {waiting[1].pid}) wait"
     event = run.events[-1]
     assert (event.severity, event.cause) == ("warning", "MPS serves one user at a time, and is serving root")

@@ -24,7 +24,7 @@ from .other_processes import PIDFD_SEND_SIGNAL, no_descriptor_left, refusing, si
 
 def orphan(run: DomainRun, jobs: Jobs) -> tuple[int, Client]:
     """A server that goes on with its job under a new control daemon; the server's PID."""
-    job = jobs.begin()
+    job = jobs.attach()
     run.advance(1)
     (server,) = run.domain.server_pids()
     run.kill().until(READY)
@@ -106,7 +106,7 @@ def test_an_orphan_is_idle_only_if_no_job_was_seen_for_a_while(run: DomainRun, j
 
 
 def test_a_server_orphaned_between_two_ticks_is_found(run: DomainRun, jobs: Jobs) -> None:
-    jobs.begin()
+    jobs.attach()
     run.kill().until(READY)
     assert run.pending == []
     run.advance(1)
@@ -125,7 +125,7 @@ def test_a_daemon_that_starts_finds_the_orphans_of_one_before_it(run: DomainRun,
 
 
 def test_the_servers_of_an_adopted_control_daemon_are_not_orphans(run: DomainRun, bench: Bench) -> None:
-    bench.jobs.begin()
+    bench.jobs.attach()
     after = bench.serving().advance(1)
     assert after.pid == run.pid
     assert (after.event_texts, after.pending) == ([], [])
@@ -198,7 +198,7 @@ def test_a_domain_that_retires_waits_for_its_orphans(run: DomainRun, jobs: Jobs)
 
 def test_a_domain_that_retires_starts_nothing_new_for_its_orphans(run: DomainRun, jobs: Jobs) -> None:
     run.kill().until(READY)  # so that the next start has to wait
-    job = jobs.begin()
+    job = jobs.attach()
     run.advance(1)
     run.domain.retire()
     run.kill()

@@ -314,7 +314,7 @@ def test_a_users_process_with_our_mark_and_name_is_not_a_server(plan: DomainPlan
 
 def test_a_server_of_another_user_is_ours(bench: Bench) -> None:
     bench.serving()
-    bench.jobs.begin(STRANGER)
+    bench.jobs.attach(STRANGER)
     (server,) = bench.jobs.servers()
     assert uid_of(server) == STRANGER
     assert server in [one.pid for one in our_processes() if one.is_server]

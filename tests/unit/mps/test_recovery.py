@@ -74,7 +74,7 @@ def test_a_silent_control_daemon_with_jobs_is_replaced_after_them(
 ) -> None:  # fmt: skip
     """A poll from before it hung does not tell: a job may have come since."""
     caplog.set_level(logging.INFO)
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     run.tick()
     run.domain.note_use(in_use=in_use, polled_s=polled_s)
     pid, (server,) = run.pid, run.domain.server_pids()
@@ -96,7 +96,7 @@ def test_a_silent_control_daemon_with_jobs_is_replaced_after_them(
 
 
 def test_a_silent_control_daemon_with_idle_servers_is_replaced(run: DomainRun, bench: Bench) -> None:
-    bench.jobs.end(bench.jobs.begin())
+    bench.jobs.end(bench.jobs.attach())
     run.tick()
     run.domain.note_use(in_use=False)
     pid = run.pid

@@ -34,7 +34,7 @@ def test_a_shortage_delays_them_and_ends_no_control_daemon(run: DomainRun, other
 def test_limits_are_pending_while_a_server_runs_and_then_in_effect(
     run: DomainRun, bench: Bench, other: DomainPlan
 ) -> None:
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     (server,) = run.domain.server_pids()
     run.change(other)
     assert run.domain.limits_in_effect == LimitsInEffect(bench.plan, (server,))
@@ -56,18 +56,18 @@ def test_a_job_that_nvml_does_not_list_yet_keeps_its_server(
     run: DomainRun, bench: Bench, other: DomainPlan
 ) -> None:
     """A server that was told to shut down would keep all new jobs waiting until its last one has ended."""
-    bench.jobs.begin()
+    bench.jobs.attach()
     (server,) = run.domain.server_pids()
     run.change(other)
     run.domain.note_use(in_use=False)
     run.advance(30).until_answered()
     run.advance_steps(5, 1.0)
-    bench.jobs.begin()
+    bench.jobs.attach()
     assert bench.jobs.servers() == [server]
 
 
 def test_the_next_server_has_the_new_limits(run: DomainRun, bench: Bench, other: DomainPlan) -> None:
-    bench.jobs.end(bench.jobs.begin())
+    bench.jobs.end(bench.jobs.attach())
     run.change(other)
     run.domain.drain(run.now_s)
     run.until_true(lambda: run.domain.limits_in_effect == LimitsInEffect(other))
@@ -76,7 +76,7 @@ def test_the_next_server_has_the_new_limits(run: DomainRun, bench: Bench, other:
 
 
 def test_drain_waits_for_jobs_and_force_does_not(run: DomainRun, bench: Bench, other: DomainPlan) -> None:
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     (server,) = run.domain.server_pids()
     run.change(other)
     run.domain.drain(run.now_s)
@@ -91,7 +91,7 @@ def test_a_server_drained_while_it_has_jobs_ends_after_them(
     run: DomainRun, bench: Bench, other: DomainPlan
 ) -> None:
     """535 ends it with its last job; 550 asks it again later and later, and at once when we do."""
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     run.change(other)
     for _ in range(12):
         run.domain.drain(run.now_s)
@@ -129,7 +129,7 @@ def test_several_servers_are_named_in_the_plural(plan: DomainPlan) -> None:
 
 
 def test_no_server_is_told_to_end_if_nothing_is_pending(run: DomainRun, jobs: Jobs) -> None:
-    jobs.begin()
+    jobs.attach()
     run.end_all_servers()
     run.domain.note_use(in_use=False)
     run.advance(60).advance(60)
@@ -142,10 +142,10 @@ def test_an_undelivered_command_is_sent_again(
     run: DomainRun, bench: Bench, other: DomainPlan, when: str, force: bool, steps: int, step_s: int
 ) -> None:
     """Also a drain of long ago, which costs no job anything."""
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     if not force:
         bench.jobs.end(job)
-    leave = held(run, bench, other, when)
+    leave = change_behind_front_end(run, bench, other, when)
     if force:
         run.end_all_servers()
     else:
@@ -163,7 +163,7 @@ def test_an_order_that_ends_jobs_is_given_up_after_some_seconds(
 ) -> None:
     """New jobs may have begun until then; what waits for the jobs goes on waiting."""
     server = run.begin_job(bench.jobs)
-    leave = held(run, bench, other, when)
+    leave = change_behind_front_end(run, bench, other, when)
     run.end_all_servers()
     run.advance_steps(9, 10)
     leave()
@@ -176,7 +176,7 @@ def test_an_order_that_ends_jobs_is_given_up_after_some_seconds(
     assert run.pending
 
 
-def held(run: DomainRun, bench: Bench, other: DomainPlan, when: str) -> Callable[[], None]:
+def change_behind_front_end(run: DomainRun, bench: Bench, other: DomainPlan, when: str) -> Callable[[], None]:
     """Change the limits while, or before, another front-end is open; returns how to leave it."""
     if when == "after it":
         run.change(other)
@@ -188,7 +188,7 @@ def held(run: DomainRun, bench: Bench, other: DomainPlan, when: str) -> Callable
 
 
 def test_a_retiring_domain_ends_when_its_servers_have_ended(run: DomainRun, jobs: Jobs) -> None:
-    jobs.end(jobs.begin())
+    jobs.end(jobs.attach())
     (server,) = run.domain.server_pids()
     run.domain.retire()
     assert run.advance(10).state == READY
@@ -213,7 +213,7 @@ def test_a_drain_lasts_as_long_as_leases_block_its_change(
     run: DomainRun, plan: DomainPlan, jobs: Jobs, waits: tuple[bool, bool], drains: bool
 ) -> None:
     """Before the drain, and at a later reload, which may have withdrawn the change."""
-    jobs.begin()
+    jobs.attach()
     run.domain.change(plan, run.now_s, waits_for_leases=waits[0])
     run.domain.drain(run.now_s)
     run.domain.change(plan, run.now_s, waits_for_leases=waits[1])
@@ -222,7 +222,7 @@ def test_a_drain_lasts_as_long_as_leases_block_its_change(
 
 
 def test_a_change_cancels_a_retirement(run: DomainRun, plan: DomainPlan, jobs: Jobs) -> None:
-    jobs.begin()
+    jobs.attach()
     run.domain.retire()
     run.tick()
     run.change(plan)

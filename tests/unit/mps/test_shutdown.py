@@ -17,13 +17,13 @@ from .domain_bench import Bench, DomainRun, Jobs
 from .other_processes import full_queue, silent_connection, stop_process
 
 
-def end_of(run: DomainRun, timeout_s: int) -> DomainRun:
+def stop_within(run: DomainRun, timeout_s: int) -> DomainRun:
     run.domain.stop(run.now_s, timeout_s=timeout_s)
     return run
 
 
 def test_it_waits_for_jobs_that_end(run: DomainRun, jobs: Jobs) -> None:
-    job = jobs.begin()
+    job = jobs.attach()
     run.stop().until_true(lambda: run.tick() is not None)
     assert run.advance(9).state == STOPPING
     jobs.end(job)
@@ -32,8 +32,8 @@ def test_it_waits_for_jobs_that_end(run: DomainRun, jobs: Jobs) -> None:
 
 def test_jobs_that_do_not_end_lose_their_server_and_nothing_is_left(run: DomainRun, bench: Bench) -> None:
     """The time is measured by the control daemon, with its own clock."""
-    job = bench.jobs.begin()
-    end_of(run, 1).until(STOPPED)
+    job = bench.jobs.attach()
+    stop_within(run, 1).until(STOPPED)
     assert job.says() == "server gone"
     assert bench.jobs.servers() == []
     assert peer_of(bench.plan.pipe_directory) is None
@@ -45,7 +45,7 @@ def test_a_server_that_does_not_end_is_killed_before_its_control_daemon(
 ) -> None:
     """The control daemon's own clock gives us a second to stop it, before it is told to end."""
     server = run.begin_job(bench.jobs)
-    end_of(run, 1)
+    stop_within(run, 1)
     stop_process(server)
     run.advance(3).until_in_time(STOPPED)
     assert caplog.messages[:2] == [
@@ -60,7 +60,7 @@ def test_an_unresponsive_control_daemon_is_killed_at_the_deadline(
     run: DomainRun, jobs: Jobs, plan: DomainPlan, is_full: bool
 ) -> None:
     """A connection that says nothing, or a full queue, costs jobs none of their time."""
-    job = jobs.begin()
+    job = jobs.attach()
     with full_queue(plan.pipe_directory) if is_full else silent_connection(plan):
         run.stop().advance(11.9)
         assert (run.state, len(jobs.servers())) == (STOPPING, 1)
@@ -70,7 +70,7 @@ def test_an_unresponsive_control_daemon_is_killed_at_the_deadline(
 
 
 def test_a_missing_socket_costs_jobs_none_of_their_time(run: DomainRun, jobs: Jobs, plan: DomainPlan) -> None:
-    job = jobs.begin()
+    job = jobs.attach()
     for name in ("control", "control_privileged"):  # root's front-end asks at the second
         os.unlink(f"{plan.pipe_directory}/{name}")
     run.stop()
@@ -84,7 +84,7 @@ def test_an_open_front_end_costs_jobs_none_of_their_time(
     run: DomainRun, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "yunion_mps.mps")
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     bench.hold_front_end()
     run.stop()
     run.advance_steps(50, 0.2)
@@ -97,7 +97,7 @@ def test_an_open_front_end_costs_jobs_none_of_their_time(
 
 
 def test_quit_is_repeated_until_delivered(run: DomainRun, bench: Bench) -> None:
-    job = bench.jobs.begin()
+    job = bench.jobs.attach()
     leave = bench.hold_front_end()
     run.stop()
     run.advance_steps(10, 0.2)

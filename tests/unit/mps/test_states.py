@@ -34,14 +34,14 @@ def cannot_start(bench: Bench) -> DomainRun:
     return bench.domain().start()
 
 
-def serves(bench: Bench) -> DomainRun:
+def serving_domain(bench: Bench) -> DomainRun:
     return bench.domain().start().until(READY)
 
 
 def has_no_server(bench: Bench, run: DomainRun) -> DomainRun:
     """No MPS server starts for its job, which it notices."""
     bench.jobs.stand_ins.behave("failing")
-    assert bench.jobs.wait().says() == "refused"
+    assert bench.jobs.start_waiting().says() == "refused"
     log = Path(run.domain.in_effect.log_directory, LOG_NAME)
     # The last lines may be written a moment after the job was refused.
     eventually(lambda: log.read_text().count("exited with status 1") >= 6)
@@ -103,7 +103,7 @@ def serves_after_many_failures(bench: Bench) -> DomainRun:
     return run.advance(60).until(READY)
 
 
-def hangs(bench: Bench, run: DomainRun) -> DomainRun:
+def hanging_domain(bench: Bench, run: DomainRun) -> DomainRun:
     bench.stack.enter_context(silent_connection(bench.plan))
     return run.advance(10).advance(5)
 
@@ -113,13 +113,13 @@ def is_let_go(run: DomainRun) -> DomainRun:
     return run
 
 
-def adopts(bench: Bench, program: str | None = None) -> DomainRun:
+def adopting_domain(bench: Bench, program: str | None = None) -> DomainRun:
     bench.control()
     return bench.domain(program=program).start()
 
 
 def begins_a_job(bench: Bench, run: DomainRun) -> DomainRun:
-    bench.jobs.begin()
+    bench.jobs.attach()
     return run.advance(1)
 
 
@@ -144,23 +144,23 @@ def cannot_start_again(bench: Bench) -> DomainRun:
 
 
 def serves_again_with_other_limits(bench: Bench) -> DomainRun:
-    return serves(bench).change(bench.plan._replace(thread_percentage=50.0))
+    return serving_domain(bench).change(bench.plan._replace(thread_percentage=50.0))
 
 
 def goes_on_after_it_hung(bench: Bench) -> DomainRun:
-    run = serves(bench)
+    run = serving_domain(bench)
     stop_process(run.pid)
     return run.advance(10).advance(5).until(READY)
 
 
 def is_found_without_its_socket(bench: Bench) -> DomainRun:
-    run = adopts(bench)
+    run = adopting_domain(bench)
     os.unlink(f"{bench.plan.pipe_directory}/control")
     return run.advance(10)
 
 
 def hangs_while_its_limits_are_read(bench: Bench) -> DomainRun:
-    run = adopts(bench)
+    run = adopting_domain(bench)
     bench.stack.enter_context(silent_connection(bench.plan))
     return run.until(APPLYING).advance(5)
 
@@ -189,13 +189,13 @@ def leaves_a_job_and_is_stopped_before_it_is_started_again(bench: Bench) -> Doma
 SCENARIOS: dict[tuple[str, str], Callable[[Bench], DomainRun]] = {
     (STOPPED, STARTING): lambda bench: bench.domain().start(),
     (STOPPED, FAILED): cannot_start,
-    (STARTING, APPLYING): serves,
+    (STARTING, APPLYING): serving_domain,
     (STARTING, WEDGED): is_found_without_its_socket,
     (STARTING, BACKOFF): exits_at_once,
     (STARTING, FAILED): lambda bench: has_used_up_its_quick_starts(bench).advance(60).until(FAILED),
     (STARTING, STOPPING): lambda bench: bench.domain(program=bench.script("exec sleep 9")).start().stop(),
-    (STARTING, STOPPED): lambda bench: is_let_go(adopts(bench)),
-    (APPLYING, READY): serves,
+    (STARTING, STOPPED): lambda bench: is_let_go(adopting_domain(bench)),
+    (APPLYING, READY): serving_domain,
     (APPLYING, DEGRADED): lambda bench: is_degraded(bench).change(
         bench.plan._replace(thread_percentage=50.0), DEGRADED
     ),
@@ -203,28 +203,32 @@ SCENARIOS: dict[tuple[str, str], Callable[[Bench], DomainRun]] = {
     (APPLYING, BACKOFF): lambda bench: bench.domain(program=gets_other_limits(bench)).start().until(BACKOFF),
     (APPLYING, FAILED): gets_other_limits_after_many_failures,
     (APPLYING, STOPPING): lambda bench: gets_no_answer(bench).stop(),
-    (APPLYING, STOPPED): lambda bench: is_let_go(adopts(bench, silent_front_end(bench)).until(APPLYING)),
+    (APPLYING, STOPPED): lambda bench: is_let_go(
+        adopting_domain(bench, silent_front_end(bench)).until(APPLYING)
+    ),
     (READY, APPLYING): serves_again_with_other_limits,
     (READY, DEGRADED): is_degraded,
-    (READY, WEDGED): lambda bench: hangs(bench, serves(bench)),
-    (READY, BACKOFF): lambda bench: serves(bench).kill(),
+    (READY, WEDGED): lambda bench: hanging_domain(bench, serving_domain(bench)),
+    (READY, BACKOFF): lambda bench: serving_domain(bench).kill(),
     (READY, FAILED): lambda bench: serves_after_many_failures(bench).kill(),
-    (READY, STOPPING): lambda bench: serves(bench).stop(),
-    (READY, STOPPED): lambda bench: is_let_go(adopts(bench).until(READY)),
+    (READY, STOPPING): lambda bench: serving_domain(bench).stop(),
+    (READY, STOPPED): lambda bench: is_let_go(adopting_domain(bench).until(READY)),
     (DEGRADED, APPLYING): lambda bench: is_degraded(bench).change(
         bench.plan._replace(thread_percentage=50.0), DEGRADED
     ),
     (DEGRADED, READY): has_servers_again,
-    (DEGRADED, WEDGED): lambda bench: hangs(bench, is_degraded(bench)),
+    (DEGRADED, WEDGED): lambda bench: hanging_domain(bench, is_degraded(bench)),
     (DEGRADED, BACKOFF): lambda bench: is_degraded(bench).kill(),
     (DEGRADED, FAILED): lambda bench: is_degraded_after_many_failures(bench).kill(),
     (DEGRADED, STOPPING): lambda bench: is_degraded(bench).stop(),
     (DEGRADED, STOPPED): lambda bench: is_let_go(is_degraded_when_adopted(bench)),
     (WEDGED, APPLYING): goes_on_after_it_hung,
-    (WEDGED, BACKOFF): lambda bench: hangs(bench, serves(bench)).advance(2).until(READY),
-    (WEDGED, FAILED): lambda bench: hangs(bench, serves_after_many_failures(bench)).advance(2).until(FAILED),
-    (WEDGED, STOPPING): lambda bench: hangs(bench, serves(bench)).stop(),
-    (WEDGED, STOPPED): lambda bench: is_let_go(hangs(bench, adopts(bench).until(READY))),
+    (WEDGED, BACKOFF): lambda bench: hanging_domain(bench, serving_domain(bench)).advance(2).until(READY),
+    (WEDGED, FAILED): lambda bench: (
+        hanging_domain(bench, serves_after_many_failures(bench)).advance(2).until(FAILED)
+    ),
+    (WEDGED, STOPPING): lambda bench: hanging_domain(bench, serving_domain(bench)).stop(),
+    (WEDGED, STOPPED): lambda bench: is_let_go(hanging_domain(bench, adopting_domain(bench).until(READY))),
     (BACKOFF, STARTING): lambda bench: exits_at_once(bench).advance(1),
     (BACKOFF, FAILED): cannot_start_again,
     (BACKOFF, STOPPING): leaves_a_job_and_is_stopped_before_it_is_started_again,
@@ -233,7 +237,7 @@ SCENARIOS: dict[tuple[str, str], Callable[[Bench], DomainRun]] = {
     (FAILED, FAILED): fails_again,
     (FAILED, STOPPING): leaves_a_job_and_is_stopped,
     (FAILED, STOPPED): lambda bench: cannot_start(bench).stop(),
-    (STOPPING, STOPPED): lambda bench: serves(bench).stop().until(STOPPED),
+    (STOPPING, STOPPED): lambda bench: serving_domain(bench).stop().until(STOPPED),
 }
 
 LEGAL = {(before, after) for before, afters in LEGAL_CHANGES.items() for after in afters}

@@ -38,7 +38,7 @@ ON_GPUS = GpuProcesses({A: {SERVER: 30, TRAIN: 900, INFER: 400}, B: {}}, {A: {TR
 DEVICES_OF = {TRAIN: ("00:06.0-0",), INFER: ("00:06.0-1",)}
 
 
-def use(
+def observed_use(
     *,
     devices: Mapping[int, tuple[str, ...]] = DEVICES_OF,
     others: frozenset[int] = frozenset(),
@@ -51,14 +51,14 @@ def use(
 
 
 def test_each_process_counts_on_the_gpu_of_its_device() -> None:
-    found = use()
+    found = observed_use()
     assert found.devices == {"00:06.0-0": DeviceUsage(900, 1), "00:06.0-1": DeviceUsage(400, 1)}
     assert found.gpus == {A: GpuUsage(2, 0), B: GpuUsage(0, 0)}
     assert found.domains == {"host": DomainUsage(1, 2, 3.0)}
 
 
 def test_a_job_on_two_gpus_counts_its_memory_on_each() -> None:
-    found = use(
+    found = observed_use(
         memory={A: {TRAIN: 900}, B: {TRAIN: 1500}},
         through_mps={A: {TRAIN}, B: {TRAIN}},
         devices={TRAIN: ("00:06.0-0", "00:07.0-0")},
@@ -68,33 +68,33 @@ def test_a_job_on_two_gpus_counts_its_memory_on_each() -> None:
 
 
 def test_a_job_without_a_device_counts_on_its_gpu_alone() -> None:
-    found = use(devices={})
+    found = observed_use(devices={})
     assert found.devices == {}
     assert found.gpus[A] == GpuUsage(2, 0)
 
 
 def test_a_process_that_is_not_a_client_counts_as_outside_mps() -> None:
-    found = use(memory={A: {SERVER: 30, TRAIN: 900, STRANGER: 50}}, through_mps={A: {TRAIN}})
+    found = observed_use(memory={A: {SERVER: 30, TRAIN: 900, STRANGER: 50}}, through_mps={A: {TRAIN}})
     assert found.gpus[A] == GpuUsage(1, 1)
 
 
 def test_an_ended_process_or_unknown_server_is_not_outside_mps() -> None:
-    found = use(memory={A: {STRANGER: 50}}, through_mps={A: set()}, others=frozenset({STRANGER}))
+    found = observed_use(memory={A: {STRANGER: 50}}, through_mps={A: set()}, others=frozenset({STRANGER}))
     assert found.gpus[A] == GpuUsage(0, 0)
 
 
 def test_no_process_counts_as_outside_mps_if_the_driver_names_no_clients() -> None:
-    found = use(through_mps={})
+    found = observed_use(through_mps={})
     assert found.gpus[A] == GpuUsage(2, None)
 
 
 def test_memory_that_the_driver_does_not_report_counts_as_0() -> None:
-    found = use(memory={A: {TRAIN: None}})
+    found = observed_use(memory={A: {TRAIN: None}})
     assert found.devices["00:06.0-0"] == DeviceUsage(0, 1)
 
 
 def test_a_gpu_that_does_not_answer_is_missing() -> None:
-    found = use(memory={B: {}}, through_mps={B: set()})
+    found = observed_use(memory={B: {}}, through_mps={B: set()})
     assert set(found.gpus) == {B}
     assert found.devices == {}
 
@@ -135,12 +135,12 @@ def test_many_requests_wait_for_a_hanging_driver_no_longer_than_one() -> None:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient_observer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are waited for, however slow the machine is."""
     monkeypatch.setattr("yunion_mps.observe.observer.DRIVER_TIMEOUT_S", 60.0)
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("patient_observer")
 def test_an_observation_begins_after_the_request() -> None:
     """What a job did before the request is in the answer, even if another observation was under way."""
     gate, asked = threading.Event(), threading.Semaphore(0)
@@ -163,7 +163,7 @@ def test_an_observation_begins_after_the_request() -> None:
     assert asked.acquire(blocking=False), "the driver was asked again"
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("patient_observer")
 def test_the_last_list_is_kept_with_an_error_while_the_driver_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     nvml = ListingDriver()
@@ -185,7 +185,7 @@ def test_the_last_list_is_kept_with_an_error_while_the_driver_hangs(monkeypatch:
     assert len(during.clients["errors"]) == 1
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("patient_observer")
 def test_an_error_of_the_driver_is_in_the_list_and_the_last_use_is_kept() -> None:
     def refuse() -> NvmlProcesses:
         raise DriverError("the driver is gone", "reboot")

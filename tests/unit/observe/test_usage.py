@@ -110,7 +110,7 @@ def one_gpu(slots: int = 4) -> Snapshot:
     return NO_GPUS._replace(plan=plan, inventory=NO_GPUS.inventory._replace(gpus=gpus))
 
 
-def of(devices: ProcessDevices, started: dict[int, int]) -> tuple[str, ...]:
+def devices_of_process(devices: ProcessDevices, started: dict[int, int]) -> tuple[str, ...]:
     """Those of the only process."""
     (found,) = devices.of(started, devices.known()).values()
     return found
@@ -130,7 +130,7 @@ def of(devices: ProcessDevices, started: dict[int, int]) -> tuple[str, ...]:
 def test_a_job_has_each_existing_device_that_it_names_once(
     start: Start, names: str, found: tuple[str, ...]
 ) -> None:
-    assert of(process_devices(Ledger()), start(names)) == found
+    assert devices_of_process(process_devices(Ledger()), start(names)) == found
 
 
 @pytest.mark.processes
@@ -141,8 +141,8 @@ def test_a_job_that_names_none_has_those_of_all_its_leases(start: Start) -> None
         (pid,) = started
         ledger.add(lease(name, device(0, slot))._replace(holder=HOLDER._replace(pid=pid)))
     devices = process_devices(ledger)
-    assert of(devices, quiet) == ("00:00.0-2", "00:00.0-0")
-    assert of(devices, named) == ("00:00.0-3",), "its own word goes before its lease"
+    assert devices_of_process(devices, quiet) == ("00:00.0-2", "00:00.0-0")
+    assert devices_of_process(devices, named) == ("00:00.0-3",), "its own word goes before its lease"
 
 
 def test_devices_made_for_a_lease_are_known_with_their_budget() -> None:
@@ -154,22 +154,22 @@ def test_devices_made_for_a_lease_are_known_with_their_budget() -> None:
 @pytest.mark.processes
 def test_only_the_beginning_of_an_endless_environment_counts(start: Start) -> None:
     devices = process_devices(Ledger())
-    assert of(devices, start(f"00:00.0-1,{'x' * 100_000}")) == ("00:00.0-1",)
-    assert of(devices, start(f"{'x' * 5000},00:00.0-1")) == ()
+    assert devices_of_process(devices, start(f"00:00.0-1,{'x' * 100_000}")) == ("00:00.0-1",)
+    assert devices_of_process(devices, start(f"{'x' * 5000},00:00.0-1")) == ()
 
 
 @pytest.mark.processes
 def test_an_environment_is_read_once_while_its_process_is_seen(jobs: Jobs) -> None:
     devices, first, second = process_devices(Ledger()), jobs.start("00:00.0-1"), jobs.start("00:00.0-3")
-    assert of(devices, first) == ("00:00.0-1",)
+    assert devices_of_process(devices, first) == ("00:00.0-1",)
     jobs.rename(first, "00:00.0-2")
-    assert of(devices, first) == ("00:00.0-1",), "it was not read again"
+    assert devices_of_process(devices, first) == ("00:00.0-1",), "it was not read again"
     ((pid, ticks),) = first.items()
-    assert of(devices, {pid: ticks + 1}) == ("00:00.0-2",), "another process had this PID"
-    assert of(devices, first) == ("00:00.0-2",), "it was forgotten with its process"
+    assert devices_of_process(devices, {pid: ticks + 1}) == ("00:00.0-2",), "another process had this PID"
+    assert devices_of_process(devices, first) == ("00:00.0-2",), "it was forgotten with its process"
     jobs.rename(first, "00:00.0-0")
-    assert of(devices, second) == ("00:00.0-3",)
-    assert of(devices, first) == ("00:00.0-0",), "it was forgotten with its process"
+    assert devices_of_process(devices, second) == ("00:00.0-3",)
+    assert devices_of_process(devices, first) == ("00:00.0-0",), "it was forgotten with its process"
 
 
 @pytest.mark.processes
@@ -179,11 +179,11 @@ def test_a_process_that_has_just_been_started_is_read_again() -> None:
     steps = "read -r line; export YUNION_MPS_DEVICE=00:00.0-1; exec cat"
     with subprocess.Popen(["/bin/sh", "-c", steps], env={}, stdin=subprocess.PIPE) as job:
         started = {job.pid: started_ticks(job.pid) or 0}
-        assert of(devices, started) == ()
+        assert devices_of_process(devices, started) == ()
         assert job.stdin is not None
         job.stdin.write(b"go on\n")
         job.stdin.flush()
-        eventually(lambda: of(devices, started) == ("00:00.0-1",), "its environment")
+        eventually(lambda: devices_of_process(devices, started) == ("00:00.0-1",), "its environment")
 
 
 def test_memory_counts_for_the_devices_of_the_gpu_that_it_is_on() -> None:
@@ -251,7 +251,7 @@ def test_the_hour_and_the_metric_agree_on_a_job_with_several_devices(
     seen = ProcessFacts(6000.0, (), GpuProcesses(processes, {"GPU-0": {pid}}), devices.of(started, known))
     metric = {name: used.mib for name, used in host_usage(seen, known.budgets).devices.items()}
     assert metric == dict(zip(names, parts))
-    hour = {address: series[-1] for address, series in told(usage, 6000).items()}
+    hour = {address: series[-1] for address, series in last_minutes(usage, 6000).items()}
     assert hour == {**metric, "00:00.0": 700}
     assert peaks.by_device() == metric
     assert {one.sm for one in usage.latest.devices.values()} == {80}
@@ -263,7 +263,7 @@ BOOT_S = 1_788_000_000.0
 GPU, DEVICE, OTHER = "00:06.0", "00:06.0-1", "00:07.0-1"
 
 
-def told(
+def last_minutes(
     usage: UsageHistory, now_s: float, gpu: str | None = None, *, devices: bool = True
 ) -> dict[str, Any]:
     """By address, the last minutes up to the newest that is not like the ones before it."""
@@ -275,7 +275,7 @@ def test_the_peak_of_each_minute_is_kept() -> None:
     usage = UsageHistory()
     for now_s, mib in ((6000, 10), (6010, 300), (6020, 20), (6060, 5)):
         usage.record(now_s, {GPU: (mib, None)})
-    assert told(usage, 6070)[GPU][-3:] == [None, 300, 5]
+    assert last_minutes(usage, 6070)[GPU][-3:] == [None, 300, 5]
 
 
 def test_a_minute_s_peak_utilization_is_kept_and_a_gap_is_unknown() -> None:
@@ -291,7 +291,7 @@ def test_a_minute_without_a_poll_is_unknown_and_not_unused() -> None:
     usage.record(6000, {GPU: (7, None)})
     usage.record(6060, {})
     usage.record(6180, {GPU: (9, None)})
-    assert told(usage, 6181)[GPU][-4:] == [7, 0, None, 9]
+    assert last_minutes(usage, 6181)[GPU][-4:] == [7, 0, None, 9]
     assert usage.last_hour(6181, BOOT_S, None, devices=True)["polled"][-5:] == [
         False,
         True,
@@ -313,24 +313,24 @@ def test_usage_older_than_an_hour_is_discarded() -> None:
     usage = UsageHistory()
     usage.record(6000, {GPU: (7, None), DEVICE: (7, None)})
     usage.record(6000 + 59 * 60, {GPU: (8, None)})
-    assert told(usage, 6000 + 59 * 60) == {GPU: [7, *[None] * 58, 8], DEVICE: [7, *[None] * 58, 0]}
-    assert told(usage, 6000 + 60 * 60) == {GPU: [*[None] * 58, 8, None]}
-    assert told(usage, 6000 + 1000 * 60) == {}
+    assert last_minutes(usage, 6000 + 59 * 60) == {GPU: [7, *[None] * 58, 8], DEVICE: [7, *[None] * 58, 0]}
+    assert last_minutes(usage, 6000 + 60 * 60) == {GPU: [*[None] * 58, 8, None]}
+    assert last_minutes(usage, 6000 + 1000 * 60) == {}
 
 
 def test_usage_can_be_requested_for_one_gpu_or_gpus_only() -> None:
     usage = UsageHistory()
     usage.record(6000, {GPU: (2, None), DEVICE: (1, None), "00:07.0": (3, None), OTHER: (3, None)})
-    assert set(told(usage, 6000)) == {GPU, DEVICE, "00:07.0", OTHER}
-    assert set(told(usage, 6000, GPU)) == {GPU, DEVICE}
-    assert set(told(usage, 6000, devices=False)) == {GPU, "00:07.0"}
-    assert told(usage, 6000, "00:0") == {}
+    assert set(last_minutes(usage, 6000)) == {GPU, DEVICE, "00:07.0", OTHER}
+    assert set(last_minutes(usage, 6000, GPU)) == {GPU, DEVICE}
+    assert set(last_minutes(usage, 6000, devices=False)) == {GPU, "00:07.0"}
+    assert last_minutes(usage, 6000, "00:0") == {}
 
 
 def test_an_hour_of_3072_devices_takes_little_room_and_an_idle_one_nothing() -> None:
     usage = UsageHistory()
     usage.record(6000, {})
-    assert told(usage, 6000) == {}
+    assert last_minutes(usage, 6000) == {}
     addresses = [f"{gpu:02x}:00.0-{slot}" for gpu in range(64) for slot in range(48)]
     used = dict.fromkeys(addresses, (512, 50))
     tracemalloc.start()
@@ -339,5 +339,5 @@ def test_an_hour_of_3072_devices_takes_little_room_and_an_idle_one_nothing() -> 
         size, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(told(usage, 6000)) == 3072
+    assert len(last_minutes(usage, 6000)) == 3072
     assert size < 1_800_000

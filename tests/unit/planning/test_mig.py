@@ -186,7 +186,7 @@ def layouts_of(draw: st.DrawFn, one: Gpu) -> list[str]:
 
 
 @st.composite
-def possible(draw: st.DrawFn) -> tuple[Gpu, tuple[MigProfile, ...]]:
+def possible_layouts(draw: st.DrawFn) -> tuple[Gpu, tuple[MigProfile, ...]]:
     one = draw(hosts())
     try:
         return one, layout_profiles(draw(layouts_of(one)), one)
@@ -194,7 +194,7 @@ def possible(draw: st.DrawFn) -> tuple[Gpu, tuple[MigProfile, ...]]:
         return one, layout_profiles(["all-balanced"], one)
 
 
-def after(done: LayoutChange) -> tuple[MigInstance, ...]:
+def instances_after(done: LayoutChange) -> tuple[MigInstance, ...]:
     """The instances after a change, each with an id that no earlier one had."""
     first = 100 + max((one.id for one in done.keep), default=0)
     made = (
@@ -204,15 +204,15 @@ def after(done: LayoutChange) -> tuple[MigInstance, ...]:
     return (*done.keep, *made)
 
 
-def parts(instances: tuple[MigInstance, ...]) -> list[int]:
+def memory_parts(instances: tuple[MigInstance, ...]) -> list[int]:
     return [part for one in instances for part in range(one.start, one.start + one.size)]
 
 
-def has(one: Gpu, desired: tuple[MigProfile, ...], instances: tuple[MigInstance, ...]) -> bool:
+def has_layout(one: Gpu, desired: tuple[MigProfile, ...], instances: tuple[MigInstance, ...]) -> bool:
     """Whether the instances are those desired, and the GPU has room for all of them at once."""
     by_name = {profile.name: profile for profile in one.mig_profiles}
     each = [by_name[instance.profile] for instance in instances]
-    assert len(parts(instances)) == len(set(parts(instances)))
+    assert len(memory_parts(instances)) == len(set(memory_parts(instances)))
     assert sum(profile.slices for profile in each) <= max(profile.slices for profile in one.mig_profiles)
     assert all(
         instance.start in profile.starts and instance.size == profile.size
@@ -223,13 +223,13 @@ def has(one: Gpu, desired: tuple[MigProfile, ...], instances: tuple[MigInstance,
     return counts == Counter(profile.name for profile in desired)
 
 
-@given(possible())
+@given(possible_layouts())
 def test_a_layout_never_has_more_than_the_gpu(case: tuple[Gpu, tuple[MigProfile, ...]]) -> None:
     one, desired = case
-    assert has(one, desired, after(change(desired, (), ())))
+    assert has_layout(one, desired, instances_after(change(desired, (), ())))
 
 
-@given(possible(), st.randoms())
+@given(possible_layouts(), st.randoms())
 def test_the_order_in_which_a_layout_is_written_does_not_matter(
     case: tuple[Gpu, tuple[MigProfile, ...]], mixed: st.DataObject
 ) -> None:
@@ -240,21 +240,21 @@ def test_the_order_in_which_a_layout_is_written_does_not_matter(
     assert change(tuple(reversed(desired)), (), ()) == change(desired, (), ())
 
 
-@given(possible())
+@given(possible_layouts())
 def test_a_layout_that_is_in_effect_needs_no_change(case: tuple[Gpu, tuple[MigProfile, ...]]) -> None:
     _, desired = case
-    existing = after(change(desired, (), ()))
+    existing = instances_after(change(desired, (), ()))
     assert not change(desired, existing, ()).is_due
     assert not change(desired, tuple(reversed(existing)), [one.id for one in existing]).is_due
 
 
-@given(possible(), st.data())
+@given(possible_layouts(), st.data())
 def test_a_change_to_places_leads_there_or_names_what_prevents_it(
     case: tuple[Gpu, tuple[MigProfile, ...]], data: st.DataObject
 ) -> None:
     one, former = case
     places = change(former, (), ()).create
-    existing = after(
+    existing = instances_after(
         change(layout_profiles([data.draw(st.sampled_from(layout_names(one)[:-1]))], one), (), ())
     )
     fixed = data.draw(st.sets(st.sampled_from([one.id for one in existing])))
@@ -265,7 +265,7 @@ def test_a_change_to_places_leads_there_or_names_what_prevents_it(
         assert done == LayoutChange(in_the_way=done.in_the_way)
         return
     expected = {(place.profile.name, place.start) for place in places}
-    assert {(instance.profile, instance.start) for instance in after(done)} == expected
+    assert {(instance.profile, instance.start) for instance in instances_after(done)} == expected
 
 
 @pytest.mark.parametrize("start", range(4))
@@ -279,12 +279,12 @@ def test_a_change_keeps_the_instance_that_is_used(start: int) -> None:
     assert done == change(desired, existing, {7 + start}, (), {7 + start})
 
 
-@given(possible(), st.data())
+@given(possible_layouts(), st.data())
 def test_a_change_never_destroys_what_is_fixed(
     case: tuple[Gpu, tuple[MigProfile, ...]], data: st.DataObject
 ) -> None:
     one, former = case
-    existing = after(change(former, (), ()))
+    existing = instances_after(change(former, (), ()))
     try:
         desired = layout_profiles(data.draw(layouts_of(one)), one)
     except LayoutError:
@@ -296,9 +296,9 @@ def test_a_change_never_destroys_what_is_fixed(
         assert {instance.id for instance in done.in_the_way} <= fixed
         assert done == LayoutChange(in_the_way=done.in_the_way)
         return
-    assert has(one, desired, after(done))
+    assert has_layout(one, desired, instances_after(done))
     stays = [instance for instance in existing if instance.id in fixed and instance not in done.keep]
-    assert not set(parts(tuple(stays))) & set(parts(after(done)))
+    assert not set(memory_parts(tuple(stays))) & set(memory_parts(instances_after(done)))
 
 
 # -- what is kept, and what is in the way

@@ -24,11 +24,11 @@ LOST = Reason("it is lost", GPU_LOST)
 H100 = with_mig("h100")._replace(mig_enabled=True, mig_pending=True)
 
 
-def wants(*layout: str) -> DeviceEntry:
+def entry_with_layout(*layout: str) -> DeviceEntry:
     return entry("00:00.0", 0)._replace(mig=layout)
 
 
-def child(one: MigInstance, reason: Reason = NO_REASON) -> Gpu:
+def mig_device(one: MigInstance, reason: Reason = NO_REASON) -> Gpu:
     """The MIG device of the instance."""
     return Gpu(
         f"{H100.pci_address}-g{one.id}", one.uuid, H100.name, parent=str(H100.uuid), memory_mib=9984,
@@ -46,27 +46,31 @@ SMALL = [instance(7 + start, "1g.10gb", start, 1) for start in range(3)]
 def test_as_many_lost_instances_stay_listed_as_the_layout_lacks() -> None:
     """Destroyed instances stay listed, too; the profile's others belong to another layout."""
     has = H100._replace(mig_instances=(SMALL[0],))
-    gpus = [has, child(SMALL[0]), child(SMALL[1], LOST), child(SMALL[2], LOST)]
-    assert numbers(instances_of(wants("1g.10gb", "1g.10gb"), has, gpus)) == [7, 8]
-    assert numbers(instances_of(wants("1g.10gb"), has, gpus)) == [7]
-    assert numbers(instances_of(wants("1g.10gb", "1g.20gb"), has, gpus)) == [7]
+    gpus = [has, mig_device(SMALL[0]), mig_device(SMALL[1], LOST), mig_device(SMALL[2], LOST)]
+    assert numbers(instances_of(entry_with_layout("1g.10gb", "1g.10gb"), has, gpus)) == [7, 8]
+    assert numbers(instances_of(entry_with_layout("1g.10gb"), has, gpus)) == [7]
+    assert numbers(instances_of(entry_with_layout("1g.10gb", "1g.20gb"), has, gpus)) == [7]
 
 
 def test_an_instance_that_exists_beside_the_layout_is_not_used() -> None:
     other = instance(11, "1g.10gb", 4, 1, compute_instances=2)
     has = H100._replace(mig_instances=(SMALL[0], other))
-    assert numbers(instances_of(wants("1g.10gb", "1g.10gb"), has, [child(SMALL[0]), child(other)])) == [7]
+    assert numbers(
+        instances_of(entry_with_layout("1g.10gb", "1g.10gb"), has, [mig_device(SMALL[0]), mig_device(other)])
+    ) == [7]
 
 
 def test_the_instances_of_a_lost_gpu_stay_listed() -> None:
     lost = H100._replace(mig_profiles=(), reason=LOST)
-    found = instances_of(wants("1g.10gb"), lost, [lost, *(child(one, LOST) for one in SMALL)])
+    found = instances_of(
+        entry_with_layout("1g.10gb"), lost, [lost, *(mig_device(one, LOST) for one in SMALL)]
+    )
     assert (numbers(found), found.layouts) == ([7, 8, 9], ())
 
 
 def test_an_instance_without_a_uuid_is_waited_for() -> None:
     bare = instance(0, "7g.80gb", 0, 8, uuid="", compute_instances=0)
-    found = instances_of(wants("all-7g.80gb"), H100._replace(mig_instances=(bare,)), [])
+    found = instances_of(entry_with_layout("all-7g.80gb"), H100._replace(mig_instances=(bare,)), [])
     (why,) = found.waiting.values()
     assert (why.code, numbers(found)) == (MIG_PENDING, [])
 
@@ -100,8 +104,8 @@ def test_a_place_that_was_not_whole_gets_no_compute_instance() -> None:
 def test_the_gpus_after_a_layout_have_its_instances_alone() -> None:
     """What the driver still reports of a GPU whose mode is off does not count."""
     has = H100._replace(mig_instances=tuple(SMALL))
-    gpus = [has, *map(child, SMALL)]
-    plan, _ = make_plan(config(wants("1g.10gb", "2g.20gb")), inventory(*gpus), MACHINE_ID)
+    gpus = [has, *map(mig_device, SMALL)]
+    plan, _ = make_plan(config(entry_with_layout("1g.10gb", "2g.20gb")), inventory(*gpus), MACHINE_ID)
     assert describe_layout(plan, has) == "1 x 1g.10gb + 1 x 2g.20gb"
     for enabled, kept in ((True, 1), (False, 0)):
         after = with_layouts([has._replace(mig_enabled=enabled), *gpus[1:]], plan.layouts)

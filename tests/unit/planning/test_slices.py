@@ -24,7 +24,7 @@ def slices(*parts: tuple[Any, ...], path: str = "01:00.0", **given: Any) -> Devi
     )
 
 
-def units(unit_mib: int = 1024, path: str = "01:00.0", **given: Any) -> DeviceEntry:
+def pool_entry(unit_mib: int = 1024, path: str = "01:00.0", **given: Any) -> DeviceEntry:
     """An entry in lines 2 to 4 that opens its GPU for any amount of memory."""
     return DeviceEntry(path, 0, Source(DEVICES, 2), Source(DEVICES, 4), memory_unit_mib=unit_mib, **given)
 
@@ -34,7 +34,7 @@ def pool_of(one: Gpu, given: DeviceEntry, **keys: Any) -> Pool:
     return pool
 
 
-def free(pool: Pool, held: list[int]) -> int:
+def free_beside(pool: Pool, held: list[int]) -> int:
     """What is free beside clients that hold so many units each."""
     taken_mib = sum(units * pool.unit_mib + pool.reserve_mib for units in held)
     return free_units(pool, taken_mib, len(held))
@@ -131,12 +131,12 @@ def test_the_environment_has_the_lowest_priority_if_it_is_below_normal() -> None
              " write at most 48, or set cuda_mps_max_clients in host.conf if the driver allows more")],
         ),
         (
-            units(1024, memory_reserve_mib=15361),
+            pool_entry(1024, memory_reserve_mib=15361),
             {},
             [("memory_unit is 1024 MiB and memory_reserve 15361 MiB, together more than the 16384 MiB of"
              " GPU 01:00.0 (Tesla V100): write smaller ones, or divide the GPU by virtual_number")],
         ),
-        (units(1024, memory_reserve_mib=15360), {}, []),
+        (pool_entry(1024, memory_reserve_mib=15360), {}, []),
     ],
 )  # fmt: skip
 def test_exceeding_the_gpu_is_reported_with_the_line_and_a_hint(
@@ -150,7 +150,7 @@ def test_exceeding_the_gpu_is_reported_with_the_line_and_a_hint(
 
 
 def test_a_gpu_smaller_than_the_unit_is_named() -> None:
-    assert messages(config(units()), inventory(gpu(1, memory_mib=1000))) == [
+    assert messages(config(pool_entry()), inventory(gpu(1, memory_mib=1000))) == [
         (
             f"{DEVICES}:4: memory_unit is 1024 MiB, more than the 1000 MiB of GPU 01:00.0"
             " (NVIDIA H100 80GB HBM3): write a smaller one, or divide the GPU by virtual_number"
@@ -159,7 +159,7 @@ def test_a_gpu_smaller_than_the_unit_is_named() -> None:
 
 
 def test_ack_s_example_is_2_gib_of_a_gpu_with_180_units_in_all() -> None:
-    plan = planned(config(units(128, "00:06.0")), inventory(P40))
+    plan = planned(config(pool_entry(128, "00:06.0")), inventory(P40))
     (pool,) = plan.pools
     assert (plan.devices, plan.compute_modes) == ((), {P40.uuid: "Exclusive_Process"})
     assert (pool.gpu_uuid, pool.domain, pool.unit_mib, pool.memory_mib) == (P40.uuid, "host", 128, 23040)
@@ -167,14 +167,14 @@ def test_ack_s_example_is_2_gib_of_a_gpu_with_180_units_in_all() -> None:
     assert (device.addr, device.slot) == ("00:06.0-m3", 3)
     assert (device.memory_limit_mib, device.memory_total_mib) == (2048, 23040)
     assert (device.thread_percentage, device.budget_enforced, device.domain) == (8.8, False, "host")
-    assert free(pool, []) == 180
-    assert free(pool, [16] * 11) == 4
-    assert free(pool, [16] * 11 + [4]) == 0
+    assert free_beside(pool, []) == 180
+    assert free_beside(pool, [16] * 11) == 4
+    assert free_beside(pool, [16] * 11 + [4]) == 0
     assert units_for(pool, 2048) == 16
 
 
 def test_ids_of_a_pool_s_devices_are_the_same_in_every_release() -> None:
-    plan = planned(config(units(128, "00:06.0")), inventory(P40))
+    plan = planned(config(pool_entry(128, "00:06.0")), inventory(P40))
     (pool,) = plan.pools
     assert [pool_device(plan.host_id, pool, 1 + slot, slot, (P40,)).id for slot in range(2)] == [
         "b1afb67d-2f48-53b0-a507-75618bcbea44",
@@ -186,28 +186,28 @@ def test_ids_of_a_pool_s_devices_are_the_same_in_every_release() -> None:
 
 
 def test_each_client_takes_the_reserve_beside_its_units() -> None:
-    pool = pool_of(V100, units(1024, memory_reserve_mib=100))
+    pool = pool_of(V100, pool_entry(1024, memory_reserve_mib=100))
     assert pool.memory_mib == 15 * 1024
-    assert free(pool, []) == 15
-    assert free(pool, [15]) == 0
-    assert free(pool, [8]) == 7
-    assert free(pool, [1] * 10) == 4  # eleven reserves are more than another unit
+    assert free_beside(pool, []) == 15
+    assert free_beside(pool, [15]) == 0
+    assert free_beside(pool, [8]) == 7
+    assert free_beside(pool, [1] * 10) == 4  # eleven reserves are more than another unit
     device = pool_device("", pool, 3, 0, (V100,))
     assert (device.memory_limit_mib, device.reserve_mib) == (3072, 100)
 
 
 def test_devices_of_a_former_division_count_against_the_pool() -> None:
-    pool = pool_of(V100, units(1024, memory_reserve_mib=100))
+    pool = pool_of(V100, pool_entry(1024, memory_reserve_mib=100))
     assert free_units(pool, 4096, 1) == 11  # an equal device of the division before
     assert free_units(pool, 20000, 1) == 0
 
 
 def test_a_pool_has_no_more_clients_than_mps_allows_on_its_gpu() -> None:
-    pool = pool_of(P40, units(128, "00:06.0"))
+    pool = pool_of(P40, pool_entry(128, "00:06.0"))
     assert pool.clients == 16
-    assert free(pool, [1] * 15) == 165
-    assert free(pool, [1] * 16) == 0
-    assert pool_of(V100, units(), cuda_mps_max_clients=50).clients == 50
+    assert free_beside(pool, [1] * 15) == 165
+    assert free_beside(pool, [1] * 16) == 0
+    assert pool_of(V100, pool_entry(), cuda_mps_max_clients=50).clients == 50
 
 
 @pytest.mark.parametrize(
@@ -225,12 +225,12 @@ def test_a_pool_has_no_more_clients_than_mps_allows_on_its_gpu() -> None:
 def test_threads_of_a_pool_s_device_are_proportional_to_its_memory(
     policy: str, overcommit: float | None, percentage: float
 ) -> None:
-    pool = pool_of(V100, units(thread_overcommit=overcommit), cuda_mps_thread_percentage=policy)
+    pool = pool_of(V100, pool_entry(thread_overcommit=overcommit), cuda_mps_thread_percentage=policy)
     assert pool_device("", pool, 2, 0, (V100,)).thread_percentage == percentage
 
 
 def test_a_client_of_a_pool_with_a_thread_percentage_may_have_all_threads() -> None:
-    given = units(memory_reserve_mib=64, thread_percentage=10)
+    given = pool_entry(memory_reserve_mib=64, thread_percentage=10)
     plan = planned(config(given), inventory(V100))
     assert [pool_device("", plan.pools[0], mib, 0, (V100,)).thread_percentage for mib in (1, 15)] == [10, 10]
     assert plan.domains[0].thread_percentage == 100
@@ -243,22 +243,24 @@ def test_a_client_of_a_pool_with_a_thread_percentage_may_have_all_threads() -> N
 @pytest.mark.parametrize("wrong", [-1, 0, 17])
 def test_a_device_larger_than_its_pool_is_not_created(wrong: int) -> None:
     with pytest.raises(ValueError, match=f"{wrong} units of 1024 MiB out of a pool of 16384 MiB"):
-        pool_device("", pool_of(V100, units()), wrong, 0, (V100,))
+        pool_device("", pool_of(V100, pool_entry()), wrong, 0, (V100,))
 
 
 def test_a_device_of_a_missing_gpu_is_not_created() -> None:
     with pytest.raises(NotFoundError, match="is no longer present"):
-        pool_device("", pool_of(V100, units()), 1, 0, (P40,))
+        pool_device("", pool_of(V100, pool_entry()), 1, 0, (P40,))
 
 
 def test_an_amount_between_two_units_takes_the_larger_one() -> None:
-    pool = pool_of(V100, units())
+    pool = pool_of(V100, pool_entry())
     assert [units_for(pool, mib) for mib in (1, 1024, 1025, 2560)] == [1, 1, 2, 3]
 
 
 def test_each_gpu_s_pool_is_served_by_its_own_domain_in_scope_gpu() -> None:
     other = gpu(2, memory_mib=16384)
-    plan = planned(config(units(), units(path="02:00.0"), cuda_mps_scope="gpu"), inventory(V100, other))
+    plan = planned(
+        config(pool_entry(), pool_entry(path="02:00.0"), cuda_mps_scope="gpu"), inventory(V100, other)
+    )
     assert [(pool.gpu_uuid, pool.domain) for pool in plan.pools] == [
         (V100.uuid, "01:00.0"),
         (other.uuid, "02:00.0"),
@@ -275,20 +277,20 @@ def test_each_gpu_s_pool_is_served_by_its_own_domain_in_scope_gpu() -> None:
             {},
             "1 x 8192 MiB, 50 % + 2 x 2048 MiB, 12.5 % + 1 x 1024 MiB, 5 %, below normal",
         ),
-        (units(128), {}, "128 units of 128 MiB"),
+        (pool_entry(128), {}, "128 units of 128 MiB"),
         (
-            units(128, memory_reserve_mib=64, thread_overcommit=1.5),
+            pool_entry(128, memory_reserve_mib=64, thread_overcommit=1.5),
             {},
             "127 units of 128 MiB, 64 MiB reserved for each client, threads overcommitted 1.5x",
         ),
-        (units(), {"cuda_mps_thread_percentage": "none"}, "16 units of 1024 MiB, unlimited threads"),
+        (pool_entry(), {"cuda_mps_thread_percentage": "none"}, "16 units of 1024 MiB, unlimited threads"),
         (
-            units(thread_percentage=10, thread_overcommit=2.0),
+            pool_entry(thread_percentage=10, thread_overcommit=2.0),
             {},
             "16 units of 1024 MiB, 10 % of the threads for each client, threads overcommitted 2x",
         ),
         (
-            units(thread_percentage=10),
+            pool_entry(thread_percentage=10),
             {"cuda_mps_thread_percentage": "none"},
             "16 units of 1024 MiB, 10 % of the threads for each client",
         ),

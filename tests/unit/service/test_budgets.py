@@ -36,7 +36,7 @@ def process(mib: int | None, pid: int = NEW, **fields: Any) -> Any:
     return {**CLIENT, "pid": pid, "started": started, "memory_by_gpu_mib": [mib], **fields}
 
 
-def found(*processes: Any, lease: Any = LEASE) -> list[Excess]:
+def excesses_of(*processes: Any, lease: Any = LEASE) -> list[Excess]:
     return list(find_excesses([lease], processes, {GPU}).values())
 
 
@@ -45,22 +45,22 @@ def found(*processes: Any, lease: Any = LEASE) -> list[Excess]:
 
 def test_the_processes_of_a_lease_are_over_budget_together() -> None:
     within, over = (process(2880, OLD), process(2880)), (process(2880, OLD), process(2881))
-    assert found(*within) == []
-    (excess,) = found(*over)
+    assert excesses_of(*within) == []
+    (excess,) = excesses_of(*over)
     assert excess.budget == JobBudget(LEASE["id"], GPU, 1000, 5760)
     assert excess.text == "the processes of lease 7c1f0e7a together use 5761 of 5760 MiB (00:06.0-1)"
 
 
 def test_devices_of_one_gpu_are_one_budget() -> None:
     two = {**LEASE, **lease_of({"00:06.0-1": 5760, "00:06.0-2": 5760})}
-    assert found(process(5760, OLD), process(5760), lease=two) == []
-    assert found(process(5760, OLD), process(5761), lease=two)[0].budget.memory_mib == 11520
+    assert excesses_of(process(5760, OLD), process(5760), lease=two) == []
+    assert excesses_of(process(5760, OLD), process(5761), lease=two)[0].budget.memory_mib == 11520
 
 
 def test_each_gpu_has_a_budget_of_its_own() -> None:
     two: Any = {**LEASE, **lease_of({"00:06.0-1": 5760, "00:07.0-1": 1000})}
     uses = process(5760, gpus=[GPU, "00:07.0"], memory_by_gpu_mib=[5760, 1001])
-    assert found(uses, lease=two) == [], "over_budget is report for the second GPU"
+    assert excesses_of(uses, lease=two) == [], "over_budget is report for the second GPU"
     both = find_excesses([two], [uses], {GPU, "00:07.0"})
     assert [budget.gpu for budget in both] == ["00:07.0"]
 
@@ -87,16 +87,16 @@ def test_each_gpu_has_a_budget_of_its_own() -> None:
     ],
 )
 def test_a_process_that_may_not_belong_to_the_job_does_not_count(fields: dict[str, Any]) -> None:
-    assert found(process(5760, OLD), process(5760, **fields)) == []
+    assert excesses_of(process(5760, OLD), process(5760, **fields)) == []
 
 
 def test_naming_another_users_lease_does_not_endanger_that_user() -> None:
-    (excess,) = found(process(3000, OLD), process(6000, uid=1001))
+    (excess,) = excesses_of(process(3000, OLD), process(6000, uid=1001))
     assert [client["uid"] for client in excess.processes] == [1001]
 
 
 def test_the_newest_process_is_the_one_that_started_last() -> None:
-    (excess,) = found(
+    (excess,) = excesses_of(
         process(3000, 900, started="2026-08-29T10:41:00.500Z"),
         process(3000, 20, started="2026-08-29T10:41:00.510Z"),  # PIDs have begun again
     )
@@ -219,7 +219,7 @@ def test_a_job_over_budget_for_the_grace_time_loses_its_newest_process(world: Wo
     assert world.terminator.ended == [(NEW, TERM)]
     assert world.enforcer.terminations == {GPU: 1}
     (cause,) = world.terminator.causes
-    assert cause == f"{found(*OVER)[0].text} and have exceeded the budget for at least 10 s"
+    assert cause == f"{excesses_of(*OVER)[0].text} and have exceeded the budget for at least 10 s"
 
 
 def test_a_sample_within_the_budget_starts_the_time_again(world: World) -> None:

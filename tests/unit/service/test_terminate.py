@@ -66,7 +66,7 @@ class Scene:
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.run = bench.serving()
-        self.job = bench.jobs.begin().pid
+        self.job = bench.jobs.attach().pid
         self.run.advance(1)
         #: Called whenever a conversation with the control daemon is about to begin, with its number.
         self.on_turn: Callable[[int], None] = lambda _: None

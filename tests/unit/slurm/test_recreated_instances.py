@@ -32,7 +32,7 @@ LEASED = environment("MIG-a,MIG-b", f"{FIRST},{SECOND}")
 NOW = environment("MIG-a,MIG-c", f"{FIRST},{AGAIN}")
 
 
-def missing(addr: str, code: str = MIG_INSTANCE_GONE) -> Any:
+def missing_device(addr: str, code: str = MIG_INSTANCE_GONE) -> Any:
     return {**device(addr), "reason": "it is gone", "reason_code": code}
 
 
@@ -75,7 +75,7 @@ def test_a_requeued_job_has_nothing_of_its_former_lease(paths: Paths) -> None:
 
 def test_a_step_fails_only_while_an_instance_of_its_own_is_missing(paths: Paths) -> None:
     held = lease("slurm:17", (FIRST, AGAIN), environment=NOW)
-    write_instances(paths, [held], [missing(AGAIN)])
+    write_instances(paths, [held], [missing_device(AGAIN)])
     first = environment("MIG-a", FIRST)
     assert current_environment(paths, "17", first, LEASED) == first
     for own in (LEASED, environment("MIG-b", SECOND)):
@@ -96,7 +96,11 @@ def test_only_slurms_jobs_with_instances_have_files(paths: Paths) -> None:
 def test_a_file_names_only_the_missing_instances_of_its_own_job(paths: Paths) -> None:
     """A GPU that is lost has a reason, too, but its instances may still be there."""
     held = lease("slurm:17", (FIRST, AGAIN), environment=NOW)
-    write_instances(paths, [held], [missing(FIRST, GPU_LOST), missing(AGAIN), missing("00:09.0-g4-0")])
+    write_instances(
+        paths,
+        [held],
+        [missing_device(FIRST, GPU_LOST), missing_device(AGAIN), missing_device("00:09.0-g4-0")],
+    )
     content = json.loads(Path(paths.slurm_jobs, "17.instances").read_text())
     assert content == {"environment": NOW, "missing": {AGAIN: "it is gone"}}
 
@@ -104,7 +108,7 @@ def test_a_file_names_only_the_missing_instances_of_its_own_job(paths: Paths) ->
 def test_a_file_is_written_only_if_it_changes(paths: Paths) -> None:
     held = lease("slurm:17", (FIRST, AGAIN), environment=NOW)
     versions = []
-    for devices in ([], [], [missing(AGAIN)]):
+    for devices in ([], [], [missing_device(AGAIN)]):
         write_instances(paths, [held], devices)
         versions.append(os.stat(os.path.join(paths.slurm_jobs, "17.instances")).st_ino)
     assert versions[0] == versions[1] != versions[2]
