@@ -91,7 +91,7 @@ def warns_of_polls(daemon: Daemon) -> bool:
 def without_idle_threads(daemon: Daemon, tmp_path: Path) -> Daemon:
     """A daemon that keeps no thread for later work; otherwise it depends on the load how many are idle."""
     hook = tmp_path / "sitecustomize.py"  # which Python imports first
-    hook.write_text("from yunion_mps.host import threads\nthreads._KEPT = 0\n")
+    hook.write_text("from yunion_mps.host import threads\nthreads.MOST_IDLE = 0\n")
     return daemon.start(PYTHONPATH=str(tmp_path)).wait_ready()
 
 

@@ -248,6 +248,7 @@ def test_a_request_names_devices_and_gpus_in_every_spelling(
     addresses: list[str], spelling: Callable[[str], str]
 ) -> None:
     service = queries(host_of(addresses))
+    assert {device["addr"].rpartition("-")[2] for device in service.all_devices()} == {"0", "1"}
     for device in service.all_devices():
         gpu, _, slot = device["addr"].partition("-")
         name = f"{spelling(full_address(gpu))}-{slot}"
@@ -264,6 +265,7 @@ def test_a_mig_instance_is_found_by_its_address(address: str) -> None:
     parts = in_instances(builders.gpu(pci_address=address), "3g.40gb", "3g.40gb")
     entries = [builders.entry(address, 0)._replace(mig=("3g.40gb", "3g.40gb"))]
     service = queries(snapshot(*parts, entries=entries))
+    assert len(service.all_devices()) == 2
     for device in service.all_devices():
         assert service.device(full_address(physical_gpu(device["addr"])) + "-g1")["addr"].endswith("-g1")
         assert physical_gpu(device["addr"]) == shown_address(address)

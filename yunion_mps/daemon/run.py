@@ -141,7 +141,7 @@ class DaemonLife:
         supervisor = self._supervisor
         fleet = supervisor.fleet
         supervisor.start(time.monotonic())
-        self._serve_requests = _load_event_loop()  # while the control daemons start
+        self._serve_requests = load_event_loop()  # while the control daemons start
         drive(supervisor, lambda: fleet.started or bool(self._signals.stop), self._signals)
         if self._signals.stop:
             return None
@@ -246,7 +246,7 @@ class DaemonLife:
         self._supervisor.event_log.record(event)
 
 
-def _load_event_loop() -> Callable[[DaemonParts], bool]:
+def load_event_loop() -> Callable[[DaemonParts], bool]:
     """Import asyncio, without ssl, which would take 4 MiB, and all modules that are needed later.
 
     After an upgrade, their files would be of another version, and in a shortage they could not be read.

@@ -20,8 +20,8 @@ from yunion_mps.core.errors import ShortageError
 
 T = TypeVar("T")
 
-#: More than the daemon usually runs at once.
-_KEPT = 4
+#: How many threads are kept idle at most: more than the daemon usually runs at once.
+MOST_IDLE = 4
 
 #: Called with the result and the exception, one of which is None.
 Report = Callable[[Any, "BaseException | None"], None]
@@ -109,7 +109,7 @@ def _run(inbox: _Inbox) -> None:
             error = ShortageError("out of memory")
         except BaseException as raised:  # noqa: BLE001 - `report` is told
             error = raised
-        is_kept = len(_idle) < _KEPT
+        is_kept = len(_idle) < MOST_IDLE
         if is_kept:  # before `report`, whose caller may start more work immediately
             _idle.append(inbox)
         report(result, error)

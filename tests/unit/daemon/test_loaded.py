@@ -42,7 +42,7 @@ def test_control_daemons_start_before_what_serves_requests_is_loaded() -> None:
 
 def test_a_daemon_that_serves_has_not_loaded_openssl() -> None:
     """It would take 4 MiB."""
-    loaded = _modules_after("from yunion_mps.daemon import options, run; run._load_event_loop()")
+    loaded = _modules_after("from yunion_mps.daemon import options, run; run.load_event_loop()")
     assert loaded & {"_hashlib", "_ssl", "hashlib", "ssl"} == set()
 
 
@@ -51,7 +51,7 @@ def test_a_daemon_that_serves_reads_none_of_its_modules_any_more() -> None:
     package = Path(yunion_mps.__file__).parent
     parts = [path.relative_to(package.parent).with_suffix("").parts for path in package.rglob("*.py")]
     names = {".".join(part for part in one if part != "__init__") for one in parts}
-    loaded = _modules_after("from yunion_mps.daemon import options, run; run._load_event_loop()")
+    loaded = _modules_after("from yunion_mps.daemon import options, run; run.load_event_loop()")
     missing = {name for name in names - loaded if not name.endswith("__main__")}
     assert {name for name in missing if not name.startswith(ELSEWHERE)} == set()
 

@@ -94,9 +94,10 @@ def test_no_label_value_has_a_space() -> None:
 
 
 def test_dcgms_series_can_be_joined_to_gpus_and_devices_by_uuid() -> None:
-    for name, labels in values(ALL):
-        if "gpu" in dict(labels):
-            assert dict(labels).items() >= GPU.items(), name
+    of_gpus = [(name, dict(labels)) for name, labels in values(ALL) if "gpu" in dict(labels)]
+    assert len(of_gpus) > 20
+    for name, labels in of_gpus:
+        assert labels.items() >= GPU.items(), name
 
 
 def test_measurements_of_nvml_are_in_base_units() -> None:
