@@ -538,6 +538,8 @@ class Lease(NamedTuple):
     is_extended: bool = False
     #: The content of the request (`QueuedRequest.as_text`).
     request: str = ""
+    #: When its request began to wait, in s since 1970; 0 if that is not known.
+    requested_s: float = 0.0
 
     @property
     def addresses(self) -> str:

@@ -28,6 +28,7 @@ _LEASE_TYPES: Mapping[str, tuple[type, ...]] = {
     "ends_s": (*_NUMBER, _NONE),
     "is_extended": (bool,),
     "request": (str,),
+    "requested_s": _NUMBER,
     "boot": (str,),
     "expires_s": (*_NUMBER, _NONE),
 }

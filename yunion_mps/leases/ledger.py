@@ -41,6 +41,31 @@ class Hold(NamedTuple):
     sharing: str
 
 
+class Amounts(NamedTuple):
+    """An amount of all that a pool hands out."""
+
+    #: The reserve of each client included.
+    memory_mib: int
+    #: Tenths of a percent of the SM threads.
+    thread_tenths: int
+    clients: int
+
+    def without(self, other: Amounts) -> Amounts:
+        """Return what is left without `other`; never less than nothing."""
+        return Amounts(
+            memory_mib=max(0, self.memory_mib - other.memory_mib),
+            thread_tenths=max(0, self.thread_tenths - other.thread_tenths),
+            clients=max(0, self.clients - other.clients),
+        )
+
+    def covers(self, other: Amounts) -> bool:
+        """Return whether this is at least as much as `other` of everything."""
+        return all(amount >= needed for amount, needed in zip(self, other))
+
+
+NOTHING = Amounts(memory_mib=0, thread_tenths=0, clients=0)
+
+
 class Ledger:
     """The leases and what they take of each GPU.
 
@@ -162,11 +187,15 @@ class Ledger:
                 raise HostError(text, "use a new idempotency key for another lease", LEASE_EXISTS)
 
     def free_by_gpu(
-        self, devices: Iterable[Device], reserved: Collection[str] = ()
+        self,
+        devices: Iterable[Device],
+        reserved: Collection[str] = (),
+        reserved_mib: Mapping[str, int] = {},
     ) -> dict[str, list[Device]]:
         """Return the devices that can be leased together, by GPU UUID: as many as fit into its memory.
 
         reserved: ids of devices that are left out.
+        reserved_mib: the memory that is left out, by GPU UUID.
         """
         free: dict[str, list[Device]] = {}
         left_mib: dict[str, int] = {}
@@ -178,7 +207,7 @@ class Ledger:
                 free.setdefault(gpu, []).append(device)
                 continue
             if gpu not in left_mib:
-                left_mib[gpu] = self._left_mib(gpu, device.memory_total_mib)
+                left_mib[gpu] = self.left_mib(gpu, device.memory_total_mib) - reserved_mib.get(gpu, 0)
             if needs_mib(device) <= left_mib[gpu]:
                 left_mib[gpu] -= needs_mib(device)
                 free.setdefault(gpu, []).append(device)
@@ -293,22 +322,32 @@ class Ledger:
         """Return whether the GPU has memory left for the device beside all leases."""
         if device.memory_total_mib is None:
             return True
-        return needs_mib(device) <= self._left_mib(device.gpu_uuid, device.memory_total_mib)
+        return needs_mib(device) <= self.left_mib(device.gpu_uuid, device.memory_total_mib)
 
-    def _left_mib(self, gpu_uuid: str, total_mib: int) -> int:
+    def left_mib(self, gpu_uuid: str, total_mib: int) -> int:
         """Return how much of the GPU's memory is left beside all leases; 0 if that of one is not known."""
         return 0 if self._unknown_budgets[gpu_uuid] else total_mib - self._memory_mib[gpu_uuid]
 
-    def free_mib(self, pool: Pool, reserved_mib: int = 0, others: int = 0) -> int:
-        """Return how much memory one more client can get, beside `others` that have `reserved_mib`."""
+    def free_mib(self, pool: Pool, reserved: Amounts = NOTHING) -> int:
+        """Return how much memory one more client can get beside what is reserved."""
         if self._unknown_budgets[pool.gpu_uuid]:
             return 0
-        taken_mib = self._memory_mib[pool.gpu_uuid] + reserved_mib
-        return free_units(pool, taken_mib, self._clients[pool.gpu_uuid] + others) * pool.unit_mib
+        taken_mib = self._memory_mib[pool.gpu_uuid] + reserved.memory_mib
+        clients = self._clients[pool.gpu_uuid] + reserved.clients
+        return free_units(pool, taken_mib, clients) * pool.unit_mib
 
-    def free_tenths(self, pool: Pool, reserved: int = 0) -> int:
-        """Return how many tenths of a percent of the threads more clients can get, beside the `reserved`."""
-        return max(0, thread_tenths(pool) - self._thread_tenths[pool.gpu_uuid] - reserved)
+    def free_tenths(self, pool: Pool) -> int:
+        """Return how many tenths of a percent of the threads more clients can get."""
+        return max(0, thread_tenths(pool) - self._thread_tenths[pool.gpu_uuid])
+
+    def left_of(self, pool: Pool) -> Amounts:
+        """Return what the leases leave of the pool; never less than nothing."""
+        uuid = pool.gpu_uuid
+        return Amounts(
+            memory_mib=max(0, self.left_mib(uuid, pool.memory_total_mib)),
+            thread_tenths=self.free_tenths(pool),
+            clients=max(0, pool.clients - self._clients[uuid]),
+        )
 
     def lease_waits(self, devices: Sequence[Device]) -> Mapping[str, LeaseWait]:
         """Return the GPUs, by UUID, with leases from another division than the one into `devices`.

@@ -12,9 +12,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps.core.models import Device
+from yunion_mps.core.models import Device, Pool
 from yunion_mps.core.reasons import OTHER_USER, Reason
-from yunion_mps.leases.ledger import Ledger, group_by_gpu, groups_across, needs_mib, of_different_gpus
+from yunion_mps.leases.ledger import (
+    Amounts,
+    Ledger,
+    group_by_gpu,
+    groups_across,
+    needs_mib,
+    of_different_gpus,
+)
 from yunion_mps.leases.request import (
     Candidate,
     Candidates,
@@ -30,24 +37,38 @@ class Reservation(NamedTuple):
 
     #: Ids of devices.
     devices: set[str]
-    #: Memory of pools, by GPU UUID.
+    #: Memory by GPU UUID: of pools, and of the devices.
     memory_mib: Counter[str]
     #: Tenths of a percent of the SM threads, of pools that count them, by GPU UUID.
     thread_tenths: Counter[str]
-    #: The users (uids) whom control daemons serve next, by domain.
-    users: dict[str, int]
+    #: How many clients of pools, by GPU UUID.
+    clients: Counter[str]
+    #: The users (uids) whom control daemons serve next, one after the other, by domain.
+    users: dict[str, tuple[int, ...]]
 
     def add(self, other: Reservation) -> None:
         """Reserve what `other` has, too."""
         self.devices.update(other.devices)
         self.memory_mib.update(other.memory_mib)
         self.thread_tenths.update(other.thread_tenths)
-        self.users.update(other.users)
+        self.clients.update(other.clients)
+        for name, uids in other.users.items():
+            self.users[name] = self.users.get(name, ()) + uids
+
+    def of_pool(self, pool: Pool) -> Amounts:
+        """Return what is reserved of the pool."""
+        return Amounts(
+            memory_mib=self.memory_mib[pool.gpu_uuid],
+            thread_tenths=self.thread_tenths[pool.gpu_uuid],
+            clients=self.clients[pool.gpu_uuid],
+        )
 
 
 def no_reservation() -> Reservation:
     """Return an empty reservation."""
-    return Reservation(devices=set(), memory_mib=Counter(), thread_tenths=Counter(), users={})
+    return Reservation(
+        devices=set(), memory_mib=Counter(), thread_tenths=Counter(), clients=Counter(), users={}
+    )
 
 
 NO_RESERVATION = no_reservation()
@@ -59,8 +80,8 @@ class Selection(NamedTuple):
     request: LeaseRequest
     #: What it was selected from.
     candidates: Candidates
-    #: The devices that fit; if the request is for memory, the smallest first. If it is for several devices of
-    #: one GPU, GPUs whose devices can never be combined are left out.
+    #: The devices that fit; if the request is for memory or several devices, the smallest first. If it is for
+    #: several devices of one GPU, GPUs whose devices can never be combined are left out.
     devices: Sequence[Candidate]
     #: The pools that a request for memory can get it from.
     pools: Sequence[PoolCandidate]
@@ -78,13 +99,17 @@ class Selection(NamedTuple):
         """How many devices each of these GPUs is to have."""
         return 1 if self.request.across else self.request.number
 
-    def needs_tenths(self, candidate: PoolCandidate) -> int:
-        """Return what a device of the pool takes of its threads, in tenths of a percent.
+    def needs_of(self, pool: Pool) -> Amounts:
+        """Return what the devices that one GPU is to have take of its pool.
 
-        0 if they follow the memory and are not counted.
+        They take no threads if these follow the memory and are not counted.
         """
-        default = candidate.pool.thread_percentage
-        return 10 * (self.request.thread_percentage or default) if default else 0
+        number = self.devices_each
+        client_mib = units_for(pool, self.request.memory_mib) * pool.unit_mib + pool.reserve_mib
+        percentage = 0
+        if pool.thread_percentage:
+            percentage = self.request.thread_percentage or pool.thread_percentage
+        return Amounts(memory_mib=number * client_mib, thread_tenths=number * 10 * percentage, clients=number)
 
 
 class PoolRoom(NamedTuple):
@@ -95,10 +120,16 @@ class PoolRoom(NamedTuple):
     units: int
     #: How much memory one more client could get.
     left_mib: int
-    #: How many tenths of a percent of the threads more clients could get.
-    left_tenths: int
-    #: Whether that is enough for the devices that one GPU is to have.
-    is_enough: bool
+    #: What more clients could get together.
+    left: Amounts
+    #: What the devices that one GPU is to have take.
+    needed: Amounts
+    #: What is reserved for earlier requests.
+    reserved: Amounts
+
+    @property
+    def is_enough(self) -> bool:
+        return self.left.covers(self.needed)
 
 
 class Match(NamedTuple):
@@ -154,7 +185,7 @@ def select(request: LeaseRequest, candidates: Candidates) -> Selection:
             if candidates.why_not_combinable(group):
                 uncombinable.add(group[0].gpu_uuid)
         devices = [candidate for candidate in devices if candidate.device.gpu_uuid not in uncombinable]
-    if request.memory_mib:
+    if request.memory_mib or request.number > 1:
         devices.sort(key=lambda candidate: needs_mib(candidate.device))
     pools = candidates.matching_pools(request)
     return Selection(request=request, candidates=candidates, devices=devices, pools=pools, groups=groups)
@@ -202,7 +233,7 @@ def match_now(
         uid=uid,
         reserved=reserved,
         withheld=withheld,
-        free=ledger.free_by_gpu(served, reserved.devices),
+        free=ledger.free_by_gpu(served, reserved.devices, reserved.memory_mib),
         rooms=_rooms(selection, pools, ledger, reserved),
     )
 
@@ -224,23 +255,18 @@ def match_if_unused(selection: Selection) -> Match:
 def _rooms(
     selection: Selection, pools: Iterable[PoolCandidate], ledger: Ledger, reserved: Reservation
 ) -> list[PoolRoom]:
-    others = selection.devices_each - 1
     rooms: list[PoolRoom] = []
     for candidate in pools:
         pool = candidate.pool
-        units = units_for(pool, selection.request.memory_mib)
-        mib = units * pool.unit_mib
-        reserved_mib = reserved.memory_mib[pool.gpu_uuid]
-        with_others_mib = reserved_mib + others * (mib + pool.reserve_mib)
-        left_tenths = ledger.free_tenths(pool, reserved.thread_tenths[pool.gpu_uuid])
-        has_memory = mib <= ledger.free_mib(pool, with_others_mib, others)
-        has_threads = selection.devices_each * selection.needs_tenths(candidate) <= left_tenths
+        reserved_amounts = reserved.of_pool(pool)
+        left = ledger.left_of(pool).without(reserved_amounts)
         room = PoolRoom(
             candidate=candidate,
-            units=units,
-            left_mib=ledger.free_mib(pool, reserved_mib),
-            left_tenths=left_tenths,
-            is_enough=has_memory and has_threads,
+            units=units_for(pool, selection.request.memory_mib),
+            left_mib=ledger.free_mib(pool, reserved_amounts),
+            left=left,
+            needed=selection.needs_of(pool),
+            reserved=reserved_amounts,
         )
         rooms.append(room)
     return rooms

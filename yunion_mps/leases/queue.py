@@ -12,7 +12,8 @@ an hour, then lets later requests pass for an hour, and so on: it may wait for a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -22,9 +23,10 @@ from yunion_mps.core.reasons import NO_REASON, Reason
 from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.match import Match, Reservation, Selection, match_now, no_reservation
-from yunion_mps.leases.placement import choose_devices, reserve, satisfying_domains
+from yunion_mps.leases.placement import choose_devices, satisfying_domains
 from yunion_mps.leases.refusals import why_waiting
 from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
+from yunion_mps.leases.targets import Target, best_target
 
 #: The largest number of distinct requests whose reason is determined.
 _MAX_EXPLAINED = 20
@@ -60,8 +62,9 @@ class Queue:
         self._allocator = allocator
         self._clock = clock
         self.requests: list[QueuedRequest] = []
-        #: The users (uids) whom control daemons are to serve next, by domain, as of the last `next`.
-        self.promised: Mapping[str, int] = {}
+        #: The users (uids) whom control daemons are to serve next, one after the other, by domain, as of the
+        #: last `next`.
+        self.promised: Mapping[str, Sequence[int]] = {}
 
     def add(self, queued: QueuedRequest) -> None:
         self.requests.append(queued)
@@ -130,36 +133,27 @@ class Queue:
     ) -> Iterator[_Turn]:
         """Yield each request in turn, up to `before`, and then reserve what it needs.
 
-        This runs whenever a lease ends, and hundreds of requests may be queued. So a cheap check finds those
-        without a free device, and of equal requests that cannot be satisfied only one is yielded.
+        This runs whenever a lease ends, and hundreds of requests may be queued. So of equal requests only one
+        is yielded as long as nothing more is reserved.
         """
-        passed_over: set[tuple[LeaseRequest, int | None]] = set()
-        served = [candidate.device for candidate in candidates.devices if not candidate.reason]
-        free = self._allocator.ledger.free_singly(served)
-        domains_of: dict[LeaseRequest, set[str]] = {}
-        withheld: dict[int | None, set[str]] = {}
+        turns = _Turns(self._allocator, candidates, reserved)
         owned = self._leases_by_owner()
+        held_by_own: dict[tuple[LeaseRequest, Owner], bool] = {}
         for queued in self.requests:
             if queued is before:
                 return
-            request = queued.request
-            uid = queued.holder.user_uid
-            if (request, uid) in passed_over:
+            if not turns.is_known(queued):
+                yield _Turn(queued, turns.match(queued))
+            since_s = self._reserving_since_s(queued)
+            if since_s is None:
                 continue
-            if uid not in withheld:
-                withheld[uid] = candidates.domains_withheld(uid, reserved.users)
-            match = None
-            if _may_fit(request, free, reserved, withheld[uid]):
-                match = self._allocator.match(request, candidates, reserved, uid)
-            yield _Turn(queued, match)
-            if self._reserves(queued, candidates, owned.get(queued.holder.owner, ())):
-                needed = reserve(match) if match else no_reservation()
-                if any(needed):
-                    reserved.add(needed)
-                    continue
-                if self._promise(queued, candidates, reserved, withheld[uid], domains_of):
-                    withheld.clear()  # the other users no longer have the devices of these domains
-            passed_over.add((request, uid))
+            request = queued.request
+            owner = queued.holder.owner
+            if (request, owner) not in held_by_own:
+                own = owned.get(owner, ())
+                held_by_own[request, owner] = self._is_held_by_own(request, candidates, own)
+            if not held_by_own[request, owner]:
+                turns.reserve(queued, since_s)
 
     def _leases_by_owner(self) -> dict[Owner, list[Lease]]:
         """Return the leases of each owner but root, who takes leases for all users."""
@@ -169,44 +163,118 @@ class Queue:
                 owned.setdefault(lease.holder.owner, []).append(lease)
         return owned
 
-    def _reserves(self, queued: QueuedRequest, candidates: Candidates, own: Collection[Lease]) -> bool:
-        """Return whether the request reserves what it will need; `own` has the leases of its owner."""
+    def _reserving_since_s(self, queued: QueuedRequest) -> float | None:
+        """Return when the request began to reserve, in s since 1970; None while it lets later ones pass."""
         waited_s = max(0.0, self._clock() - queued.since_s)
         periods = int(waited_s // RESERVES_S)
         lets_others_pass = periods % 2 == 1
-        if lets_others_pass:
-            return False
+        return None if lets_others_pass else queued.since_s + periods * RESERVES_S
+
+    def _is_held_by_own(self, request: LeaseRequest, candidates: Candidates, own: Collection[Lease]) -> bool:
+        """Return whether the leases of the request's owner, if there were no others, would make it wait."""
         if not own:
-            return True
-        selection = self._allocator.select(queued.request, candidates)
-        return not _fits_beside((), selection) or _fits_beside(own, selection)
-
-    def _promise(
-        self,
-        queued: QueuedRequest,
-        candidates: Candidates,
-        reserved: Reservation,
-        withheld: Collection[str],
-        domains_of: dict[LeaseRequest, set[str]],
-    ) -> bool:
-        """Promise the request's user the domains that are `withheld` from them; return whether there are any.
-
-        All that could satisfy it: which one is the first to have no other user is not known. Those that are
-        promised to another user already come after that user's turn. One that cannot start a server of this
-        user is not kept from others.
-
-        domains_of: a cache of the domains that could satisfy a request.
-        """
-        uid = queued.holder.user_uid
-        if uid is None or not withheld:
             return False
-        if queued.request not in domains_of:
-            selection = self._allocator.select(queued.request, candidates)
-            domains_of[queued.request] = satisfying_domains(selection)
-        promised = domains_of[queued.request].intersection(withheld).difference(reserved.users)
-        promised -= candidates.domains_failing(uid)
-        reserved.users.update(dict.fromkeys(promised, uid))
-        return bool(promised)
+        selection = self._allocator.select(request, candidates)
+        return _fits_beside((), selection) and not _fits_beside(own, selection)
+
+
+class _Turns:
+    """What the turns of a queue have in common, while each reserves what the next ones do not get."""
+
+    def __init__(self, allocator: Allocator, candidates: Candidates, reserved: Reservation) -> None:
+        self._allocator = allocator
+        self._candidates = candidates
+        self.reserved = reserved
+        self._later = _LaterLeases(allocator.ledger.leases.values())
+        lease_of = allocator.ledger.lease_of
+        self._unleased: list[Device] = []
+        for candidate in candidates.devices:
+            if not candidate.reason and candidate.device.id not in lease_of:
+                self._unleased.append(candidate.device)
+        #: As long as nothing more is reserved, by request and user (uid).
+        self._matches: dict[tuple[LeaseRequest, int | None], Match | None] = {}
+        self._targets: dict[tuple[LeaseRequest, int | None, int], Target | None] = {}
+        #: The domains that could satisfy a request.
+        self._domains_of: dict[LeaseRequest, set[str]] = {}
+
+    def is_known(self, queued: QueuedRequest) -> bool:
+        """Return whether an equal request has had its turn, and nothing was reserved since."""
+        return (queued.request, queued.holder.user_uid) in self._matches
+
+    def match(self, queued: QueuedRequest) -> Match | None:
+        """Return what is free for the request; None if it certainly does not fit now."""
+        request = queued.request
+        uid = queued.holder.user_uid
+        match = None
+        if _may_use(request, self._unleased, self.reserved):
+            match = self._allocator.match(request, self._candidates, self.reserved, uid)
+        self._matches[request, uid] = match
+        return match
+
+    def reserve(self, queued: QueuedRequest, since_s: float) -> None:
+        """Reserve what is free of the request's target, and the domains that are to serve its user next.
+
+        since_s: when the request began to reserve.
+        """
+        target = self._target(queued, since_s)
+        needed = target.reservation if target else no_reservation()
+        uid = queued.holder.user_uid
+        if uid is not None:
+            domains = self._domains_to_promise(queued.request, uid, target)
+            needed.users.update(dict.fromkeys(domains, (uid,)))
+        if any(needed):
+            self.reserved.add(needed)
+            self._matches.clear()
+            self._targets.clear()
+
+    def _target(self, queued: QueuedRequest, since_s: float) -> Target | None:
+        uid = queued.holder.user_uid
+        match = self._matches[queued.request, uid]
+        if match is None:
+            return None
+        later = self._later.after(since_s)
+        key = (queued.request, uid, len(later.leases))
+        if key not in self._targets:
+            self._targets[key] = best_target(match, later)
+        return self._targets[key]
+
+    def _domains_to_promise(self, request: LeaseRequest, uid: int, target: Target | None) -> set[str]:
+        """Return the domains (names) that are to serve this user next, because the request waits for them.
+
+        Those of its target; if they serve another user now or nothing of the target is free, all that could
+        satisfy it, because which one is the first to be free is not known. Those that are promised to other
+        users come after their turns, and are kept from the later requests of these users as well. One that
+        cannot start a server of this user is not kept from others.
+        """
+        contested = self._candidates.domains_not_of(uid, self.reserved.users)
+        contested -= self._candidates.domains_failing(uid)
+        contested -= {name for name, uids in self.reserved.users.items() if uid in uids}
+        if not contested:
+            return contested
+        withheld = self._candidates.domains_withheld(uid, self.reserved.users)
+        is_withheld = target and not target.domains.isdisjoint(withheld)
+        if target and any(target.reservation) and not is_withheld:
+            return contested & target.domains
+        if request not in self._domains_of:
+            selection = self._allocator.select(request, self._candidates)
+            self._domains_of[request] = satisfying_domains(selection)
+        return contested & self._domains_of[request]
+
+
+class _LaterLeases:
+    """The leases of requests that began to wait after a moment, as a ledger for each moment."""
+
+    def __init__(self, leases: Iterable[Lease]) -> None:
+        self._leases = sorted(leases, key=lambda lease: lease.requested_s)
+        self._requested_s = [lease.requested_s for lease in self._leases]
+        self._ledgers: dict[int, Ledger] = {}
+
+    def after(self, time_s: float) -> Ledger:
+        """Return the leases of requests that began to wait after this, in s since 1970."""
+        first = bisect_right(self._requested_s, time_s)
+        if first not in self._ledgers:
+            self._ledgers[first] = Ledger(self._leases[first:])
+        return self._ledgers[first]
 
 
 def _fits_beside(leases: Iterable[Lease], selection: Selection) -> bool:
@@ -214,16 +282,12 @@ def _fits_beside(leases: Iterable[Lease], selection: Selection) -> bool:
     return bool(choose_devices(match_now(selection, Ledger(leases))))
 
 
-def _may_fit(
-    request: LeaseRequest, free: Iterable[Device], reserved: Reservation, withheld: Collection[str]
-) -> bool:
-    """Return whether a device could be free for the request, outside the domains that are `withheld`.
+def _may_use(request: LeaseRequest, unleased: Iterable[Device], reserved: Reservation) -> bool:
+    """Return whether a device that is neither leased nor reserved is one that the request needs.
 
     The memory of pools is not checked.
     """
     if request.memory_mib:
         return True
-    for device in free:
-        if device.id not in reserved.devices and device.domain not in withheld and request.matches(device):
-            return True
-    return False
+    unreserved = (device for device in unleased if device.id not in reserved.devices)
+    return any(request.matches(device) for device in unreserved)

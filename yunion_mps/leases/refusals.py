@@ -73,8 +73,13 @@ def _nothing_matches(selection: Selection) -> NothingFreeError:
 def _describe_left(room: PoolRoom) -> str:
     text = f"{room.left_mib} MiB"
     if room.candidate.pool.thread_percentage:
-        text += f" and {room.left_tenths / 10:g} % of the threads"
-    return f"{text} free on GPU {room.candidate.gpu}"
+        text += f" and {room.left.thread_tenths / 10:g} % of the threads"
+    text += f" free on GPU {room.candidate.gpu}"
+    if room.left_mib and room.left.clients < room.needed.clients:
+        text += f" for {count(room.left.clients, 'client')}"
+    if room.reserved.memory_mib:
+        text += f" ({room.reserved.memory_mib} MiB reserved for earlier requests)"
+    return text
 
 
 def _describe_unserved(unserved: Sequence[Unserved]) -> list[str]:

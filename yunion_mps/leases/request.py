@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from yunion_mps.core.addresses import is_part, shown_address
+from yunion_mps.core.addresses import is_on_instance, is_part, shown_address
 from yunion_mps.core.enums import BINPACK, MPS, NOT_SHARED
 from yunion_mps.core.errors import InfeasibleError, NotAllowedError, NotFoundError
 from yunion_mps.core.models import (
@@ -214,6 +214,11 @@ class PoolCandidate(NamedTuple):
     #: Why it is not served; empty if it is.
     reason: Reason = NO_REASON
 
+    @property
+    def kind(self) -> tuple[bool, str]:
+        """What the pools of a lease have in common, as `combinable_kind` says of devices."""
+        return is_on_instance(self.gpu), self.pool.domain
+
 
 class WaitingGpu(NamedTuple):
     """A GPU that may have more devices later, and why it has none yet, or not all of them.
@@ -267,7 +272,20 @@ class Candidates(NamedTuple):
         """Return the names of the domains where the MPS servers of this user do not start."""
         return {name for name, users in self.failing_users.items() if uid in users}
 
-    def domains_withheld(self, uid: int | None, promised: Mapping[str, int] = {}) -> set[str]:
+    def domains_not_of(self, uid: int, promised: Mapping[str, Sequence[int]]) -> set[str]:
+        """Return the names of the domains that serve one user at a time, but not this one now and next.
+
+        promised: as in `domains_withheld`.
+        """
+        names = {name for name, domain in self.domains.items() if not domain.multiuser}
+        names.update(self.users)
+        for name, users in self.users.items():
+            uids = {user.uid for user in users}
+            if uids == {uid} and not promised.get(name):
+                names.discard(name)
+        return names
+
+    def domains_withheld(self, uid: int | None, promised: Mapping[str, Sequence[int]] = {}) -> set[str]:
         """Return the names of the domains whose devices this user cannot have now.
 
         promised: the users (uids) of earlier requests whom control daemons serve next, by domain.
@@ -278,15 +296,16 @@ class Candidates(NamedTuple):
         for name, users in self.users.items():
             if any(user.uid != uid for user in users):
                 withheld.add(name)
-        for name, other_uid in promised.items():
-            if other_uid != uid:
+        for name, uids in promised.items():
+            if any(other != uid for other in uids):
                 withheld.add(name)
         return withheld
 
-    def why_withheld(self, name: str, uid: int, promised: Mapping[str, int]) -> Reason:
+    def why_withheld(self, name: str, uid: int, promised: Mapping[str, Sequence[int]]) -> Reason:
         """Return why this user cannot have the devices of a domain that is withheld from them."""
         failing = self.failing_users.get(name, {}).get(uid)
-        return failing or why_not_served(self.users.get(name, ()), uid) or next_for(promised[name])
+        reason = failing or why_not_served(self.users.get(name, ()), uid)
+        return reason or next_for(next(other for other in promised[name] if other != uid))
 
     def waiting_for(self, request: LeaseRequest) -> WaitingGpu | None:
         """Return the GPU that the request may wait for; None if there is none."""

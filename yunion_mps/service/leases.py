@@ -519,6 +519,7 @@ class LeaseService:
             idempotency_key=queued.idempotency_key,
             cdi=is_device,
             request=queued.sent,
+            requested_s=queued.since_s,
         )
         lease = renew(lease, time.monotonic())
         if not self.holders.watch(lease):

@@ -104,7 +104,7 @@ class Queries:
         self._users_version = -1
         #: The users with jobs on the MPS servers, by domain name.
         self.users_with_jobs: Mapping[str, Sequence[ServedUser]] = {}
-        self._promised: Mapping[str, int] = {}
+        self._promised: Mapping[str, Sequence[int]] = {}
         self._name_holder = name_holder
         self.usage = UsageHistory()
         self._use_version = 0
@@ -129,8 +129,8 @@ class Queries:
             self._use_version += 1
             self.changes.notify()
 
-    def set_promised(self, promised: Mapping[str, int]) -> None:
-        """Set the users (uids) whom control daemons are to serve next, by domain name."""
+    def set_promised(self, promised: Mapping[str, Sequence[int]]) -> None:
+        """Set the users (uids) whom control daemons are to serve next, in this order, by domain name."""
         if promised != self._promised:
             self._promised = dict(promised)
             self._cached_version = -1
@@ -167,8 +167,7 @@ class Queries:
         free_for = {}
         for name in {*users, *self._promised}:
             uids = {user.uid for user in users.get(name, ())}
-            if name in self._promised:
-                uids.add(self._promised[name])
+            uids.update(self._promised.get(name, ()))
             free_for[name] = user_name(uids.pop()) if len(uids) == 1 else ""
         return free_for
 

@@ -10,10 +10,10 @@ from yunion_mps.core.models import Device, DomainPlan, Holder, Lease, PlannedGpu
 from yunion_mps.core.reasons import NO_REASON, Reason
 from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger
-from yunion_mps.leases.match import NO_RESERVATION, Reservation, select
-from yunion_mps.leases.placement import reserve
+from yunion_mps.leases.match import NO_RESERVATION, Reservation, no_reservation, select
 from yunion_mps.leases.refusals import refuse_infeasible
 from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolCandidate
+from yunion_mps.leases.targets import best_target
 
 GPU_MIB = 1200
 HOLDER = Holder("process", 1000, 4260, 77)
@@ -90,7 +90,8 @@ def reservation_for(
     ledger: Ledger, request: LeaseRequest, candidates: Candidates, earlier: Reservation = NO_RESERVATION
 ) -> Reservation:
     """What is reserved for a request that does not fit yet."""
-    return reserve(Allocator(ledger).match(request, candidates, earlier))
+    target = best_target(Allocator(ledger).match(request, candidates, earlier), Ledger())
+    return target.reservation if target else no_reservation()
 
 
 def lease(name: str, *devices: Device) -> Lease:

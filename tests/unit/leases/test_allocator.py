@@ -158,7 +158,7 @@ def test_several_amounts_of_memory_come_from_one_pool_or_across_pools() -> None:
     given = Allocator(ledger).choose(across, both)
     assert [one.addr for one in given] == ["00:00.0-m0", "01:00.0-m0"]
     assert reservation_for(ledger, across, both).memory_mib == {"GPU-0": 400, "GPU-1": 400}
-    assert reservation_for(ledger, two, both).memory_mib == {"GPU-1": 800}
+    assert reservation_for(ledger, two, both).memory_mib == {"GPU-0": 800}
     refuse_if_infeasible(LeaseRequest(3, memory_mib=400), both)
     for number, each in ((3, LeaseRequest(3, memory_mib=401)), (3, across._replace(number=3))):
         with pytest.raises(NothingFreeError, match=f"^{number} devices of 40[01] MiB on .* can never"):

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from yunion_mps.core.errors import NothingFreeError
-from yunion_mps.core.models import ALL, Holder, Lease
+from yunion_mps.core.models import ALL, DomainPlan, Holder, Lease, PlannedGpu
 from yunion_mps.leases.allocator import Allocator
 from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.match import NO_RESERVATION, Match, Reservation, no_reservation
 from yunion_mps.leases.queue import RESERVES_S, Queue
-from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
+from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, QueuedRequest
 
 from unit.leases.lease_builders import HOLDER, candidates, device, lease, pool, requests, reservation_for
 
@@ -123,6 +123,65 @@ def test_a_request_for_many_threads_is_not_starved_by_others() -> None:
     found = waiting.next(there)
     assert found
     assert (found[0].position, found[1][0].thread_percentage) == (0, 80)
+
+
+def test_a_request_for_memory_of_slices_reserves_them() -> None:
+    """On one GPU and on different ones; later requests get nothing of it."""
+    devices = [device(gpu, slot) for gpu in (0, 1) for slot in range(4)]
+    limits = (PlannedGpu("GPU-0", 600), PlannedGpu("GPU-1", 600))
+    slices = Candidates(
+        [Candidate(share, is_slice=True) for share in devices],
+        domains={"host": DomainPlan("host", "/pipe", "/log", limits, 100.0)},
+    )
+    for request in (LeaseRequest(2, memory_mib=300), LeaseRequest(2, memory_mib=300, across=True)):
+        ledger = Ledger([lease(share.id, share) for share in devices])
+        waiting = queue(ledger, request, LeaseRequest(), LeaseRequest(memory_mib=100))
+        ledger.remove("id-0-4-0")
+        assert waiting.next(slices) is None
+        ledger.remove("id-1-4-0" if request.across else "id-0-4-1")
+        assert waiting.next(slices) == (
+            waiting.requests[0],
+            (device(0, 0), device(1, 0) if request.across else device(0, 1)),
+        )
+
+
+def test_memory_that_a_slice_lacks_is_reserved_while_a_former_lease_has_it() -> None:
+    """The GPU is divided again: 400 MiB are left, in which the smaller slice would fit."""
+    sizes = [device(0, slot)._replace(memory_limit_mib=mib) for slot, mib in ((1, 600), (2, 300))]
+    slices = candidates(0)._replace(devices=[Candidate(share, is_slice=True) for share in sizes])
+    ledger = Ledger([lease("before", device(0, 0)._replace(id="former", memory_limit_mib=800))])
+    waiting = queue(ledger, LeaseRequest(memory_mib=500), LeaseRequest(memory_mib=100))
+    assert waiting.next(slices) is None
+    ledger.remove("before")
+    assert waiting.next(slices) == (waiting.requests[0], (sizes[0],))
+
+
+def test_clients_of_a_pool_are_reserved() -> None:
+    there = Candidates(pools=[pool(0, clients=2)])
+    ledger = Ledger([lease("a", pool(0).make(1, 0))])
+    waiting = queue(ledger, LeaseRequest(2, memory_mib=100), LeaseRequest(memory_mib=100))
+    assert waiting.next(there) is None
+    first, second = (waiting.why_not(queued, there).message for queued in waiting.requests)
+    assert first.endswith("1100 MiB free on GPU 00:00.0 for 1 client")
+    assert second.endswith("0 MiB free on GPU 00:00.0 (200 MiB reserved for earlier requests)")
+    ledger.remove("a")
+    granted = waiting.next(there)
+    assert granted
+    assert granted[0].position == 0
+
+
+def test_a_request_of_a_gpu_that_later_ones_block_goes_to_another() -> None:
+    """GPU 0 has more free devices, but a later lease has one of them."""
+    later = lease("later", device(0, 0))._replace(requested_s=1001.0)
+    earlier = lease("earlier", device(1, 0), device(1, 1))._replace(requested_s=999.0)
+    waiting = queue(Ledger([later, earlier]), LeaseRequest(4), holder=HOLDER._replace(unit="job.service"))
+    assert waiting.reservation(candidates(2)).devices == {"id-1-4-2", "id-1-4-3"}
+
+
+def test_equal_requests_reserve_while_the_first_lets_others_pass() -> None:
+    waiting = queue(Ledger([lease("a", device(0, 0))]), LeaseRequest(4), LeaseRequest(4), waited_s=RESERVES_S)
+    waiting.requests[1] = waiting.requests[1]._replace(since_s=1000.0 + RESERVES_S)
+    assert len(waiting.reservation(candidates(1)).devices) == 3
 
 
 REQUESTS = requests(number=st.integers(1, 4), across=st.booleans())

@@ -195,6 +195,46 @@ def test_a_long_job_on_one_gpu_keeps_nobody_from_the_next_one() -> None:
     assert host.serve() == [waiting]
 
 
+def test_a_control_daemon_without_a_user_is_kept_for_the_first_who_waits() -> None:
+    """A pod has GPU 0, so alice waits; bob would get GPU 1, and with it the control daemon of both."""
+    host = Host(2, each=False)
+    pod = host.request(0, LeaseRequest(2, gpu="GPU-0"), binding="container")
+    assert host.serve() == [pod]
+    waiting = host.request(ALICE, LeaseRequest(2, gpu="GPU-0"))
+    later = host.request(BOB, LeaseRequest(gpu="GPU-1"))
+    own = host.request(ALICE, LeaseRequest(gpu="GPU-1"))
+    assert host.serve() == []
+    host.ledger.remove(str(pod))
+    assert host.serve() == [waiting]
+    assert [queued.position for queued in host.queue.requests] == [later, own]
+
+
+def test_later_requests_of_the_next_user_do_not_delay_the_user_after() -> None:
+    host = Host(2, each=False)
+    pod = host.request(0, LeaseRequest(2, gpu="GPU-0"), binding="container")
+    host.serve()
+    first = host.request(ALICE, LeaseRequest(2, gpu="GPU-0"))
+    second = host.request(BOB, LeaseRequest(gpu="GPU-1"))
+    later = host.request(ALICE, LeaseRequest(gpu="GPU-1"))
+    assert host.serve() == [], "GPU 1 is free, but then bob would wait for alice's later job, too"
+    assert f"next uid {BOB}, whose request is earlier" in str(host.why_waiting(later))
+    host.ledger.remove(str(pod))
+    assert host.serve() == [first]
+    host.ledger.remove(str(first))
+    assert host.serve() == [second]
+
+
+def test_pods_do_not_take_what_a_user_needs_of_another_user_s_gpu() -> None:
+    host = Host(1)
+    own = host.request(ALICE)
+    host.serve()
+    waiting = host.request(BOB, LeaseRequest(2))
+    host.request(0, binding="container")
+    assert host.serve() == []
+    host.ledger.remove(str(own))
+    assert host.serve() == [waiting]
+
+
 def test_what_cannot_be_satisfied_now_reserves_no_control_daemon() -> None:
     """As if a GPU were lost: the ends of other users' jobs would not help."""
     host = Host(2, each=False)
@@ -273,7 +313,7 @@ def test_memory_of_a_pool_is_kept_for_the_next_user_of_its_control_daemon() -> N
     waiting = QueuedRequest(LeaseRequest(memory_mib=100), Holder("process", BOB, 1))
     queue.add(waiting)
     assert queue.next(there) is None
-    assert queue.promised == {"host": BOB}
+    assert queue.promised == {"host": (BOB,)}
     error = queue.why_not(waiting, there)
     assert error.code == OTHER_USER
     assert f"now uid {ALICE} (jobs on the MPS server (PID 77)" in str(error)
