@@ -435,7 +435,7 @@ def check_reason(host: Host, queued: QueuedRequest, reserved: Reservation) -> No
         assert host.ledger.leases or host.lost or any(reserved)
 
 
-@settings(max_examples=250)
+@settings(max_examples=1000)
 @given(st.integers(0, 2**32))
 def test_the_queue_grants_what_an_exhaustive_search_finds(seed: int) -> None:
     host = Host(Random(seed))
