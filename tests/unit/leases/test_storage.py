@@ -22,7 +22,9 @@ from yunion_mps.leases.storage import LeaseStorage, recorded_ledger
 
 from unit.leases.lease_builders import HOLDER, device, lease
 
-A = lease("a", device(0, 0), device(0, 1))._replace(environment={"CUDA_VISIBLE_DEVICES": "GPU-0"})
+A = lease("a", device(0, 0), device(0, 1))._replace(
+    environment={"CUDA_VISIBLE_DEVICES": "GPU-0"}, requested_s=1.25
+)
 B = lease("b", device(1, 0))._replace(holder=Holder("name", 0, name="job-17", ttl_s=60.0))
 
 
@@ -94,7 +96,7 @@ def test_a_lease_of_an_earlier_version_is_read(store: Store, storage: LeaseStora
     """It had fewer members."""
     ((text,),) = store.read("SELECT value FROM lease WHERE id = 'b'")
     row = json.loads(text)
-    for name in ("idempotency_key", "cdi", "ends_s", "is_extended", "request"):
+    for name in ("idempotency_key", "cdi", "ends_s", "is_extended", "request", "requested_s"):
         del row[name]
     for name in ("unit", "command"):
         del row["holder"][name]

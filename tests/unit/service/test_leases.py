@@ -261,6 +261,20 @@ def test_a_request_whose_position_cannot_be_stored_is_served_in_its_turn(host: L
     run(work())
 
 
+def test_a_lease_knows_when_its_request_began_to_wait(host: LeaseHost) -> None:
+    """By this, requests that still wait know which leases are of later ones."""
+
+    async def work() -> None:
+        await host.fill()
+        task = await host.queue("job")
+        (queued,) = host.leases.queue.requests
+        host.release("held-0")
+        lease = host.leases.ledger.leases[(await task)["id"]]
+        assert lease.requested_s == queued.since_s > 0
+
+    run(work())
+
+
 def test_a_repeated_request_keeps_its_position_if_the_first_ends(host: LeaseHost) -> None:
     async def work() -> None:
         await host.fill()
