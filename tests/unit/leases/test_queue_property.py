@@ -23,7 +23,7 @@ from yunion_mps.leases.request import Candidate, Candidates, LeaseRequest, PoolC
 from yunion_mps.leases.served_users import served_users
 from yunion_mps.planning.division import thread_tenths
 
-from unit.leases.lease_builders import GPU_MIB, device, pool, refuse
+from unit.leases.lease_builders import GPU_MIB, device, pool, refuse_if_infeasible
 
 LOST = Reason("the GPU is lost", GPU_LOST)
 USERS = (1001, 1002)
@@ -120,7 +120,7 @@ class Host:
         self._pools += division.pools
 
     def divide_again(self) -> None:
-        """Divide a GPU that MPS shares as a whole in another way; refuse what never fits now."""
+        """Divide a GPU that MPS shares as a whole in another way; refuse_if_infeasible what never fits now."""
         gpu = self.random.randrange(self._gpus)
         uuid = f"GPU-{gpu}"
         kept = [candidate for candidate in self._devices if candidate.device.gpu_uuid != uuid]
@@ -137,7 +137,7 @@ class Host:
         self.was_divided_again = True
         for queued in list(self.queue.requests):
             try:
-                refuse(queued.request, self.candidates)
+                refuse_if_infeasible(queued.request, self.candidates)
             except YunionError:
                 self.queue.requests.remove(queued)
 
@@ -208,7 +208,7 @@ class Host:
     def add(self, request: LeaseRequest) -> QueuedRequest | None:
         """Queue the request of any user; return it if it is feasible."""
         try:
-            refuse(request, self.candidates)
+            refuse_if_infeasible(request, self.candidates)
         except YunionError:
             return None
         self._last += 1
