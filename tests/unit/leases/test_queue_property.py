@@ -120,7 +120,7 @@ class Host:
         self._pools += division.pools
 
     def divide_again(self) -> None:
-        """Divide a GPU that MPS shares as a whole in another way; refuse_if_infeasible what never fits now."""
+        """Divide a GPU that MPS shares as a whole in another way, and refuse what never fits now."""
         gpu = self.random.randrange(self._gpus)
         uuid = f"GPU-{gpu}"
         kept = [candidate for candidate in self._devices if candidate.device.gpu_uuid != uuid]
