@@ -1,4 +1,7 @@
+#!/bin/sh
 # Called by the packages' scripts. A problem never makes them fail, but is reported in one line.
+
+#INCLUDE names.sh
 
 installed() { # the files have been installed for the first time, or in another version
     compile_bytecode

@@ -3,9 +3,9 @@
 unit=yunion-mps-daemon.service
 programs=/usr/bin # and not /usr/local/bin, where a wheel may be installed
 library=/usr/lib/yunion-mps
-required_mib=10 # what both packages take at most, with bytecode
+required_mib=16 # what both packages take at most, with bytecode
 plugin=yunion-mps-kubelet-plugin.service
-plugin_files="$library/yunion_mps/kubernetes $library/vendor/h2 $library/vendor/hpack $library/vendor/hyperframe"
+plugin_files="$library/yunion_mps/kubernetes $library/vendor-kubelet-plugin"
 configuration=/etc/yunion
 examples=/usr/share/yunion-mps
 state=/var/lib/yunion-mps

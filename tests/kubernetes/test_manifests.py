@@ -256,6 +256,6 @@ def test_the_roles_are_bound_to_the_service_account(manifests: list[Object]) -> 
 def test_the_image_contains_both_packages() -> None:
     text = (MANIFESTS / "Containerfile").read_text()
     (copied,) = re.findall(r"^COPY (.+) /tmp/$", text, re.MULTILINE)
-    assert copied.split() == ["yunion-mps-daemon_*_all.deb", f"{NAME}_*_all.deb"]
+    assert copied.split() == ["yunion-mps-daemon_*_${TARGETARCH}.deb", f"{NAME}_*_${{TARGETARCH}}.deb"]
     assert f'ENTRYPOINT ["/usr/bin/{NAME}"]' in text
     assert f"--tag {NAME}:{__version__} " in text

@@ -47,7 +47,9 @@ def test_the_plugin_is_installed_upgraded_and_removed(
     assert operator.daemon() == daemon
     assert current.version in machine.run(PACKAGE, "--version").stdout
     library = "/usr/lib/yunion-mps/yunion_mps"
-    compiled = machine.shell(f"find {library}/kubernetes {library}/../vendor/h2 -name '*.pyc' | wc -l")
+    compiled = machine.shell(
+        f"find {library}/kubernetes {library}/../vendor-kubelet-plugin -name '*.pyc' | wc -l"
+    )
     assert int(compiled) > 0
 
     family.remove(PACKAGE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -17,6 +18,8 @@ from simhost.environment import CHECKOUT
 
 #: The version that is upgraded from: this tree with another number, until there is a release to take.
 PREVIOUS = "0.0.9"
+#: This machine's processor, as debs name it; rpms name it as the kernel does.
+DEB_ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
 _LIMIT_S = 300
 _NAMES = (CHECKOUT / "packaging/scriptlets/names.sh").read_text()
 #: The free disk space that the packages require, which must be enough for what they install.
@@ -34,7 +37,9 @@ def built(folder: Path, version: str = __version__) -> Packages:
     output = folder / f"dist-{version}"
     if not output.exists():
         _build(folder / f"tree-{version}", version, output)
-    return Packages(version, *(_only(output, f"yunion-mps-daemon{kind}") for kind in ("_*.deb", "-*.rpm")))
+    deb = _only(output, f"yunion-mps-daemon_*_{DEB_ARCHITECTURE}.deb")
+    rpm = _only(output, f"yunion-mps-daemon-*.{platform.machine()}.rpm")
+    return Packages(version, deb, rpm)
 
 
 def kubelet_plugin(daemon: Path) -> Path:
@@ -58,7 +63,7 @@ def _build(tree: Path, version: str, output: Path) -> None:
 def build(checkout: Path, output: Path, environment: Mapping[str, str] = {}) -> None:
     """Build as scripts/package does, with this Python's packages."""
     command = [sys.executable, "-m", "package_build", "--output", str(output)]
-    command += ["--cache", str(CHECKOUT / ".cache/package")]
+    command += ["--cache", str(CHECKOUT / ".cache/package"), "--packager", str(CHECKOUT / ".packager")]
     variables = {**os.environ, **environment, "PYTHONPATH": "scripts/lib"}
     done = subprocess.run(
         command, cwd=checkout, env=variables, capture_output=True, text=True, timeout=_LIMIT_S

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import os
+import stat
 import subprocess
+import tarfile
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from packages.versions import build
+from packages.versions import DEB_ARCHITECTURE, build
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTLETS = ROOT / "packaging/scriptlets"
@@ -26,16 +29,19 @@ class File(NamedTuple):
 
 
 DAEMON, KUBELET_PLUGIN = "yunion-mps-daemon", "yunion-mps-kubelet-plugin"
+#: The processors that packages are built for: as debs name them, and as rpms do.
+ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 class Built:
-    """What scripts/package wrote into a directory, with one of the packages."""
+    """What scripts/package wrote into a directory, with one of the packages for one kind of processor."""
 
-    def __init__(self, directory: Path, package: str = DAEMON) -> None:
+    def __init__(self, directory: Path, package: str = DAEMON, architecture: str = DEB_ARCHITECTURE) -> None:
         self.directory = directory
         self.package = package
-        self.deb = self._one(f"{package}_*.deb")
-        self.rpm = self._one(f"{package}-*.rpm")
+        self.architecture = architecture
+        self.deb = self._one(f"{package}_*_{architecture}.deb")
+        self.rpm = self._one(f"{package}-*.{ARCHITECTURES[architecture]}.rpm")
         self.sbom = self._one(f"{package}-*.cdx.json")
         self.wheel = self._one("*.whl")
         self.sdist = self._one("*.tar.gz")
@@ -44,15 +50,19 @@ class Built:
         (path,) = self.directory.glob(pattern)
         return path
 
-    def deb_files(self, root: Path) -> dict[str, File]:
-        """What the deb installs, given that it is unpacked in `root`."""
+    def deb_files(self) -> dict[str, File]:
+        done = subprocess.run(["dpkg-deb", "--fsys-tarfile", self.deb], check=True, stdout=subprocess.PIPE)
         found = {}
-        for line in run("dpkg-deb", "-c", self.deb).splitlines():
-            mode, owner, _, _, _, name = line.split(maxsplit=5)
-            path = root / name
-            if path.is_file():
-                digest = hashlib.sha256(path.read_bytes()).hexdigest()
-                found[name[1:]] = File(mode, owner, digest)
+        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+            for member in archive:
+                data = archive.extractfile(member)
+                if data is not None:
+                    mode = stat.filemode(stat.S_IFREG | member.mode)
+                    owner = (
+                        "root/root" if (member.uid, member.gid) == (0, 0) else f"{member.uid}/{member.gid}"
+                    )
+                    digest = hashlib.sha256(data.read()).hexdigest()
+                    found[member.name[1:]] = File(mode, owner, digest)
         return found
 
     def rpm_files(self) -> dict[str, File]:
@@ -80,10 +90,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(shared / "dist")
 
 
-@pytest.fixture(scope="session", params=[DAEMON, KUBELET_PLUGIN])
+@pytest.fixture(
+    scope="session",
+    params=[
+        (package, architecture) for package in (DAEMON, KUBELET_PLUGIN) for architecture in ARCHITECTURES
+    ],
+    ids="-".join,
+)
 def each(request: pytest.FixtureRequest, built: Built) -> Built:
-    """Both packages."""
-    return Built(built.directory, request.param)
+    """Both packages, for each kind of processor."""
+    return Built(built.directory, *request.param)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from unit.mps.other_processes import STRANGER
 from .conftest import ROOT, Host
 
 NAMES = ("host.conf", "host_container_device.yml")
-SPEC = ROOT / "packaging/rpm/yunion-mps-daemon.spec"
 CLOUDPODS = "hypervisor: kvm\nadmin_password: secret\nenable_cuda_mps: true\n"
 REFUSED = "<3>/etc/yunion/host.conf:5: enable_cuda_mps is 3\n<3>fix these lines"
 
@@ -59,13 +57,13 @@ def test_no_device_file_is_created_beside_an_existing_host_conf(host: Host) -> N
 
 def test_only_the_first_installation_creates_files() -> None:
     """An upgrade does not bring back what an operator has taken away."""
-    postinst = (ROOT / "packaging/debian/yunion-mps-daemon/postinst").read_text()
-    assert '[ -n "$2" ] || /usr/lib/yunion-mps/maintain first' in postinst
+    script = (ROOT / "packaging/yunion-mps-daemon/postinstall.sh").read_text()
+    assert '[ -n "$2" ] || /usr/lib/yunion-mps/maintain first' in script  # dpkg
+    assert "\n1) /usr/lib/yunion-mps/maintain first ;;" in script  # rpm
     assert (
         "make_configuration"
         not in (ROOT / "packaging/scriptlets/maintain.sh").read_text().partition("compile_bytecode() {")[0]
     )
-    assert re.search(r'%post\nif \[ "\$1" = 1 \].*\n.*maintain first', SPEC.read_text())
 
 
 def test_existing_files_survive_installation_and_purge(host: Host) -> None:

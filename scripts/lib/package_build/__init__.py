@@ -1,1 +1,1 @@
-"""What scripts/package does: one staged tree, and from it a deb and an rpm with the same contents."""
+"""What scripts/package does: it stages what nfpm makes the deb and the rpm of, for each kind of processor."""

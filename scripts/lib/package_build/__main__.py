@@ -3,88 +3,101 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 
-from package_build.formats import build_deb, build_rpm
-from package_build.sbom import sbom
+from package_build import sbom
+from package_build.bundle import ARCHITECTURES
 from package_build.source import Source, take_source
-from package_build.tree import DEBIAN, FEDORA, PACKAGES, Made, Package, generate, stage
-from package_build.vendor import bundled, bundled_in, relock
-
-_LOCK = "requirements/package.lock"
+from package_build.stage import MAINTAINER, PACKAGES, documents, stage
 
 
 def main() -> None:
-    """Build, or rewrite the lock file."""
+    """Build everything into the output directory, and print what was written."""
     parser = argparse.ArgumentParser(
         prog="scripts/package", description="Build all files of a release.", allow_abbrev=False
     )
     parser.add_argument(
         "--output", metavar="DIRECTORY", default="dist", help="output directory (default: %(default)s)"
     )
-    parser.add_argument("--lock", action="store_true", help=f"rewrite {_LOCK}, after scripts/lock")
     parser.add_argument("--cache", default=".cache/package", help=argparse.SUPPRESS)
+    parser.add_argument("--packager", default=".packager", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.lock:
-        relock("requirements/runtime.lock", _LOCK, options.cache)
-        return
-    missing = [program for program in ("git", "dpkg-deb", "rpmbuild") if shutil.which(program) is None]
-    if missing:
-        raise SystemExit(
-            f"package: missing: {' '.join(missing)}\npackage: install them with: scripts/setup build"
-        )
     os.umask(0o022)
-    os.makedirs(options.output, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="yunion-mps-package.") as work:
-        for path in build(os.getcwd(), options.cache, work, options.output):
-            print(f"{os.path.getsize(path):>9} {path}")
-
-
-def build(checkout: str, cache: str, work: str, output: str) -> list[str]:
-    """Build everything into `output`; returns the paths."""
-    source = take_source(checkout, os.path.join(work, "source"))
-    bundle = bundled(_LOCK, cache)
-    sdist, wheel = (_flit(source, kind, output) for kind in ("sdist", "wheel"))
-    made = Made(wheel, bundle, os.path.join(work, "generated"))
-    generate(source, made.generated)
-    built = [_build_package(source, package, made, work, output) for package in PACKAGES]
-    return [*(path for paths in built for path in paths), wheel, sdist]
-
-
-def _build_package(source: Source, package: Package, made: Made, work: str, output: str) -> list[str]:
-    """Build the deb, the rpm and the list of bundled libraries; returns the paths."""
-    bill = sbom(source, package.name, bundled_in(package.name, made.bundle))
-    listed = os.path.join(output, f"{package.name}-{source.version}.cdx.json")
-    with open(listed, "w", encoding="utf-8") as file:
-        file.write(bill)
-    debian, fedora, rpm_work = (
-        os.path.join(work, package.name, name) for name in ("debian", "fedora", "rpm")
+    output, cache, packager = (
+        os.path.abspath(path) for path in (options.output, options.cache, options.packager)
     )
-    stage(source, package, DEBIAN, made, bill, debian)
-    stage(source, package, FEDORA, made, bill, fedora)
-    os.mkdir(rpm_work)
-    return [
-        build_deb(source, package, debian, output),
-        build_rpm(source, package, fedora, rpm_work, output),
-        listed,
-    ]
+    os.makedirs(output, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="yunion-mps-package.") as work:
+        source = take_source(os.getcwd(), os.path.join(work, "source"))
+        built = build(source, cache, packager, output)
+    sums = os.path.join(output, "SHA256SUMS")
+    with open(sums, "w", encoding="utf-8") as file:
+        for path in sorted(built):
+            file.write(f"{_sha256(path)}  {os.path.basename(path)}\n")
+    for path in [*sorted(built), sums]:
+        print(f"{os.path.getsize(path):>9} {os.path.relpath(path)}")
+
+
+def build(source: Source, cache: str, packager: str, output: str) -> list[str]:
+    """Build everything but the checksums into `output`; returns the paths."""
+    sdist = _flit(source, "sdist", output)
+    wheel = _flit(source, "wheel", output)
+    built = [sdist, wheel]
+    stage(source, wheel, cache, packager)
+    for package in PACKAGES:
+        listed = os.path.join(output, f"{package}-{source.version}.cdx.json")
+        built.append(shutil.copyfile(os.path.join(documents(source, package), sbom.NAME), listed))
+        for architecture in ARCHITECTURES:
+            for kind in ("deb", "rpm"):
+                built.append(_nfpm(source, package, architecture, kind, packager, output))
+    return built
+
+
+def _nfpm(source: Source, package: str, architecture: str, kind: str, packager: str, output: str) -> str:
+    """Build a deb or an rpm as packaging/PACKAGE.yaml says; returns its path."""
+    with tempfile.TemporaryDirectory(dir=output) as target:
+        environment = {
+            **os.environ,
+            "ARCHITECTURE": architecture,
+            "MAINTAINER": MAINTAINER,
+            "SOURCE_DATE_EPOCH": str(source.epoch_s),
+            "TZ": "UTC",
+            "VERSION": source.version,
+        }
+        command = [f"{packager}/bin/nfpm", "package", "--config", f"packaging/{package}.yaml"]
+        command += ["--packager", kind, "--target", target]
+        done = subprocess.run(
+            command, check=False, cwd=source.directory, env=environment, capture_output=True, text=True
+        )
+        if done.returncode != 0:
+            raise SystemExit(f"package: nfpm failed:\n{done.stdout}{done.stderr}")
+        (name,) = os.listdir(target)
+        path = os.path.join(output, name)
+        os.replace(os.path.join(target, name), path)
+    return path
 
 
 def _flit(source: Source, kind: str, output: str) -> str:
-    """Build a wheel or an sdist by the project's own build backend."""
+    """Build a wheel or an sdist by the project's own build backend; returns its path."""
     code = f"import sys; from flit_core.buildapi import build_{kind} as build; print(build(sys.argv[1]))"
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(source.epoch_s)}
     done = subprocess.run(
-        [sys.executable, "-c", code, os.path.abspath(output)],
+        [sys.executable, "-c", code, output],
         check=True, cwd=source.directory, env=environment, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     path = os.path.join(output, done.stdout.split()[-1])
     os.chmod(path, 0o644)  # flit creates wheels that only their owner can read
     return path
+
+
+def _sha256(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
 
 
 main()

@@ -26,17 +26,6 @@ class Source(NamedTuple):
         with open(self.path(*names), encoding="utf-8") as file:
             return file.read()
 
-    def script(self, *names: str, percent: str = "%") -> str:
-        """Return the text of a script with its `#INCLUDE name` lines replaced by packaging/scriptlets/name.
-
-        Percent signs in included text are written as `percent`.
-        """
-
-        def included(line: re.Match[str]) -> str:
-            return self.read("packaging/scriptlets", line[1]).rstrip().replace("%", percent)
-
-        return re.sub("^#INCLUDE (.+)$", included, self.read(*names), flags=re.M)
-
 
 def take_source(checkout: str, directory: str) -> Source:
     """Copy the files of the checkout that git tracks or does not ignore, and add `_revision.py`.

@@ -6,4 +6,6 @@ configure)
     /usr/lib/yunion-mps/maintain installed
     ;;
 triggered | abort-*) /usr/lib/yunion-mps/maintain python-changed ;;
+1) /usr/lib/yunion-mps/maintain first ;; # rpm goes on with posttrans.sh
+[2-9]) /usr/lib/yunion-mps/maintain before-cloudpods-goes ;;
 esac

@@ -1,0 +1,3 @@
+#!/bin/sh
+set -e
+! [ -d /run/systemd/system ] || systemctl daemon-reload || :

@@ -1,0 +1,2 @@
+#!/bin/sh
+/usr/lib/yunion-mps/maintain installed
