@@ -84,7 +84,7 @@ class Rpm(Family):
         here = self.machine.run(
             "python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"
         ).stdout.strip()
-        provides = [f"python(abi) = {here}", "/bin/sh"]
+        provides = [f"python(abi) = {here}", "glibc = 2.31", "/bin/sh"]
         provides += ["coreutils", "sed", "grep", "findutils", "systemd", "util-linux"]
         self.machine.run("mkdir", "-p", *_FOLDERS)
         self._rpm("--initdb")

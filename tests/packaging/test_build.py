@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -123,6 +124,29 @@ def test_compiled_libraries_fit_every_python_and_the_processor(each: Built, libr
     for path in libraries.rglob("*.so*"):
         assert path.name.endswith(".abi3.so")
         assert int.from_bytes(path.read_bytes()[18:20], "little") == MACHINES[each.architecture], path
+
+
+@pytest.mark.parametrize(
+    ("wheel", "content", "refusal"),
+    [
+        (
+            "a-1-cp311-cp311-linux_x86_64.whl",
+            "a.py",
+            "is for one version of Python only, so it cannot be bundled",
+        ),
+        ("a-1-py3-none-any.whl", "a-1.data/scripts/a", "installs files elsewhere: a-1.data/scripts/a"),
+    ],
+)
+def test_a_library_that_cannot_be_bundled_whole_is_refused(
+    tmp_path: Path, wheel: str, content: str, refusal: str
+) -> None:
+    with zipfile.ZipFile(tmp_path / wheel, "w") as archive:
+        archive.writestr(content, "")
+    code = "import sys; from package_build.bundle import unpack; unpack(*sys.argv[1:])"
+    command: list[str | Path] = [sys.executable, "-c", code, tmp_path / wheel, tmp_path / "unpacked"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts/lib")}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (1, f"package: {wheel} {refusal}\n")
 
 
 def test_each_bundled_library_has_its_licence(libraries: Path) -> None:

@@ -53,11 +53,17 @@ def wheels(source: Source, architecture: str, cache: str) -> dict[str, str]:
 
 
 def unpack(wheel: str, directory: str) -> None:
-    """Unpack a wheel, whole, as `pip install --target` does."""
+    """Unpack a wheel, whole, as `pip install --target` does.
+
+    Raises SystemExit if it is for one version of Python only, or if it installs files in other directories.
+    """
+    file = os.path.basename(wheel)
+    if not re.search(r"-(none-any|abi3-manylinux[^-]+)\.whl$", file):
+        raise SystemExit(f"package: {file} is for one version of Python only, so it cannot be bundled")
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             if ".data/" in name:
-                raise SystemExit(f"package: {os.path.basename(wheel)} installs files elsewhere: {name}")
+                raise SystemExit(f"package: {file} installs files elsewhere: {name}")
             if not name.endswith("/"):
                 put(os.path.join(directory, name), archive.read(name))
 
@@ -83,9 +89,6 @@ def _download(source: Source, architecture: str, directory: str) -> None:
             archive = os.path.join(directory, name)
             _pip("wheel", "--no-cache-dir", "--wheel-dir", directory, archive)
             os.unlink(archive)
-    for name in os.listdir(directory):
-        if not re.search(r"-(none-any|abi3-manylinux[^-]+)\.whl$", name):
-            raise SystemExit(f"package: {name} is for one version of Python only, so it cannot be bundled")
 
 
 def _pip(*arguments: str) -> None:
