@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import re
@@ -92,8 +93,16 @@ def _stage_generated(source: Source) -> None:
         package = kubelet_plugin if name.startswith(kubelet_plugin) else daemon
         section = name.rpartition(".")[2]
         with open(source.path("stage/man", name), "rb") as file:
-            page = gzip.compress(file.read(), 9, mtime=0)
+            page = _gzip(file.read())
         put(source.path("stage", package, f"share/man/man{section}/{name}.gz"), page)
+
+
+def _gzip(data: bytes) -> bytes:
+    """Compress data without a name or time; gzip.compress() writes other bytes in some versions of Python."""
+    compressed = io.BytesIO()
+    with gzip.GzipFile("", "wb", 9, compressed, mtime=0) as file:
+        file.write(data)
+    return compressed.getvalue()
 
 
 def _stage_documents(source: Source, package: str, packager: str) -> None:
