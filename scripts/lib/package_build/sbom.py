@@ -27,7 +27,9 @@ def write_sbom(source: Source, package: str, libraries: str, packager: str, dire
             f'license = {{text = "Apache-2.0"}}\ndependencies = {names}\n'
         )
     command = [f"{packager}/bin/python", "-I", "-m", "cyclonedx_py", "environment", "-S", sys.executable]
-    command += ["--pyproject", about, "--output-reproducible", "--output-file", os.path.join(directory, NAME)]
+    # Without the texts, a licence whose name is none of SPDX's would be left out.
+    command += ["--gather-license-texts", "--output-reproducible", "--pyproject", about]
+    command += ["--output-file", os.path.join(directory, NAME)]
     environment = {
         **os.environ,
         "PYTHONPATH": os.path.abspath(libraries),
