@@ -242,7 +242,9 @@ def test_the_demo_and_the_build_need_little(part: str, debian: str, downloads: s
     assert len(packages) > 10
     assert [name for of, name in packages if of in ("base", part)] == debian.split()
     components = re.findall(r"^(\w+) +(\w+) +([1-9]\d*)  ", setup, re.MULTILINE)
-    assert [name for name, of, _ in components if of in ("base", part)] == downloads.split()
+    needed = [(name, int(size_mb)) for name, of, size_mb in components if of in ("base", part)]
+    assert [name for name, _ in needed] == downloads.split()
+    assert sum(size_mb for _, size_mb in needed) <= 60
 
 
 @pytest.mark.parametrize("word", ["nonsense", "--nonsense"])
