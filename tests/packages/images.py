@@ -36,8 +36,8 @@ _DOCKER = (
     ),
     '--customize-hook=chroot "$1" systemctl --quiet disable docker.service docker.socket containerd.service',
 )
-#: What a release has beyond the others; the docker of trixie is the first one of Debian's that reads CDI.
-_BEYOND = {"trixie": _DOCKER}
+#: What a release has beyond the others: the other way to install an rpm, and docker; that of trixie is the first one of Debian's that reads CDI.
+_BEYOND = {"bookworm": ("--include=dnf",), "trixie": _DOCKER}
 _LIMIT_S = 420
 
 
