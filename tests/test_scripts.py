@@ -233,7 +233,7 @@ def test_each_script_installs_what_it_needs(script: str, parts: str) -> None:
     ("part", "debian", "downloads"),
     [
         ("demo", "python3 gcc libc6-dev", "nvidia venv"),
-        ("build", "python3 git", "packager venv"),
+        ("build", "python3 git apt-utils xz-utils", "packager venv"),
     ],
 )
 def test_the_demo_and_the_build_need_little(part: str, debian: str, downloads: str) -> None:

@@ -36,7 +36,7 @@ _DOCKER = (
     ),
     '--customize-hook=chroot "$1" systemctl --quiet disable docker.service docker.socket containerd.service',
 )
-#: What a release has beyond the others: the other way to install an rpm, and docker; that of trixie is the first one of Debian's that reads CDI.
+#: What a release has beyond the others: dnf; docker, which reads CDI from trixie's on.
 _BEYOND = {"bookworm": ("--include=dnf",), "trixie": _DOCKER}
 _LIMIT_S = 420
 

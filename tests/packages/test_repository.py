@@ -42,7 +42,7 @@ def documented(tool: str) -> str:
     (block,) = [
         text for text in re.findall(r"```sh\n(.*?)```", section[1], re.DOTALL) if f"{tool} install" in text
     ]
-    unattended = block.replace(f"{tool} install", f"{tool} install --yes")
+    unattended: str = block.replace(f"{tool} install", f"{tool} install --yes")
     return unattended.replace("https://HOST", f"file://{PUBLISHED}")
 
 

@@ -69,11 +69,16 @@ def test_two_builds_are_identical(built: Built, tmp_path: Path) -> None:
     since = f"files that are not committed may have changed since the first build:\n{changes}"
     assert hashes(again) == hashes(built.directory), since if changes else "the copy's place, time or user"
     assert list(scratch.iterdir()) == []
-    assert {path.stat().st_mode & 0o777 for path in built.directory.iterdir()} == {0o644}
+    assert {path.stat().st_mode & 0o777 for path in built.directory.rglob("*") if path.is_file()} == {0o644}
 
 
 def hashes(directory: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
+    """The hash of each file by its path, also of those in the repository."""
+    found = {}
+    for path in directory.rglob("*"):
+        if path.is_file():
+            found[str(path.relative_to(directory))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
 
 
 def test_the_checksums_are_those_of_all_other_files(built: Built) -> None:
@@ -82,7 +87,8 @@ def test_the_checksums_are_those_of_all_other_files(built: Built) -> None:
     for line in sums.read_text().splitlines():
         digest, _, name = line.partition("  ")
         lines[name] = digest
-    assert lines == {name: digest for name, digest in hashes(built.directory).items() if name != sums.name}
+    beside = {path.name for path in built.directory.iterdir() if path.is_file()} - {sums.name}
+    assert lines == {name: digest for name, digest in hashes(built.directory).items() if name in beside}
     assert list(lines) == sorted(lines)
 
 

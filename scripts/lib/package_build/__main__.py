@@ -12,6 +12,7 @@ import tempfile
 
 from package_build import sbom
 from package_build.bundle import ARCHITECTURES
+from package_build.repository import write_repository
 from package_build.source import Source, take_source
 from package_build.stage import MAINTAINER, PACKAGES, documents, stage
 
@@ -24,6 +25,9 @@ def main() -> None:
     parser.add_argument(
         "--output", metavar="DIRECTORY", default="dist", help="output directory (default: %(default)s)"
     )
+    parser.add_argument(
+        "--sign", metavar="KEY", default="", help="sign the repository with this key of gpg's keyring"
+    )
     parser.add_argument("--cache", default=".cache/package", help=argparse.SUPPRESS)
     parser.add_argument("--packager", default=".packager", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -35,12 +39,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="yunion-mps-package.") as work:
         source = take_source(os.getcwd(), os.path.join(work, "source"))
         built = build(source, cache, packager, output)
+        repository = os.path.join(output, "repository")
+        write_repository(built, repository, source.epoch_s, packager, options.sign)
     sums = os.path.join(output, "SHA256SUMS")
     with open(sums, "w", encoding="utf-8") as file:
         for path in sorted(built):
             file.write(f"{_sha256(path)}  {os.path.basename(path)}\n")
     for path in [*sorted(built), sums]:
         print(f"{os.path.getsize(path):>9} {os.path.relpath(path)}")
+    print(f"{os.path.relpath(repository)}: for apt and dnf, {'signed' if options.sign else 'not signed'}")
 
 
 def build(source: Source, cache: str, packager: str, output: str) -> list[str]:

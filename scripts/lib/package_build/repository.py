@@ -32,14 +32,14 @@ class Signer:
     def __init__(self, key: str) -> None:
         self._key = key
 
-    def export(self, path: Path) -> None:
-        """Write the public key, or exit if there is none."""
+    def public_key(self) -> bytes:
+        """Return the public key, armored, or exit if there is none."""
         key = _output(["gpg", "--batch", "--armor", "--export", self._key])
         if not key:
             raise SystemExit(
                 f"package: --sign: gpg has no key {self._key}; list its keys: gpg --list-secret-keys"
             )
-        path.write_bytes(key)
+        return key
 
     def sign(self, path: Path, signature: Path, kind: str = "--detach-sign") -> None:
         """Write the armored signature of a file; `--clearsign` includes the file itself."""
@@ -55,11 +55,12 @@ def write_repository(packages: Sequence[str], target: str, epoch_s: int, package
     key: the gpg key that signs the lists; empty to leave them unsigned.
     """
     repository = Path(target)
+    signer = Signer(key) if key else None
+    public_key = signer.public_key() if signer else b""
     shutil.rmtree(repository, ignore_errors=True)
     repository.mkdir(parents=True)
-    signer = Signer(key) if key else None
     if signer:
-        signer.export(repository / _KEY)
+        (repository / _KEY).write_bytes(public_key)
     _write_apt(repository / "deb", packages, epoch_s, signer)
     _write_dnf(repository / "rpm", packages, epoch_s, packager, signer)
 
