@@ -101,6 +101,14 @@ class TestRepository:
         assert family.version() == previous.version
         assert host.ask("devices?unused=true")["total"] == 4
 
+    def test_the_python_of_the_distribution_finds_the_client(self, host: Operator, family: Family) -> None:
+        if family.name == "rpm":
+            pytest.skip("Debian's Python does not look where those of rpm systems do")
+        code = "from yunion_mps import Client; print(len(Client().devices()))"
+        assert family.machine.run("python3", "-c", code).stdout == "4\n"
+        added = family.machine.shell("cd /usr/lib/yunion-mps/client && ls")
+        assert added.split() == ["h11", "yunion_mps"], "and nothing else of ours is on its path"
+
     def test_an_upgrade_from_the_repository_ends_no_job(
         self, host: Operator, family: Family, publisher: Publisher, current: Packages
     ) -> None:

@@ -14,7 +14,7 @@ from package_build import sbom
 from package_build.bundle import ARCHITECTURES
 from package_build.repository import write_repository
 from package_build.source import Source, take_source
-from package_build.stage import MAINTAINER, PACKAGES, documents, stage
+from package_build.stage import PACKAGES, documents, maintainer, stage
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def _nfpm(source: Source, package: str, architecture: str, kind: str, packager: 
         environment = {
             **os.environ,
             "ARCHITECTURE": architecture,
-            "MAINTAINER": MAINTAINER,
+            "MAINTAINER": maintainer(source),
             "SOURCE_DATE_EPOCH": str(source.epoch_s),
             "TZ": "UTC",
             "VERSION": source.version,

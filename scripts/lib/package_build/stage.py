@@ -16,8 +16,6 @@ from package_build.bundle import ARCHITECTURES, OF_KUBELET_PLUGIN, put, unpack, 
 from package_build.sbom import write_sbom
 from package_build.source import Source
 
-#: There is no public mailbox: whichever organization publishes the packages is responsible for them.
-MAINTAINER = "yunion-mps maintainers <yunion-mps@localhost>"
 PACKAGES = ("yunion-mps-daemon", "yunion-mps-kubelet-plugin")
 
 
@@ -42,6 +40,16 @@ def stage(source: Source, wheel: str, cache: str, packager: str) -> None:
             os.utime(os.path.join(folder, name), (source.epoch_s, source.epoch_s), follow_symlinks=False)
 
 
+def maintainer(source: Source) -> str:
+    """Return the maintainers' name and address, as pyproject.toml has them."""
+    found = re.search(
+        r'^maintainers = \[\{name = "(.+?)", email = "(.+?)"\}\]$', source.read("pyproject.toml"), re.M
+    )
+    if not found:
+        raise SystemExit("package: pyproject.toml: maintainers: name and email are missing")
+    return f"{found[1]} <{found[2]}>"
+
+
 def documents(source: Source, package: str) -> str:
     """Return the directory of a package's documents."""
     return source.path("stage", package, "share/doc", package)
@@ -60,7 +68,7 @@ def changelog(source: Source) -> str:
     lines = [
         f"- semver: {source.version}",
         f"  date: {date}",
-        f"  packager: {MAINTAINER}",
+        f"  packager: {maintainer(source)}",
         "  deb: {urgency: medium, distributions: [unstable]}",
         "  changes:",
     ]
