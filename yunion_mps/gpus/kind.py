@@ -97,6 +97,10 @@ class Kind(Protocol):
         """Set the value and read it back; raises DriverError if it is not in effect."""
         ...
 
+    def try_again(self) -> None:
+        """Ask the driver again, although what asks it has hung: a reload or a stop has begun."""
+        return
+
     # -- words
 
     def command(self, uuid: str, value: str) -> str:

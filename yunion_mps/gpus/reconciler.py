@@ -364,6 +364,8 @@ class Reconciler:
 
     def check_again(self) -> None:
         """Compare all values, and try refused ones again, because the configuration was reloaded."""
+        for kind in self.kinds:
+            kind.try_again()
         self.compare()
         self._reloaded = set(self._compared)
         self._settled.clear()

@@ -48,6 +48,8 @@ def restore_originals(
     left: the GPUs and instances (UUIDs) of MPS processes that are left running
     keeps_requests: whether a change of the MIG mode that waits for the GPU's next reset is not cancelled
     """
+    for kind in reconciler.kinds:
+        kind.try_again()
     with reconciler.gate.lock:
         result = restore_layouts(
             layouts, gpus, nvml, originals, left=left, ledger=ledger, keeps_requests=keeps_requests

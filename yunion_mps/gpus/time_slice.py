@@ -10,7 +10,7 @@ from yunion_mps.core.enums import ABOUT_TIME_SLICE, TIME_SLICES
 from yunion_mps.core.models import Gpu, Plan
 from yunion_mps.gpus.blockers import WITHOUT_MPS, Needs
 from yunion_mps.gpus.kind import Kind, Step
-from yunion_mps.inventory.compute_policy import set_time_slice, time_slice_of
+from yunion_mps.inventory.compute_policy import NVIDIA_SMI, set_time_slice, time_slice_of
 from yunion_mps.inventory.nvml import Nvml
 
 
@@ -28,6 +28,9 @@ class TimeSlice(Kind):
 
     def can_set(self, plan: Plan, gpu: Gpu) -> bool:
         return not gpu.reason and any(gpu.uuid == shared.uuid for shared in plan.direct)
+
+    def try_again(self) -> None:
+        NVIDIA_SMI.try_again()
 
     def needs(self, step: Step) -> Needs:
         """Return what keeps an original time slice from being restored: jobs that share the GPU by it."""

@@ -1,4 +1,8 @@
-"""The monitor: polls the GPUs, immediately if the driver reports an event, and reconciles."""
+"""The monitor: polls the GPUs, immediately if the driver reports an event, and reconciles.
+
+Polls do not wait for the steps that follow from them: a step may take long, for example because a program
+hangs, and which GPUs answer is noticed meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +48,8 @@ FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 600.0
 #: How long the watch for events may take to end before NVML is initialised again.
 _EVENTS_END_S = 10.0
+#: How long a poll waits for the steps that follow from it; most take a few milliseconds.
+STEPS_WITHIN_S = 1.0
 #: How often time slices are compared: nvidia-smi reads them, one GPU after the other.
 COMPARE_S = 300.0
 
@@ -71,6 +77,8 @@ class Monitor:
         self._poll_now = control.poll_now
         self._tick = control.tick
         self._tasks: set[asyncio.Task[None]] = set()
+        #: Brings settings and MIG layouts into effect; None if nothing is at work.
+        self._steps: asyncio.Task[None] | None = None
         self._failures = Failures(log, level=logging.ERROR)
         self._answering = frozenset[Optional[str]]()
         self._compare_s = time.monotonic() + COMPARE_S
@@ -107,6 +115,8 @@ class Monitor:
                 self._events.stop()
             for task in self._tasks:
                 task.cancel()
+            if self._steps:
+                self._steps.cancel()
 
     def _is_urgent(self) -> bool:
         if self._supervisor.is_urgent or self._budgets.is_watching:
@@ -129,22 +139,46 @@ class Monitor:
                 return
 
     async def poll(self) -> None:
-        """Poll the GPUs once no reload is in progress, and apply what has changed."""
-        async with self._reloader.lock:
-            await self._poll()
+        """Poll the GPUs, apply what has changed, and begin the steps that follow from it."""
+        async with self._reloader.scan_lock:
+            can_continue = await self._poll()
+        if can_continue:
+            await self._make_steps()
         await self._users.ask()
+        self._tick()
+
+    async def _make_steps(self) -> None:
+        """Begin what is due, unless earlier steps are still at work, and wait for it for a moment."""
+        steps = self._steps or asyncio.ensure_future(self._bring_about())
+        self._steps = steps
+        await asyncio.wait({steps}, timeout=STEPS_WITHIN_S)
+        if not steps.done():
+            return
+        if self._steps is steps:
+            self._steps = None
+        steps.result()
+
+    async def _bring_about(self) -> None:
+        """Bring what is due into effect once no reload is in progress."""
+        async with self._reloader.lock:
+            if time.monotonic() >= self._compare_s:
+                self._compare_s = time.monotonic() + COMPARE_S
+                self._supervisor.settings.reconciler.compare()
+            await self._reloader.bring_about()
         self._tick()
 
     async def poll_processes(self) -> None:
         """Poll only which processes use the GPUs, so that a stop can name new ones."""
         await self._users.poll()
 
-    async def _poll(self) -> None:
+    async def _poll(self) -> bool:
+        """Read the GPUs and apply what has changed; return whether steps can follow."""
         supervisor = self._supervisor
         loop = asyncio.get_running_loop()
         nvml = supervisor.nvml or await self._open_driver()
         if nvml:
             began_s = loop.time()
+            ended_runs = supervisor.reconciliation.ended_runs
             try:
                 if self._must_initialise:
                     await self._initialise_again(nvml)
@@ -155,7 +189,7 @@ class Monitor:
                 self._not_found &= not_found(polled.inventory)
             except ShortageError as error:  # which says nothing about the GPUs
                 self._note_shortage(error)
-                return
+                return False
             except DriverError as error:
                 self._failures.report(f"cannot poll the GPUs: {error.message}", consequence=error.hint)
                 self._answering = frozenset()
@@ -164,21 +198,19 @@ class Monitor:
                 if error.code == DRIVER_MISMATCH:
                     self._use_new_library()
                 supervisor.driver_failed(error, loop.time())
-                return
+                return False
             self._must_initialise = False
             self._failures.clear()
             supervisor.end_condition(ABOUT_DRIVER)
             supervisor.check_pipe_directories()
             supervisor.jobs.update(polled.processes, began_s)
             supervisor.settings.note_processes(polled.processes)
-            supervisor.update_gpus(polled.inventory, loop.time())
+            during_steps = supervisor.reconciliation.has_run_since(ended_runs)
+            supervisor.update_gpus(polled.inventory, loop.time(), during_steps=during_steps)
             self._usage.record(polled.processes, polled.load, began_s)
             self._instances.note(polled.processes)
             self._renew_events(polled.inventory)
-        if time.monotonic() >= self._compare_s:
-            self._compare_s = time.monotonic() + COMPARE_S
-            supervisor.settings.reconciler.compare()
-        await self._reloader.bring_about()
+        return True
 
     async def _measure(self) -> None:
         """Record the load of the GPUs before the first poll, so that idle ones show 0 % at once."""
@@ -186,7 +218,7 @@ class Monitor:
         began_s = asyncio.get_running_loop().time()
         if nvml is None:
             return
-        async with self._reloader.lock:
+        async with self._reloader.scan_lock:
             with contextlib.suppress(DriverError, ShortageError):  # which the next poll reports
                 polled = await on_thread(lambda: self._read_gpus(nvml))
                 self._usage.record(polled.processes, polled.load, began_s)

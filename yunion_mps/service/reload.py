@@ -117,8 +117,11 @@ class Reloader:
         self._clients = clients
         self._control = control
         self._listings = Listings()
-        #: Held while the plan or a compute mode changes.
+        #: Held while the plan, settings of GPUs or MIG layouts change.
         self.lock = asyncio.Lock()
+        #: Held from a scan of the GPUs until it is used, so that no older one replaces it. No step of a
+        #: setting is made meanwhile by its holder: polls would wait for it.
+        self.scan_lock = asyncio.Lock()
 
     async def plan(self) -> answers.ChangeListJson:
         """Return what a reload would change now; raises YunionError if it would be refused."""
@@ -154,10 +157,11 @@ class Reloader:
             try:
                 await self._supervisor.store().until_unlocked()
                 self._supervisor.refuse_if_unsafe()
-                preflight = await self._run_preflight(creates_directories=True)
                 confirmed = self._listings.confirmed_by(confirmation)
-                foreseen = await self._confirmed(preflight, confirmed) if now else None
-                changes = self._accept(preflight)
+                async with self.scan_lock:
+                    preflight = await self._run_preflight(creates_directories=True)
+                    foreseen = await self._confirmed(preflight, confirmed) if now else None
+                    changes = self._accept(preflight)
             except YunionError as error:
                 self._record_refusal(requester, error)
                 raise

@@ -331,8 +331,14 @@ class Supervisor:
 
     # -- GPUs
 
-    def update_gpus(self, inventory: Inventory, now_s: float) -> None:
-        """Apply the result of a poll; a GPU that has become usable gets its place in the plan."""
+    def update_gpus(self, inventory: Inventory, now_s: float, *, during_steps: bool = False) -> None:
+        """Apply the result of a poll; a GPU that has become usable gets its place in the plan.
+
+        during_steps: whether steps changed settings of GPUs while these were read, so that only which GPUs
+            answer is used
+        """
+        if during_steps:
+            inventory = self._gpus.with_known_settings(inventory)
         self.keep_record()
         if self.desired.plan.pending:
             self._follow_plan(now_s)

@@ -99,6 +99,33 @@ class Gpus:
                 events.append(_arrival(gpu))
         return events
 
+    def with_known_settings(self, inventory: Inventory) -> Inventory:
+        """Return what a poll has found while steps change GPUs: only which GPUs answer is used.
+
+        Working GPUs keep the compute mode, MIG mode and instances that are known.
+        """
+        before = {gpu.pci_address: gpu for gpu in self.inventory.gpus}
+        gpus = []
+        working: set[str] = set()
+        for gpu in inventory.gpus:
+            known = before.get(gpu.pci_address)
+            if gpu.is_instance or gpu.reason or known is None or known.uuid != gpu.uuid:
+                continue
+            if known.reason.code in reasons.GPU_ABSENT:
+                continue  # it has come back, with its settings reset
+            working.add(str(gpu.uuid))
+            gpus.append(
+                gpu._replace(
+                    compute_mode=known.compute_mode,
+                    mig_enabled=known.mig_enabled,
+                    mig_pending=known.mig_pending,
+                    mig_instances=known.mig_instances,
+                )
+            )
+        gpus += [gpu for gpu in inventory.gpus if not {gpu.uuid, gpu.parent} & working]
+        gpus += [gpu for gpu in self.inventory.gpus if gpu.parent in working]
+        return inventory._replace(gpus=in_order(gpus))
+
     def note_xid(self, pci_address: str, xid: int) -> Event | None:
         """Record an Xid (an error that the driver reported); return None for an unknown GPU."""
         gpu = next((gpu for gpu in self.inventory.gpus if gpu.pci_address == pci_address), None)

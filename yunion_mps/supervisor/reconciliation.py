@@ -91,6 +91,16 @@ class Reconciliation:
         self._desired = desired
         self._settings = settings
         self._layouts = layouts
+        #: How many runs of a stage have begun, and how many have ended.
+        self._begun = 0
+        self.ended_runs = 0
+
+    def has_run_since(self, ended_runs: int) -> bool:
+        """Whether a stage has been at work since so many runs had ended.
+
+        Settings that were read meanwhile may be those of a step half-way, or older than its result.
+        """
+        return self._begun > ended_runs
 
     # -- what is due
 
@@ -197,6 +207,7 @@ class Reconciliation:
     ) -> _StageRun:
         """Run a stage; what fails is logged, and due again in the next round."""
         tried = False
+        self._begun += 1
         try:
             due = find_due()
             if due is None:
@@ -208,6 +219,8 @@ class Reconciliation:
             return _StageRun(tried, stage.note(due, steps, results, time.monotonic()))
         except YunionError as error:
             log.error("%s cannot be changed: %s; %s", stage.label, error.message, error.hint)
+        finally:
+            self.ended_runs += 1
         return _StageRun(tried)
 
     def _run_here(

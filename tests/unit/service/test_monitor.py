@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
+from collections.abc import Iterator
 from itertools import groupby
 
 import pytest
-from yunion_mps.core.reasons import DRIVER_NOT_LOADED, GPU_FAULT, TIME_SLICE_CHANGED
+from yunion_mps.core.models import Gpu, Plan
+from yunion_mps.core.reasons import (
+    COMPUTE_MODE_REFUSED,
+    DRIVER_NOT_LOADED,
+    GPU_FAULT,
+    GPU_LOST,
+    TIME_SLICE_CHANGED,
+)
 from yunion_mps.core.tasks import cancel
+from yunion_mps.gpus import kinds
+from yunion_mps.gpus.blockers import Needs
+from yunion_mps.gpus.kind import Kind, Step
+from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.observe.usage import LatestPoll, UsageHistory
 from yunion_mps.service import monitor
 from yunion_mps.service.monitor import Monitor
@@ -118,6 +131,75 @@ def test_a_gpu_that_returns_and_is_lost_again_is_noticed_at_once(
     told = [event.what for event in made.events if event.kind == "gpu" and "Xid" not in event.what]
     changes = [what for what, _ in groupby(told)]  # an Xid may be its first reason, before it is lost
     assert changes == ["unavailable", *["available", "unavailable"] * 2]
+
+
+class SlowSetting(Kind):
+    """A setting of GPUs that have devices; its step does not end before the test lets it."""
+
+    name, label = "slow", "slow setting"
+    refused_code = changed_code = COMPUTE_MODE_REFUSED
+
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+        self.may_end = threading.Event()
+
+    def desired(self, plan: Plan, gpu: Gpu) -> str | None:
+        return "new" if gpu.uuid in plan.gpu_uuids else None
+
+    def needs(self, step: Step) -> Needs:
+        return Needs()
+
+    def observe(self, nvml: Nvml, uuid: str) -> str:
+        return "old"
+
+    def carry_out(self, nvml: Nvml, uuid: str, step: Step) -> None:
+        self.has_begun.set()
+        self.may_end.wait(PATIENCE_S)
+
+    def command(self, uuid: str, value: str) -> str:
+        return "none"
+
+
+@pytest.fixture
+def slow() -> Iterator[SlowSetting]:
+    kind = SlowSetting()
+    kind.may_end.set()
+    kinds.KINDS.append(kind)
+    yield kind
+    kind.may_end.set()
+    kinds.KINDS.remove(kind)
+
+
+def test_a_gpu_that_is_lost_is_noticed_while_a_step_is_at_work(
+    slow: SlowSetting, make_host: MakeHost, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "POLL_S", 0.01)
+    monkeypatch.setattr(monitor, "STEPS_WITHIN_S", 0.01)
+    host = make_host(TWO)
+    host.divide(4, 4)
+    made = supervise(host).start()
+    slow.may_end.clear()
+    slow.has_begun.clear()
+    made.supervisor.settings.reconciler.check_again()
+
+    async def follow() -> None:
+        polled = asyncio.Event()
+
+        async def until_reason(code: str) -> None:
+            while made.snapshot.inventory.gpus[1].reason.code != code:
+                await asyncio.wait_for(polled.wait(), PATIENCE_S)
+                polled.clear()
+
+        task = asyncio.create_task(monitor_of(made, asyncio.Event(), polled).run())
+        assert await asyncio.to_thread(slow.has_begun.wait, PATIENCE_S)
+        host.gpus[1].lose()
+        await until_reason(GPU_LOST)
+        host.gpus[1].restore()
+        await until_reason("")
+        slow.may_end.set()
+        await cancel([task])
+
+    asyncio.run(follow())
 
 
 def test_the_load_is_known_at_the_start_and_0_for_idle_processes(

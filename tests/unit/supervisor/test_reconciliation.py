@@ -14,7 +14,7 @@ from yunion_mps.core.errors import DriverError
 from yunion_mps.core.mig import MigLayout
 from yunion_mps.core.models import Gpu, Plan, Snapshot
 from yunion_mps.core.paths import Paths
-from yunion_mps.core.reasons import DRIVER_HUNG, MIG_NO_PERMISSION, SETTING_PENDING
+from yunion_mps.core.reasons import DRIVER_HUNG, GPU_LOST, MIG_NO_PERMISSION, SETTING_PENDING
 from yunion_mps.gpus import kinds
 from yunion_mps.gpus.blockers import Blockers, Needs
 from yunion_mps.gpus.kind import Kind, Step
@@ -230,3 +230,27 @@ def test_a_state_file_that_cannot_be_read_is_logged_once(
     assert caplog.text.count("compute modes and time slices cannot be restored") == 1
     os.rename(f"{file}.away", file)
     made.bring_about()
+
+
+def test_a_poll_during_steps_tells_only_which_gpus_answer(make_host: MakeHost, supervise: Supervise) -> None:
+    host = make_host([{"kind": "h100"}, {"kind": "v100"}])
+    host.divide("type: NVIDIA_MPS; mig: [3g.40gb]", 4)
+    made = supervise(host).start()
+    made.bring_about()
+    before, events = made.snapshot, len(made.events)
+    host.create_mig_devices(0, "1g.10gb")  # as a layout that is brought into effect at the moment
+    host.gpus[1].compute_mode = "default"
+    assert made.supervisor.nvml
+    scan = Scanner(made.paths).scan(made.supervisor.nvml)
+    made.supervisor.update_gpus(scan, time.monotonic(), during_steps=True)
+    assert made.snapshot.inventory == before.inventory
+    assert len(made.events) == events
+    host.gpus[1].lose()
+    scan = Scanner(made.paths).scan(made.supervisor.nvml)
+    made.supervisor.update_gpus(scan, time.monotonic(), during_steps=True)
+    first, *instances, second = made.snapshot.inventory.gpus
+    assert (first, *instances) == before.inventory.gpus[:-1]
+    assert second.reason.code == GPU_LOST
+    host.gpus[1].restore()
+    made.rescan()
+    assert len(made.snapshot.inventory.gpus) == len(before.inventory.gpus) + 1

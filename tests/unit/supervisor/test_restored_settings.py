@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import re
+from pathlib import Path
 
 import pytest
+from yunion_mps.inventory import compute_policy
+from yunion_mps.inventory.compute_policy import NVIDIA_SMI
 from yunion_mps.inventory.gpu_events import EventWatch
 from yunion_mps.service import offline
 
@@ -147,6 +150,36 @@ def test_the_time_slice_of_a_missing_gpu_is_not_tried_at_each_poll(
     made.rescan()
     assert made.supervisor.reconciliation.settings_due() is None
     assert "nvidia-smi" not in caplog.text
+
+
+def test_nvidia_smi_that_hangs_is_run_once_for_all_gpus_and_polls(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    host, made = begin([{"kind": "v100", "count": 3}])
+    host.divide(*[f"{SHARED}; time_slice: long"] * 3)
+    made.reload()
+    monkeypatch.setattr(compute_policy, "TIMEOUT_S", 0.5)
+    runs = hang_nvidia_smi(monkeypatch, tmp_path)
+    host.divide(*[SHARED] * 3)
+    made.reload()
+    for _ in range(3):
+        made.bring_about()
+    assert runs.read_text().splitlines() == ["run"], "not for each GPU, nor at each poll"
+    assert [gpu.time_slice for gpu in host.gpus] == ["long"] * 3
+    (tmp_path / "nvidia-smi").unlink()
+    made.stop()
+    assert [gpu.time_slice for gpu in host.gpus] == ["default"] * 3, "a stop tries it again"
+    assert not NVIDIA_SMI.is_pausing
+
+
+def hang_nvidia_smi(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+    """Have nvidia-smi hang; return the file that gets a line at each run."""
+    program, runs = folder / "nvidia-smi", folder / "runs"
+    runs.touch()
+    program.write_text(f"#!/bin/sh\necho run >>{runs}\nexec sleep 100\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return runs
 
 
 def test_a_stop_says_why_the_layout_of_a_missing_gpu_is_not_restored(
