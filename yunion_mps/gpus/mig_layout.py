@@ -81,6 +81,11 @@ class LayoutLook(NamedTuple):
     def uuid(self) -> str:
         return self.layout.gpu_uuid
 
+    @property
+    def is_configured(self) -> bool:
+        """Whether the configuration requires the layout, which then also says if that before is restored."""
+        return self.places is None and not self.withdrawn
+
 
 class FoundLayout(NamedTuple):
     """What a GPU has, and what uses it."""
@@ -221,6 +226,8 @@ class _Choice:
         self._found = found
         self._existing = found.instances
         self._record = noted(found.record, found.instances)
+        if look.is_configured and self._record.before is not None:
+            self._record = self._record._replace(restores=look.layout.restore)
         self._blockers = blockers
         self._offered = offered
 

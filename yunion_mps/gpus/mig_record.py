@@ -34,7 +34,8 @@ class MigIntent(NamedTuple):
 class MigRecord(NamedTuple):
     """What the state file says of a GPU: its mode and layout before our first change, and what we created.
 
-    `before` is None while nothing was changed. A change of the MIG mode resets the `compute_mode`.
+    `before` is None while nothing was changed. A change of the MIG mode resets the `compute_mode`. Whether
+    `before` is to be restored is what the last layout said, also after the entry has none anymore.
     """
 
     enabled_before: bool = False
@@ -42,6 +43,7 @@ class MigRecord(NamedTuple):
     created: tuple[MigInstance, ...] = ()
     compute_mode: str = ""
     intent: MigIntent | None = None
+    restores: bool = False
 
     @classmethod
     def from_text(cls, text: str) -> MigRecord:
@@ -56,6 +58,7 @@ class MigRecord(NamedTuple):
                 created=_instances_in(ours),
                 compute_mode=value.get("compute_mode", ""),
                 intent=_intent_in(value.get("intent")),
+                restores=bool(value.get("restores", False)),  # which earlier versions do not record
             )
         except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
             what = "the record of which MIG instances the daemon created and found cannot be read"
@@ -74,6 +77,7 @@ class MigRecord(NamedTuple):
             "ours": [instance._asdict() for instance in self.created],
             "compute_mode": self.compute_mode,
             "intent": self.intent._asdict() if self.intent else None,
+            "restores": self.restores,
         }
         return json.dumps(value, separators=(",", ":"))
 

@@ -1,4 +1,4 @@
-"""MIG layouts from before our first change: restored where the configuration says so."""
+"""MIG layouts from before our first change: restored where their entries say so, or said so at last."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def restore_layouts(
 ) -> LayoutResult:
     """Restore the layouts from before our first change, if their entries say so.
 
+    layouts: of the configuration, and `former_layouts`
     Nothing changes if a GPU whose mode would change, or an instance that would be destroyed, is leased, has
     processes, or MPS processes that were left running (`left`, UUIDs).
     With `keeps_requests`, a change of the mode that waits for the GPU's next reset is not cancelled.
@@ -92,6 +93,18 @@ def _look_at(layout: MigLayout, gpu: Gpu, record: MigRecord, *, is_kept: bool) -
         return None
     former = MigLayout(layout.gpu_uuid, record.enabled_before)
     return LayoutLook(former, gpu, places=_places(record, gpu))
+
+
+def former_layouts(layouts: Iterable[MigLayout], originals: Originals) -> list[MigLayout]:
+    """Return, beside those of the configuration, layouts to restore on GPUs that have none anymore.
+
+    What an entry said of the restoration when it had a layout still counts.
+    """
+    configured = {layout.gpu_uuid for layout in layouts}
+    return [
+        MigLayout(uuid, originals.layout(uuid).enabled_before, restore=True)
+        for uuid in sorted(originals.layouts_to_restore() - configured)
+    ]
 
 
 def _forget_restored(

@@ -249,9 +249,15 @@ class _StepAtWork:
 
     def _remember_before(self) -> None:
         if self._record.before is None:
-            found = self._step.found
-            record = self._record._replace(enabled_before=found.mode.enabled, before=found.instances)
-            self._write(record._replace(compute_mode=self._step.look.gpu.compute_mode or ""))
+            look, found = self._step.look, self._step.found
+            self._write(
+                self._record._replace(
+                    enabled_before=found.mode.enabled,
+                    before=found.instances,
+                    compute_mode=look.gpu.compute_mode or "",
+                    restores=look.layout.restore,
+                )
+            )
 
     def _note_created(self, instance: MigInstance) -> None:
         """Record the instance, or its new compute instance, before it has a UUID."""

@@ -6,6 +6,7 @@ other module reads or writes these records.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 from yunion_mps.core.errors import HostError
@@ -92,6 +93,16 @@ class Originals:
             except HostError:
                 changed.add(uuid)
         return changed
+
+    def layouts_to_restore(self) -> set[str]:
+        """Return the GPUs (UUIDs) whose last layout said that the original one is to be restored."""
+        uuids = set()
+        for uuid, text in self._store.records(MIG).items():
+            with contextlib.suppress(HostError):
+                record = MigRecord.from_text(text)
+                if record.restores and record.before is not None:
+                    uuids.add(uuid)
+        return uuids
 
     def gpus(self) -> set[str]:
         """Return the GPUs (UUIDs) of which anything is recorded."""

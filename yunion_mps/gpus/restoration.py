@@ -43,7 +43,7 @@ def restore_originals(
 
     nvml: if it is None, NVML is opened for the settings, and no layout is restored. It is also opened for
         them if a call hangs while layouts are restored
-    layouts: those of the configuration, which say whether the original ones are restored
+    layouts: those that say whether the original ones are restored: of the configuration, and former ones
     ledger: the leases that the state file has
     left: the GPUs and instances (UUIDs) of MPS processes that are left running
     keeps_requests: whether a change of the MIG mode that waits for the GPU's next reset is not cancelled

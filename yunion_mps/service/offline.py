@@ -20,7 +20,7 @@ from yunion_mps.gpus.absent import gpu_label, report_absent
 from yunion_mps.gpus.blockers import gpus_of
 from yunion_mps.gpus.compute_mode import COMPUTE_MODE
 from yunion_mps.gpus.kind import Kind
-from yunion_mps.gpus.mig_restore import how_to_restore, withdrawn
+from yunion_mps.gpus.mig_restore import former_layouts, how_to_restore, withdrawn
 from yunion_mps.gpus.mig_steps import bring_into_effect
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.gpus.reconciler import Reconciler, Restoration, Results
@@ -161,7 +161,7 @@ def _restore_gpus(
         originals,
         gpus,
         scan.nvml,
-        layouts=layouts.configured,
+        layouts=layouts.known,
         ledger=ledger,
         left=left,
         keeps_requests=False,
@@ -204,7 +204,7 @@ def _how_to_restore(kind: Kind, uuid: str, value: str, restoration: Restoration)
 
 
 class _Layouts:
-    """The MIG layouts of the configuration, of which those with `mig_restore` are restored.
+    """The MIG layouts of the configuration, of which those with `mig_restore` are restored, and former ones.
 
     If the files cannot be read completely, what cannot be decided is reported.
     """
@@ -233,12 +233,19 @@ class _Layouts:
         originals.remember(COMPUTE_MODE.name, modes)
 
     @property
-    def configured(self) -> tuple[MigLayout, ...]:
-        return self._preflight.plan.layouts if self._preflight else ()
+    def known(self) -> list[MigLayout]:
+        """The layouts of the configuration and, if that can be read completely, former ones."""
+        preflight = self._preflight
+        if preflight is None:
+            return []
+        layouts = preflight.plan.layouts
+        if preflight.driver_error or self._has_problems(preflight):
+            return [*layouts]
+        return [*layouts, *former_layouts(layouts, self._originals)]
 
     @property
     def _to_restore(self) -> set[str]:
-        return self._changed & {layout.gpu_uuid for layout in self.configured if layout.restore}
+        return self._changed & {layout.gpu_uuid for layout in self.known if layout.restore}
 
     def finish(self, gpus: Collection[Gpu]) -> bool:
         """Cancel requested modes, and report what is unknown; return whether nothing is left to restore."""
@@ -260,10 +267,14 @@ class _Layouts:
 
     def _known(self, preflight: Preflight) -> set[str]:
         """Return the GPUs (UUIDs) of which it is known whether their layouts are to be restored."""
-        device_file = self._paths.under(preflight.config.container_device_config_file)
-        if any(problem.file == device_file for problem in preflight.problems):
+        if self._has_problems(preflight):
             return self._to_restore
-        return {layout.gpu_uuid for layout in self.configured}
+        return {layout.gpu_uuid for layout in self.known}
+
+    def _has_problems(self, preflight: Preflight) -> bool:
+        """Whether an entry may have a layout that cannot be read."""
+        device_file = self._paths.under(preflight.config.container_device_config_file)
+        return any(problem.file == device_file for problem in preflight.problems)
 
 
 def _cancel_requests(preflight: Preflight, originals: Originals) -> bool:

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from yunion_mps.core.errors import YunionError
+from yunion_mps.gpus.mig_restore import former_layouts
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.gpus.reconciler import OriginalValues
 from yunion_mps.gpus.restoration import restore_originals
@@ -184,12 +185,15 @@ class Reconciliation:
         left: the GPUs (UUIDs) of our processes that are left running
         ledger: the leases that the state file has
         """
+        originals, layouts = Originals(store), [*self._desired.plan.layouts]
+        if self._desired.config.enable_cuda_mps:  # otherwise it is not known which entries have layouts
+            layouts += former_layouts(layouts, originals)
         restored = restore_originals(
             self._settings.reconciler,
-            Originals(store),
+            originals,
             self._gpus.inventory.gpus,
             nvml,
-            layouts=self._desired.plan.layouts,
+            layouts=layouts,
             ledger=ledger,
             left=left,
             keeps_requests=True,

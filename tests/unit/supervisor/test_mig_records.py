@@ -16,6 +16,8 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.service.offline import restore as restore_offline
 from yunion_mps.supervisor.event_log import RECORDS_LOST
 
+from simhost import SimHost
+from simhost.tree import device_file
 from unit.mig_host import MakeMigHost, MigHost
 from unit.supervised import Supervised
 from unit.supervisor.test_mig_devices import Begun, apply_layouts, begun
@@ -144,3 +146,57 @@ def test_a_stop_fails_if_the_state_file_cannot_be_read(begun: Begun) -> None:
     shutil.rmtree(made.paths.state_directory)
     Path(made.paths.state_directory).write_text("")
     assert made.supervisor.close() is False
+
+
+TWO = [{"kind": "h100"}, {"kind": "v100"}]
+WITHOUT_LAYOUT = pytest.mark.parametrize("is_divided", [True, False], ids=["divided", "removed"])
+
+
+def divide_without_layout(host: SimHost, *, is_divided: bool) -> None:
+    """Write an entry without a layout for the first GPU, or one for the second GPU only."""
+    gpu = host.gpus[0 if is_divided else 1]
+    (host.root / "etc/yunion/host_container_device.yml").write_text(device_file([(gpu.uuid, 2)]))
+
+
+@WITHOUT_LAYOUT
+def test_a_stop_restores_a_layout_that_the_entry_has_no_longer(begun: Begun, is_divided: bool) -> None:
+    host, made = begun(RESTORED, description=TWO)
+    divide_without_layout(host, is_divided=is_divided)
+    made.reload()
+    made.stop()
+    assert not host.gpus[0].mig
+    assert made.supervisor.state_file.originals().changed_layouts() == set()
+
+
+@WITHOUT_LAYOUT
+def test_restore_restores_a_layout_that_the_entry_has_no_longer(begun: Begun, is_divided: bool) -> None:
+    host, made = begun(RESTORED, description=TWO)
+    made.supervisor.release()
+    divide_without_layout(host, is_divided=is_divided)
+    assert restore_offline(made.paths) == 0
+    assert not host.gpus[0].mig
+
+
+def test_an_entry_that_keeps_its_layout_can_give_up_the_restoration(begun: Begun) -> None:
+    host, made = begun(RESTORED)
+    host.divide("type: NVIDIA_MPS; mig: 3g.40gb")
+    made.reload()
+    apply_layouts(made)
+    host.divide("type: NVIDIA_MPS; virtual_number: 2")
+    made.reload()
+    made.stop()
+    assert host.gpus[0].mig
+
+
+def test_a_start_notes_whether_a_layout_of_an_earlier_version_is_restored(begun: Begun) -> None:
+    host, made = begun(RESTORED)
+    made.supervisor.release()
+    with closing(sqlite3.connect(made.paths.store)) as connection, connection:
+        connection.execute("UPDATE mig SET value = json_remove(value, '$.restores')")
+    shutil.rmtree(made.paths.run_directory)
+    again = made.start_next()
+    apply_layouts(again)
+    host.divide("type: NVIDIA_MPS; virtual_number: 2")
+    again.reload()
+    again.stop()
+    assert not host.gpus[0].mig
