@@ -7,11 +7,13 @@ which does not change what is escaped already.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 
 #: Every number of so many digits fits into 64 bits.
 _MAX_DIGITS = 18
+_PIDS = re.compile(r"\bPIDs? \d+(, \d+)*(, \.\.\.)?")
 
 
 def printable(text: str) -> str:
@@ -26,6 +28,11 @@ def printable(text: str) -> str:
 
 def _escaped(character: str) -> str:
     return character if character.isprintable() else repr(character)[1:-1]
+
+
+def without_pids(text: str) -> str:
+    """Return the text with `PID` for each PID or list of them, to compare what is said of processes."""
+    return _PIDS.sub("PID", text)
 
 
 def shell_word(text: str) -> str:

@@ -1,8 +1,8 @@
 """The log lines and events of conditions that appear or end: the differences of two lists of conditions.
 
-What is wrong as long as a condition lasts is recorded here, when it begins, when its reason changes and when
-it ends. What happened once, such as an Xid, the end of a server or a change by another program, is recorded
-where it is noticed; so are the changes of state of a domain.
+What is wrong as long as a condition lasts is recorded here, when it begins, when its reason changes in kind
+and when it ends. What happened once, such as an Xid, the end of a server or a change by another program, is
+recorded where it is noticed; so are the changes of state of a domain.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from yunion_mps.core.enums import (
 )
 from yunion_mps.core.models import Event, Gpu, Snapshot
 from yunion_mps.core.reasons import BUSY, LAYOUT_WAITS
+from yunion_mps.core.text import without_pids
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class ConditionLog:
                 current[_key(condition)] = condition
         self._last = current
         for key, condition in current.items():
-            if key not in before or before[key].reason != condition.reason:
+            if key not in before or _what_is_told(before[key]) != _what_is_told(condition):
                 self._begin(condition)
         for key, condition in before.items():
             if key not in current:
@@ -80,6 +81,18 @@ def _key(condition: Condition) -> tuple[str, str]:
     """Return what stays the same of a condition; a directory may have several, of several domains."""
     is_of_directory = condition.kind == ABOUT_PIPE_DIRECTORY
     return condition.kind, condition.reason if is_of_directory else condition.subject
+
+
+def _what_is_told(condition: Condition) -> object:
+    """Return what is recorded again if it differs.
+
+    Of what a change waits for, that is whether it is leases, servers or processes: these may come and go all
+    the time, and each of them would be an event.
+    """
+    users, code = condition.waits_for, condition.reason.code
+    if users:
+        return code, bool(users.leases or users.more_leases), bool(users.servers), bool(users.processes)
+    return code, without_pids(condition.reason)
 
 
 class _Recorded(NamedTuple):

@@ -18,7 +18,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from yunion_mps.core import reasons
 from yunion_mps.core.enums import EVENT_KINDS, SEVERITIES
 from yunion_mps.core.errors import HostError, LockedError
 from yunion_mps.core.models import Event
+from yunion_mps.core.text import without_pids
 from yunion_mps.host.store import Store
 from yunion_mps.supervisor.event_rank import OF_USERS, RANK, RECENT_S, is_of_users, rank_of
 
@@ -48,8 +48,6 @@ MAX_REPEATS = 10
 REPEAT_S = 3600.0
 #: Of how many causes the latest events are remembered, to count further ones.
 _MAX_CAUSES = 1000
-#: What differs between events of one cause.
-_PID = re.compile(r"\bPIDs? \d+(, \d+)*(, \.\.\.)?")
 #: How many events are kept in memory while none can be written.
 _MAX_UNWRITTEN = 1000
 #: The size at which the copy is rotated; two files are kept, with about 2,000 events each.
@@ -159,7 +157,7 @@ def _cause_of(event: Event) -> Event:
     """
     if event.common:
         return Event(event.severity, event.kind, event.subject, "", code=event.code, common=event.common)
-    return event._replace(what=_PID.sub("PID", event.what), cause=_PID.sub("PID", event.cause))
+    return event._replace(what=without_pids(event.what), cause=without_pids(event.cause))
 
 
 def _shorten(events: list[T], event_of: Callable[[T], Event]) -> None:

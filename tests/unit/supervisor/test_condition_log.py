@@ -23,12 +23,14 @@ from yunion_mps.core.reasons import (
     CDI_DIRECTORY_FAILED,
     GPU_LOST,
     GPU_MISSING,
+    MIG_FOREIGN_INSTANCE,
     MIG_IN_USE,
     PIPE_DIRECTORY,
     SETTING_PENDING,
     TIME_SLICE_REFUSED,
     Reason,
 )
+from yunion_mps.core.waits import Users, wait_reason
 from yunion_mps.supervisor.condition_log import ConditionLog
 
 from unit.http import snapshots
@@ -137,3 +139,29 @@ def test_what_is_recorded_where_it_is_noticed_is_no_event_here() -> None:
     events: list[Event] = []
     ConditionLog(events.append).note(with_conditions(condition(ABOUT_EVENT_LOG, "why", "")))
     assert events == []
+
+
+def test_a_layout_that_waits_for_other_users_of_the_same_kind_is_no_event() -> None:
+    events: list[Event] = []
+    log = ConditionLog(events.append)
+    process, other = Users(processes=(50,)), Users(processes=(51, 52))
+    lease, other_lease = Users(("lease 1",), processes=(51,)), Users(("lease 2",), processes=(53,))
+    for users in (process, other, lease, other_lease, process):
+        why = wait_reason("its MIG layout", users, MIG_IN_USE)
+        one = Condition(ABOUT_MIG_LAYOUT, "00:06.0", PENDING, why, waits_for=users)
+        log.note(with_conditions(one), is_settled=True)
+    assert [event.cause for event in events] == [
+        "its MIG layout waits for the process (PID 50) to end",
+        "its MIG layout waits for lease 1 and the process (PID 51) to end",
+        "its MIG layout waits for the process (PID 50) to end",
+    ]
+
+
+def test_another_process_on_an_instance_that_is_in_the_way_is_no_event() -> None:
+    events: list[Event] = []
+    log = ConditionLog(events.append)
+    for pid in (50, 51):
+        why = Reason(f"instance g1, which the process (PID {pid}) uses, is in the way", MIG_FOREIGN_INSTANCE)
+        one = Condition(ABOUT_MIG_LAYOUT, "00:06.0", REFUSED, why)
+        log.note(with_conditions(one), is_settled=True)
+    assert len(events) == 1

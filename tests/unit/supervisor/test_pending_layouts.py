@@ -275,3 +275,20 @@ def test_a_withdrawn_layout_is_no_longer_pending(begin: Begun, before: str) -> N
     assert waits(work.made) == ""
     work.reload(SMALLER)
     assert [event.what for event in work.made.events if event.kind == "mig"][-1] == "pending"
+
+
+@pytest.mark.parametrize("before", [TWO, "type: NVIDIA_MPS; mig: all-3g.40gb"], ids=["gpu", "instance"])
+def test_processes_that_come_and_go_make_no_event_each(begin: Begun, before: str) -> None:
+    work = begin(before)
+    on = None if before == TWO else (work.host.gpus[0].mig_devices()[0].gpu_instance, 0)
+    gpu, made = work.host.gpus[0], work.made
+    gpu.add_process(50001, 100, on=on)
+    work.reload(SMALLER)
+    events = len(made.events)
+    assert "PID 50001" in waits(made)
+    for pid in range(50001, 50004):
+        gpu.remove_process(pid)
+        gpu.add_process(pid + 1, 100, on=on)
+        work.apply()
+        assert f"PID {pid + 1}" in waits(made)
+    assert len(made.events) == events
