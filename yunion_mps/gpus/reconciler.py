@@ -329,14 +329,22 @@ class Reconciler:
         return looks
 
     def differing(self, kind: Kind, plan: Plan, gpus: Iterable[Gpu], originals: OriginalValues) -> set[str]:
-        """Return the GPUs (UUIDs) whose polled value is not the desired or, without one, the original one."""
+        """Return the GPUs (UUIDs) whose polled value is not the desired or, without one, the original one.
+
+        One whose value cannot be changed now stays as it is, so it counts as equal.
+        """
         values = originals.get(kind.name, {})
         differing = set(values)
         for gpu in gpus:
             uuid = str(gpu.uuid)
-            target = kind.desired(plan, gpu) or values.get(uuid)
             differing.discard(uuid)
-            if target is not None and kind.polled(gpu) != target:
+            desired, original = kind.desired(plan, gpu), values.get(uuid)
+            if desired is not None:
+                is_due = kind.can_set(plan, gpu) and kind.polled(gpu) != desired
+            else:
+                is_due = original is not None and kind.can_restore(gpu, original)
+                is_due = is_due and kind.polled(gpu) != original
+            if is_due:
                 differing.add(uuid)
         return differing
 

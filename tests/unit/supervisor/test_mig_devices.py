@@ -419,3 +419,15 @@ def test_a_check_counts_the_devices_that_a_layout_will_give(
     after = gpu_records(made.preflight._replace(inventory=made.snapshot.inventory, plan=made.snapshot.plan))
     assert (after[0]["devices"], after[0]["reason"], after[0]["sharing"]) == (number, "", sharing)
     assert made.available == number
+
+
+def test_a_layout_does_not_wait_for_a_compute_mode_that_cannot_be_set(begun: Begun) -> None:
+    host, made = begun("type: NVIDIA_MPS; virtual_number: 2")
+    host.fail("nvmlDeviceSetComputeMode", "not_supported")
+    configured(host, "type: NVIDIA_MPS; mig: all-3g.40gb")
+    made.reload()
+    for _ in range(2):
+        apply_layouts(made)
+    assert waits(made) == NO_REASON
+    assert host.gpus[0].mig
+    assert made.available == 2
