@@ -448,6 +448,42 @@ def beside_layout(code: str) -> Host:
     )
 
 
+LAYOUTS = {IN_MIG_MODE.uuid: Reason(WHY, reasons.MIG_RESET_REQUIRED)}
+
+
+def with_layout_and_wait(*, of_instance: bool) -> Host:
+    """A GPU that waits for a layout and, itself or a leased instance, for another way of sharing."""
+    host = with_layout(reasons.MIG_RESET_REQUIRED, serves=True).snapshot
+    _, whole, instance, *_ = host.inventory.gpus
+    uuid = (instance if of_instance else whole).uuid
+    host = host._replace(plan=host.plan._replace(pending={str(uuid): Reason(WHY, reasons.LEASES_PENDING)}))
+    devices = tuple(device for device in host.plan.devices if device.gpu_uuid == uuid)
+    leased = [Lease("a", devices, Holder("name", 0, name="job"), 0.0)] if devices else []
+    return Host(with_conditions(host, layouts=LAYOUTS), leased=leased)
+
+
+CAUSES = {
+    **{row.name: row.make for row in ROWS},
+    "way of sharing of an instance": partial(with_layout_and_wait, of_instance=True),
+    "setting beside a layout and a way of sharing": partial(
+        beside, partial(with_layout_and_wait, of_instance=False), JOB, IN_MIG_MODE, layouts=LAYOUTS
+    ),
+    "setting beside a way of sharing": partial(beside, with_waiting_gpu, BOB),
+    "setting beside a former division": partial(beside, with_former_division, JOB),
+    "setting beside a layout in use": partial(beside_layout, reasons.MIG_IN_USE),
+    "setting beside a layout": partial(beside_layout, reasons.MIG_RESET_REQUIRED),
+}
+
+
+@pytest.mark.parametrize("make", CAUSES.values(), ids=CAUSES)
+def test_what_a_condition_follows_from_is_in_the_same_list(make: Callable[[], Host]) -> None:
+    host = make()
+    queries = Queries(lambda: host.snapshot, 0.0, 4200, ledger=Ledger(host.leased))
+    for conditions in (host.snapshot.conditions, queries.conditions()):
+        identifiers = {condition.identifier for condition in conditions}
+        assert {condition.follows_from for condition in conditions} <= {"", *identifiers}
+
+
 @pytest.mark.parametrize(
     ("host", "codes"),
     [

@@ -7,7 +7,7 @@ parts have reported (`Supervisor.set_condition`); what follows from leases and p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from yunion_mps.core.enums import (
@@ -54,8 +54,13 @@ class Condition(NamedTuple):
     devices: tuple[str, ...] = ()
     #: The process that it is about.
     pid: int | None = None
-    #: The kind and subject of the condition that it follows from, which people are shown instead.
+    #: The `identifier` of the condition that it follows from, which people are shown instead.
     follows_from: str = ""
+
+    @property
+    def identifier(self) -> str:
+        """The kind and subject, by which other conditions name it."""
+        return f"{self.kind} {self.subject}".rstrip()
 
     @property
     def level(self) -> str:
@@ -72,6 +77,16 @@ class Condition(NamedTuple):
     @property
     def hint(self) -> str:
         return self.advice or hint_of(self.reason.code, pid=self.pid)
+
+
+def with_known_causes(conditions: Sequence[Condition]) -> tuple[Condition, ...]:
+    """Return the conditions; one whose cause is not among them follows from none, so that it is shown."""
+    identifiers = {condition.identifier for condition in conditions}
+    checked = []
+    for condition in conditions:
+        is_known = condition.follows_from in identifiers
+        checked.append(condition if is_known else condition._replace(follows_from=""))
+    return tuple(checked)
 
 
 def shown(conditions: Iterable[Condition]) -> list[Condition]:

@@ -57,6 +57,15 @@ class Users(NamedTuple):
             users.append(_with_pids("process", "processes", self.processes))
         return list_of(users)
 
+    def includes(self, others: Users) -> bool:
+        """Whether all the others are among them; leases that are only counted may be any."""
+        unnamed = len({*others.leases} - {*self.leases}) + others.more_leases
+        return (
+            unnamed <= self.more_leases
+            and {*others.servers} <= {*self.servers}
+            and {*others.processes} <= {*self.processes}
+        )
+
     @property
     def effect(self) -> str:
         """When a change that waits for them takes effect."""

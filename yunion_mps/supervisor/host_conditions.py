@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from yunion_mps.core import reasons
 from yunion_mps.core.addresses import short_address
-from yunion_mps.core.conditions import Condition
+from yunion_mps.core.conditions import Condition, with_known_causes
 from yunion_mps.core.enums import (
     ABOUT_BUDGET,
     ABOUT_COMPUTE_MODE,
@@ -42,7 +42,7 @@ from yunion_mps.core.models import (
 from yunion_mps.core.reasons import LAYOUT_NEEDS, LAYOUT_WAITS, NO_REASON, Reason, hint_of
 from yunion_mps.core.waits import Servers, Users, users_awaited
 from yunion_mps.planning.division import enforces_budgets
-from yunion_mps.supervisor.serving import find_unusable, ways_in_effect
+from yunion_mps.supervisor.serving import domain_names, find_unusable, ways_in_effect
 
 #: Codes of GPUs whose conditions are about their MIG layouts.
 _OF_LAYOUTS = LAYOUT_WAITS | LAYOUT_NEEDS
@@ -79,7 +79,7 @@ class ConditionFacts(NamedTuple):
 def conditions_of(facts: ConditionFacts) -> tuple[Condition, ...]:
     """Return all conditions, those that follow from others included."""
     gpu_conditions = list(conditions_of_gpus(facts.plan, facts.inventory.gpus, facts.layouts))
-    return (
+    conditions = (
         *_notice(facts),
         *_domains_not_ready(facts.domains),
         *gpu_conditions,
@@ -92,6 +92,7 @@ def conditions_of(facts: ConditionFacts) -> tuple[Condition, ...]:
         *_pending_sharing(facts),
         *_pending_settings(facts),
     )
+    return with_known_causes(conditions)
 
 
 def warnings_of_configuration(warnings: Iterable[Reason]) -> list[Condition]:
@@ -191,7 +192,8 @@ def gpu_hint(gpu: Gpu, reason: Reason) -> str:
 
 def _unusable_devices(facts: ConditionFacts, gpu_conditions: Iterable[Condition]) -> Iterator[Condition]:
     """Yield why no device of a GPU can be used now: because of the GPU, its compute mode or its domain."""
-    explained = {condition.subject: condition.kind for condition in gpu_conditions}
+    explained = {condition.subject: condition.identifier for condition in gpu_conditions}
+    names = domain_names(facts.plan)
     gpus = {gpu.uuid: gpu for gpu in facts.inventory.gpus}
     unusable = find_unusable(facts.plan, facts.inventory.gpus, facts.domains)
     for uuid, reason in unusable.items():
@@ -199,9 +201,9 @@ def _unusable_devices(facts: ConditionFacts, gpu_conditions: Iterable[Condition]
         subject = gpu.address if gpu else uuid
         cause = ""
         if subject in explained:
-            cause = f"{explained[subject]} {subject}"
+            cause = explained[subject]
         elif reason.code in reasons.OF_DOMAINS:
-            cause = ABOUT_DOMAIN
+            cause = f"{ABOUT_DOMAIN} {names[uuid]}"
         yield Condition(
             kind=ABOUT_DEVICES,
             subject=subject,
@@ -298,7 +300,7 @@ def _pending_sharing(facts: ConditionFacts) -> Iterator[Condition]:
             waits_for=users_awaited(reason),
             name=f"GPU {gpu.address}",
             gpu=gpu.address,
-            follows_from="" if reason.code == reasons.LEASES_PENDING else ABOUT_DOMAIN,
+            follows_from="" if reason.code == reasons.LEASES_PENDING else _pending_domain(facts, gpu),
         )
 
 
@@ -322,7 +324,7 @@ def _pending_settings(facts: ConditionFacts) -> Iterator[Condition]:
 
 
 def _cause_of_wait(facts: ConditionFacts, gpu: Gpu, reason: Reason) -> str:
-    """Return the kind and subject of the condition that says already what the GPU's setting waits for.
+    """Return the identifier of the condition that says already what the GPU's setting waits for.
 
     A layout that is in use names its users. The way of sharing names leases and servers, a domain only its
     servers, and neither names other processes.
@@ -331,15 +333,23 @@ def _cause_of_wait(facts: ConditionFacts, gpu: Gpu, reason: Reason) -> str:
     layout = facts.layouts.get(gpu.uuid or "", NO_REASON)
     if layout.code == reasons.MIG_IN_USE:
         return f"{ABOUT_MIG_LAYOUT} {gpu.address}"
-    if gpu.uuid in facts.plan.pending and not awaited.processes:
+    if gpu.uuid in facts.plan.pending and not layout and not awaited.processes:
         return f"{ABOUT_WAY_OF_SHARING} {gpu.address}"
     if awaited.leases or awaited.more_leases or awaited.processes:
         return ""
+    domain = _pending_domain(facts, gpu)
+    if domain:
+        return domain
+    return ABOUT_SERVICE if facts.leftovers and not awaited else ""
+
+
+def _pending_domain(facts: ConditionFacts, gpu: Gpu) -> str:
+    """Return the identifier of the pending change of a domain that serves the GPU or an instance of it."""
     parts = {part.uuid for part in facts.inventory.gpus if gpu.uuid in (part.uuid, part.parent)}
     for domain in facts.domains:
         if domain.pending and not parts.isdisjoint(domain.plan.gpu_uuids):
             return f"{ABOUT_DOMAIN} {domain.plan.name}"
-    return ABOUT_SERVICE if facts.leftovers and not awaited else ""
+    return ""
 
 
 # -- domains

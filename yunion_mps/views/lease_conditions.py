@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.core import reasons
 from yunion_mps.core.addresses import gpu_of, physical_gpu
-from yunion_mps.core.conditions import Condition
+from yunion_mps.core.conditions import Condition, with_known_causes
 from yunion_mps.core.enums import (
     ABOUT_DIVISION,
     ABOUT_DOMAIN,
+    ABOUT_GPU,
     ABOUT_LEASE,
     ABOUT_MIG_LAYOUT,
     ABOUT_PROCESS,
@@ -66,23 +67,25 @@ def conditions_with_leases(
     instance.
     """
     gpus = {gpu.address: gpu for gpu in snapshot.inventory.gpus}
-    divisions = list(_pending_devices(devices))
-    reported = {condition.gpu for condition in divisions}
-    for address in snapshot.faults:
-        if not gpus[address].reason and gpus[address].uuid in serving:
-            reported.add(address)
+    of_gpus = [one for one in snapshot.conditions if one.kind in (ABOUT_GPU, ABOUT_MIG_LAYOUT)]
+    divisions = [_unless_of_layout(division, of_gpus) for division in _pending_devices(devices)]
+    causes = {division.gpu: division.follows_from or division.identifier for division in divisions}
+    for condition in of_gpus:
+        gpu = gpus[condition.subject]
+        if not gpu.reason and gpu.uuid in serving:
+            causes.setdefault(condition.subject, condition.identifier)
     conditions = []
     changes = []
     for condition in snapshot.conditions:
         if condition.kind == ABOUT_WAY_OF_SHARING:
-            changes.append(_unless_reported(condition, reported))
+            changes.append(_unless_reported(condition, causes))
         elif is_pending_setting(condition):
             changes.append(unless_awaited(condition, divisions))
         elif condition.kind == ABOUT_MIG_LAYOUT and gpus[condition.subject].uuid not in serving:
             conditions.append(_serves_nothing(condition, gpus[condition.subject]))
         else:
             conditions.append(condition)
-    return (*conditions, *divisions, *changes)
+    return with_known_causes([*conditions, *divisions, *changes])
 
 
 def _serves_nothing(condition: Condition, gpu: Gpu) -> Condition:
@@ -90,11 +93,22 @@ def _serves_nothing(condition: Condition, gpu: Gpu) -> Condition:
     return condition._replace(status=BROKEN, name=gpu_name(gpu))
 
 
-def _unless_reported(condition: Condition, reported: Collection[str]) -> Condition:
-    """Mark the condition as one that follows from another if its GPU is among those that are reported."""
-    if {condition.subject, physical_gpu(condition.subject)}.isdisjoint(reported):
-        return condition
-    return condition._replace(follows_from=f"{ABOUT_DIVISION} {condition.subject}")
+def _unless_of_layout(division: Condition, of_gpus: Iterable[Condition]) -> Condition:
+    """Mark the condition of devices as one that follows from a layout if that waits for the same leases."""
+    for condition in of_gpus:
+        is_of_gpu = condition.kind == ABOUT_MIG_LAYOUT and condition.gpu == physical_gpu(division.gpu)
+        if is_of_gpu and division.waits_for and condition.waits_for.includes(division.waits_for):
+            return division._replace(follows_from=condition.identifier)
+    return division
+
+
+def _unless_reported(condition: Condition, causes: Mapping[str, str]) -> Condition:
+    """Mark the condition of a GPU that waits as one that follows from its devices' or its layout's, if any.
+
+    causes: the identifiers of these, by the address of the GPU or instance
+    """
+    cause = causes.get(condition.subject) or causes.get(physical_gpu(condition.subject), "")
+    return condition._replace(follows_from=cause) if cause else condition
 
 
 def is_pending_setting(condition: Condition) -> bool:
@@ -107,7 +121,7 @@ def unless_awaited(condition: Condition, divisions: Iterable[Condition]) -> Cond
     for division in divisions:
         is_same_gpu = physical_gpu(division.gpu) == condition.gpu
         if is_same_gpu and division.waits_for == condition.waits_for and not condition.follows_from:
-            return condition._replace(follows_from=f"{ABOUT_DIVISION} {division.subject}")
+            return condition._replace(follows_from=division.follows_from or division.identifier)
     return condition
 
 

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from yunion_mps.core.enums import FREE, LEASED, PENDING
+from yunion_mps.core.conditions import shown
+from yunion_mps.core.enums import ABOUT_MIG_LAYOUT, FREE, LEASED, PENDING
 from yunion_mps.core.models import Holder, Lease
 from yunion_mps.core.reasons import MIG_IN_USE, MIG_PENDING
 from yunion_mps.leases.request import LeaseRequest, candidates_of
+from yunion_mps.service.queries import Queries
 from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.views.devices import devices_json, unusable_reasons
 
@@ -292,3 +294,16 @@ def test_processes_that_come_and_go_make_no_event_each(begin: Begun, before: str
         work.apply()
         assert f"PID {pid + 1}" in waits(made)
     assert len(made.events) == events
+
+
+@pytest.mark.parametrize("before", [TWO, SLICED, MIG, MIG_SLICED])
+def test_a_lease_that_a_layout_waits_for_is_shown_once(begin: Begun, before: str) -> None:
+    work = begin(before)
+    work.lease()
+    work.reload(SMALLER)
+    queries = Queries(lambda: work.made.snapshot, 0.0, 4200, ledger=work.ledger)
+    conditions = queries.conditions()
+    assert [condition.kind for condition in shown(conditions)] == [ABOUT_MIG_LAYOUT]
+    others = {condition.follows_from for condition in conditions if condition.follows_from}
+    assert others == {f"{ABOUT_MIG_LAYOUT} 00:06.0"}
+    work.ledger.clear()
