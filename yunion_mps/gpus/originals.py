@@ -7,7 +7,8 @@ other module reads or writes these records.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from yunion_mps.core.errors import HostError
 from yunion_mps.gpus.mig_record import MigRecord
@@ -15,6 +16,14 @@ from yunion_mps.host.store import FORMER_COMPUTE_MODES, FORMER_SETTINGS, FORMER_
 
 #: The kinds of settings that have tables of their own, which earlier versions read, too.
 _TABLES = {"compute_mode": FORMER_COMPUTE_MODES, "time_slice": FORMER_TIME_SLICES}
+
+
+class UnknownOriginal(NamedTuple):
+    """The original value of a setting that this version does not know."""
+
+    kind: str
+    gpu_uuid: str
+    value: str
 
 
 class Originals:
@@ -38,6 +47,15 @@ class Originals:
             if recorded_kind == kind:
                 values[uuid] = value
         return values
+
+    def of_other_kinds(self, kinds: Collection[str]) -> list[UnknownOriginal]:
+        """Return what is recorded of kinds other than these, by a later version."""
+        unknown = []
+        for key, value in sorted(self._store.records(FORMER_SETTINGS).items()):
+            kind, _, uuid = key.partition("/")
+            if kind not in kinds:
+                unknown.append(UnknownOriginal(kind, uuid, value))
+        return unknown
 
     def remember(self, kind: str, values: Mapping[str, str]) -> None:
         """Record the values (by GPU UUID) that a setting has before it changes; keeps earlier records."""

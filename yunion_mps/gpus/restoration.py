@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from yunion_mps.core.mig import MigLayout
 from yunion_mps.core.models import Gpu
 from yunion_mps.core.reasons import DRIVER_HUNG
+from yunion_mps.gpus.absent import gpu_label
 from yunion_mps.gpus.blockers import Blockers
 from yunion_mps.gpus.mig_restore import restore_layouts
 from yunion_mps.gpus.mig_steps import LayoutResult
@@ -16,12 +18,16 @@ from yunion_mps.gpus.reconciler import Reconciler, Restoration
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger
 
+log = logging.getLogger(__name__)
+
 
 class Restored(NamedTuple):
     """What became of the MIG layouts, and of the other settings."""
 
     layouts: LayoutResult
     settings: Restoration
+    #: Whether settings that a later version has changed are left as they are.
+    has_unknown: bool = False
 
 
 def restore_originals(
@@ -57,4 +63,10 @@ def restore_originals(
         blockers = Blockers.of(ledger, gpus=gpus, left=left)
         if any(reason.code == DRIVER_HUNG for reason in result.reasons.values()):
             nvml = None  # while a call hangs, all others through it are refused
-        return Restored(result, reconciler.restore(originals, [*gpus], nvml, blockers))
+        restoration = reconciler.restore(originals, [*gpus], nvml, blockers)
+    unknown = originals.of_other_kinds([kind.name for kind in reconciler.kinds])
+    for original in unknown:
+        what = f"{gpu_label(original.gpu_uuid, gpus)}: {original.kind} {original.value} is not restored"
+        why = "a later version has changed it, and this one does not know it"
+        log.error("%s: %s; run with that version: yunion-mps-daemon --restore", what, why)
+    return Restored(result, restoration, has_unknown=bool(unknown))

@@ -166,7 +166,7 @@ def _restore_gpus(
         left=left,
         keeps_requests=False,
     )
-    is_complete = layouts.finish(gpus)
+    is_complete = layouts.finish(gpus) and not restored.has_unknown
     restoration = restored.settings
     impossible = _impossible(restoration.results)
     report_absent(impossible, gpus)

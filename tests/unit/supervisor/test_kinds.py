@@ -146,3 +146,35 @@ def test_another_programs_change_is_corrected_at_the_next_comparison(limit: Powe
     made.reconcile()
     assert watts(limit, host) == ["200", "200"]
     assert made.events[-1].code == COMPUTE_MODE_CHANGED
+
+
+def test_restore_names_and_keeps_the_original_of_an_unknown_kind(
+    begin: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a downgrade."""
+    later = PowerLimit()
+    kinds.KINDS.append(later)
+    try:
+        host, made = begin(TWO, 4)
+        made.stop(restore=False)
+        made.supervisor.release()
+    finally:
+        kinds.KINDS.remove(later)
+    assert offline.restore(made.paths) == 1
+    what = "GPU 00:06.0: power_limit 300 is not restored: a later version has changed it"
+    assert what in caplog.text
+    assert "everything is restored" not in caplog.text
+    kinds.KINDS.append(later)
+    try:
+        assert offline.restore(made.paths) == 0
+        assert watts(later, host) == ["300", "300"]
+    finally:
+        kinds.KINDS.remove(later)
+
+
+def test_a_stop_names_the_original_of_an_unknown_kind(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+    host, made = begin(TWO, 4)
+    originals = made.supervisor.state_file.originals()
+    originals.remember("power_limit", {host.gpus[0].uuid: "300"})
+    made.stop()
+    assert "GPU 00:06.0: power_limit 300 is not restored" in caplog.text
