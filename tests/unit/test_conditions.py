@@ -466,10 +466,14 @@ CAUSES = {
     **{row.name: row.make for row in ROWS},
     "way of sharing of an instance": partial(with_layout_and_wait, of_instance=True),
     "setting beside a layout and a way of sharing": partial(
-        beside, partial(with_layout_and_wait, of_instance=False), JOB, IN_MIG_MODE, layouts=LAYOUTS
+        host_with_restoration,
+        partial(with_layout_and_wait, of_instance=False),
+        JOB,
+        IN_MIG_MODE,
+        layouts=LAYOUTS,
     ),
-    "setting beside a way of sharing": partial(beside, with_waiting_gpu, BOB),
-    "setting beside a former division": partial(beside, with_former_division, JOB),
+    "setting beside a way of sharing": partial(host_with_restoration, with_waiting_gpu, BOB),
+    "setting beside a former division": partial(host_with_restoration, with_former_division, JOB),
     "setting beside a layout in use": partial(beside_layout, reasons.MIG_IN_USE),
     "setting beside a layout": partial(beside_layout, reasons.MIG_RESET_REQUIRED),
 }
