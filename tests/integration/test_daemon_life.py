@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from yunion_mps import version_line
 from yunion_mps.core.reasons import PIPE_DIRECTORY
+from yunion_mps.gpus.restoration import RESTORE_WITHIN_S
 from yunion_mps.host.processes import PROGRAM_DIRECTORIES
 
 from integration.conftest import MakeAtWork, MakeDaemon
@@ -38,7 +39,10 @@ def test_systemd_is_notified_of_each_step_once_and_in_order(ready_daemon: Daemon
         "STATUS=waiting for the control daemons' clients to end",
         "STOPPING=1",
         "EXTEND_TIMEOUT_USEC=90000000",
-        "STATUS=stopping the control daemons and restoring the compute modes",
+        "STATUS=stopping the control daemons",
+        "STOPPING=1",
+        f"EXTEND_TIMEOUT_USEC={RESTORE_WITHIN_S}000000",
+        "STATUS=restoring the GPUs' settings",
     ]
 
 
@@ -112,7 +116,7 @@ def test_a_second_signal_does_not_keep_it_from_restoring_the_modes(ready_daemon:
     host = ready_daemon.host
     host.fail("nvmlDeviceSetComputeMode", "success", delay_ms=60_000)
     ready_daemon.signal(signal.SIGTERM)
-    ready_daemon.wait_message("STATUS=stopping the control daemons and restoring the compute modes")
+    ready_daemon.wait_message("STATUS=stopping the control daemons")
     ready_daemon.signal(signal.SIGINT)
     host.clear()
     stops_cleanly(ready_daemon)

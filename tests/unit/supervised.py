@@ -51,7 +51,9 @@ class Supervised:
         self._make = make or Supervised
         self.paths = Paths(str(host.root))
         self.preflight = run_preflight(self.paths, creates_directories=True).for_start()
-        self.supervisor = Supervisor(self.paths, self.preflight)
+        #: How much later than the clock the supervisor tries refused settings again.
+        self.later_s = 0.0
+        self.supervisor = Supervisor(self.paths, self.preflight, lambda: time.monotonic() + self.later_s)
         self._has_nvml = True
 
     @property
@@ -127,6 +129,13 @@ class Supervised:
 
         asyncio.run(self.supervisor.reconciliation.bring_about(self.supervisor.nvml, settle))
         self.supervisor.record_conditions(is_settled=True)
+
+    def poll_later(self, later_s: float = 60.0) -> None:
+        """Poll and bring about what is due after so many seconds, by default the longest pause."""
+        self.later_s += later_s
+        self.rescan()
+        self.bring_about()
+        self.rescan()
 
     def until(self, done: Callable[[], bool]) -> None:
         end_s = time.monotonic() + PATIENCE_S

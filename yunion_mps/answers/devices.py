@@ -183,7 +183,8 @@ class GpuJson(TypedDict):
     time_slice: Annotated[
         str | None,
         Field(
-            "Its configured time slice; null: none is configured, or the GPU refused it.",
+            "Its time slice as configured, or as it was configured and is not restored yet; null: none is "
+            "configured, or the GPU refused it.",
             enum=[*enums.TIME_SLICES, None],
         ),
     ]

@@ -101,6 +101,10 @@ class DriverError(YunionError):
     code = reasons.DRIVER_ERROR
 
 
+class UnsupportedError(DriverError):
+    """The driver does not support this on the GPU, so that no later attempt can succeed."""
+
+
 class ControlError(YunionError):
     """NVIDIA's control daemon did not start, or did not answer as expected."""
 

@@ -194,10 +194,16 @@ COMPUTE_MODE_FIXED = _code("compute_mode_fixed",
 MODE_NEEDS = frozenset({MIG_ENABLED, COMPUTE_MODE_PROHIBITED, COMPUTE_MODE_EXCLUSIVE, COMPUTE_MODE_FIXED})
 TIME_SLICE_REFUSED = _code("time_slice_refused",
     "The GPU's time slice cannot be set, so its devices have the one that it had before.",
-    "see why: nvidia-smi compute-policy -i {gpu} --list; or remove time_slice from the entry of the GPU")
+    "if it lasts, see why: nvidia-smi compute-policy -i {gpu} --list; or remove time_slice from the entry of "
+    "the GPU, then: yunion-mps reload")
 COMPUTE_MODE_REFUSED = _code("compute_mode_refused", "The GPU's compute mode cannot be set.",
-    "set it manually: nvidia-smi -i {gpu} -c EXCLUSIVE_PROCESS, or DEFAULT for a GPU without MPS "
-    "or in MIG mode; or set cuda_mps_compute_mode: keep")
+    "the GPU is used as soon as its mode is set; if it lasts, set it: nvidia-smi -i {gpu} -c "
+    "EXCLUSIVE_PROCESS, or DEFAULT for a GPU without MPS or in MIG mode; or set cuda_mps_compute_mode: keep, "
+    "then: yunion-mps reload")
+SETTING_NOT_RESTORED = _code("setting_not_restored",
+    "The driver refuses to restore what a setting of a GPU, such as its compute mode, was before the "
+    "daemon's first change.",
+    "if it lasts, restore it with nvidia-smi, which the daemon notices")
 COMPUTE_MODE_UNSUPPORTED = _code("compute_mode_unsupported",
     "The driver does not support changing the GPU's compute mode, as on a vGPU; the GPU serves in the mode "
     "that it has.",

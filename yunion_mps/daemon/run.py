@@ -18,6 +18,7 @@ from yunion_mps.core.reasons import FAILED
 from yunion_mps.daemon.options import PROGRAM, Options
 from yunion_mps.daemon.process import DaemonParts, ReexecState, Signals, inherited_state, reexec_program
 from yunion_mps.gateway import publish_addresses
+from yunion_mps.gpus.restoration import RESTORE_WITHIN_S
 from yunion_mps.host.lock import take_lock
 from yunion_mps.host.log import set_log_prefix, set_up_log
 from yunion_mps.host.processes import drive
@@ -212,10 +213,10 @@ class DaemonLife:
         Not called if the daemon crashes: then, as after SIGKILL, the control daemons and their clients keep
         running, and the next daemon adopts them.
         """
-        status = "stopping the control daemons and restoring the compute modes"
-        self._notifier.stopping(status, self._supervisor.stop_within_s)
+        self._notifier.stopping("stopping the control daemons", self._supervisor.stop_within_s)
         self._supervisor.stop(time.monotonic(), spare_adopted=spare_adopted)
         drive(self._supervisor, lambda: self._supervisor.fleet.stopped)
+        self._notifier.stopping("restoring the GPUs' settings", RESTORE_WITHIN_S)
         return self._supervisor.close()
 
     def _reexec(self, state: ReexecState) -> None:

@@ -32,8 +32,10 @@ class ComputeMode(Kind):
         return gpu.compute_mode or DEFAULT
 
     def can_set(self, plan: Plan, gpu: Gpu) -> bool:
+        """Whether the mode can be set now; one that was refused is tried again."""
         del plan
-        return not (gpu.reason or gpu.mode_is_fixed)
+        is_usable = not gpu.reason or gpu.reason.code == reasons.COMPUTE_MODE_REFUSED
+        return is_usable and not gpu.mode_is_fixed
 
     def can_restore(self, gpu: Gpu, value: str) -> bool:
         if gpu.mode_is_fixed or (value == EXCLUSIVE_PROCESS and gpu.mig_enabled):  # the driver would refuse
@@ -74,8 +76,8 @@ class ComputeMode(Kind):
         return Event("info", "compute_mode", gpu.address, f"{gpu.compute_mode} -> {target}", outcome.cause)
 
     def warning(self, outcome: StepOutcome) -> Reason:
-        del outcome
-        return NO_REASON
+        """Return what the status says; if a desired mode is refused, the reason of the unusable GPU does."""
+        return super().warning(outcome) if outcome.step.restores else NO_REASON
 
 
 COMPUTE_MODE = ComputeMode()

@@ -7,12 +7,13 @@ configuration says of it, and how it gets into the plan, is that of any key of a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from yunion_mps.core.enums import ABOUT_SETTING
-from yunion_mps.core.errors import YunionError
+from yunion_mps.core.errors import UnsupportedError, YunionError
 from yunion_mps.core.models import Event, Gpu, Plan
-from yunion_mps.core.reasons import GPU_ABSENT, NO_REASON, Reason
+from yunion_mps.core.reasons import GPU_ABSENT, NO_REASON, SETTING_NOT_RESTORED, Reason
 from yunion_mps.gpus.blockers import Needs
 from yunion_mps.inventory.nvml import Nvml
 
@@ -124,16 +125,27 @@ class Kind(Protocol):
         return Event("info", "gpu", address, what, outcome.cause)
 
     def warning(self, outcome: StepOutcome) -> Reason:
-        """Return what the status says while the driver refuses the desired value; empty for nothing."""
-        if outcome.error is None:
+        """Return what the status says while the driver refuses the step; empty for nothing."""
+        error, target = outcome.error, outcome.step.target
+        if error is None:
             return NO_REASON
-        what = f"the {self.label} {outcome.step.target} cannot be set: {outcome.error.message}"
-        return Reason(f"{what}; {_KEEPS}", self.refused_code)
+        again = "" if isinstance(error, UnsupportedError) else f"; {TRIED_AGAIN}"
+        if outcome.step.restores:
+            what = f"its original {self.label} {target} cannot be restored: {error.message}"
+            return Reason(f"{what}{again}", SETTING_NOT_RESTORED)
+        what = f"the {self.label} {target} cannot be set: {error.message}"
+        return Reason(f"{what}; {_KEEPS}{again}", self.refused_code)
 
-    def without_refused(self, plan: Plan, uuids: frozenset[str]) -> Plan:
-        """Return the plan in effect, without the values that these GPUs (UUIDs) have refused."""
-        del uuids
+    def with_values(self, plan: Plan, refused: frozenset[str], kept: Mapping[str, str]) -> Plan:
+        """Return the plan in effect.
+
+        refused: the GPUs (UUIDs) that have refused the value that the plan has for them
+        kept: the values (by GPU UUID) that the plan no longer has, and that are not restored yet
+        """
+        del refused, kept
         return plan
 
 
+#: Said of what the driver refuses, unless it does not support it.
+TRIED_AGAIN = "it is tried again"
 _KEEPS = "its devices have the one that it had before"

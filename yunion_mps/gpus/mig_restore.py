@@ -45,6 +45,7 @@ def restore_layouts(
     left: Iterable[str],
     ledger: Ledger,
     keeps_requests: bool,
+    is_over: Callable[[], bool] = bool,
 ) -> LayoutResult:
     """Restore the layouts from before our first change, if their entries say so.
 
@@ -52,7 +53,7 @@ def restore_layouts(
     Nothing changes if a GPU whose mode would change, or an instance that would be destroyed, is leased, has
     processes, or MPS processes that were left running (`left`, UUIDs).
     With `keeps_requests`, a change of the mode that waits for the GPU's next reset is not cancelled.
-    Restored instances stay recorded as ours.
+    Restored instances stay recorded as ours. No step is begun once `is_over`.
     """
     if nvml is None:
         return LayoutResult({}, {})
@@ -71,7 +72,7 @@ def restore_layouts(
         look = _look_at(layout, gpu, record, is_kept=is_kept)
         if look:
             looks[layout.gpu_uuid] = look
-    result = bring_into_effect([*looks.values()], mig, originals, blockers)
+    result = bring_into_effect([*looks.values()], mig, originals, blockers, is_over)
     _forget_restored(result, looks, nvml, originals, holds)
     return result._replace(reasons={**result.reasons, **damaged})
 

@@ -99,12 +99,16 @@ def carry_out_layouts(
 
 
 def bring_into_effect(
-    looks: Sequence[LayoutLook], mig: Mig, originals: Originals, blockers: Blockers | None
+    looks: Sequence[LayoutLook],
+    mig: Mig,
+    originals: Originals,
+    blockers: Blockers | None,
+    is_over: Callable[[], bool] = bool,
 ) -> LayoutResult:
-    """Observe, decide and carry out on this thread, as a stop and `--restore` do."""
+    """Observe, decide and carry out on this thread, as a stop and `--restore` do; no step once `is_over`."""
     observation = observe_layouts(looks, mig, originals)
     steps = decide_layouts(looks, observation, blockers)
-    return carry_out_layouts(steps, observation.refused, mig, originals)
+    return carry_out_layouts(steps, observation.refused, mig, originals, is_over)
 
 
 #: Codes of the driver's errors that say what an operator can do.

@@ -4,6 +4,7 @@ A start, a restart, a reload, a stop and `--restore` are the same path with anot
 is empty, so that every GPU should have what it had before our first change:
 
     reconciler.looks(…)         on the loop: which settings may have to change, as far as polls tell
+    reconciler.due(…)           on the loop: without those that were refused, until they are tried again
     reconciler.unblocked(…)     on the loop: those that nothing keeps as they are
     observe(…)                  on a thread: what the GPUs have now, and which processes use them
     reconciler.decide(…)        on the loop: the steps
@@ -17,19 +18,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from yunion_mps.core.errors import DriverError, HostError, ShortageError, YunionError
+from yunion_mps.core.errors import BusyError, DriverError, HostError, ShortageError, YunionError
 from yunion_mps.core.models import Event, Gpu, Plan
-from yunion_mps.core.reasons import COMPUTE_MODE_UNSUPPORTED, GPU_ABSENT, MIG_ENABLED, NO_REASON, Reason
+from yunion_mps.core.reasons import (
+    BUSY,
+    COMPUTE_MODE_UNSUPPORTED,
+    DRIVER_HUNG,
+    GPU_ABSENT,
+    MIG_ENABLED,
+    NO_REASON,
+    Reason,
+)
 from yunion_mps.core.text import list_of
 from yunion_mps.gpus.absent import gpu_label
 from yunion_mps.gpus.blockers import Blockers, KeptBy
 from yunion_mps.gpus.kind import Kind, Step, StepOutcome
 from yunion_mps.gpus.kinds import KINDS
 from yunion_mps.gpus.originals import Originals
+from yunion_mps.gpus.refusals import Attempt, Refusals, SettingKey
 from yunion_mps.host.log import Failures
 from yunion_mps.inventory.nvml import Nvml
 
@@ -42,8 +54,6 @@ REQUIRED = "the configuration requires it"
 #: The plan of a stop: every setting should be as it was before our first change.
 NOTHING_DESIRED = Plan("")
 
-#: The name of a kind, and the UUID of a GPU.
-SettingKey = tuple[str, str]
 #: The original values, by the name of their kind and the UUID of their GPU.
 OriginalValues = Mapping[str, Mapping[str, str]]
 
@@ -62,10 +72,16 @@ class Look(NamedTuple):
     is_recorded: bool = False
     #: Why the GPU is not there; empty if it is.
     absence: Reason = NO_REASON
+    #: The error of the last attempt, which was logged then.
+    last_error: str = ""
 
     @property
     def key(self) -> SettingKey:
         return self.kind.name, self.uuid
+
+    @property
+    def attempt(self) -> Attempt:
+        return Attempt(self.key, self.target, self.restores)
 
 
 class Observed(NamedTuple):
@@ -132,8 +148,28 @@ class Restoration(NamedTuple):
     pending: Mapping[Look, KeptBy]
 
 
+#: For `--restore`, which nothing waits for.
+UNLIMITED_S = math.inf
 #: The results if there is nothing to carry out.
 NOTHING_DONE = Results()
+
+
+class TimeLimit:
+    """How long a stop begins to restore something: at most half of it is for reading what GPUs have.
+
+    What has begun is not interrupted.
+    """
+
+    def __init__(self, most_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._half_s = clock() + most_s / 2
+        self._end_s = clock() + most_s
+
+    def is_half_over(self) -> bool:
+        return self._clock() >= self._half_s
+
+    def is_over(self) -> bool:
+        return self._clock() >= self._end_s
 
 
 class Gate:
@@ -152,20 +188,22 @@ class Gate:
 class Reconciler:
     """Decides what is due; the caller chooses the threads that ask the driver and carry it out."""
 
-    def __init__(self, kinds: Sequence[Kind] | None = None) -> None:
+    def __init__(self, kinds: Sequence[Kind] | None = None, refusals: Refusals | None = None) -> None:
         self.kinds: tuple[Kind, ...] = tuple(KINDS if kinds is None else kinds)
-        #: The values that were set or refused, of kinds that polls do not read.
+        self.refusals = Refusals() if refusals is None else refusals
+        #: The values that are in effect, of kinds that polls do not read.
         self._settled: dict[SettingKey, str] = {}
+        #: What these kinds had when they were last read or set, as far as that differs from the plan.
+        self._found: dict[SettingKey, str] = {}
         #: Those that were in effect and are compared again; and of these, those that a reload sets again.
         self._compared: dict[SettingKey, str] = {}
         self._reloaded: set[SettingKey] = set()
-        #: Why desired values were refused, until a reload or another value.
-        self.refusals: dict[SettingKey, Reason] = {}
         #: What keeps settings as they are that should change.
         self.pending: dict[Look, KeptBy] = {}
         self.gate = Gate()
-        #: Why the original values cannot be read.
-        self._unreadable = Failures(log, level=logging.ERROR)
+        #: Why the original values cannot be read; None if they can.
+        self.unreadable: HostError | None = None
+        self._unreadable_log = Failures(log, level=logging.ERROR)
 
     # -- decisions, on the loop
 
@@ -180,9 +218,13 @@ class Reconciler:
                 values[kind.name] = originals.of(kind.name) if originals else {}
         except HostError as error:
             labels = list_of([f"{kind.label}s" for kind in self.kinds])
-            self._unreadable.report(f"{labels} cannot be restored: {error.message}", consequence=error.hint)
+            self._unreadable_log.report(
+                f"{labels} cannot be restored: {error.message}", consequence=error.hint
+            )
+            self.unreadable = error
             return {}
-        self._unreadable.clear()
+        self._unreadable_log.clear()
+        self.unreadable = None
         return values
 
     def looks(
@@ -235,13 +277,28 @@ class Reconciler:
 
     def _forget_unusable(self, kind: Kind, usable: Collection[str]) -> None:
         """Forget what is known of GPUs that are lost or are not to have a value: it is set again later."""
-        known = {*self._settled, *self._compared, *self.refusals}
+        known = {*self._settled, *self._compared}
         for key in known:
             if key[0] == kind.name and key[1] not in usable:
                 self._settled.pop(key, None)
                 self._compared.pop(key, None)
                 self._reloaded.discard(key)
-                self.refusals.pop(key, None)
+
+    def due(self, looks: Iterable[Look], kinds: Iterable[Kind], now_s: float) -> list[Look]:
+        """Return those that are tried now; a refused one has a pause, unless polls find it as it should be.
+
+        Refusals of which nothing is left to do are forgotten.
+
+        looks: all of these kinds
+        """
+        due: list[Look] = []
+        attempts: set[Attempt] = set()
+        for look in looks:
+            attempts.add(look.attempt)
+            if look.polled == look.target or self.refusals.is_due(look.attempt, now_s):
+                due.append(look._replace(last_error=self.refusals.last_error(look.attempt)))
+        self.refusals.keep_only(attempts, [kind.name for kind in kinds])
+        return due
 
     def unblocked(
         self,
@@ -278,16 +335,17 @@ class Reconciler:
 
         A value that cannot be read is no refusal if it had been in effect and was only to be compared.
         """
-        if observed.error:
-            return _without_driver(looks, observed)
+        errors = _errors_without_driver(looks, observed) if observed.error else observed.errors
         steps: dict[Look, Step] = {}
         pending: dict[Look, KeptBy] = {}
         failed: dict[Look, YunionError] = {}
         unchanged = []
         for look in looks:
-            if look.key in observed.errors:
+            if look.polled is None and look.key in observed.values:
+                self._found[look.key] = observed.values[look.key]
+            if look.key in errors:
                 if look.restores or look.key not in self._compared or look.key in self._reloaded:
-                    failed[look] = observed.errors[look.key]
+                    failed[look] = errors[look.key]
                 continue
             step = look.kind.step(observed.values[look.key], look.target, restores=look.restores)
             if step is None:
@@ -311,7 +369,9 @@ class Reconciler:
             for gpu in gpus:
                 key, desired = (kind.name, str(gpu.uuid)), kind.desired(plan, gpu)
                 actual = kind.polled(gpu) or observed.get(key)
-                if desired is None or actual is None or key in self.refusals or not kind.can_set(plan, gpu):
+                if desired is None or actual is None or not kind.can_set(plan, gpu):
+                    continue
+                if key[1] in self.refusals.to_set(kind.name):
                     continue
                 step = kind.step(actual, desired)
                 if step and not blockers.against(str(gpu.uuid), kind.needs(step)):
@@ -324,7 +384,7 @@ class Reconciler:
             for gpu in gpus:
                 uuid, desired = str(gpu.uuid), kind.desired(plan, gpu)
                 is_read = desired is not None and kind.polled(gpu) is None and kind.can_set(plan, gpu)
-                if desired is not None and is_read and (kind.name, uuid) not in self.refusals:
+                if desired is not None and is_read and uuid not in self.refusals.to_set(kind.name):
                     looks.append(Look(kind, uuid, desired))
         return looks
 
@@ -349,14 +409,16 @@ class Reconciler:
         return differing
 
     def in_effect(self, plan: Plan) -> Plan:
-        """Return the plan without values that were refused."""
+        """Return the plan without values that were refused, and with those that are not restored yet."""
+        unrestored = {look.key for look in self.pending if look.restores}
+        unrestored.update(refusal.attempt.key for refusal in self.refusals if refusal.attempt.restores)
         for kind in self.kinds:
-            plan = kind.without_refused(plan, frozenset(self.refused(kind)))
+            kept = {}
+            for key in unrestored & self._found.keys():
+                if key[0] == kind.name:
+                    kept[key[1]] = self._found[key]
+            plan = kind.with_values(plan, frozenset(self.refusals.to_set(kind.name)), kept)
         return plan
-
-    def refused(self, kind: Kind) -> set[str]:
-        """Return the GPUs (UUIDs) that have refused a value that no poll reads."""
-        return {uuid for name, uuid in self.refusals if name == kind.name}
 
     def waiting_for_servers(self) -> set[str]:
         """Return the GPUs (UUIDs) whose original values are restored once their MPS servers have ended."""
@@ -366,9 +428,8 @@ class Reconciler:
 
     def compare(self) -> None:
         """Compare the values in effect that no poll reads, because another program may have changed them."""
-        in_effect = {key: value for key, value in self._settled.items() if key not in self.refusals}
-        self._compared.update(in_effect)
-        self._settled = {key: value for key, value in self._settled.items() if key in self.refusals}
+        self._compared.update(self._settled)
+        self._settled.clear()
 
     def check_again(self) -> None:
         """Compare all values, and try refused ones again, because the configuration was reloaded."""
@@ -376,8 +437,7 @@ class Reconciler:
             kind.try_again()
         self.compare()
         self._reloaded = set(self._compared)
-        self._settled.clear()
-        self.refusals.clear()
+        self.refusals.try_now()
 
     # -- on a thread
 
@@ -387,43 +447,58 @@ class Reconciler:
         nvml: Nvml | None,
         originals: Originals,
         gpus: Collection[Gpu],
-        *,
-        is_stop: bool = False,
     ) -> Results:
-        """Make the steps; once a stop has begun, only those of the stop.
+        """Make the steps until a stop begins; it waits for the step that is being made.
 
         nvml: if it is None, because MPS is disabled, NVML is opened meanwhile
         gpus: for the names in messages
         """
-        with self.gate.lock:  # a stop waits for work that is under way
-            if self.gate.has_ended and not is_stop:
+        with self.gate.lock:
+            if self.gate.has_ended:
                 return Results(has_ended=True)
-            work = _StepsAtWork(decision, originals, gpus)
-            if not (decision.steps or decision.unchanged):
-                return work.results()
-            try:
-                with _opened(nvml) as driver:
-                    for kind in self.kinds:
-                        work.carry_out(kind, driver)
-            except DriverError as error:
-                log.error("settings of GPUs cannot be changed: %s; %s", error.message, error.hint)
-            except HostError as error:
-                return work.results(error)
+            results = self._make_steps(decision, nvml, originals, gpus, lambda: self.gate.has_ended)
+        return results._replace(has_ended=self.gate.has_ended)
+
+    def _make_steps(
+        self,
+        decision: Decision,
+        nvml: Nvml | None,
+        originals: Originals,
+        gpus: Collection[Gpu],
+        is_over: Callable[[], bool],
+    ) -> Results:
+        work = _StepsAtWork(decision, originals, gpus, is_over)
+        if not (decision.steps or decision.unchanged):
             return work.results()
+        try:
+            with _opened(nvml) as driver:
+                for kind in self.kinds:
+                    work.carry_out(kind, driver)
+        except DriverError as error:
+            work.note_no_driver(error)
+        except HostError as error:
+            return work.results(error)
+        return work.results()
 
     def restore(
-        self, originals: Originals, gpus: Sequence[Gpu], nvml: Nvml | None, blockers: Blockers
+        self,
+        originals: Originals,
+        gpus: Sequence[Gpu],
+        nvml: Nvml | None,
+        blockers: Blockers,
+        limit: TimeLimit,
     ) -> Restoration:
         """Bring every GPU to what it had before our first change, at once and on this thread.
 
-        Steps that a thread still makes end before the first look: otherwise what they change would be missed.
+        The step that a thread still makes ends before the first look: otherwise what it changes would be
+        missed. What is not restored within the `limit` stays recorded.
         """
         with self.gate.lock:
             values = self.original_values(originals)
             looks = self.looks(NOTHING_DESIRED, gpus, values, sets=False, every=True)
-            observed = observe(looks, nvml)
+            observed = observe(looks, nvml, limit.is_half_over)
             decision = self.decide(looks, observed, blockers.with_processes(observed.processes))
-            results = self.carry_out(decision, nvml, originals, gpus, is_stop=True)
+            results = self._make_steps(decision, nvml, originals, gpus, limit.is_over)
         return Restoration(tuple(looks), results, decision.pending)
 
     # -- what has become of it, on the loop
@@ -434,6 +509,7 @@ class Reconciler:
         pending: Collection[Look],
         results: Results,
         gpus: Iterable[Gpu],
+        now_s: float,
         cause: str = REQUIRED,
     ) -> list[Event]:
         """Remember what was set or refused; return the events.
@@ -441,33 +517,41 @@ class Reconciler:
         looks: those that were observed
         pending: those of them that something keeps as they are
         gpus: as they were before the steps
+        now_s: when they ended
         """
-        if results.has_ended:
-            return []
         by_uuid = {gpu.uuid: gpu for gpu in gpus}
         events: list[Event | None] = []
         for look in looks:
+            if results.has_ended and look not in results.steps:
+                continue
             if look in pending:
+                self.refusals.forget(look.key)
                 continue
             compared = self._compared.pop(look.key, None)
             self._reloaded.discard(look.key)
-            if look.polled is None and not look.restores and not results.not_recorded:
-                self._settled[look.key] = look.target
             error, step = results.errors.get(look), results.steps.get(look)
-            gpu = by_uuid.get(look.uuid)
-            if gpu is None or (step is None and (error is None or look.restores)):
-                continue
             outcome = StepOutcome(
-                gpu=gpu,
-                step=step or Step("", look.target),
+                gpu=by_uuid.get(look.uuid, Gpu("", uuid=look.uuid)),
+                step=step or Step("", look.target, look.restores),
                 cause=cause,
                 was_compared=compared == look.target,
                 error=error,
             )
-            events.append(look.kind.event(outcome))
-            if warning := look.kind.warning(outcome):
-                self.refusals[look.key] = warning
+            if error:
+                self.refusals.note(look.attempt, error, look.kind.warning(outcome), now_s)
+            elif step or not results.not_recorded:
+                self.refusals.forget(look.key)
+                if look.polled is None:
+                    self._note_value(look)
+            if step and look.uuid in by_uuid:
+                events.append(look.kind.event(outcome))
         return [event for event in events if event]
+
+    def _note_value(self, look: Look) -> None:
+        """Note that the GPU has the target, which no poll reads."""
+        self._found[look.key] = look.target
+        if not look.restores:
+            self._settled[look.key] = look.target
 
 
 def _looks_to_restore(
@@ -485,10 +569,10 @@ def _looks_to_restore(
             yield Look(kind, uuid, value, restores=True, polled=polled, is_recorded=True, absence=absence)
 
 
-def observe(looks: Collection[Look], nvml: Nvml | None) -> Observed:
+def observe(looks: Collection[Look], nvml: Nvml | None, is_over: Callable[[], bool] = bool) -> Observed:
     """Return what the GPUs have now; call it on a thread, because it asks the driver.
 
-    Values to set that polls read are not read again.
+    Values to set that polls read are not read again. Once `is_over`, nothing more is read.
     """
     values: dict[SettingKey, str] = {}
     errors: dict[SettingKey, YunionError] = {}
@@ -498,17 +582,13 @@ def observe(looks: Collection[Look], nvml: Nvml | None) -> Observed:
             errors[look.key] = DriverError(look.absence, code=look.absence.code)
         elif look.polled is not None and not look.restores:
             values[look.key] = look.polled
-    left = [look for look in looks if look.key not in errors and look.key not in values]
-    if not left:
+    unread = [look for look in looks if look.key not in errors and look.key not in values]
+    if not unread and not any(_waits_for_processes(look, values.get(look.key)) for look in looks):
         return Observed(values, errors)
     try:
         with _opened(nvml) as driver:
-            for look in left:
-                try:
-                    values[look.key] = look.kind.observe(driver, look.uuid)
-                except YunionError as error:
-                    errors[look.key] = error
-            if any(_waits_for_processes(look, values.get(look.key)) for look in left):
+            errors.update(_read_values(unread, driver, is_over, values))
+            if any(_waits_for_processes(look, values.get(look.key)) for look in looks):
                 # Last, because values may take long to read, and a process may begin meanwhile.
                 with contextlib.suppress(DriverError, ShortageError):  # then only the leases are known
                     processes = driver.processes()
@@ -517,12 +597,41 @@ def observe(looks: Collection[Look], nvml: Nvml | None) -> Observed:
     return Observed(values, errors, processes)
 
 
+def _read_values(
+    looks: Iterable[Look], driver: Nvml, is_over: Callable[[], bool], values: dict[SettingKey, str]
+) -> dict[SettingKey, YunionError]:
+    """Add what the GPUs have to the `values`; return why others could not be read."""
+    errors: dict[SettingKey, YunionError] = {}
+    hung: dict[str, YunionError] = {}
+    for look in looks:
+        error = _late_error() if is_over() else hung.get(look.kind.name)
+        if error is None:
+            try:
+                values[look.key] = look.kind.observe(driver, look.uuid)
+            except YunionError as raised:
+                error = raised
+                _note_hang(look.kind, error, hung)
+        if error:
+            errors[look.key] = error
+    return errors
+
+
 def _waits_for_processes(look: Look, actual: str | None) -> bool:
-    """Whether the processes on the GPU matter to the restoration from the actual value."""
-    if not look.restores or actual is None:
+    """Whether the processes on the GPU matter to the step from the actual value."""
+    if actual is None:
         return False
-    step = look.kind.step(actual, look.target, restores=True)
+    step = look.kind.step(actual, look.target, restores=look.restores)
     return step is not None and look.kind.needs(step).processes
+
+
+def _note_hang(kind: Kind, error: YunionError, hung: dict[str, YunionError]) -> None:
+    """Note if a kind's call did not return in time: the next ones would keep polls waiting, too."""
+    if error.code == DRIVER_HUNG:
+        hung[kind.name] = error
+
+
+def _late_error() -> BusyError:
+    return BusyError("the stop has no time left for it", "run: yunion-mps-daemon --restore")
 
 
 @contextlib.contextmanager
@@ -534,21 +643,29 @@ def _opened(nvml: Nvml | None) -> Iterator[Nvml]:
         yield own
 
 
-def _without_driver(looks: Iterable[Look], observed: Observed) -> Decision:
-    """Log that nothing can be set or restored now; a GPU that is not there has its own reason."""
-    failed = {look: observed.errors[look.key] for look in looks if look.key in observed.errors}
-    kinds = {look.kind.label: look for look in looks if look not in failed}
-    error = observed.error
-    assert error
-    for label in kinds:
-        log.error("%ss cannot be restored: %s; %s", label, error.message, error.hint)
-    return Decision(failed=failed)
+def _errors_without_driver(looks: Iterable[Look], observed: Observed) -> dict[SettingKey, YunionError]:
+    """Return that nothing can be set or restored now; a GPU that is not there has its own error."""
+    errors = dict(observed.errors)
+    for look in looks:
+        if observed.error and look.key not in errors:
+            errors[look.key] = observed.error
+    return errors
 
 
 class _StepsAtWork:
     """The steps of a decision while they are carried out, on a thread."""
 
-    def __init__(self, decision: Decision, originals: Originals, gpus: Collection[Gpu]) -> None:
+    def __init__(
+        self,
+        decision: Decision,
+        originals: Originals,
+        gpus: Collection[Gpu],
+        is_over: Callable[[], bool],
+    ) -> None:
+        """Make no more steps once `is_over`."""
+        self._is_over = is_over
+        #: The kinds (names) of which a call did not return in time.
+        self._hung: dict[str, YunionError] = {}
         self._decision = decision
         self._originals = originals
         self._gpus = gpus
@@ -567,7 +684,14 @@ class _StepsAtWork:
         """
         self._remember(kind)
         for look, step in self._decision.steps.items():
-            if look.kind is kind:
+            if look.kind is not kind:
+                continue
+            if self._is_over():
+                if look.restores:
+                    self._note_error(look, _late_error())
+            elif kind.name in self._hung:
+                self._note_error(look, self._hung[kind.name])
+            else:
                 self._make(look, step, nvml)
         for look in self._decision.unchanged:
             if look.kind is kind and look.restores:
@@ -592,6 +716,7 @@ class _StepsAtWork:
             if isinstance(error, HostError) and not look.restores:
                 raise  # a shortage: the next GPU would not get its value either, and jobs must not start now
             self._note_error(look, error)
+            _note_hang(look.kind, error, self._hung)
             return
         self._steps_made[look] = step
         if look.restores:
@@ -600,16 +725,23 @@ class _StepsAtWork:
         else:
             log.info("%s: %s %s -> %s", name, label, step.actual, step.target)
 
+    def note_no_driver(self, error: DriverError) -> None:
+        """Note that NVML could not be opened, so that no step was made."""
+        for look in self._decision.steps:
+            self._note_error(look, error)
+
     def _note_error(self, look: Look, error: YunionError) -> None:
-        """Log the error, unless the GPU is not there: `report_absent` tells that."""
+        """Log the error, unless it was before, or the GPU is not there: `report_absent` tells that."""
         name, kind = gpu_label(look.uuid, self._gpus), look.kind
         hint = error.hint
         what = f"{kind.label} cannot be set"
         if look.restores:
-            hint = kind.hint_if_not_restored(look.uuid) or error.hint
             what = f"{kind.label} {look.target} cannot be restored"
+            if error.code != BUSY:
+                hint = kind.hint_if_not_restored(look.uuid) or error.hint
         self._errors[look] = error
-        if not (look.restores and error.code in GPU_ABSENT):
+        is_told = error.message == look.last_error or (look.restores and error.code in GPU_ABSENT)
+        if not is_told:
             text = f"{name}: {what}: {error.message}; {hint}"
             log.log(_LEVELS.get(error.code, logging.ERROR), "%s", text)
 

@@ -5,6 +5,8 @@ Source: nvidia-smi compute-policy --help.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from yunion_mps.core import reasons
 from yunion_mps.core.enums import ABOUT_TIME_SLICE, TIME_SLICES
 from yunion_mps.core.models import Gpu, Plan
@@ -53,8 +55,11 @@ class TimeSlice(Kind):
         see = f"nvidia-smi compute-policy -i {uuid} --list"
         return f"see why: {see}; then run: yunion-mps-daemon --restore"
 
-    def without_refused(self, plan: Plan, uuids: frozenset[str]) -> Plan:
-        slices = {uuid: value for uuid, value in plan.time_slices.items() if uuid not in uuids}
+    def with_values(self, plan: Plan, refused: frozenset[str], kept: Mapping[str, str]) -> Plan:
+        slices = dict(kept)
+        for gpu in plan.direct:
+            if gpu.uuid in plan.time_slices and gpu.uuid not in refused:
+                slices[gpu.uuid] = plan.time_slices[gpu.uuid]
         return plan._replace(time_slices=slices)
 
 

@@ -2,7 +2,8 @@
 
 NVML has no documented call for it; NVIDIA's own DRA driver also runs this program.
 
-Source: nvidia-smi compute-policy --help; github.com/NVIDIA/k8s-dra-driver-gpu, setTimeSlice.
+Source: nvidia-smi compute-policy --help; nvidia-smi(1), section "RETURN VALUE"; github.com/NVIDIA/
+k8s-dra-driver-gpu, setTimeSlice.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from yunion_mps.core.enums import TIME_SLICES
-from yunion_mps.core.errors import DriverError, HostError
+from yunion_mps.core.errors import DriverError, HostError, UnsupportedError
 from yunion_mps.core.reasons import DRIVER_HUNG, TIME_SLICE_REFUSED, hint_of
 from yunion_mps.host.processes import find_program, outcome_of
 
@@ -21,6 +22,8 @@ TIMEOUT_S = 20.0
 #: The first and the longest pause before nvidia-smi is run again after it has not answered; it doubles.
 FIRST_PAUSE_S = 60.0
 LAST_PAUSE_S = 3600.0
+#: The exit status if the GPU does not support what is asked for.
+_UNSUPPORTED = 3
 _HINT = "remove time_slice from the entry of the GPU, or update the driver"
 _ROW = re.compile(r"\bTimeslice\s+(\w+)", re.IGNORECASE)
 
@@ -95,7 +98,10 @@ def _run(uuid: str, *options: str) -> str:
         raise _hang(f"nvidia-smi did not answer within {TIMEOUT_S:g} s")
     NVIDIA_SMI.note_answer()
     if status:
-        raise _error(f"nvidia-smi: {_first_error(text) or f'exit status {status}'}")
+        what = f"nvidia-smi: {_first_error(text) or f'exit status {status}'}"
+        if status == _UNSUPPORTED:
+            raise UnsupportedError(what, _HINT, TIME_SLICE_REFUSED)
+        raise _error(what)
     return text
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from yunion_mps.core import reasons
 from yunion_mps.core.addresses import normalise_address
-from yunion_mps.core.errors import DriverError
+from yunion_mps.core.errors import DriverError, UnsupportedError
 from yunion_mps.core.models import DEFAULT, EXCLUSIVE_PROCESS, PROHIBITED, Driver, Gpu
 from yunion_mps.core.reasons import NO_REASON, Reason, hint_of
 from yunion_mps.core.text import printable
@@ -400,7 +400,7 @@ def _set_mode(handle: Any, mode: str) -> None:
             raise driver_error(error) from None
         code = reasons.COMPUTE_MODE_UNSUPPORTED
         message = "the driver does not support changing the compute mode of this GPU"
-        raise DriverError(message, hint_of(code), code) from None
+        raise UnsupportedError(message, hint_of(code), code) from None
     actual = _mode(handle)
     if actual != mode:
         raise DriverError(

@@ -30,7 +30,7 @@ from yunion_mps.core.models import (
     gpus_by_uuid,
 )
 from yunion_mps.core.paths import Paths
-from yunion_mps.core.reasons import RECORD_HIDDEN, Reason
+from yunion_mps.core.reasons import COMPUTE_MODE_REFUSED, RECORD_HIDDEN, Reason
 from yunion_mps.core.settings import Config, DeviceEntry, Source
 from yunion_mps.planning.division import (
     MAX_GPUS_PER_DOMAIN,
@@ -63,6 +63,8 @@ class _Groups(NamedTuple):
     usable: list[Gpu]
     #: Those that have served before and cannot be used now.
     lost: list[Gpu]
+    #: Those that have refused the compute mode that they need, which is tried again.
+    refused: list[Gpu]
     #: Why the others and the lost ones cannot be used, by PCI address.
     unavailable: dict[str, Reason]
     #: The way of sharing of all of them, by PCI address.
@@ -115,7 +117,7 @@ def make_plan(
     plan = Plan(
         host_id=host_id,
         domains=domains,
-        compute_modes=_compute_modes(planned, groups.sharing, layouts, gpus, kept_modes),
+        compute_modes=_compute_modes([*planned, *groups.refused], groups.sharing, layouts, gpus, kept_modes),
         devices=_devices(host_id, (*domains, *parked), direct, planned, gpus),
         unavailable={**groups.unavailable, **waiting, **refused},
         pools=_pools((*domains, *parked), planned),
@@ -142,7 +144,7 @@ def _classify(
     kept_modes: Collection[str],
 ) -> _Groups:
     """Return the divided GPUs by whether they can be used; `served` are the UUIDs of those that have been."""
-    groups = _Groups(usable=[], lost=[], unavailable={}, sharing={})
+    groups = _Groups(usable=[], lost=[], refused=[], unavailable={}, sharing={})
     for gpu in gpus:
         if gpu.pci_address not in entries:
             continue
@@ -153,6 +155,8 @@ def _classify(
             groups.usable.append(gpu)
             continue
         groups.unavailable[gpu.pci_address] = reason
+        if reason.code == COMPUTE_MODE_REFUSED:
+            groups.refused.append(gpu)
         # MPS limits memory, so a GPU whose memory is unknown cannot be divided.
         is_divisible = gpu.memory_mib is not None or sharing == TIME_SLICING
         if gpu.uuid in served and is_divisible:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -11,7 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from yunion_mps.containers.lookup import Containers
 from yunion_mps.core.enums import ABOUT_MIG_LAYOUT
-from yunion_mps.core.errors import ConfigError, HostError, NotConfirmedError, ShortageError, YunionError
+from yunion_mps.core.errors import (
+    ConfigError,
+    DriverError,
+    HostError,
+    NotConfirmedError,
+    ShortageError,
+    YunionError,
+)
 from yunion_mps.core.models import Event, Plan
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.text import decode_line
@@ -36,7 +44,7 @@ from yunion_mps.service.reload_losses import (
     unconfirmed_error,
 )
 from yunion_mps.supervisor import Change, Supervisor
-from yunion_mps.supervisor.changes import as_made, with_layout_effects, without_refused
+from yunion_mps.supervisor.changes import as_made, with_effects, with_layout_effects, without_refused
 from yunion_mps.supervisor.fleet import FleetEndOrder
 from yunion_mps.supervisor.layouts import LayoutForecast
 from yunion_mps.supervisor.preflight import Preflight, run_preflight
@@ -206,7 +214,7 @@ class Reloader:
         for condition in supervisor.snapshot().conditions:
             if condition.kind == ABOUT_MIG_LAYOUT:
                 waits[condition.subject] = effect_of(condition.reason)
-        return with_layout_effects(listed, waits)
+        return with_effects(with_layout_effects(listed, waits), supervisor.settings.effects())
 
     async def bring_about(self) -> list[Change]:
         """Bring settings of GPUs and MIG layouts that are due into effect; the caller holds the lock.
@@ -311,12 +319,20 @@ class Reloader:
 
     async def _foresee(self, preflight: Preflight) -> _Foreseen:
         """Return what a reload would change and, with `now`, what would be lost."""
+        await self._note_processes(preflight)
         plan, changes = self._supervisor.plan_for(preflight)
         forecast = await self._forecast(plan, preflight)
         changes = with_layout_effects(changes, forecast.effects)
         losses = await self._losses_of_clients(changes)
         losses = losses._replace(devices=self._rows_of(forecast.losses, preflight))
         return _Foreseen(plan, changes, forecast.losses, losses)
+
+    async def _note_processes(self, preflight: Preflight) -> None:
+        """Note which processes use the GPUs now, because settings may wait for them."""
+        nvml = preflight.nvml
+        if nvml:
+            with contextlib.suppress(DriverError, ShortageError):  # then those of the last poll count
+                self._supervisor.settings.note_processes(await on_thread(nvml.processes))
 
     async def _confirmed(self, preflight: Preflight, confirmed: Collection[str]) -> _Foreseen:
         """Return what a reload will change, and may remove later.

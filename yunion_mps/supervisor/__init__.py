@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from yunion_mps.core import reasons
 from yunion_mps.core.conditions import Condition
-from yunion_mps.core.enums import ABOUT_EVENT_LOG, ABOUT_RECORD, IMPAIRED, REFUSED
+from yunion_mps.core.enums import ABOUT_EVENT_LOG, ABOUT_RECORD, IMPAIRED
 from yunion_mps.core.errors import BusyError, DriverError, HostError, ShortageError
 from yunion_mps.core.models import Event, Inventory, Plan, Snapshot
 from yunion_mps.core.paths import Paths
@@ -22,6 +23,7 @@ from yunion_mps.gpus.absent import gpu_label
 from yunion_mps.gpus.blockers import gpus_of
 from yunion_mps.gpus.mig_layout import ConfirmedLosses
 from yunion_mps.gpus.originals import Originals
+from yunion_mps.gpus.refusals import Refusals
 from yunion_mps.host.processes import Watchable, earliest
 from yunion_mps.host.store import Store
 from yunion_mps.inventory.nvml import Nvml
@@ -38,7 +40,6 @@ from yunion_mps.supervisor.event_log import RECORDS_LOST, EventLog
 from yunion_mps.supervisor.fleet import Fleet, Jobs
 from yunion_mps.supervisor.gpu_settings import GpuSettings
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.supervisor.host_conditions import gpu_name
 from yunion_mps.supervisor.layouts import MigLayouts
 from yunion_mps.supervisor.pipe_access import PipeAccess
 from yunion_mps.supervisor.preflight import (
@@ -63,11 +64,17 @@ _RESERVE_BYTES = 2 << 20
 
 
 class Supervisor:
-    def __init__(self, paths: Paths, preflight: Preflight) -> None:
-        """`preflight` must have no problems; its NVML must stay open as long as the supervisor is used."""
+    def __init__(
+        self, paths: Paths, preflight: Preflight, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`preflight` must have no problems; its NVML must stay open as long as the supervisor is used.
+
+        clock: monotonic, in s
+        """
         self._paths = paths
         self.nvml = preflight.nvml
-        self._gpus = Gpus(preflight.inventory, preflight.plan, paths)
+        refusals = Refusals()
+        self._gpus = Gpus(preflight.inventory, preflight.plan, paths, refusals)
         self.state_file = StateFile(paths)
         self.event_log = EventLog(self.state_file.open, paths.events_copy, self._changed)
         self.fleet = Fleet(
@@ -94,8 +101,10 @@ class Supervisor:
             self._gpus,
             self.fleet,
             self.desired,
+            refusals=refusals,
             emit=self.event_log.record,
             changed=self._changed,
+            follow=self._follow_plan,
             state_file=self.state_file,
         )
         self.layouts = MigLayouts(
@@ -109,7 +118,14 @@ class Supervisor:
             use=self._use_scan,
             changed=self._changed,
         )
-        self.reconciliation = Reconciliation(self._gpus, self.desired, self.settings, self.layouts)
+        self.reconciliation = Reconciliation(
+            self._gpus,
+            self.desired,
+            self.settings,
+            self.layouts,
+            changed=self._changed,
+            clock=clock,
+        )
         self.pipe_access = PipeAccess(self.fleet, paths.root, self._changed)
         self._snapshots = Snapshots(
             desired=self.desired,
@@ -130,7 +146,7 @@ class Supervisor:
         self._condition_log = ConditionLog(self.event_log.record)
         #: The conditions that other parts of the daemon have found, by kind and subject.
         self._conditions: dict[tuple[str, str], Condition] = {}
-        #: The GPUs (UUIDs) whose MIG records could not be read at the start.
+        #: The GPUs (UUIDs) whose MIG records could not be read at the start, as long as that is so.
         self._damaged: Mapping[str, HostError] = {}
         self._note_driver(preflight.driver_error)
 
@@ -306,12 +322,8 @@ class Supervisor:
         yield from self.pipe_access.conditions
         yield from self._conditions.values()
         gpus = self._gpus.inventory.gpus
-        about = {kind.name: kind.about for kind in self.settings.reconciler.kinds}
-        for (name, uuid), reason in self.settings.reconciler.refusals.items():
-            gpu = next((gpu for gpu in gpus if gpu.uuid == uuid), None)
-            address = gpu.address if gpu else uuid
-            name_of_gpu = gpu_name(gpu) if gpu else uuid
-            yield Condition(about[name], address, REFUSED, reason, name=name_of_gpu)
+        yield from self.settings.conditions()
+        yield from self.reconciliation.conditions()
         if not self._gpus.is_saved:
             what = f"which GPUs the entries mean cannot be recorded in {self._paths.served_gpus}; "
             what += "if render nodes have other numbers after a reboot, other GPUs would be divided"
@@ -340,6 +352,7 @@ class Supervisor:
         if during_steps:
             inventory = self._gpus.with_known_settings(inventory)
         self.keep_record()
+        self._check_damaged()
         if self.desired.plan.pending:
             self._follow_plan(now_s)
         before = self._gpus.inventory
@@ -462,7 +475,8 @@ class Supervisor:
 
     def plan_for(self, preflight: Preflight) -> tuple[Plan, list[Change]]:
         """Return the plan for a reloaded configuration, and its changes; raises YunionError if refused."""
-        return self.desired.plan_for(preflight, driver_worked=self.nvml is not None)
+        driver_worked, facts = self.nvml is not None, self.settings.facts()
+        return self.desired.plan_for(preflight, driver_worked=driver_worked, settings=facts)
 
     def accept(self, preflight: Preflight) -> list[Change]:
         """Make the reloaded configuration the desired one; then `reconciliation` and `apply` bring it about.
@@ -477,7 +491,7 @@ class Supervisor:
         self.nvml = preflight.nvml or self.nvml
         self._note_driver(None if self.nvml else preflight.driver_error)
         self._gpus.clear_faults()
-        self.settings.reconciler.check_again()
+        self.settings.check_again()
         events = self._gpus.update(preflight.inventory, plan) if preflight.nvml else []
         if differs:  # what is pending was recorded before
             # Settings of GPUs are recorded once they are set, because the driver may refuse them.
@@ -539,6 +553,17 @@ class Supervisor:
                     code=error.code,
                 )
             )
+
+    def _check_damaged(self) -> None:
+        """Look whether the MIG records that could not be read can be read now, or are gone."""
+        if not self._damaged:
+            return
+        with contextlib.suppress(HostError):  # which the reconciliation reports
+            unreadable = Originals(self.store()).unreadable_layouts()
+            damaged = {uuid: error for uuid, error in self._damaged.items() if uuid in unreadable}
+            if damaged.keys() != self._damaged.keys():
+                self._damaged = damaged
+                self._changed()
 
     def _keep_leased_gpus(self) -> None:
         """Keep GPUs with leases of an earlier daemon as they are, until the leases are restored."""

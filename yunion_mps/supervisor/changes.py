@@ -16,7 +16,6 @@ from yunion_mps.core.settings import Config
 from yunion_mps.core.text import count
 from yunion_mps.core.waits import AT_ONCE, LeaseWait, Users, all_of
 from yunion_mps.gpus.blockers import Blockers, blocks, servers_of
-from yunion_mps.gpus.kind import Step
 from yunion_mps.gpus.kinds import KINDS
 from yunion_mps.mps.domain import Domain
 from yunion_mps.planning.division import describe_division
@@ -65,6 +64,15 @@ class Change(NamedTuple):
         )
 
 
+class SettingFacts(NamedTuple):
+    """What decides when a setting of a GPU changes, as for its condition."""
+
+    #: All leases, servers and processes.
+    blockers: Blockers
+    #: The original values, by the name of their kind and the UUID of their GPU.
+    originals: Mapping[str, Mapping[str, str]] = {}
+
+
 def changes_to(
     plan: Plan,
     before: Plan,
@@ -73,11 +81,13 @@ def changes_to(
     domains: Sequence[Domain],
     lease_waits: Mapping[str, LeaseWait],
     keeping: Mapping[str, Users] = {},
+    settings: SettingFacts | None = None,
 ) -> list[Change]:
     """Return the changes from what is in effect (`before`, and the running `domains`) to `plan`.
 
     `after` is the plan with all layouts in effect. `keeping` has the leases that keep each GPU (UUID) as
-    it is. Nothing of a GPU that is not there changes, except that its devices may be removed.
+    it is. `settings` is what decides when settings of GPUs change. Nothing of a GPU that is not there
+    changes, except that its devices may be removed.
     What uses MIG instances is not known here; see `with_layout_effects`.
     """
     keepers = Blockers(leases=keeping, domains=domains, gpus=gpus)
@@ -95,7 +105,8 @@ def changes_to(
             effect = _after_leases(users.effect, wait)
             changes.append(Change("budget", gpu.address, old_budget, new_budget, effect))
         if is_there:
-            changes += _settings(plan, before, after, gpu, keepers)
+            facts = settings or SettingFacts(keepers)
+            changes += _settings(plan, before, after, gpu, keepers, facts)
             changes += _layout(plan, before, after, gpu)
         changes += _reservation(plan, before, gpu)
         changes += _over_budget(plan, before, gpu)
@@ -134,16 +145,26 @@ def _over_budget(plan: Plan, before: Plan, gpu: Gpu) -> Iterator[Change]:
         yield Change("setting", f"over_budget of GPU {gpu.address}", old, new, AT_ONCE)
 
 
-def _settings(plan: Plan, before: Plan, after: Plan, gpu: Gpu, keepers: Blockers) -> Iterator[Change]:
-    """Yield the changes of the GPU's settings of all kinds, except those that follow from its MIG layout."""
+def _settings(
+    plan: Plan, before: Plan, after: Plan, gpu: Gpu, keepers: Blockers, facts: SettingFacts
+) -> Iterator[Change]:
+    """Yield the changes of the GPU's settings of all kinds, except those that follow from its MIG layout.
+
+    They wait for what keeps the step, as `Reconciler.decide` says, and for the GPU's control daemon to end.
+    """
+    uuid = str(gpu.uuid)
     for kind in KINDS:
         old, new = kind.desired(before, gpu), kind.desired(plan, gpu)
         if old == new or new != kind.desired(after, gpu):
             continue
-        needs = kind.needs(Step(old or "", new or "", restores=new is None))
-        waits_for_servers = needs.servers or needs.control_daemons
-        uuid = str(gpu.uuid)
-        users = keepers.with_instances(uuid) if waits_for_servers else keepers.leases([uuid])
+        target = facts.originals.get(kind.name, {}).get(uuid, "") if new is None else new
+        step = kind.step(kind.polled(gpu) or old or "", target, restores=new is None)
+        users = keepers.leases([uuid])
+        if step:
+            needs = kind.needs(step)
+            ends_servers = needs.servers or needs.control_daemons
+            replaced = keepers.with_instances(uuid) if ends_servers else users
+            users = all_of([replaced, facts.blockers.against(uuid, needs).users])
         yield Change(kind.label, gpu.address, old or "original", new or "original", users.effect)
 
 
@@ -157,12 +178,15 @@ def _without_layout(gpu: Gpu) -> tuple[str, str]:
 
 def with_layout_effects(changes: Iterable[Change], effects: Mapping[str, str]) -> list[Change]:
     """Return the changes, with these `effects` for MIG layouts, by GPU address."""
+    return with_effects(changes, {("MIG layout", address): effect for address, effect in effects.items()})
+
+
+def with_effects(changes: Iterable[Change], effects: Mapping[tuple[str, str], str]) -> list[Change]:
+    """Return the changes, with these `effects`, by the kind and subject of the change."""
     shown = []
     for change in changes:
-        if change.kind == "MIG layout" and change.subject in effects:
-            shown.append(change._replace(effect=effects[change.subject]))
-        else:
-            shown.append(change)
+        effect = effects.get((change.kind, change.subject), change.effect)
+        shown.append(change._replace(effect=effect))
     return shown
 
 

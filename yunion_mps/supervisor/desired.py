@@ -20,7 +20,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import find_control_program
 from yunion_mps.planning.kept_sharing import keep_sharing
 from yunion_mps.planning.plan import below_root, make_plan
-from yunion_mps.supervisor.changes import Change, changes_to, setting_changes
+from yunion_mps.supervisor.changes import Change, SettingFacts, changes_to, setting_changes
 from yunion_mps.supervisor.domain_directories import DomainDirectories
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
@@ -109,7 +109,9 @@ class DesiredState:
                 waiting.update(dict.fromkeys(domain.gpu_uuids, min(leased)))
         return waiting
 
-    def plan_for(self, preflight: Preflight, *, driver_worked: bool = True) -> tuple[Plan, list[Change]]:
+    def plan_for(
+        self, preflight: Preflight, *, driver_worked: bool = True, settings: SettingFacts | None = None
+    ) -> tuple[Plan, list[Change]]:
         """Return the plan for a reloaded configuration, and its changes to domains and leases.
 
         `driver_worked` is whether the driver has worked since the start. Raises YunionError if no plan is
@@ -130,6 +132,7 @@ class DesiredState:
             domains=self._fleet.domains,
             lease_waits=self.ledger.lease_waits(plan.devices),
             keeping=self._leases_that_keep(plan),
+            settings=settings,
         )
         return plan, changes
 

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import REFUSED
 from yunion_mps.core.models import Event, Gpu, Plan
-from yunion_mps.core.reasons import SETTING_IN_USE, SETTING_PENDING, Reason
+from yunion_mps.core.reasons import SETTING_IN_USE, SETTING_PENDING, Reason, hint_of
 from yunion_mps.core.waits import AT_ONCE, Users, wait_reason
 from yunion_mps.gpus.absent import gpu_label, report_absent
 from yunion_mps.gpus.blockers import KeptBy, gpus_of
@@ -25,13 +27,14 @@ from yunion_mps.gpus.reconciler import (
     Results,
     observe,
 )
+from yunion_mps.gpus.refusals import Refusals
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.mps.domain import Domain
-from yunion_mps.supervisor.changes import Change
+from yunion_mps.supervisor.changes import Change, SettingFacts
 from yunion_mps.supervisor.desired import DesiredState
 from yunion_mps.supervisor.fleet import Fleet
 from yunion_mps.supervisor.gpus import Gpus
-from yunion_mps.supervisor.host_conditions import PendingSetting
+from yunion_mps.supervisor.host_conditions import PendingSetting, gpu_name
 from yunion_mps.supervisor.preflight import left_running
 from yunion_mps.supervisor.state_file import StateFile
 
@@ -75,20 +78,26 @@ class GpuSettings:
         fleet: Fleet,
         desired: DesiredState,
         *,
+        refusals: Refusals,
         emit: Callable[[Event], None],
         changed: Callable[[], None],
+        follow: Callable[[float], None],
         state_file: StateFile,
     ) -> None:
-        """Tell `emit` of events, and call `changed` when the state has changed."""
+        """Tell `emit` of events, and call `changed` when the state has changed.
+
+        follow: plans again, at this time, because a GPU that refused its compute mode has it now
+        """
         self._gpus = gpus
         self._fleet = fleet
         self._desired = desired
         self._emit = emit
         self._changed = changed
+        self._follow = follow
         self._state_file = state_file
         #: The PIDs of all processes that used each GPU (UUID) at the last poll.
         self._processes: Mapping[str, Collection[int]] = {}
-        self.reconciler = Reconciler()
+        self.reconciler = Reconciler(refusals=refusals)
         #: Those that wait, as of the last time that all were looked at.
         self.pending: tuple[PendingSetting, ...] = ()
 
@@ -96,14 +105,28 @@ class GpuSettings:
         """Note the processes (PIDs by GPU UUID) that a poll has found; none if the driver did not answer."""
         self._processes = processes
 
+    def facts(self) -> SettingFacts:
+        """Return what decides when settings of GPUs change, as of the last poll."""
+        blockers = self._desired.blockers(processes=self._processes)
+        return SettingFacts(blockers, self.original_values())
+
+    def effects(self) -> dict[tuple[str, str], str]:
+        """Return when settings change that wait, by the label of their kind and the GPU's address."""
+        addresses = {gpu.uuid: gpu.address for gpu in self._gpus.inventory.gpus}
+        effects = {}
+        for look, kept_by in self.reconciler.pending.items():
+            if kept_by.users and look.uuid in addresses:
+                effects[look.kind.label, addresses[look.uuid]] = kept_by.users.effect
+        return effects
+
     # -- what is due
 
     def original_values(self) -> OriginalValues:
         """Return what is recorded of the values before our first change; nothing if it cannot be read."""
         return self.reconciler.original_values(self._state_file.opened_originals())
 
-    def due(self, originals: OriginalValues, *, before_layouts: bool = False) -> Due | None:
-        """Return the settings that may have to change; None if none has.
+    def due(self, originals: OriginalValues, now_s: float, *, before_layouts: bool = False) -> Due | None:
+        """Return the settings that may have to change now; None if none has.
 
         originals: as `original_values` has returned them
         before_layouts: whether only those are meant that are set before MIG layouts, too
@@ -111,10 +134,25 @@ class GpuSettings:
         kinds = [kind for kind in self.reconciler.kinds if kind.precedes_layouts or not before_layouts]
         gpus = self._gpus.inventory.gpus
         looks = self.reconciler.looks(self._desired.plan, gpus, originals, kinds=kinds)
-        due = self._unblocked(looks, kinds)
+        due = self._unblocked(self._without_refused(looks, kinds, now_s), kinds)
         if due is None:
             self._note_pending()
         return due
+
+    def _without_refused(self, looks: Iterable[Look], kinds: Collection[Kind], now_s: float) -> list[Look]:
+        """Return those that are tried now; what is no longer to be done is no longer shown as refused."""
+        before = len(self._refused())
+        due = self.reconciler.due(looks, kinds, now_s)
+        if len(self._refused()) != before:
+            self._changed()
+        return due
+
+    def check_again(self) -> None:
+        """Compare all values, and try refused ones again at once, because the configuration was reloaded."""
+        self.reconciler.check_again()
+        plan, gpus, kinds = self._desired.plan, self._gpus.inventory.gpus, self.reconciler.kinds
+        looks = self.reconciler.looks(plan, gpus, self.original_values())
+        self.reconciler.due(looks, kinds, 0.0)
 
     def to_set(self, originals: OriginalValues) -> Due | None:
         """Return the settings that may have to be set, without those to restore."""
@@ -173,7 +211,8 @@ class GpuSettings:
 
     def observe(self, due: Due, nvml: Nvml | None) -> Observed:
         """Return what the GPUs have now; run it on a thread."""
-        return observe(due.looks, nvml)
+        gate = self.reconciler.gate
+        return observe(due.looks, nvml, lambda: gate.has_ended)
 
     def decide(self, due: Due, observed: Observed) -> Decision:
         """Return the steps to carry out."""
@@ -210,13 +249,12 @@ class GpuSettings:
 
     def note(self, due: Due, steps: Decision, results: Results, now_s: float) -> list[Change]:
         """Record what was done, and return it; raises HostError if an original could not be recorded."""
-        del now_s
-        changes = self._note(due.looks, steps.pending.keys(), results)
+        changes = self._note(due.looks, steps.pending.keys(), results, now_s)
         if results.not_recorded:
             raise results.not_recorded
         return changes
 
-    def note_restored(self, restoration: Restoration) -> None:
+    def note_restored(self, restoration: Restoration, now_s: float) -> None:
         """Record the original values that a stop has restored, and log which it has not."""
         gpus = self._gpus.inventory.gpus
         for look, kept_by in restoration.pending.items():
@@ -226,19 +264,25 @@ class GpuSettings:
                 log.warning("%s, because jobs without MPS use it; %s", what, how)
         report_absent(restoration.results.not_restored(), gpus)
         cause = "the original value was restored"
-        self._note(restoration.looks, restoration.pending.keys(), restoration.results, cause)
+        self._note(restoration.looks, restoration.pending.keys(), restoration.results, now_s, cause)
 
     def _note(
-        self, looks: Iterable[Look], pending: Collection[Look], results: Results, cause: str = REQUIRED
+        self,
+        looks: Iterable[Look],
+        pending: Collection[Look],
+        results: Results,
+        now_s: float,
+        cause: str = REQUIRED,
     ) -> list[Change]:
         gpus = self._gpus.inventory.gpus
-        for event in self.reconciler.note(looks, pending, results, gpus, cause):
+        before = self._refused()
+        for event in self.reconciler.note(looks, pending, results, gpus, now_s, cause):
             self._emit(event)
-        modes, refused = results.of(COMPUTE_MODE), results.refused(COMPUTE_MODE)
-        if modes or refused:
-            self._gpus.note_modes(modes, refused)
-        if results.steps or any(not look.restores for look in results.errors):
+        are_new_usable = self._gpus.note_modes(results.of(COMPUTE_MODE), results.refused(COMPUTE_MODE))
+        if results.steps or self._refused() != before:
             self._changed()
+        if are_new_usable and not self.reconciler.gate.has_ended:
+            self._follow(now_s)
         addresses = {gpu.uuid: gpu.address for gpu in gpus}
         changes = []
         for look, step in results.steps.items():
@@ -262,7 +306,7 @@ class GpuSettings:
 
         gpus: as they have just been scanned
         """
-        plan, blockers = self._desired.plan, self._desired.blockers()
+        plan, blockers = self._desired.plan, self._desired.blockers(processes=self._processes)
         return self.reconciler.corrections(plan, gpus, observed.values, blockers)
 
     # -- what is shown
@@ -271,9 +315,35 @@ class GpuSettings:
         """Return the plan without values that were refused."""
         return self.reconciler.in_effect(plan)
 
+    def _refused(self) -> list[Reason]:
+        return [refusal.reason for refusal in self.reconciler.refusals]
+
     def refused(self) -> dict[str, set[str]]:
-        """Return the GPUs (UUIDs) that have refused a desired value, by the label of the kind of setting."""
-        return {kind.label: self.reconciler.refused(kind) for kind in self.reconciler.kinds}
+        """Return the GPUs (UUIDs) that have refused a value, by the label of the kind of setting."""
+        refusals = self.reconciler.refusals
+        return {kind.label: refusals.of_kind(kind.name) for kind in self.reconciler.kinds}
+
+    def conditions(self) -> Iterator[Condition]:
+        """Yield what the driver refuses to set or to restore, except what makes a GPU unusable."""
+        gpus = {gpu.uuid: gpu for gpu in self._gpus.inventory.gpus}
+        kinds = {kind.name: kind for kind in self.reconciler.kinds}
+        for refusal in self.reconciler.refusals:
+            (name, uuid), target = refusal.attempt.key, refusal.attempt.target
+            gpu, kind = gpus.get(uuid), kinds[name]
+            if not refusal.reason:
+                continue
+            advice = hint_of(refusal.reason.code, gpu=uuid)
+            if refusal.attempt.restores:
+                advice = f"{advice}: {kind.command(uuid, target)}"
+            yield Condition(
+                kind=kind.about,
+                subject=gpu.address if gpu else uuid,
+                status=REFUSED,
+                reason=refusal.reason,
+                advice=advice,
+                name=gpu_name(gpu) if gpu else uuid,
+                gpu=gpu.address if gpu else "",
+            )
 
     def in_wrong_mode(self, originals: OriginalValues) -> set[str]:
         """Return the GPUs (UUIDs) whose compute mode is not the planned or, without one, the original one."""

@@ -19,6 +19,9 @@ from yunion_mps.core.errors import DriverError
 from yunion_mps.core.models import PROHIBITED, Event, Gpu, Inventory, MeantGpu, Plan
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import NO_REASON, Reason
+from yunion_mps.gpus.compute_mode import COMPUTE_MODE
+from yunion_mps.gpus.kind import TRIED_AGAIN
+from yunion_mps.gpus.refusals import Refusals
 from yunion_mps.host.files import write_atomically
 from yunion_mps.inventory.gpu_events import xid_meaning
 from yunion_mps.inventory.nvml import Nvml
@@ -47,12 +50,11 @@ _PASSING = reasons.GPU_ABSENT | {
 class Gpus:
     """The GPUs at the last poll, each with the reason why it cannot be used, if any."""
 
-    def __init__(self, inventory: Inventory, plan: Plan, paths: Paths) -> None:
+    def __init__(self, inventory: Inventory, plan: Plan, paths: Paths, refusals: Refusals) -> None:
         self._paths = paths
+        self._refusals = refusals
         #: Faults by PCI address.
         self._faults = _read_faults(paths.gpu_faults)
-        #: Why compute modes could not be set, by GPU UUID.
-        self.mode_errors: dict[str, DriverError] = {}
         #: The GPUs (UUIDs) whose driver does not support a change of the compute mode, until the daemon ends.
         self._fixed_modes: set[str] = set()
         #: Whether what the entries mean could be saved.
@@ -144,31 +146,35 @@ class Gpus:
         consequence = "its devices are unavailable"
         return event._replace(severity="error", consequence=consequence, code=reasons.GPU_FAULT)
 
-    def note_modes(self, modes: Mapping[str, str], errors: Mapping[str, DriverError]) -> None:
+    def note_modes(self, modes: Mapping[str, str], errors: Mapping[str, DriverError]) -> bool:
         """Record compute modes that were set, and GPUs that refused, by UUID, also for their instances.
 
-        A GPU whose driver supports no change of the mode can be used in the mode that it has. One that could
-        not be reached has not refused: its mode is set once it answers.
+        A GPU whose driver supports no change of the mode can be used in the mode that it has. Returns whether
+        one that had refused its mode can be used now.
         """
+        are_new_usable = False
         for uuid, error in errors.items():
             if error.code == reasons.COMPUTE_MODE_UNSUPPORTED:
                 self._fixed_modes.add(uuid)
-            elif error.code not in _PASSING:
-                self.mode_errors[uuid] = error
         for gpu in self.inventory.gpus:
             uuid = gpu.parent or gpu.uuid or ""
             if uuid in modes:
-                self.mode_errors.pop(uuid, None)
-                self._replace(gpu._replace(compute_mode=modes[uuid]))
+                known = gpu._replace(compute_mode=modes[uuid])
+                if gpu.reason.code == reasons.COMPUTE_MODE_REFUSED:
+                    known = known._replace(reason=self._fault_of(gpu))
+                    are_new_usable = True
+                self._replace(known)
             elif uuid in errors:
                 self._replace(self._with_mode_answer(gpu))
+        return are_new_usable
 
     def refuse_if_no_mode_can_be_set(self, plan: Plan) -> None:
         """Raise DriverError if every GPU that the plan divides has refused its compute mode."""
         usable = [gpu for gpu in self.inventory.gpus if gpu.pci_address not in plan.unavailable]
         divided = [gpu for gpu in usable if gpu.uuid in plan.gpu_uuids]
-        if divided and all(gpu.uuid in self.mode_errors for gpu in divided):
-            first = next(iter(self.mode_errors.values()))
+        errors = self._mode_errors()
+        if divided and all(gpu.uuid in errors for gpu in divided):
+            first = next(iter(errors.values()))
             what = f"no GPU's compute mode can be set: {first.message}"
             raise DriverError(what, first.hint, reasons.COMPUTE_MODE_REFUSED)
 
@@ -178,7 +184,6 @@ class Gpus:
             if gpu.reason and gpu.reason == self._fault_of(gpu):
                 self._replace(gpu._replace(reason=NO_REASON))
         self._clear_faults(*self._faults)
-        self.mode_errors.clear()
 
     def scan(self) -> Nvml | None:
         """Scan the GPUs, even if MPS is disabled; return the open NVML, or None if the driver fails."""
@@ -257,7 +262,7 @@ class Gpus:
                 continue
             known = self._with_mode_answer(before[address])
             is_closed = known.mode_is_fixed and known.compute_mode == PROHIBITED
-            refuses = is_closed or known.uuid in self.mode_errors
+            refuses = is_closed or known.reason.code == reasons.COMPUTE_MODE_REFUSED
             if not refuses and (scanned is None or scanned.uuid in (None, before[address].uuid)):
                 gpus[address] = before[address]._replace(
                     reason=NO_REASON, mig_enabled=None, compute_mode=None
@@ -273,11 +278,27 @@ class Gpus:
         uuid = gpu.parent or gpu.uuid or ""
         if uuid in self._fixed_modes:
             return gpu._replace(mode_is_fixed=True)
-        error = self.mode_errors.get(uuid)
+        error = self._mode_errors().get(uuid)
         if error is None or gpu.reason:
             return gpu
-        what = f"its compute mode cannot be set: {error.message}"
+        what = f"its compute mode cannot be set: {error.message}; {TRIED_AGAIN}"
         return gpu._replace(reason=Reason(what, reasons.COMPUTE_MODE_REFUSED))
+
+    def _mode_errors(self) -> dict[str, DriverError]:
+        """Return why compute modes cannot be set, by GPU UUID.
+
+        A GPU that could not be reached has not refused: its mode is set once it answers.
+        """
+        errors = {}
+        for uuid, refusal in self._refusals.to_set(COMPUTE_MODE.name).items():
+            error = refusal.error
+            if (
+                isinstance(error, DriverError)
+                and error.code not in _PASSING
+                and uuid not in self._fixed_modes
+            ):
+                errors[uuid] = error
+        return errors
 
     def _with_reason(self, gpu: Gpu, plan: Plan) -> Gpu:
         """Return the GPU with the reason why it cannot serve its devices, such as MIG mode."""

@@ -19,15 +19,18 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import ABOUT_RECORD, IMPAIRED
 from yunion_mps.core.errors import YunionError
+from yunion_mps.core.reasons import Reason
+from yunion_mps.gpus.kind import TRIED_AGAIN
 from yunion_mps.gpus.mig_restore import former_layouts
 from yunion_mps.gpus.originals import Originals
 from yunion_mps.gpus.reconciler import OriginalValues
-from yunion_mps.gpus.restoration import restore_originals
+from yunion_mps.gpus.restoration import BEGIN_STEPS_S, restore_originals
 from yunion_mps.host.store import Store
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.nvml import Nvml
@@ -82,12 +85,31 @@ class _StageRun(NamedTuple):
     #: Whether it had steps that change GPUs, even if they have failed.
     tried: bool = False
     changes: Sequence[Change] = ()
+    #: Why it could not be run to its end.
+    error: YunionError | None = None
 
 
 class Reconciliation:
     """Runs the stages in their order: at a start, at each poll and reload, and at a stop."""
 
-    def __init__(self, gpus: Gpus, desired: DesiredState, settings: GpuSettings, layouts: MigLayouts) -> None:
+    def __init__(
+        self,
+        gpus: Gpus,
+        desired: DesiredState,
+        settings: GpuSettings,
+        layouts: MigLayouts,
+        *,
+        changed: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Call `changed` when what cannot be recorded has changed.
+
+        clock: monotonic, in s
+        """
+        self._changed = changed
+        self._clock = clock
+        #: Why stages cannot be run, because of the host or the state file, by their labels.
+        self._errors: dict[str, YunionError] = {}
         self._gpus = gpus
         self._desired = desired
         self._settings = settings
@@ -107,7 +129,7 @@ class Reconciliation:
 
     def settings_due(self) -> Due | None:
         """Return the settings that may have to change; None if none has."""
-        return self._settings.due(self._settings.original_values())
+        return self._settings.due(self._settings.original_values(), self._clock())
 
     def layouts_due(
         self, nvml: Nvml | None, originals: OriginalValues | None = None, *, is_start: bool = False
@@ -162,12 +184,18 @@ class Reconciliation:
         """Run each stage once, in their order; what is recorded is read again only after a change."""
         originals = self._settings.original_values()
         settings, layouts = self._settings, self._layouts
-        modes = await self._run(settings, lambda: settings.due(originals, before_layouts=True), nvml)
+
+        def modes_due() -> Due | None:
+            return settings.due(originals, self._clock(), before_layouts=True)
+
+        modes = await self._run(settings, modes_due, nvml)
         if modes.changes:
             originals = settings.original_values()
         instances = await self._run(layouts, lambda: self.layouts_due(nvml, originals), nvml)
         # Whatever was reported of the layouts: a step that has failed may have reset a compute mode.
-        values = await self._run(settings, lambda: settings.due(originals), nvml)
+        values = await self._run(settings, lambda: settings.due(originals, self._clock()), nvml)
+        self._note_error(settings.label, modes.error or values.error)
+        self._note_error(layouts.label, instances.error)
         if instances.tried:
             await settle()
         return [*modes.changes, *instances.changes, *values.changes]
@@ -175,6 +203,7 @@ class Reconciliation:
     async def set_values(self, nvml: Nvml | None) -> list[Change]:
         """Set and restore the settings that are due; return what was done."""
         run = await self._run(self._settings, self.settings_due, nvml)
+        self._note_error(self._settings.label, run.error)
         return [*run.changes]
 
     # -- at a stop, on this thread
@@ -197,9 +226,10 @@ class Reconciliation:
             ledger=ledger,
             left=left,
             keeps_requests=True,
+            most_s=BEGIN_STEPS_S,
         )
         self._layouts.note_restored(restored.layouts)
-        self._settings.note_restored(restored.settings)
+        self._settings.note_restored(restored.settings, self._clock())
 
     # -- one stage
 
@@ -209,7 +239,7 @@ class Reconciliation:
         find_due: Callable[[], DueT | None],
         nvml: Nvml | None,
     ) -> _StageRun:
-        """Run a stage; what fails is logged, and due again in the next round."""
+        """Run a stage; what fails is due again in the next round."""
         tried = False
         self._begun += 1
         try:
@@ -220,12 +250,35 @@ class Reconciliation:
             steps = stage.decide(due, observed)
             tried = stage.changes_gpus(steps)
             results = await on_thread(functools.partial(stage.carry_out, steps, nvml))
-            return _StageRun(tried, stage.note(due, steps, results, time.monotonic()))
+            return _StageRun(tried, stage.note(due, steps, results, self._clock()))
         except YunionError as error:
-            log.error("%s cannot be changed: %s; %s", stage.label, error.message, error.hint)
+            return _StageRun(tried, error=error)
         finally:
             self.ended_runs += 1
-        return _StageRun(tried)
+
+    def _note_error(self, label: str, error: YunionError | None) -> None:
+        """Note why a stage cannot be run now; None if it can. It is logged when it changes."""
+        before = self._errors.pop(label, None)
+        if error:
+            self._errors[label] = error
+        message = error.message if error else ""
+        if message == (before.message if before else ""):
+            return
+        self._changed()
+        if error:
+            log.error("%s cannot be changed: %s; %s", label, error.message, error.hint)
+
+    def conditions(self) -> Iterator[Condition]:
+        """Yield what keeps stages from being run at all."""
+        for label, error in self._errors.items():
+            what = f"{label} cannot be changed: {error.message}; {TRIED_AGAIN}"
+            yield Condition(ABOUT_RECORD, label, IMPAIRED, Reason(what, error.code), error.hint)
+        unreadable = self._settings.reconciler.unreadable
+        if unreadable:
+            what = f"what GPUs had before the daemon's first change cannot be read: {unreadable.message}"
+            yield Condition(
+                ABOUT_RECORD, "originals", IMPAIRED, Reason(what, unreadable.code), unreadable.hint
+            )
 
     def _run_here(
         self,

@@ -289,7 +289,7 @@ def gpu_json(
         "reason_code": reason.code,
         "budget_enforced": enforces_budgets(gpu) and sharing != TIME_SLICING,
         "sharing": sharing,
-        "time_slice": plan.time_slices.get(uuid) if sharing == TIME_SLICING else None,
+        "time_slice": plan.time_slices.get(uuid),
         "mig_layout": (describe_layout(plan, gpu) or None) if sharing == MIG else None,
         "parent": gpu.parent or None,
         "mig_profile": gpu.mig_profile or None,

@@ -231,7 +231,7 @@ def test_a_broken_gpu_is_not_checked_against_a_client_limit() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"reason": "the GPU has fallen off the bus"}, "the GPU has fallen off the bus"),
+        ({"reason": Reason("the GPU is lost", GPU_LOST)}, "the GPU is lost"),
         ({"uuid": None}, "the driver does not report the GPU's UUID"),
         (
             {"memory_mib": None},

@@ -81,13 +81,13 @@ def test_a_gpu_whose_mode_cannot_be_set_is_not_served_and_the_others_are(
     host.fail("nvmlDeviceSetComputeMode", "no_permission", gpu=0)
     made = supervise(host).start()
     why = "compute mode cannot be set: NVML: permission denied"
-    assert made.snapshot.plan.unavailable == {FIRST: f"its {why}"}
+    assert made.snapshot.plan.unavailable == {FIRST: f"its {why}; it is tried again"}
     assert {device["gpu_uuid"] for device in devices_json(made.snapshot, Ledger())} == {host.gpus[1].uuid}
     assert made.available == 4
     assert [domain.plan.gpu_uuids for domain in made.snapshot.domains] == [(host.gpus[1].uuid,)]
     assert f"GPU 00:06.0: {why}" in caplog.text
     made.rescan()
-    assert made.snapshot.plan.unavailable == {FIRST: f"its {why}"}
+    assert made.snapshot.plan.unavailable == {FIRST: f"its {why}; it is tried again"}
     made.stop()
     assert modes(host) == ["default", "prohibited"]
     assert "cannot be restored" not in caplog.text

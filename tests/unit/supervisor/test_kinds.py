@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
-from yunion_mps.core.enums import ABOUT_SETTING, PENDING, READY, WARNING
+from yunion_mps.core.enums import ABOUT_SETTING, MPS, PENDING, READY, REFUSED, WARNING
 from yunion_mps.core.errors import DriverError
-from yunion_mps.core.models import Gpu, Plan
-from yunion_mps.core.reasons import COMPUTE_MODE_CHANGED, COMPUTE_MODE_REFUSED, SETTING_IN_USE
+from yunion_mps.core.models import Gpu, Holder, Lease, Plan
+from yunion_mps.core.reasons import (
+    COMPUTE_MODE_CHANGED,
+    COMPUTE_MODE_REFUSED,
+    DRIVER_HUNG,
+    SETTING_IN_USE,
+    SETTING_NOT_RESTORED,
+    SETTING_PENDING,
+)
 from yunion_mps.gpus import kinds
 from yunion_mps.gpus.blockers import WITHOUT_MPS, Needs
 from yunion_mps.gpus.kind import Kind, Step
@@ -31,28 +39,38 @@ class PowerLimit(Kind):
     def __init__(self) -> None:
         self.watts: dict[str, str] = {}
         self.refuses = False
+        self.refusal = COMPUTE_MODE_REFUSED
+        #: What a change to the desired value waits for.
+        self.needs_to_set = Needs()
 
     def desired(self, plan: Plan, gpu: Gpu) -> str | None:
         return "200" if gpu.uuid in plan.gpu_uuids else None
 
     def needs(self, step: Step) -> Needs:
-        return Needs(leases=WITHOUT_MPS, processes=True) if step.restores else Needs()
+        return Needs(leases=WITHOUT_MPS, processes=True) if step.restores else self.needs_to_set
 
     def observe(self, nvml: Nvml, uuid: str) -> str:
         return self.watts.get(uuid, "300")
 
     def carry_out(self, nvml: Nvml, uuid: str, step: Step) -> None:
         if self.refuses:
-            raise DriverError("the driver refuses it", "", COMPUTE_MODE_REFUSED)
+            raise DriverError("the driver refuses it", "", self.refusal)
         self.watts[uuid] = step.target
 
     def command(self, uuid: str, value: str) -> str:
         return f"nvidia-smi -i {uuid} -pl {value}"
 
 
-@pytest.fixture
-def limit() -> Iterator[PowerLimit]:
-    kind = PowerLimit()
+class PolledPowerLimit(PowerLimit):
+    """The same, as a kind that polls read."""
+
+    def polled(self, gpu: Gpu) -> str | None:
+        return self.watts.get(gpu.uuid or "", "300")
+
+
+@pytest.fixture(params=[PowerLimit, PolledPowerLimit])
+def limit(request: pytest.FixtureRequest) -> Iterator[PowerLimit]:
+    kind: PowerLimit = request.param()
     kinds.KINDS.append(kind)
     yield kind
     kinds.KINDS.remove(kind)
@@ -60,6 +78,19 @@ def limit() -> Iterator[PowerLimit]:
 
 def watts(limit: PowerLimit, host: SimHost) -> list[str]:
     return [limit.watts.get(gpu.uuid, "300") for gpu in host.gpus]
+
+
+def of_settings(made: Supervised) -> list[tuple[str, str]]:
+    """The conditions of power limits, as subjects and statuses."""
+    found = [condition for condition in made.snapshot.conditions if condition.kind == ABOUT_SETTING]
+    return [(condition.subject, condition.status) for condition in found]
+
+
+def give_up_the_second(made: Supervised) -> None:
+    made.host.divide(4)
+    made.reload()
+    made.until(lambda: len(made.snapshot.domains[0].plan.gpu_uuids) == 1)
+    made.poll_later(0.0)
 
 
 def recorded(made: Supervised) -> dict[str, str]:
@@ -137,6 +168,68 @@ def test_a_refused_value_is_a_warning_and_the_gpus_serve(limit: PowerLimit, begi
     assert {status.state for status in made.snapshot.domains} == {READY}
 
 
+@pytest.mark.parametrize("code", [COMPUTE_MODE_REFUSED, DRIVER_HUNG])
+def test_a_refused_value_is_told_once_and_set_when_the_driver_lets_it(
+    limit: PowerLimit, begin: Begin, code: str
+) -> None:
+    limit.refuses, limit.refusal = True, code
+    host, made = begin(TWO, 4)
+    host.divide(4, 4)
+    made.reload()
+    for _ in range(4):
+        made.poll_later()
+    assert of_settings(made) == [("00:06.0", REFUSED), ("00:07.0", REFUSED)]
+    told = [event.subject for event in made.events if "power limit" in event.what]
+    assert sorted(told) == ["00:06.0", "00:07.0"]
+    limit.refuses = False
+    made.poll_later()
+    assert (watts(limit, host), of_settings(made)) == (["200", "200"], [])
+
+
+def test_a_restoration_that_is_refused_is_told_once_and_tried_again(limit: PowerLimit, begin: Begin) -> None:
+    host, made = begin(TWO, 4, 4)
+    limit.refuses = True
+    give_up_the_second(made)
+    for _ in range(3):
+        made.poll_later()
+    assert of_settings(made) == [("00:07.0", REFUSED)]
+    refused = [event for event in made.events if event.code == SETTING_NOT_RESTORED]
+    assert [event.subject for event in refused] == ["00:07.0"]
+    limit.refuses = False
+    made.poll_later()
+    assert (watts(limit, host), of_settings(made)) == (["200", "300"], [])
+
+
+def test_a_value_that_needs_an_idle_gpu_waits_for_processes(limit: PowerLimit, begin: Begin) -> None:
+    """Also for one that began after the last poll."""
+    limit.needs_to_set = Needs(processes=True)
+    host, made = begin(TWO, 4)
+    host.gpus[1].add_process(os.getpid(), 100)
+    host.divide(4, 4)
+    made.reload()
+    made.poll_later(0.0)
+    assert (watts(limit, host), of_settings(made)) == (["200", "300"], [("00:07.0", PENDING)])
+    host.gpus[1].remove_process(os.getpid())
+    made.poll_later(0.0)
+    assert (watts(limit, host), of_settings(made)) == (["200", "200"], [])
+
+
+def test_a_value_that_needs_a_free_gpu_waits_for_leases(limit: PowerLimit, begin: Begin) -> None:
+    host, made = begin(TWO, 4, 4)
+    limit.needs_to_set = Needs(leases=frozenset({MPS}))
+    leased = made.snapshot.plan.devices[-1]
+    made.hold([Lease("0" * 36, (leased,), Holder("name", 0, name="job"), time.time())])
+    limit.watts[host.gpus[1].uuid] = "250"
+    made.supervisor.settings.reconciler.compare()
+    made.poll_later(0.0)
+    assert (watts(limit, host), of_settings(made)) == (["200", "250"], [("00:07.0", PENDING)])
+    assert made.snapshot.conditions[0].reason.code == SETTING_PENDING
+    made.hold()
+    made.poll_later(0.0)
+    assert (watts(limit, host), of_settings(made)) == (["200", "200"], [])
+
+
+@pytest.mark.parametrize("limit", [PowerLimit], indirect=True)
 def test_another_programs_change_is_corrected_at_the_next_comparison(limit: PowerLimit, begin: Begin) -> None:
     host, made = begin(TWO, 4, 4)
     limit.watts[host.gpus[0].uuid] = "250"
