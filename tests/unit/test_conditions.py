@@ -283,7 +283,7 @@ def rows() -> Iterator[Row]:
     yield Row("another setting", ABOUT_SETTING, reasons.COMPUTE_MODE_REFUSED, WARNING, refused)
     for about in (ABOUT_COMPUTE_MODE, ABOUT_TIME_SLICE, ABOUT_SETTING):
         code = reasons.SETTING_NOT_RESTORED
-        refused = reported(about, REFUSED, code, "06:00.0")
+        refused = host_reporting(about, REFUSED, code, "06:00.0")
         yield Row(f"a {about} that is not restored", about, code, WARNING, refused)
         for code, users in (
             (reasons.SETTING_PENDING, Users(leases=("lease job of root",))),
