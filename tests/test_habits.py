@@ -131,6 +131,7 @@ def test_vague_names_are_found() -> None:
 _SET_IN_LIBRARIES = {
     ("yunion_mps/cli/root.py", "error.message"),
     ("yunion_mps/core/exposition.py", "family.type"),
+    ("yunion_mps/kubernetes/kubelet/grpc.py", "stream.buffer"),
 }
 
 
@@ -329,7 +330,7 @@ def test_no_test_knows_a_private_name_of_another_object() -> None:
         names = list(private_names_used(module))
         for program in programs_in(module) if path != Path(__file__) else ():
             names += private_names_used(program)
-        if names:
+        if names and not path.stem.endswith("_pb2"):  # generated
             used[str(path.relative_to(CHECKOUT))] = names
     assert used == {}
 

@@ -219,6 +219,7 @@ def test_tests_ignore_no_signal_even_if_they_are_started_by_nohup(checkout: Path
         ("sessions", "demo"),
         ("screenshot", "demo browser"),
         ("package", "build"),
+        ("protos", "test"),
         ("test-packages", "packages"),
         ("test-engines", "slurm engines"),
         ("test-kubernetes", "containers packages"),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -20,15 +19,14 @@ import signal
 import subprocess
 import uuid
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from yunion_mps.kubernetes.kubelet import grpc
-from yunion_mps.kubernetes.kubelet.device_plugin_api import DeviceSpec
-from yunion_mps.kubernetes.kubelet.protobuf import Empty, Message
-from yunion_mps.kubernetes.kubelet.rpc import AnswerT, Rpc
+from yunion_mps.kubernetes.kubelet.grpc import AnswerT, RequestT, Rpc
+from yunion_mps.kubernetes.kubelet.protos.device_plugin_pb2 import DeviceSpec
 
-from containers import cri_api as cri
+from containers import cri_api, cri_pb2
 from containers.image import IMAGE
 from control_groups import ControlGroup, unique_name
 from integration.daemon_host import PATIENCE_S, eventually, is_running
@@ -68,7 +66,7 @@ echo '{"cniVersion": "0.3.1", "interfaces": [{"name": "eth0", "sandbox": "/"}],
        "ips": [{"version": "4", "address": "192.0.2.1/24", "interface": 0}]}'
 """
 _NAMESPACE = "mount -t tmpfs tmpfs /run && echo ready && exec cat"
-_ON_THE_NODE = cri.NamespaceOption(network=cri.NODE, pid=cri.CONTAINER)
+_ON_THE_NODE = cri_pb2.NamespaceOption(network=cri_pb2.NODE, pid=cri_pb2.CONTAINER)
 
 
 def write_network(folder: Path) -> None:
@@ -129,7 +127,7 @@ class Containerd(Closes):
         self.socket = self._folder / "containerd.sock"
         self._group = ControlGroup(unique_name())
         #: Each pod's sandbox, and how often its container was started.
-        self._sandboxes: dict[str, tuple[str, cri.PodSandboxConfig]] = {}
+        self._sandboxes: dict[str, tuple[str, cri_pb2.PodSandboxConfig]] = {}
         self._attempts: dict[str, int] = {}
         command = ["unshare", "--mount", "sh", "-c", _NAMESPACE]
         self._namespace = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -182,7 +180,7 @@ class Containerd(Closes):
 
     def _answers(self) -> bool:
         with contextlib.suppress(grpc.RpcError):
-            self.call(cri.VERSION, Empty())
+            self.call(cri_api.VERSION, cri_pb2.Empty())
             return True
         assert self._process, "it was started"
         assert self._process.poll() is None, self.log
@@ -203,10 +201,9 @@ class Containerd(Closes):
 
     # -- what the kubelet does with it
 
-    def call(self, rpc: Rpc[Any, AnswerT], request: Message) -> AnswerT:
+    def call(self, rpc: Rpc[RequestT, AnswerT], request: RequestT) -> AnswerT:
         """Call a method; raises grpc.RpcError."""
-        data = asyncio.run(grpc.call_unary(str(self.socket), rpc.path, request.encode(), PATIENCE_S))
-        return rpc.answer.decode(data)
+        return asyncio.run(grpc.call_rpc(str(self.socket), rpc, request, PATIENCE_S))
 
     def run(self, pod: Pod) -> Container:
         """Start the container of a pod, in a new sandbox unless it has one; raises grpc.RpcError."""
@@ -214,13 +211,14 @@ class Containerd(Closes):
 
     def run_sandbox(self, pod: Pod) -> None:
         uid = str(uuid.uuid4())
-        config = cri.PodSandboxConfig(
-            cri.PodSandboxMetadata(pod.name, uid, "default"),
-            cri.LinuxPodSandboxConfig(
-                f"/{self.cgroup}/pod{uid}", cri.LinuxSandboxSecurityContext(_ON_THE_NODE)
+        config = cri_pb2.PodSandboxConfig(
+            metadata=cri_pb2.PodSandboxMetadata(name=pod.name, uid=uid, namespace="default"),
+            linux=cri_pb2.LinuxPodSandboxConfig(
+                cgroup_parent=f"/{self.cgroup}/pod{uid}",
+                security_context=cri_pb2.LinuxSandboxSecurityContext(namespace_options=_ON_THE_NODE),
             ),
         )
-        answer = self.call(cri.RUN_POD_SANDBOX, cri.RunPodSandboxRequest(config))
+        answer = self.call(cri_api.RUN_POD_SANDBOX, cri_pb2.RunPodSandboxRequest(config=config))
         self._sandboxes[pod.name] = answer.pod_sandbox_id, config
 
     def create_container(self, pod: Pod) -> str:
@@ -229,28 +227,37 @@ class Containerd(Closes):
             self.run_sandbox(pod)
         sandbox, sandbox_config = self._sandboxes[pod.name]
         attempt = self._attempts[pod.name] = self._attempts.get(pod.name, -1) + 1
-        config = cri.ContainerConfig(
-            cri.ContainerMetadata("main", attempt),
-            cri.ImageSpec(IMAGE),
-            envs=tuple(cri.KeyValue(*variable) for variable in pod.answer.envs.items()),
-            mounts=pod.answer.mounts,
-            devices=tuple(self._below_root(device) for device in pod.answer.devices),
-            linux=cri.LinuxContainerConfig(cri.LinuxContainerSecurityContext(_ON_THE_NODE)),
-            cdi_devices=pod.answer.cdi_devices,
+        security = cri_pb2.LinuxContainerSecurityContext(namespace_options=_ON_THE_NODE)
+        config = cri_pb2.ContainerConfig(
+            metadata=cri_pb2.ContainerMetadata(name="main", attempt=attempt),
+            image=cri_pb2.ImageSpec(image=IMAGE),
+            envs=[cri_pb2.KeyValue(key=name, value=value) for name, value in pod.answer.envs.items()],
+            devices=[self._below_root(device) for device in pod.answer.devices],
+            linux=cri_pb2.LinuxContainerConfig(security_context=security),
+            CDI_devices=[cri_pb2.CDIDevice(name=device.name) for device in pod.answer.cdi_devices],
         )
-        request = cri.CreateContainerRequest(sandbox, config, sandbox_config)
-        return self.call(cri.CREATE_CONTAINER, request).container_id
+        for mount in pod.answer.mounts:
+            config.mounts.add(container_path=mount.container_path, host_path=mount.host_path)
+        request = cri_pb2.CreateContainerRequest(
+            pod_sandbox_id=sandbox, config=config, sandbox_config=sandbox_config
+        )
+        return self.call(cri_api.CREATE_CONTAINER, request).container_id
 
-    def _below_root(self, device: DeviceSpec) -> DeviceSpec:
-        return dataclasses.replace(device, host_path=f"{self._root}{device.host_path}")
+    def _below_root(self, device: DeviceSpec) -> cri_pb2.Device:
+        return cri_pb2.Device(
+            container_path=device.container_path,
+            host_path=f"{self._root}{device.host_path}",
+            permissions=device.permissions,
+        )
 
     def start_container(self, container: str) -> Container:
-        self.call(cri.START_CONTAINER, cri.ContainerId(container))
+        self.call(cri_api.START_CONTAINER, cri_pb2.ContainerId(container_id=container))
         return self.container(container)
 
     def container(self, container: str) -> Container:
         """The container of this id, which has been started."""
-        info = self.call(cri.CONTAINER_STATUS, cri.ContainerStatusRequest(container, verbose=True)).info
+        request = cri_pb2.ContainerStatusRequest(container_id=container, verbose=True)
+        info = self.call(cri_api.CONTAINER_STATUS, request).info
         pid = json.loads(info["info"])["pid"]
         command = Path(f"/proc/{pid}/cmdline")
         eventually(lambda: command.read_bytes().startswith(b"sleep"), "the container's program, after runc's")
@@ -258,25 +265,24 @@ class Containerd(Closes):
 
     def inside(self, container: Container, *command: str) -> str:
         """What a command in the container prints."""
-        request = cri.ExecSyncRequest(container.id, command, int(PATIENCE_S))
-        done = self.call(cri.EXEC_SYNC, request)
+        request = cri_pb2.ExecSyncRequest(container_id=container.id, cmd=command, timeout=int(PATIENCE_S))
+        done = self.call(cri_api.EXEC_SYNC, request)
         assert done.exit_code == 0, done.stderr
-        return done.stdout
+        return done.stdout.decode()
 
     def stop_container(self, container: Container) -> None:
-        self.call(cri.STOP_CONTAINER, cri.ContainerId(container.id))
+        self.call(cri_api.STOP_CONTAINER, cri_pb2.ContainerId(container_id=container.id))
 
     def remove_pod(self, pod: Pod) -> None:
         """End its containers, and remove them with its sandbox."""
-        sandbox = cri.PodSandboxId(self._sandboxes.pop(pod.name)[0])
-        self.call(cri.STOP_POD_SANDBOX, sandbox)
-        self.call(cri.REMOVE_POD_SANDBOX, sandbox)
+        sandbox = cri_pb2.PodSandboxId(pod_sandbox_id=self._sandboxes.pop(pod.name)[0])
+        self.call(cri_api.STOP_POD_SANDBOX, sandbox)
+        self.call(cri_api.REMOVE_POD_SANDBOX, sandbox)
 
     def state(self, container: Container) -> int:
-        """One of cri_api's."""
-        answer = self.call(cri.CONTAINER_STATUS, cri.ContainerStatusRequest(container.id))
-        assert answer.status
-        return answer.status.state
+        """A ContainerState."""
+        request = cri_pb2.ContainerStatusRequest(container_id=container.id)
+        return self.call(cri_api.CONTAINER_STATUS, request).status.state
 
     # -- its end
 

@@ -6,11 +6,11 @@ import os
 import signal
 
 import pytest
+from grpclib.const import Status
 from yunion_mps.kubernetes.device_plugin.lease_names import lease_name
 from yunion_mps.kubernetes.kubelet import grpc
-from yunion_mps.kubernetes.kubelet.protobuf import Empty
 
-from containers import cri_api as cri
+from containers import cri_api, cri_pb2
 from containers.containerd import Container, Containerd
 from integration.daemon_host import Daemon, eventually
 from integration.device_nodes import make_nodes, nodes_in, nodes_of
@@ -41,14 +41,13 @@ def assert_has_gpu(container: Container, gpu: SimGpu) -> None:
 
 
 def test_our_client_talks_to_containerd_s_server_in_go(containerd: Containerd) -> None:
-    version = containerd.call(cri.VERSION, Empty())
+    version = containerd.call(cri_api.VERSION, cri_pb2.Empty())
     assert (version.runtime_name, version.runtime_api_version) == ("containerd", "v1")
-    status = containerd.call(cri.STATUS, Empty()).status
-    assert status
+    status = containerd.call(cri_api.STATUS, cri_pb2.Empty()).status
     assert next(one.status for one in status.conditions if one.type == "RuntimeReady")
     with pytest.raises(grpc.RpcError) as caught:
-        containerd.call(cri.CONTAINER_STATUS, cri.ContainerStatusRequest("ü" * 1000))
-    assert (caught.value.status, "not found" in caught.value.message) == (5, True)
+        containerd.call(cri_api.CONTAINER_STATUS, cri_pb2.ContainerStatusRequest(container_id="ü" * 1000))
+    assert (caught.value.status, "not found" in caught.value.message) == (Status.NOT_FOUND, True)
 
 
 @pytest.mark.gpus({"kind": "v100", "count": 2})

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from yunion_mps.kubernetes.kubelet import device_plugin_api as api
+from yunion_mps.kubernetes.kubelet.protos.device_plugin_pb2 import CDIDevice, ContainerAllocateResponse
 
 from containers.containerd import Container, Containerd
 from containers.image import make_image
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 
 def start_container(containerd: Containerd, pod: str, cdi: str) -> Container:
     """The container of a pod that has this device."""
-    answer = api.ContainerAllocateResponse(cdi_devices=(api.CdiDevice(cdi),))
+    answer = ContainerAllocateResponse(cdi_devices=[CDIDevice(name=cdi)])
     return containerd.run(Pod(pod, (), answer))
 
 

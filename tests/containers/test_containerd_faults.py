@@ -10,10 +10,9 @@ import threading
 
 import grpc
 import pytest
-from yunion_mps.kubernetes.kubelet import device_plugin_api as api
 from yunion_mps.kubernetes.kubelet.grpc import RpcError
 
-from containers import cri_api as cri
+from containers import cri_pb2
 from containers.containerd import Container, Containerd
 from integration.daemon_host import Daemon, control_daemons, eventually
 from integration.lease_host import ADDRESSES, leases_of, restart
@@ -37,7 +36,7 @@ def assert_leased_to(daemon: Daemon, *containers: Container) -> None:
 def refusal(kubelet: Kubelet, devices: tuple[str, ...]) -> str:
     """Why a container with these devices may not start."""
     with pytest.raises(grpc.RpcError) as caught:
-        kubelet.call(api.PRE_START_CONTAINER, api.PreStartContainerRequest(devices))
+        kubelet.permit(devices)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     return str(caught.value.details())
 
@@ -106,9 +105,8 @@ def test_a_plugin_that_is_killed_within_a_call_leases_nothing_twice(
 
     def call_plugin() -> None:
         with pytest.raises(grpc.RpcError):
-            kubelet.call(api.PRE_START_CONTAINER, prestart) if is_allocated else kubelet.admit("x", devices)
+            kubelet.permit(devices) if is_allocated else kubelet.admit("x", devices)
 
-    prestart = api.PreStartContainerRequest(devices)
     ready_daemon.signal(signal.SIGSTOP)
     call = plugin.wait_asking(call_plugin)
     plugin.end()
@@ -206,7 +204,7 @@ def test_killing_containerd_ends_no_container(
     containerd.restart()
     second = containerd.start_container(created)
     assert_leased_to(ready_daemon, container, second)
-    assert containerd.state(container) == cri.RUNNING
+    assert containerd.state(container) == cri_pb2.RUNNING
     containerd.remove_pod(kubelet.pods["trainer"])
     eventually(lambda: len(leases_of(ready_daemon)) == 1, "the end of the lease")
     assert_leased_to(ready_daemon, second)

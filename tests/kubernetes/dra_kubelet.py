@@ -22,9 +22,19 @@ from yunion_mps.kubernetes.api.credentials import Kubeconfig
 from yunion_mps.kubernetes.dra.driver import DraService, DriverTimes
 from yunion_mps.kubernetes.dra.slice_devices import DRIVER
 from yunion_mps.kubernetes.kubelet import dra_api as api
-from yunion_mps.kubernetes.kubelet import pod_resources_api
-from yunion_mps.kubernetes.kubelet.protobuf import Empty, Message
-from yunion_mps.kubernetes.kubelet.rpc import AnswerT, Rpc
+from yunion_mps.kubernetes.kubelet.grpc import AnswerT, RequestT, Rpc
+from yunion_mps.kubernetes.kubelet.protos import dra_pb2
+from yunion_mps.kubernetes.kubelet.protos.dra_health_pb2 import (
+    NodeWatchResourcesRequest,
+    NodeWatchResourcesResponse,
+)
+from yunion_mps.kubernetes.kubelet.protos.plugin_registration_pb2 import PluginInfo, RegistrationStatus
+from yunion_mps.kubernetes.kubelet.protos.pod_resources_pb2 import (
+    ContainerResources,
+    DynamicResource,
+    ListPodResourcesResponse,
+    PodResources,
+)
 from yunion_mps.kubernetes.metrics import Counts
 
 from integration.daemon_host import eventually
@@ -51,8 +61,8 @@ class Claim(NamedTuple):
     uid: str
 
     @property
-    def reference(self) -> api.ClaimReference:
-        return api.ClaimReference(NAMESPACE, self.uid, self.name)
+    def reference(self) -> dra_pb2.Claim:
+        return dra_pb2.Claim(namespace=NAMESPACE, uid=self.uid, name=self.name)
 
 
 def add_node(cluster: Cluster, name: str = NODE) -> None:
@@ -86,22 +96,22 @@ class DraKubelet(Closes):
         self._stack.close()
 
     def _list(self, _: bytes, __: Any) -> bytes:
-        claims = tuple(pod_resources_api.DynamicResource(name, NAMESPACE) for name in list(self.listed))
-        containers = (pod_resources_api.ContainerResources("main", (), claims),)
-        pod = pod_resources_api.PodResources("trainer", NAMESPACE, containers)
-        return pod_resources_api.ListPodResourcesResponse((pod,)).encode()
+        container = ContainerResources(name="main")
+        for name in list(self.listed):
+            container.dynamic_resources.append(DynamicResource(claim_name=name, claim_namespace=NAMESPACE))
+        pod = PodResources(name="trainer", namespace=NAMESPACE, containers=[container])
+        return ListPodResourcesResponse(pod_resources=[pod]).SerializeToString()
 
-    def register(self) -> api.PluginInfo:
+    def register(self) -> PluginInfo:
         """Find the driver's socket, and register it, as after each start of the kubelet."""
         path = self._registry / f"{DRIVER}-reg.sock"
 
-        def info() -> api.PluginInfo | None:
+        def info() -> PluginInfo | None:
             with contextlib.suppress(grpc.RpcError), channel(path) as opened:
                 answer = opened.unary_unary(api.GET_INFO.path)(b"", timeout=PATIENCE_S)
-                opened.unary_unary(api.NOTIFY.path)(
-                    api.RegistrationStatus(plugin_registered=True).encode(), timeout=PATIENCE_S
-                )
-                return api.PluginInfo.decode(answer)
+                status = RegistrationStatus(plugin_registered=True).SerializeToString()
+                opened.unary_unary(api.NOTIFY.path)(status, timeout=PATIENCE_S)
+                return PluginInfo.FromString(answer)
             return None
 
         found = eventually(info, "the driver's registration")
@@ -109,18 +119,18 @@ class DraKubelet(Closes):
         self.endpoint = found.endpoint
         return found
 
-    def call(self, rpc: Rpc[Any, AnswerT], request: Message) -> AnswerT:
+    def call(self, rpc: Rpc[RequestT, AnswerT], request: RequestT) -> AnswerT:
+        data = request.SerializeToString()
         with channel(Path(self.endpoint)) as opened:
-            return rpc.answer.decode(
-                opened.unary_unary(rpc.path)(request.encode(), timeout=CALL_S, wait_for_ready=True)
-            )
+            answer = opened.unary_unary(rpc.path)(data, timeout=CALL_S, wait_for_ready=True)
+        return rpc.answer.FromString(answer)
 
-    def _send(self, rpc: Rpc[Any, Any], request: Message) -> None:
+    def _send(self, rpc: Rpc[RequestT, Any], request: RequestT) -> None:
         opened = self._stack.enter_context(channel(Path(self.endpoint)))
         # A driver that has just registered may not listen yet: a call would fail, and nothing would retry it.
         grpc.channel_ready_future(opened).result(PATIENCE_S)
         # grpcio cancels a call whose future is deleted
-        self._sent.append(opened.unary_unary(rpc.path).future(request.encode(), timeout=CALL_S))
+        self._sent.append(opened.unary_unary(rpc.path).future(request.SerializeToString(), timeout=CALL_S))
 
     def wait_published(self, number: int) -> list[dict[str, Any]]:
         """Wait until so many devices without a taint are in complete slices, and return those."""
@@ -165,18 +175,18 @@ class DraKubelet(Closes):
         made = {"metadata": {"name": name, "namespace": NAMESPACE}, "status": status}
         return Claim(name, self.cluster.add(CLAIMS, made)["metadata"]["uid"])
 
-    def prepare(self, *claims: Claim) -> dict[str, api.NodePrepareResourceResponse]:
-        request = api.NodePrepareResourcesRequest(tuple(one.reference for one in claims))
+    def prepare(self, *claims: Claim) -> dict[str, dra_pb2.NodePrepareResourceResponse]:
+        request = dra_pb2.NodePrepareResourcesRequest(claims=[one.reference for one in claims])
         answer = self.call(self._prepare, request)
         assert answer.claims.keys() == {one.uid for one in claims}
         return {one.name: answer.claims[one.uid] for one in claims}
 
     def send_prepare(self, claim: Claim) -> None:
         """Ask the driver to prepare a claim, without waiting for its answer."""
-        self._send(self._prepare, api.NodePrepareResourcesRequest((claim.reference,)))
+        self._send(self._prepare, dra_pb2.NodePrepareResourcesRequest(claims=[claim.reference]))
 
     def send_unprepare(self, claim: Claim) -> None:
-        self._send(self._unprepare, api.NodeUnprepareResourcesRequest((claim.reference,)))
+        self._send(self._unprepare, dra_pb2.NodeUnprepareResourcesRequest(claims=[claim.reference]))
 
     def prepared(self, claim: Claim) -> str:
         """The CDI device of a claim that can be prepared."""
@@ -192,19 +202,21 @@ class DraKubelet(Closes):
 
     def unprepare(self, *claims: Claim) -> list[str]:
         """The errors of claims that cannot be unprepared."""
-        request = api.NodeUnprepareResourcesRequest(tuple(one.reference for one in claims))
+        request = dra_pb2.NodeUnprepareResourcesRequest(claims=[one.reference for one in claims])
         answer = self.call(self._unprepare, request)
         assert answer.claims.keys() == {one.uid for one in claims}
         return [one.error for one in answer.claims.values() if one.error]
 
-    def watch_health(self, rpc: Rpc[Empty, api.NodeWatchResourcesResponse]) -> HealthWatch:
+    def watch_health(self, rpc: Rpc[NodeWatchResourcesRequest, NodeWatchResourcesResponse]) -> HealthWatch:
         return self._stack.enter_context(HealthWatch(self.endpoint, rpc))
 
 
 class HealthWatch(Closes):
     """The last health that the driver has sent, by device."""
 
-    def __init__(self, endpoint: str, rpc: Rpc[Empty, api.NodeWatchResourcesResponse]) -> None:
+    def __init__(
+        self, endpoint: str, rpc: Rpc[NodeWatchResourcesRequest, NodeWatchResourcesResponse]
+    ) -> None:
         self.health: dict[str, int] = {}
         self._stack = contextlib.ExitStack()
         opened = self._stack.enter_context(channel(Path(endpoint)))
@@ -215,8 +227,8 @@ class HealthWatch(Closes):
     def _collect(self) -> None:
         with contextlib.suppress(grpc.RpcError):
             for answer in self._answers:
-                devices = api.NodeWatchResourcesResponse.decode(answer).devices
-                self.health = {one.device.device_name: one.health for one in devices if one.device}
+                devices = NodeWatchResourcesResponse.FromString(answer).devices
+                self.health = {one.device.device_name: one.health for one in devices}
 
     def close(self) -> None:
         self._answers.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,7 +57,7 @@ async def _cancel_others() -> None:
 
 
 @contextlib.contextmanager
-def our_server(methods: Mapping[str, Method], path: Path, **more: float) -> Iterator[Loop]:
+def our_server(methods: Sequence[Method], path: Path, **more: float) -> Iterator[Loop]:
     """Our server on this socket."""
     with Loop() as loop:
         server = RpcServer(methods, **more)

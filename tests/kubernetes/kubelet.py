@@ -25,10 +25,25 @@ from yunion_mps.http.client import AsyncDaemonClient
 from yunion_mps.kubernetes.device_plugin.container_leases import ContainerLeases
 from yunion_mps.kubernetes.device_plugin.resources import ExtendedResource
 from yunion_mps.kubernetes.kubelet import device_plugin_api as api
-from yunion_mps.kubernetes.kubelet import pod_resources_api
 from yunion_mps.kubernetes.kubelet.device_plugin_api import HEALTHY
-from yunion_mps.kubernetes.kubelet.protobuf import Message
-from yunion_mps.kubernetes.kubelet.rpc import AnswerT, Rpc
+from yunion_mps.kubernetes.kubelet.grpc import AnswerT, RequestT, Rpc
+from yunion_mps.kubernetes.kubelet.protos.device_plugin_pb2 import (
+    AllocateRequest,
+    AllocateResponse,
+    ContainerAllocateRequest,
+    ContainerAllocateResponse,
+    ContainerPreferredAllocationRequest,
+    ListAndWatchResponse,
+    PreferredAllocationRequest,
+    PreStartContainerRequest,
+    RegisterRequest,
+)
+from yunion_mps.kubernetes.kubelet.protos.pod_resources_pb2 import (
+    ContainerDevices,
+    ContainerResources,
+    ListPodResourcesResponse,
+    PodResources,
+)
 
 from integration.daemon_host import eventually, state_of
 from kubernetes.grpc_peers import PATIENCE_S, channel, their_server
@@ -44,7 +59,7 @@ class Pod(NamedTuple):
 
     name: str
     devices: tuple[str, ...]
-    answer: api.ContainerAllocateResponse
+    answer: ContainerAllocateResponse
     resource: str = RESOURCE
 
     @property
@@ -67,10 +82,10 @@ class Kubelet(Closes):
         self._resources = resources or (RESOURCE,)
         self.resource = self._resources[0]
         self.pods: dict[str, Pod] = {}
-        self.registrations: list[api.RegisterRequest] = []
+        self.registrations: list[RegisterRequest] = []
         #: How often it was asked which pods it has.
         self.asked_for_pods = 0
-        self._lists: dict[str, list[api.ListAndWatchResponse]] = {}
+        self._lists: dict[str, list[ListAndWatchResponse]] = {}
         self._stack = contextlib.ExitStack()
         self._channels: dict[str, grpc.Channel] = {}
         self.start()
@@ -99,15 +114,15 @@ class Kubelet(Closes):
         self.stop()
 
     def _register(self, data: bytes, context: Any) -> bytes:
-        request = api.RegisterRequest.decode(data)
+        request = RegisterRequest.FromString(data)
         if request.resource_name not in self._resources:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{request.resource_name} is invalid")
         threading.Thread(target=self._connect, args=(request,)).start()
         return b""
 
-    def _connect(self, request: api.RegisterRequest) -> None:
+    def _connect(self, request: RegisterRequest) -> None:
         self._disconnect(request.resource_name)
-        lists: list[api.ListAndWatchResponse] = []
+        lists: list[ListAndWatchResponse] = []
         self._lists[request.resource_name] = lists
         opened = self._stack.enter_context(channel(self._directory / request.endpoint))
         self._channels[request.resource_name] = opened
@@ -124,24 +139,14 @@ class Kubelet(Closes):
     def _list(self, _: bytes, __: Any) -> bytes:
         """One entry for each device, as the kubelet answers."""
         self.asked_for_pods += 1
-        return pod_resources_api.ListPodResourcesResponse(
-            tuple(
-                pod_resources_api.PodResources(
-                    pod.name,
-                    "default",
-                    (
-                        pod_resources_api.ContainerResources(
-                            "main",
-                            tuple(
-                                pod_resources_api.ContainerDevices(pod.resource, (one,))
-                                for one in pod.devices
-                            ),
-                        ),
-                    ),
-                )
-                for pod in list(self.pods.values())
+        answer = ListPodResourcesResponse()
+        for pod in list(self.pods.values()):
+            devices = [ContainerDevices(resource_name=pod.resource, device_ids=[one]) for one in pod.devices]
+            container = ContainerResources(name="main", devices=devices)
+            answer.pod_resources.append(
+                PodResources(name=pod.name, namespace="default", containers=[container])
             )
-        ).encode()
+        return answer.SerializeToString()
 
     # -- what it does with the plugin of `resource`
 
@@ -156,18 +161,19 @@ class Kubelet(Closes):
         return opened
 
     @property
-    def lists(self) -> list[api.ListAndWatchResponse]:
+    def lists(self) -> list[ListAndWatchResponse]:
         """Each list that the plugin has sent since it has registered last."""
         return self._lists.get(self.resource, [])
 
-    def call(self, rpc: Rpc[Any, AnswerT], request: Message) -> AnswerT:
+    def call(self, rpc: Rpc[RequestT, AnswerT], request: RequestT) -> AnswerT:
         opened: Any = self.channel
-        return rpc.answer.decode(opened.unary_unary(rpc.path)(request.encode(), timeout=PATIENCE_S))
+        answer = opened.unary_unary(rpc.path)(request.SerializeToString(), timeout=PATIENCE_S)
+        return rpc.answer.FromString(answer)
 
     @property
     def health(self) -> dict[str, str]:
         """Of each device that the plugin has listed last."""
-        return {one.id: one.health for one in self.lists[-1].devices} if self.lists else {}
+        return {one.ID: one.health for one in self.lists[-1].devices} if self.lists else {}
 
     @property
     def healthy(self) -> list[str]:
@@ -183,21 +189,32 @@ class Kubelet(Closes):
 
     def preferred(self, size: int, required: Sequence[str] = ()) -> tuple[str, ...]:
         taken = {device for pod in self.pods.values() for device in pod.devices}
-        available = tuple(sorted(set(self.healthy) - taken))
-        one = api.ContainerPreferredAllocationRequest(available, tuple(required), size)
-        answer = self.call(api.GET_PREFERRED_ALLOCATION, api.PreferredAllocationRequest((one,)))
-        return answer.container_responses[0].device_ids
+        one = ContainerPreferredAllocationRequest(
+            available_deviceIDs=sorted(set(self.healthy) - taken),
+            must_include_deviceIDs=required,
+            allocation_size=size,
+        )
+        request = PreferredAllocationRequest(container_requests=[one])
+        answer = self.call(api.GET_PREFERRED_ALLOCATION, request)
+        return tuple(answer.container_responses[0].deviceIDs)
+
+    def allocate(self, devices: Sequence[str]) -> AllocateResponse:
+        one = ContainerAllocateRequest(devices_ids=devices)
+        return self.call(api.ALLOCATE, AllocateRequest(container_requests=[one]))
 
     def admit(self, name: str, devices: Sequence[str]) -> Pod:
         """Allocate devices to a pod, whose container is not started yet."""
-        request = api.AllocateRequest((api.ContainerAllocateRequest(tuple(devices)),))
-        (answer,) = self.call(api.ALLOCATE, request).container_responses
+        (answer,) = self.allocate(devices).container_responses
         self.pods[name] = Pod(name, tuple(devices), answer, self.resource)
         return self.pods[name]
 
     def start_container(self, pod: Pod) -> None:
         """Ask whether the container may start."""
-        self.call(api.PRE_START_CONTAINER, api.PreStartContainerRequest(pod.devices))
+        self.permit(pod.devices)
+
+    def permit(self, devices: Sequence[str]) -> None:
+        """Ask whether a container with these devices may start."""
+        self.call(api.PRE_START_CONTAINER, PreStartContainerRequest(devices_ids=devices))
 
     def run_pod(self, name: str, size: int) -> Pod:
         pod = self.admit(name, self.preferred(size))
@@ -205,10 +222,10 @@ class Kubelet(Closes):
         return pod
 
 
-def _collect(answers: Any, lists: list[api.ListAndWatchResponse]) -> None:
+def _collect(answers: Any, lists: list[ListAndWatchResponse]) -> None:
     with contextlib.suppress(grpc.RpcError):
         for answer in answers:
-            lists.append(api.ListAndWatchResponse.decode(answer))
+            lists.append(ListAndWatchResponse.FromString(answer))
     lists.clear()  # the kubelet's devices are unhealthy without a plugin
 
 

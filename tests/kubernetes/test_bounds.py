@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
+from google.protobuf.message import Message
 from yunion_mps.core.errors import NotFoundError, UnreachableError
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import DAEMON_UNREACHABLE
@@ -34,6 +35,13 @@ from yunion_mps.kubernetes.dra.resource_objects import AllocatedDevice
 from yunion_mps.kubernetes.dra.slices import SLICES, SlicePublisher
 from yunion_mps.kubernetes.kubelet import dra_api
 from yunion_mps.kubernetes.kubelet.directory import DirectoryWatch
+from yunion_mps.kubernetes.kubelet.grpc import Method, Rpc
+from yunion_mps.kubernetes.kubelet.protos.dra_health_pb2 import NodeWatchResourcesRequest
+from yunion_mps.kubernetes.kubelet.protos.dra_pb2 import (
+    Claim,
+    NodePrepareResourcesRequest,
+    NodeUnprepareResourcesRequest,
+)
 from yunion_mps.kubernetes.metrics import Counts
 from yunion_mps.kubernetes.node_lock import NodeLock, run_alone
 from yunion_mps.kubernetes.options import read_options
@@ -288,6 +296,10 @@ class SliceServer(UnreachableServer):
         return made
 
 
+def method_of(driver: DraDriver, rpc: Rpc[Any, Any]) -> Method:
+    return next(method for method in driver.methods() if method.rpc is rpc)
+
+
 def test_an_unexpected_error_with_one_claim_is_only_the_claims(tmp_path: Path) -> None:
     paths = Paths(str(tmp_path))
 
@@ -299,21 +311,18 @@ def test_an_unexpected_error_with_one_claim_is_only_the_claims(tmp_path: Path) -
             if uid == "1":
                 raise OverflowError(uid)
 
-    async def answers(path: str, request: bytes) -> bytes:
+    async def answer(rpc: Rpc[Any, Any], request: Message) -> Any:
         claims = Claims(ApiServer(cast(Kubeconfig, None)), paths)
-        method = DraDriver(DraHost(paths, Counts()), claims, "node", Counts()).methods()[path]
-        return b"".join([answer async for answer in method.answers(request)])
+        driver = DraDriver(DraHost(paths, Counts()), claims, "node", Counts())
+        return await method_of(driver, rpc).answers(request).__anext__()
 
-    claims = (dra_api.ClaimReference("team", "1", "wrong"), dra_api.ClaimReference("team", "2", "good"))
-    request = dra_api.NodePrepareResourcesRequest(claims).encode()
-    found = asyncio.run(answers(dra_api.PREPARE.path, request))
-    prepared = dra_api.NodePrepareResourcesResponse.decode(found).claims
+    claims = [Claim(namespace="team", uid="1", name="wrong"), Claim(namespace="team", uid="2", name="good")]
+    request = NodePrepareResourcesRequest(claims=claims)
+    prepared = asyncio.run(answer(dra_api.PREPARE, request)).claims
     assert prepared["1"].error.endswith(" [failed]")
     assert prepared["2"].error == "none allocated [not_found]"
-    request = dra_api.NodeUnprepareResourcesRequest(claims).encode()
-    found = asyncio.run(answers(dra_api.UNPREPARE.path, request))
-    unprepared = dra_api.NodeUnprepareResourcesResponse.decode(found).claims
-    assert {uid: answer.error.rpartition(" ")[2] for uid, answer in unprepared.items()} == {
+    unprepared = asyncio.run(answer(dra_api.UNPREPARE, NodeUnprepareResourcesRequest(claims=claims))).claims
+    assert {uid: claim.error.rpartition(" ")[2] for uid, claim in unprepared.items()} == {
         "1": "[failed]",
         "2": "",
     }
@@ -426,8 +435,8 @@ def test_the_health_of_dra_devices_is_repeated_before_it_expires(tmp_path: Path)
         host = DraHost(Paths(str(tmp_path)), Counts())
         host.offered = shares(1, 1)
         claims = ClaimLeases(ApiServer(Kubeconfig("/nonexistent")), Paths(str(tmp_path)))
-        methods = DraDriver(host, claims, "node-1", Counts()).methods()
-        answers = methods[dra_api.WATCH_HEALTH.path].answers(b"")
+        driver = DraDriver(host, claims, "node-1", Counts())
+        answers = method_of(driver, dra_api.WATCH_HEALTH).answers(NodeWatchResourcesRequest())
         return [now_s() for _ in range(2) if await answers.__anext__()]
 
     first_s, second_s = run(SkippingLoop(), times_s())

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 from yunion_mps.kubernetes.kubelet import dra_api as api
+from yunion_mps.kubernetes.kubelet.protos.dra_health_pb2 import HEALTHY, UNHEALTHY
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, leases_of, take
@@ -158,11 +159,11 @@ def test_lost_gpus_and_devices_that_others_lease_get_a_taint(
 
     assert taints() == {NAMES[3]: "mps.yunion.io/leased"}
     health = dra_kubelet.watch_health(api.WATCH_HEALTH)
-    eventually(lambda: health.health == dict.fromkeys(NAMES, api.IS_HEALTHY), "the health")
+    eventually(lambda: health.health == dict.fromkeys(NAMES, HEALTHY), "the health")
     ready_daemon.host.gpus[0].lose()
     eventually(lambda: ready_daemon.polls() and len(taints()) == 4, "the taints")
     assert set(taints().values()) == {"mps.yunion.io/gpu_lost"}
-    eventually(lambda: health.health == dict.fromkeys(NAMES, api.IS_UNHEALTHY), "the health")
+    eventually(lambda: health.health == dict.fromkeys(NAMES, UNHEALTHY), "the health")
     ready_daemon.host.gpus[0].restore()
     eventually(lambda: ready_daemon.polls() and len(taints()) == 1, "the end of the taints")
 

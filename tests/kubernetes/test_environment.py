@@ -11,7 +11,6 @@ from yunion_mps.core.paths import Paths
 from yunion_mps.core.tasks import first_of
 from yunion_mps.host.systemd import Notifier
 from yunion_mps.kubernetes.device_plugin.lease_names import lease_name
-from yunion_mps.kubernetes.kubelet import device_plugin_api as api
 from yunion_mps.kubernetes.kubelet.grpc import RpcError
 from yunion_mps.kubernetes.node import NodeService
 from yunion_mps.kubernetes.options import read_options
@@ -47,7 +46,7 @@ def test_the_answer_has_all_that_the_container_needs(configured: Daemon) -> None
         nodes = [(one.container_path, one.host_path, one.permissions) for one in pod.answer.devices]
         names = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia0")
         assert nodes == [(name, name, "rw") for name in names]
-        assert pod.answer.cdi_devices == ()
+        assert not pod.answer.cdi_devices
 
 
 def test_a_time_sliced_device_needs_nothing_of_mps(configured: Daemon) -> None:
@@ -56,7 +55,7 @@ def test_a_time_sliced_device_needs_nothing_of_mps(configured: Daemon) -> None:
     with Kubelet(host, TIME_SLICED, RESOURCE) as kubelet, KubeletPlugin(host):
         kubelet.wait_healthy(3)
         pod = kubelet.run_pod("trainer", 1)
-        assert pod.answer.mounts == ()
+        assert not pod.answer.mounts
         assert not [name for name in pod.answer.envs if name.startswith("CUDA_MPS_")]
         assert pod.answer.envs["YUNION_MPS_MEMORY_MIB"] == "5461"
         assert pod.answer.envs["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.333"
@@ -194,6 +193,6 @@ def test_without_a_hook_a_device_that_is_not_free_is_refused(configured: Daemon)
         device = kubelet.wait_healthy(4)[0]
         take(configured, f"holder.name=job&holder.ttl_s=600&devices={device}")
         with pytest.raises(grpc.RpcError) as caught:
-            kubelet.call(api.ALLOCATE, api.AllocateRequest((api.ContainerAllocateRequest((device,)),)))
+            kubelet.allocate([device])
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "deviceListStrategy is environment" in str(caught.value.details())

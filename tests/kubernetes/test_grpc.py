@@ -12,16 +12,21 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.struct_pb2 import ListValue
+from google.protobuf.wrappers_pb2 import BytesValue
+from grpclib.const import Status
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import ResponseReceived, TrailersReceived
 from yunion_mps.kubernetes.kubelet.grpc import (
     MAX_CONNECTIONS,
     Method,
+    Rpc,
     RpcError,
     RpcServer,
-    StatusCode,
-    call_unary,
+    answered_by,
+    call_rpc,
+    streamed_by,
 )
 from yunion_mps.kubernetes.received import MAX_HELD_BYTES, MAX_MESSAGE_BYTES, OF_PROCESS
 
@@ -32,6 +37,21 @@ pytestmark = pytest.mark.processes
 
 REASON = "device 00:06.0-1 is in use:\n100 % of “trainer” has it"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+#: What precedes the value in an encoded message of the largest size.
+_TAG_BYTES = 5
+
+
+def rpc(name: str) -> Rpc[BytesValue, BytesValue]:
+    return Rpc(f"/test.Test/{name}", BytesValue, BytesValue)
+
+
+def encoded(value: bytes) -> bytes:
+    return BytesValue(value=value).SerializeToString()
+
+
+def framed(message: bytes) -> bytes:
+    """A message as it is sent."""
+    return b"\0" + len(message).to_bytes(4, "big") + message
 
 
 class Methods:
@@ -42,29 +62,26 @@ class Methods:
         self.cancelled = threading.Semaphore(0)
         self._release: asyncio.Event | None = None
 
-    def all(self) -> dict[str, Method]:
-        return {
-            "/test.Test/Echo": Method(self._echo),
-            "/test.Test/Refuse": Method(self._refuse),
-            "/test.Test/Break": Method(self._break),
-            "/test.Test/Wait": Method(self._wait),
-            "/test.Test/Count": Method(self._count, is_stream=True),
-            "/test.Test/Watch": Method(self._wait, is_stream=True),
-        }
+    def all(self) -> list[Method]:
+        return [
+            answered_by(rpc("Echo"), self._echo),
+            answered_by(rpc("Refuse"), self._refuse),
+            answered_by(rpc("Break"), self._break),
+            answered_by(rpc("Wait"), self._wait),
+            streamed_by(rpc("Count"), self._count),
+            streamed_by(rpc("Watch"), self._watch),
+        ]
 
-    async def _echo(self, request: bytes) -> AsyncIterator[bytes]:
-        yield request
+    async def _echo(self, request: BytesValue) -> BytesValue:
+        return request
 
-    async def _refuse(self, _: bytes) -> AsyncIterator[bytes]:
-        raise RpcError(StatusCode.FAILED_PRECONDITION, REASON)
-        yield b""
+    async def _refuse(self, _: BytesValue) -> BytesValue:
+        raise RpcError(Status.FAILED_PRECONDITION, REASON)
 
-    async def _break(self, _: bytes) -> AsyncIterator[bytes]:
+    async def _break(self, _: BytesValue) -> BytesValue:
         raise ValueError("broken")
-        yield b""
 
-    async def _wait(self, request: bytes) -> AsyncIterator[bytes]:
-        yield b"first"
+    async def _wait(self, request: BytesValue) -> BytesValue:
         self.waiting.release()
         try:
             self._release = self._release or asyncio.Event()
@@ -72,15 +89,20 @@ class Methods:
         except asyncio.CancelledError:
             self.cancelled.release()
             raise
+        return BytesValue(value=b"waited")
+
+    async def _watch(self, request: BytesValue) -> AsyncIterator[BytesValue]:
+        yield BytesValue(value=b"first")
+        yield await self._wait(request)
 
     def release(self) -> None:
         """Let the calls that wait end; in their event loop."""
         assert self._release
         self._release.set()
 
-    async def _count(self, request: bytes) -> AsyncIterator[bytes]:
-        for number in range(int(request)):
-            yield bytes([number]) * 100_000
+    async def _count(self, request: BytesValue) -> AsyncIterator[BytesValue]:
+        for number in range(int(request.value)):
+            yield BytesValue(value=bytes([number]) * 100_000)
 
 
 @pytest.fixture
@@ -105,8 +127,17 @@ def client(loop: Loop, path: Path) -> Iterator[grpc.Channel]:
         yield opened
 
 
-def ask(client: grpc.Channel, method: str, request: bytes = b"") -> bytes:
-    return bytes(client.unary_unary(f"/test.Test/{method}")(request, timeout=PATIENCE_S))
+def ask(client: grpc.Channel, method: str, value: bytes = b"") -> bytes:
+    answer = client.unary_unary(f"/test.Test/{method}")(encoded(value), timeout=PATIENCE_S)
+    return BytesValue.FromString(answer).value
+
+
+def watch(client: grpc.Channel, method: str, value: bytes = b"") -> Any:
+    """A call that yields the values of its answers."""
+    call = client.unary_stream(
+        f"/test.Test/{method}", response_deserializer=lambda data: BytesValue.FromString(data).value
+    )
+    return call(encoded(value), timeout=PATIENCE_S)
 
 
 def refusal(client: grpc.Channel, method: str, request: bytes = b"") -> Any:
@@ -116,18 +147,18 @@ def refusal(client: grpc.Channel, method: str, request: bytes = b"") -> Any:
 
 
 def test_messages_up_to_the_limit_are_echoed(client: grpc.Channel) -> None:
-    for size in (0, 1, 20_000, MAX_MESSAGE_BYTES):
+    for size in (0, 1, 20_000, MAX_MESSAGE_BYTES - _TAG_BYTES):
         assert ask(client, "Echo", b"x" * size) == b"x" * size
 
 
 def test_a_longer_message_is_refused(client: grpc.Channel) -> None:
-    refused = refusal(client, "Echo", b"x" * (MAX_MESSAGE_BYTES + 1))
+    refused = refusal(client, "Echo", b"x" * (MAX_MESSAGE_BYTES - _TAG_BYTES + 1))
     assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert ask(client, "Echo", b"the connection goes on") == b"the connection goes on"
 
 
 def test_each_message_of_a_stream_arrives(client: grpc.Channel) -> None:
-    answers = client.unary_stream("/test.Test/Count")(b"20", timeout=PATIENCE_S)
+    answers = watch(client, "Count", b"20")
     assert [(answer[0], len(answer)) for answer in answers] == [(number, 100_000) for number in range(20)]
 
 
@@ -154,12 +185,12 @@ def test_an_internal_error_is_answered_and_logged(
 
 def test_a_call_ends_at_its_deadline(loop: Loop, path: Path, methods: Methods) -> None:
     request = _request(1, "Wait", {"grpc-timeout": "50m"})
-    assert _status(path, request) == StatusCode.DEADLINE_EXCEEDED
+    assert _status(path, request) == Status.DEADLINE_EXCEEDED.value
     assert methods.cancelled.acquire(timeout=PATIENCE_S)
 
 
 def test_a_call_that_the_client_abandons_is_cancelled(client: grpc.Channel, methods: Methods) -> None:
-    answers = client.unary_stream("/test.Test/Watch")(b"")
+    answers = watch(client, "Watch")
     assert next(answers) == b"first"
     answers.cancel()
     assert methods.cancelled.acquire(timeout=PATIENCE_S)
@@ -167,7 +198,7 @@ def test_a_call_that_the_client_abandons_is_cancelled(client: grpc.Channel, meth
 
 def test_calls_end_with_their_connection(loop: Loop, path: Path, methods: Methods) -> None:
     with channel(path) as client:
-        assert next(client.unary_stream("/test.Test/Watch")(b"")) == b"first"
+        assert next(watch(client, "Watch")) == b"first"
     assert methods.cancelled.acquire(timeout=PATIENCE_S)
 
 
@@ -176,13 +207,13 @@ def test_many_calls_are_answered_at_the_same_time(client: grpc.Channel, methods:
     for _ in calls:
         assert methods.waiting.acquire(timeout=PATIENCE_S)
     loop.call(methods.release)
-    assert {future.result() for future in calls} == {b"first"}
+    assert {future.result() for future in calls} == {encoded(b"waited")}
 
 
 def test_a_closing_server_ends_streams_and_lets_calls_finish(path: Path, methods: Methods) -> None:
     with channel(path) as client:
         with our_server(methods.all(), path) as loop:
-            stream = client.unary_stream("/test.Test/Watch")(b"")
+            stream = watch(client, "Watch")
             assert next(stream) == b"first"
             waiting = client.unary_unary("/test.Test/Wait").future(b"", timeout=PATIENCE_S)
             for _ in range(2):
@@ -199,13 +230,13 @@ def test_a_closing_server_ends_streams_and_lets_calls_finish(path: Path, methods
             next(stream)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert caught.value.details() == "the server is stopping"
-        assert waiting.result() == b"first"
+        assert waiting.result() == encoded(b"waited")
     assert not path.exists()
 
 
 def test_a_closing_server_does_not_remove_a_newer_socket_at_its_path(path: Path) -> None:
     with Loop() as loop:
-        first, second = RpcServer({}), RpcServer({})
+        first, second = RpcServer([]), RpcServer([])
         loop.run(first.open(str(path)))
         loop.run(second.open(str(path)))
         assert (first.is_reachable, second.is_reachable) == (False, True)
@@ -219,19 +250,25 @@ def test_a_peer_that_does_not_read_does_not_delay_others(client: grpc.Channel, p
     with socket.socket(socket.AF_UNIX) as slow:
         slow.connect(str(path))
         for stream in range(1, 40, 2):
-            slow.sendall(_request(stream, "Count", framed=b"\0\0\0\0\x0250"))
+            slow.sendall(_request(stream, "Count", data=framed(encoded(b"50"))))
         assert ask(client, "Echo", b"x") == b"x"
 
 
-def test_a_peer_that_asks_and_never_reads_is_disconnected(loop: Loop, path: Path) -> None:
+def test_a_peer_that_never_reads_is_not_read_either(client: grpc.Channel, path: Path) -> None:
+    """Otherwise, the answers to its pings would fill the memory."""
     ping = b"\0\0\x08\x06\0\0\0\0\0" + b"12345678"
     with socket.socket(socket.AF_UNIX) as greedy:
-        greedy.settimeout(PATIENCE_S)
         greedy.connect(str(path))
         greedy.sendall(_PREFACE)
-        with contextlib.suppress(ConnectionError):
-            while True:  # the kernel's buffers, then ours, and then it must end
-                greedy.sendall(ping * 1000)
+        greedy.setblocking(False)
+
+        def takes_nothing() -> bool:
+            assert ask(client, "Echo", b"x") == b"x"  # the server has had a turn
+            with contextlib.suppress(BlockingIOError):
+                return greedy.send(ping * 1000) == 0
+            return True
+
+        eventually(lambda: all(takes_nothing() for _ in range(20)), "the kernel's buffers to be full")
 
 
 @pytest.mark.parametrize(
@@ -255,23 +292,57 @@ def test_what_is_not_http_2_is_disconnected(client: grpc.Channel, path: Path, da
 
 
 @pytest.mark.parametrize(
-    ("message", "expected"),
+    ("data", "expected"),
     [
-        (b"", StatusCode.INTERNAL),
-        (b"\0\0\0\0\x05four", StatusCode.INTERNAL),
-        (b"\0\0\0\0\x03four", StatusCode.INTERNAL),
-        (b"\x01\0\0\0\x04zzzz", StatusCode.UNIMPLEMENTED),
-        (b"\0\xff\xff\xff\xff", StatusCode.RESOURCE_EXHAUSTED),
+        (b"", Status.INTERNAL),
+        (framed(b"\x0a\x02four")[:-1], Status.INTERNAL),
+        (framed(b"\x0a\x01x") + b"y", Status.INTERNAL),
+        (framed(b"") + framed(b""), Status.INTERNAL),
+        (framed(b"\x0a\x05four"), Status.INVALID_ARGUMENT),
+        (b"\x01\0\0\0\x04zzzz", Status.UNIMPLEMENTED),
+        (b"\0\xff\xff\xff\xff", Status.RESOURCE_EXHAUSTED),
     ],
 )
 def test_a_request_that_is_not_one_message_is_refused(
-    loop: Loop, path: Path, message: bytes, expected: StatusCode
+    loop: Loop, path: Path, data: bytes, expected: Status
 ) -> None:
-    assert _status(path, _request(1, "Echo", framed=message)) == expected
+    assert _status(path, _request(1, "Echo", data=data)) == expected.value
+
+
+def test_a_request_with_very_many_parts_is_refused(path: Path) -> None:
+    """A part may have two bytes, and takes much memory while it is answered."""
+
+    async def answer(_: ListValue) -> BytesValue:
+        return BytesValue()
+
+    many = Rpc("/test.Test/Many", ListValue, BytesValue)
+    with our_server([answered_by(many, answer)], path), channel(path) as client:
+        call = client.unary_unary(many.path)
+        assert call(b"\x0a\0" * 100_000, timeout=PATIENCE_S) == b""
+        with pytest.raises(grpc.RpcError) as caught:
+            call(b"\x0a\0" * 100_001, timeout=PATIENCE_S)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_unknown_fields_of_a_request_are_ignored(client: grpc.Channel) -> None:
+    request = encoded(b"x") + b"\x4a\x01y" + b"\x51\1\2\3\4\5\6\7\x08"
+    answer = client.unary_unary("/test.Test/Echo")(request, timeout=PATIENCE_S)
+    assert BytesValue.FromString(answer).value == b"x"
+
+
+def test_a_call_with_very_many_headers_is_not_answered(client: grpc.Channel, path: Path) -> None:
+    many = {f"header-{number}": "" for number in range(100)}
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(PATIENCE_S)
+        peer.connect(str(path))
+        peer.sendall(_request(1, "Echo", many))
+        while peer.recv(65536):
+            pass
+    assert ask(client, "Echo", b"x") == b"x"
 
 
 class Unfinished:
-    """A peer that begins calls of Echo, each with most of a message of the largest size."""
+    """A peer that begins calls of Echo, and does not finish their messages, which are of the largest size."""
 
     def __init__(self, path: Path, size: int = MAX_MESSAGE_BYTES) -> None:
         self._http = H2Connection(H2Configuration(client_side=True))
@@ -284,36 +355,32 @@ class Unfinished:
         self.statuses: dict[int, int] = {}
 
     def begin(self, stream: int) -> None:
-        fixed = {":method": "POST", ":path": "/test.Test/Echo", ":scheme": "http", ":authority": "localhost"}
-        self._http.send_headers(stream, {**fixed, "content-type": "application/grpc"}.items())
-        self.send(stream, b"\0" + self._size.to_bytes(4, "big"))
-
-    def fill(self, stream: int) -> None:
-        """Send all but the last byte, unless the server refuses that."""
-        left = self._size - 1
+        """Send the length of a message, and half of it unless the server refuses that."""
+        self._http.send_headers(stream, _headers("Echo"))
+        self._send(stream, b"\0" + self._size.to_bytes(4, "big"))
+        left = self._size // 2
         while left and stream not in self.statuses:
             size = min(left, self._http.local_flow_control_window(stream), 16384)
             if size:
-                self.send(stream, bytes(size))
+                self._send(stream, bytes(size))
                 left -= size
             else:
-                self.receive()
+                self._receive()
 
-    def send(self, stream: int, data: bytes) -> None:
+    def _send(self, stream: int, data: bytes) -> None:
         self._http.send_data(stream, data)
         self.peer.sendall(self._http.data_to_send())
 
-    def receive(self) -> None:
+    def _receive(self) -> None:
         for event in self._http.receive_data(self.peer.recv(65536)):
             if isinstance(event, (ResponseReceived, TrailersReceived)):
-                headers = dict(event.headers)
-                self.statuses[event.stream_id] = int(headers[b"grpc-status"])
+                self.statuses[event.stream_id] = int(dict(event.headers)[b"grpc-status"])
         self.peer.sendall(self._http.data_to_send())
 
     def wait(self, stream: int) -> int:
         """The status of the call."""
         while stream not in self.statuses:
-            self.receive()
+            self._receive()
         return self.statuses[stream]
 
 
@@ -323,17 +390,32 @@ def test_the_sum_of_unfinished_messages_is_limited(client: grpc.Channel, path: P
     with contextlib.ExitStack() as stack:
         for peer in peers:
             stack.enter_context(peer.peer)
-            for stream in (1, 3, 5, 7):
-                peer.begin(stream)
         for peer in peers[:2]:
-            peer.fill(1)
-        for peer, stream in ((peers[0], 3), (peers[1], 3), (peers[2], 1)):
-            peer.fill(stream)
-            assert peer.wait(stream) == StatusCode.RESOURCE_EXHAUSTED
+            peer.begin(1)
+        for peer, stream_id in ((peers[0], 3), (peers[1], 3), (peers[2], 1)):
+            peer.begin(stream_id)
+            assert peer.wait(stream_id) == Status.RESOURCE_EXHAUSTED.value
         assert OF_PROCESS.held_bytes <= MAX_HELD_BYTES
         peers[0].peer.close()
         eventually(lambda: OF_PROCESS.held_bytes < MAX_MESSAGE_BYTES + 100, "the end of its calls")
         assert ask(client, "Echo", b"x" * 1000) == b"x" * 1000
+    eventually(lambda: OF_PROCESS.held_bytes == 0, "the end of all calls")
+
+
+def test_calls_that_are_abandoned_at_once_leave_room_for_others(loop: Loop, path: Path) -> None:
+    """A peer that was stopped for a while may find the requests and their ends together."""
+    http = H2Connection(H2Configuration(client_side=True))
+    http.initiate_connection()
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(PATIENCE_S)
+        peer.connect(str(path))
+        for stream in range(1, 101, 2):
+            http.send_headers(stream, _headers("Echo"))
+            http.send_data(stream, bytes(5000))
+            http.reset_stream(stream)
+            peer.sendall(http.data_to_send())
+            while http.outbound_flow_control_window < 5000:
+                http.receive_data(peer.recv(65536))
     eventually(lambda: OF_PROCESS.held_bytes == 0, "the end of all calls")
 
 
@@ -342,8 +424,13 @@ def test_a_message_that_does_not_end_is_refused_in_time(methods: Methods, path: 
         peer = Unfinished(path, size=10)
         with peer.peer:
             peer.begin(1)
-            assert peer.wait(1) == StatusCode.DEADLINE_EXCEEDED
+            assert peer.wait(1) == Status.DEADLINE_EXCEEDED.value
     assert OF_PROCESS.held_bytes == 0
+
+
+def test_frames_of_an_unknown_type_are_ignored(loop: Loop, path: Path) -> None:
+    unknown = b"\0\0\x04\x20\0\0\0\0\0" + b"1234"
+    assert _status(path, _request(1, "Echo") + unknown) == Status.OK.value
 
 
 def test_more_connections_than_a_kubelet_makes_are_closed(client: grpc.Channel, path: Path) -> None:
@@ -356,26 +443,29 @@ def test_more_connections_than_a_kubelet_makes_are_closed(client: grpc.Channel, 
         last = stack.enter_context(socket.socket(socket.AF_UNIX))
         last.settimeout(PATIENCE_S)
         last.connect(str(path))
-        assert last.recv(1) == b""
+        while last.recv(1000):
+            pass
     eventually(lambda: ask(client, "Echo", b"x") == b"x", "room for others")
 
 
 def test_a_request_of_another_content_type_is_refused(loop: Loop, path: Path) -> None:
     request = _request(1, "Echo", {"content-type": "application/json"})
-    assert _status(path, request) == StatusCode.UNIMPLEMENTED
+    assert _status(path, request) == Status.UNKNOWN.value
 
 
-def _request(
-    stream: int, method: str, headers: Mapping[str, str] = {}, framed: bytes = b"\0\0\0\0\0"
-) -> bytes:
+def _headers(method: str, more: Mapping[str, str] = {}) -> list[tuple[str, str]]:
+    fixed = {":method": "POST", ":path": f"/test.Test/{method}", ":scheme": "http", ":authority": "localhost"}
+    return list({**fixed, "te": "trailers", "content-type": "application/grpc", **more}.items())
+
+
+def _request(stream: int, method: str, headers: Mapping[str, str] = {}, data: bytes = b"\0\0\0\0\0") -> bytes:
     """A call by hand; the connection begins with the first."""
     http = H2Connection(H2Configuration(client_side=True))
     http.initiate_connection()
     if stream > 1:
         http.clear_outbound_data_buffer()
-    fixed = {":method": "POST", ":path": f"/test.Test/{method}", ":scheme": "http", ":authority": "localhost"}
-    http.send_headers(stream, {**fixed, "content-type": "application/grpc", **headers}.items())
-    http.send_data(stream, framed, end_stream=True)
+    http.send_headers(stream, _headers(method, headers))
+    http.send_data(stream, data, end_stream=True)
     return http.data_to_send()
 
 
@@ -388,12 +478,13 @@ def _status(path: Path, request: bytes) -> int:
         peer.sendall(request)
         http.initiate_connection()
         http.send_headers(1, [(":method", "POST"), (":path", "/"), (":scheme", "http"), (":authority", "x")])
-        while True:
-            for event in http.receive_data(peer.recv(65536)):
+        while data := peer.recv(65536):
+            for event in http.receive_data(data):
                 if isinstance(event, (ResponseReceived, TrailersReceived)):
                     headers = dict(event.headers)
                     if b"grpc-status" in headers:
                         return int(headers[b"grpc-status"])
+    pytest.fail("the connection was closed")
 
 
 def _refuse(_: bytes, context: Any) -> bytes:
@@ -413,8 +504,9 @@ def theirs(path: Path) -> Iterator[None]:
     """grpcio's server; `Left` answers with the time that the call has left."""
     methods = {
         "Echo": lambda request, _: request,
-        "Large": lambda request, _: b"x" * int(request),
-        "Left": lambda _, context: b"%d" % context.time_remaining(),
+        "Large": lambda request, _: encoded(b"x" * int(BytesValue.FromString(request).value)),
+        "Left": lambda _, context: encoded(b"%d" % context.time_remaining()),
+        "Malformed": lambda _, __: b"\x0a\x05four",
         "Refuse": _refuse,
         "Wait": _wait,
     }
@@ -422,40 +514,47 @@ def theirs(path: Path) -> Iterator[None]:
         yield
 
 
-def asked(path: Path, method: str, request: bytes = b"", timeout_s: float = PATIENCE_S) -> bytes:
-    return asyncio.run(call_unary(str(path), f"/test.Test/{method}", request, timeout_s))
+def asked(path: Path, method: str, value: bytes = b"", timeout_s: float = PATIENCE_S) -> bytes:
+    request = BytesValue(value=value)
+    return asyncio.run(call_rpc(str(path), rpc(method), request, timeout_s)).value
 
 
-def failure(path: Path, method: str, request: bytes = b"", timeout_s: float = PATIENCE_S) -> RpcError:
+def failure(path: Path, method: str, value: bytes = b"", timeout_s: float = PATIENCE_S) -> RpcError:
     with pytest.raises(RpcError) as caught:
-        asked(path, method, request, timeout_s)
+        asked(path, method, value, timeout_s)
     return caught.value
 
 
 def test_our_calls_are_answered(theirs: None, path: Path) -> None:
     for size in (0, 1, 1_000_000):
         assert asked(path, "Echo", b"x" * size) == b"x" * size
-    assert asked(path, "Large", b"%d" % MAX_MESSAGE_BYTES) == b"x" * MAX_MESSAGE_BYTES
+    largest = MAX_MESSAGE_BYTES - _TAG_BYTES
+    assert asked(path, "Large", b"%d" % largest) == b"x" * largest
     assert 0 < int(asked(path, "Left")) <= PATIENCE_S
+    assert OF_PROCESS.held_bytes == 0
 
 
 def test_our_calls_raise_the_server_s_refusal(theirs: None, path: Path) -> None:
     refused = failure(path, "Refuse")
-    assert (refused.status, refused.message) == (StatusCode.FAILED_PRECONDITION, REASON)
-    assert failure(path, "Nothing").status == StatusCode.UNIMPLEMENTED
+    assert (refused.status, refused.message) == (Status.FAILED_PRECONDITION, REASON)
+    assert failure(path, "Nothing").status == Status.UNIMPLEMENTED
 
 
 def test_an_answer_that_is_too_long_is_refused(theirs: None, path: Path) -> None:
-    assert failure(path, "Large", b"%d" % (MAX_MESSAGE_BYTES + 1)).status == StatusCode.RESOURCE_EXHAUSTED
+    assert failure(path, "Large", b"%d" % MAX_MESSAGE_BYTES).status == Status.RESOURCE_EXHAUSTED
+
+
+def test_an_answer_that_cannot_be_decoded_is_refused(theirs: None, path: Path) -> None:
+    assert failure(path, "Malformed").status == Status.INTERNAL
 
 
 def test_our_calls_end_at_their_deadline(theirs: None, path: Path) -> None:
-    assert failure(path, "Wait", timeout_s=0.1).status == StatusCode.DEADLINE_EXCEEDED
+    assert failure(path, "Wait", timeout_s=0.1).status == Status.DEADLINE_EXCEEDED
 
 
 def test_a_socket_without_a_server_is_unavailable(path: Path) -> None:
     missing = failure(path, "Echo")
-    assert (missing.status, missing.message) == (StatusCode.UNAVAILABLE, f"{path}: No such file or directory")
+    assert (missing.status, missing.message) == (Status.UNAVAILABLE, f"{path}: No such file or directory")
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 1000])
@@ -474,5 +573,5 @@ def test_a_server_that_does_not_speak_grpc_is_unavailable(path: Path, answer: by
 
         server = threading.Thread(target=serve)
         server.start()
-        assert failure(path, "Echo").status == StatusCode.UNAVAILABLE
+        assert failure(path, "Echo").status == Status.UNAVAILABLE
         server.join()

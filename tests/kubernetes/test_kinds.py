@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
+from yunion_mps.kubernetes.kubelet.protos.device_plugin_pb2 import ListAndWatchResponse
 
 from integration.daemon_host import Daemon, eventually
 from integration.device_nodes import publish_nodes
@@ -121,7 +122,7 @@ def test_a_resource_begins_with_its_first_device_and_stays(
         wait_healthy(kubelet, {RESOURCE: 0, TIME_SLICED: 3, MEMORY: 79})
         reload_as(ready_daemon, 2, 2, "mig: all-3g.40gb")
         wait_healthy(kubelet, {RESOURCE: 4, TIME_SLICED: 0, MEMORY: 0, INSTANCES: 2})
-        assert kubelet.request(TIME_SLICED).lists[-1].devices == ()
+        assert kubelet.request(TIME_SLICED).lists[-1] == ListAndWatchResponse()
         values = scrape(address)
         healthy = {resource: values["devices", resource, "healthy"] for resource in (*NUMBERS, MEMORY)}
         assert healthy == {RESOURCE: 4, TIME_SLICED: 0, INSTANCES: 2, MEMORY: 0}

@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import pytest
 from yunion_mps.kubernetes.device_plugin.lease_names import lease_name
-from yunion_mps.kubernetes.kubelet import device_plugin_api as api
 from yunion_mps.kubernetes.selection import CONFIG_LABEL
 
 from integration.daemon_host import Daemon, eventually
@@ -139,7 +138,7 @@ def test_the_health_of_memory_follows_its_gpu(node: Node) -> None:
 
 def refused_start(kubelet: Kubelet, units: tuple[str, ...]) -> str:
     with pytest.raises(grpc.RpcError) as caught:
-        kubelet.call(api.PRE_START_CONTAINER, api.PreStartContainerRequest(units))
+        kubelet.permit(units)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     return str(caught.value.details())
 

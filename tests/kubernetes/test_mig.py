@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from yunion_mps.core.addresses import physical_gpu
-from yunion_mps.kubernetes.kubelet import device_plugin_api as api
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import leases_of
@@ -104,7 +103,7 @@ def test_a_container_gets_no_instance_beside_a_whole_gpu(daemon: Daemon) -> None
         mixed = (instance, whole)
         for ask in (
             lambda: kubelet.admit("trainer", mixed),
-            lambda: kubelet.call(api.PRE_START_CONTAINER, api.PreStartContainerRequest(mixed)),
+            lambda: kubelet.permit(mixed),
         ):
             with pytest.raises(grpc.RpcError) as caught:
                 ask()
@@ -170,7 +169,7 @@ def test_without_cdi_an_instance_without_capabilities_is_refused(
     driver = daemon.host.root / "proc/driver/nvidia/capabilities"
     driver.rename(driver.with_name("hidden"))
     with pytest.raises(grpc.RpcError) as caught:
-        without_cdi.call(api.ALLOCATE, api.AllocateRequest((api.ContainerAllocateRequest((device,)),)))
+        without_cdi.allocate([device])
     driver.with_name("hidden").rename(driver)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     told = f"the capabilities of MIG instance 0000:{device} are missing from"

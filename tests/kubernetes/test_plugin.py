@@ -8,7 +8,12 @@ import grpc
 import pytest
 from yunion_mps.kubernetes.device_plugin.lease_names import lease_name
 from yunion_mps.kubernetes.kubelet import device_plugin_api as api
-from yunion_mps.kubernetes.kubelet import protobuf
+from yunion_mps.kubernetes.kubelet.protos.device_plugin_pb2 import (
+    DevicePluginOptions,
+    Empty,
+    NUMANode,
+    TopologyInfo,
+)
 
 from integration.daemon_host import Daemon, eventually
 from integration.lease_host import ADDRESSES, leases_of, take
@@ -21,7 +26,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.gpus({"kind": "v100"})]
 def refused(kubelet: Kubelet, devices: tuple[str, ...]) -> tuple[grpc.StatusCode, str]:
     """The status and reason for which a container with these devices may not start."""
     with pytest.raises(grpc.RpcError) as caught:
-        kubelet.call(api.PRE_START_CONTAINER, api.PreStartContainerRequest(devices))
+        kubelet.permit(devices)
     return caught.value.code(), str(caught.value.details())
 
 
@@ -29,8 +34,10 @@ def test_the_plugin_registers_and_lists_healthy_devices(kubelet: Kubelet, plugin
     assert kubelet.wait_healthy(4) == ADDRESSES
     (request,) = kubelet.registrations
     assert (request.version, request.resource_name) == ("v1beta1", RESOURCE)
-    assert request.options == kubelet.call(api.GET_OPTIONS, protobuf.Empty())
-    assert request.options == api.DevicePluginOptions(True, True)
+    assert request.options == kubelet.call(api.GET_OPTIONS, Empty())
+    assert request.options == DevicePluginOptions(
+        pre_start_required=True, get_preferred_allocation_available=True
+    )
     assert plugin.end(signal.SIGTERM) == 0
     assert kubelet.registrations == [request]
 
@@ -193,5 +200,5 @@ def test_only_reserved_devices_are_offered_if_there_are_any(daemon: Daemon) -> N
 def test_each_device_has_the_numa_node_of_its_gpu(kubelet: Kubelet, plugin: KubeletPlugin) -> None:
     assert len(kubelet.wait_healthy(144)) == 144
     message = kubelet.lists[-1]
-    assert {device.topology for device in message.devices} == {api.TopologyInfo((api.NumaNode(1),))}
+    assert all(device.topology == TopologyInfo(nodes=[NUMANode(ID=1)]) for device in message.devices)
     assert len(set(kubelet.preferred(48))) == 48

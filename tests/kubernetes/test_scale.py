@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from yunion_mps.kubernetes.dra.slice_devices import offered_devices
 from yunion_mps.kubernetes.dra.slices import slices_of
-from yunion_mps.kubernetes.kubelet import device_plugin_api as api
+from yunion_mps.kubernetes.kubelet.device_plugin_api import HEALTHY
+from yunion_mps.kubernetes.kubelet.protos.device_plugin_pb2 import ListAndWatchResponse
 
 from kubernetes.offered_devices import facts, share
 
@@ -41,12 +42,12 @@ def addresses(gpus: int, number: int) -> list[str]:
 def test_a_list_of_devices_has_the_size_of_its_row(row: str, ids: Callable[[], list[str]]) -> None:
     (cells,) = re.findall(rf"^\| {re.escape(row)} \| ([0-9,]+) \| ([0-9.]+) (\w+) \|$", PAGE, re.MULTILINE)
     number, size, unit = cells
-    numa = api.TopologyInfo((api.NumaNode(1),))
-    devices = tuple(api.PluginDevice(name, api.HEALTHY, numa) for name in ids())
-    message = api.ListAndWatchResponse(devices).encode()
-    assert len(devices) == int(number.replace(",", ""))
-    assert len(message) == pytest.approx(float(size) * _UNITS[unit], rel=0.1)
-    assert len(message) < MAX_MESSAGE_BYTES
+    message = ListAndWatchResponse()
+    for name in ids():
+        message.devices.add(ID=name, health=HEALTHY).topology.nodes.add(ID=1)
+    assert len(message.devices) == int(number.replace(",", ""))
+    assert message.ByteSize() == pytest.approx(float(size) * _UNITS[unit], rel=0.1)
+    assert message.ByteSize() < MAX_MESSAGE_BYTES
 
 
 @pytest.mark.parametrize(("gpus", "number"), [(8, 4), (64, 48)])

@@ -18,7 +18,10 @@ from simhost import SimHost
 from .conftest import ROOT, Built, run
 
 #: What the wheel depends on, and pip, which pipx brings up to date.
-NEEDED = ("click", "h11", "h2", "hpack", "hyperframe", "nvidia-ml-py", "prometheus-client", "PyYAML", "pip")
+NEEDED = (
+    *("click", "h11", "nvidia-ml-py", "prometheus-client", "protobuf", "PyYAML", "pip"),
+    *("grpclib", "h2", "hpack", "hyperframe", "multidict", "typing_extensions"),
+)
 
 
 def repack(name: str, folder: Path) -> None:

@@ -24,8 +24,8 @@ from yunion_mps.kubernetes.device_plugin.registration import Registration
 from yunion_mps.kubernetes.device_plugin.resources import ExtendedResource
 from yunion_mps.kubernetes.dra.driver import DraService
 from yunion_mps.kubernetes.features import FeatureFile, labels_of
-from yunion_mps.kubernetes.kubelet import grpc, protobuf
 from yunion_mps.kubernetes.kubelet.directory import DirectoryWatch
+from yunion_mps.kubernetes.kubelet.grpc import RpcError
 from yunion_mps.kubernetes.metrics import DAEMON, KUBELET, Counts, MetricsPage, ResourceHealth, serve_metrics
 from yunion_mps.kubernetes.options import CLUSTER_VARIABLE, PluginOptions
 from yunion_mps.kubernetes.pod_deletions import PodDeletionWatch
@@ -121,7 +121,7 @@ class NodeService:
             try:
                 await self._leases.reconcile()
                 failures.clear()
-            except (YunionError, grpc.RpcError, protobuf.DecodeError) as error:
+            except (YunionError, RpcError) as error:
                 program = DAEMON if isinstance(error, YunionError) else KUBELET
                 failures.report(f"cannot compare leases with the kubelet's pods: {error}", program)
             await first_of(self._registered.wait(), asyncio.sleep(self._reconcile_s))

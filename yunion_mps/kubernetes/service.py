@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
 
@@ -112,6 +113,7 @@ def plugin_command() -> click.Command:
         else:
             tune_malloc()
             set_up_log("info")
+            logging.getLogger("grpclib").setLevel(logging.WARNING)  # it reports each call that a peer ends
             asyncio.run(run_plugin(options, paths, config, node_labels))
 
     options = (

@@ -21,8 +21,9 @@ from yunion_mps.http.parameters import Value
 from yunion_mps.kubernetes.daemon_watch import RESTART_S, call_patiently
 from yunion_mps.kubernetes.device_plugin.lease_names import is_container_lease, lease_name
 from yunion_mps.kubernetes.device_plugin.resources import ExtendedResource
-from yunion_mps.kubernetes.kubelet import grpc, pod_resources_api, protobuf
+from yunion_mps.kubernetes.kubelet.grpc import RpcError
 from yunion_mps.kubernetes.kubelet.pod_resources_api import list_containers
+from yunion_mps.kubernetes.kubelet.protos.pod_resources_pb2 import ContainerResources
 
 if TYPE_CHECKING:
     from yunion_mps.answers import GpuJson, LeaseDetailsJson, LeaseRecordJson
@@ -115,14 +116,14 @@ class ContainerLeases:
     async def reconcile(self) -> None:
         """Release the leases of containers that have not started, and that the kubelet no longer lists.
 
-        Raises YunionError, RpcError and DecodeError; the time without an answer does not count.
+        Raises YunionError and RpcError; the time without an answer does not count.
         """
         if not self._awaits_containers:
             return
         try:
             leases = await self.ours()  # before the kubelet is asked
             listed = await self._listed() if self._awaits_containers else {}
-        except (YunionError, grpc.RpcError, protobuf.DecodeError):
+        except (YunionError, RpcError):
             self._missing_s.clear()
             raise
         now_s = self._clock()
@@ -150,7 +151,7 @@ class ContainerLeases:
     async def _listed(self) -> dict[str, frozenset[str]]:
         """Return the kubelet's ids of each container and resource, by lease name.
 
-        Raises RpcError and DecodeError, as list_containers does.
+        Raises RpcError, as list_containers does.
         """
         listed: dict[str, frozenset[str]] = {}
         for container in await list_containers(self._paths):
@@ -169,7 +170,7 @@ class ContainerLeases:
                 await call_patiently(self._daemon, END_LEASE, RESTART_S, lease=lease["id"])
 
 
-def _ids_by_resource(container: pod_resources_api.ContainerResources) -> dict[str, list[str]]:
+def _ids_by_resource(container: ContainerResources) -> dict[str, list[str]]:
     """Return the ids of all resources, because a pod keeps its devices when its resource is renamed."""
     ids: dict[str, list[str]] = {}
     for devices in container.devices:

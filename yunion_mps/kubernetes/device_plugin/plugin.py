@@ -13,6 +13,8 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from grpclib.const import Status
+
 from yunion_mps.containers.spec import SHARED_MEMORY
 from yunion_mps.core.errors import BusyError, InfeasibleError, NothingFreeError, UnreachableError, YunionError
 from yunion_mps.core.models import CDI_KIND
@@ -32,25 +34,24 @@ from yunion_mps.kubernetes.kubelet.device_plugin_api import (
     LIST_AND_WATCH,
     PRE_START_CONTAINER,
     UNHEALTHY,
+)
+from yunion_mps.kubernetes.kubelet.grpc import Method, RpcError, answered_by, streamed_by
+from yunion_mps.kubernetes.kubelet.protos.device_plugin_pb2 import (
     AllocateRequest,
     AllocateResponse,
-    CdiDevice,
+    CDIDevice,
     ContainerAllocateResponse,
     ContainerPreferredAllocationResponse,
     DevicePluginOptions,
     DeviceSpec,
+    Empty,
     ListAndWatchResponse,
-    MountSpec,
-    NumaNode,
-    PluginDevice,
+    Mount,
     PreferredAllocationRequest,
     PreferredAllocationResponse,
     PreStartContainerRequest,
-    TopologyInfo,
+    PreStartContainerResponse,
 )
-from yunion_mps.kubernetes.kubelet.grpc import Method, RpcError, StatusCode
-from yunion_mps.kubernetes.kubelet.protobuf import Empty
-from yunion_mps.kubernetes.kubelet.rpc import answered_by
 from yunion_mps.kubernetes.metrics import DONE, REFUSED, Counts
 from yunion_mps.kubernetes.options import CDI, ENVIRONMENT, PluginOptions
 
@@ -81,21 +82,20 @@ class DevicePlugin:
         self._uses_cdi = options.device_list_strategy == CDI
         #: What the last message lists, and the message.
         self._listed: Mapping[str, Offer] | None = None
-        self._message = b""
+        self._message = ListAndWatchResponse()
 
-    def methods(self) -> dict[str, Method]:
-        """Return the methods of the device plugin, by their paths."""
-        preferred_allocation = answered_by(GET_PREFERRED_ALLOCATION, self._get_preferred_allocation)
-        return {
-            GET_OPTIONS.path: answered_by(GET_OPTIONS, self._get_options),
-            GET_PREFERRED_ALLOCATION.path: preferred_allocation,
-            ALLOCATE.path: answered_by(ALLOCATE, self._allocate),
-            PRE_START_CONTAINER.path: answered_by(PRE_START_CONTAINER, self._pre_start_container),
-            LIST_AND_WATCH.path: Method(self._list_and_watch, is_stream=True),
-        }
+    def methods(self) -> list[Method]:
+        """Return the methods of the device plugin."""
+        return [
+            answered_by(GET_OPTIONS, self._get_options),
+            answered_by(GET_PREFERRED_ALLOCATION, self._get_preferred_allocation),
+            answered_by(ALLOCATE, self._allocate),
+            answered_by(PRE_START_CONTAINER, self._pre_start_container),
+            streamed_by(LIST_AND_WATCH, self._list_and_watch),
+        ]
 
-    async def _list_and_watch(self, _: bytes) -> AsyncIterator[bytes]:
-        sent: bytes | None = None
+    async def _list_and_watch(self, _: Empty) -> AsyncIterator[ListAndWatchResponse]:
+        sent: ListAndWatchResponse | None = None
         while True:
             changed = self.resource.changed
             message = self._list()
@@ -104,17 +104,15 @@ class DevicePlugin:
                 sent = message
             await changed.wait()
 
-    def _list(self) -> bytes:
-        """Return the message with all devices, encoded once for each change, device by device to save memory.
-
-        Encoded messages with one device each are together one message with all of them.
-        """
+    def _list(self) -> ListAndWatchResponse:
+        """Return the message with all devices, which is made once for each change."""
         offers = self.resource.offers
         if self._listed is not offers:
-            message = bytearray()
+            self._message = ListAndWatchResponse()
             for name, offer in offers.items():
-                message += ListAndWatchResponse((_plugin_device(name, offer),)).encode()
-            self._message = bytes(message)
+                device = self._message.devices.add(ID=name, health=UNHEALTHY if offer.cause else HEALTHY)
+                if offer.numa_node is not None and offer.numa_node >= 0:
+                    device.topology.nodes.add(ID=offer.numa_node)
             self._listed = offers
         return self._message
 
@@ -127,39 +125,39 @@ class DevicePlugin:
         gpu_of = {name: offer.gpu for name, offer in self.resource.offers.items()}
         answers = []
         for container in request.container_requests:
-            candidates = set(container.available_device_ids)
+            candidates = set(container.available_deviceIDs)
             chosen = preferred(
                 available=[name for name in gpu_of if name in candidates],  # in the order of the GPUs
-                required=container.must_include_device_ids,
+                required=container.must_include_deviceIDs,
                 size=container.allocation_size,
                 gpu_of=gpu_of,
                 placement=self._placement,
             )
-            answers.append(ContainerPreferredAllocationResponse(tuple(chosen)))
-        return PreferredAllocationResponse(tuple(answers))
+            answers.append(ContainerPreferredAllocationResponse(deviceIDs=chosen))
+        return PreferredAllocationResponse(container_responses=answers)
 
     async def _allocate(self, request: AllocateRequest) -> AllocateResponse:
         """Name each container's lease, without taking it; refuse what can never be leased."""
         answers = []
         for container in request.container_requests:
             try:
-                answers.append(await self._allocate_one(container.device_ids))
+                answers.append(await self._allocate_one(container.devices_ids))
             except RpcError:
                 self.counts.allocations[self.resource.name, REFUSED] += 1
                 raise
             self.counts.allocations[self.resource.name, DONE] += 1
-        return AllocateResponse(tuple(answers))
+        return AllocateResponse(container_responses=answers)
 
     async def _allocate_one(self, ids: Sequence[str]) -> ContainerAllocateResponse:
         self.resource.refuse(ids)
         preview = await self._preview(ids)
         budget = self.resource.budget(ids)
         if self._uses_cdi:
-            device = CdiDevice(f"{CDI_KIND}={self.resource.lease_name(ids)}")
-            return ContainerAllocateResponse(budget, cdi_devices=(device,))
+            device = CDIDevice(name=f"{CDI_KIND}={self.resource.lease_name(ids)}")
+            return ContainerAllocateResponse(envs=budget, cdi_devices=[device])
         if preview is None:
             text = f"{_named(ids)} cannot be allocated now, and deviceListStrategy is {ENVIRONMENT}"
-            raise RpcError(StatusCode.UNAVAILABLE, text)
+            raise RpcError(Status.UNAVAILABLE, text)
         environment = {**preview["environment"], **budget}
         for name in self.resource.undecided:
             environment.pop(name, None)
@@ -172,8 +170,8 @@ class DevicePlugin:
         mounts = (pipe_directory, SHARED_MEMORY) if pipe_directory else ()
         return ContainerAllocateResponse(
             envs={**environment, _NVIDIA_RUNTIME: gpus},
-            mounts=tuple(MountSpec(path, path) for path in mounts),
-            devices=tuple(DeviceSpec(path, path, "rw") for path in nodes),
+            mounts=[Mount(container_path=path, host_path=path) for path in mounts],
+            devices=[DeviceSpec(container_path=path, host_path=path, permissions="rw") for path in nodes],
         )
 
     async def _preview(self, ids: Sequence[str]) -> LeaseRecordJson | None:
@@ -188,19 +186,19 @@ class DevicePlugin:
         except YunionError as error:
             raise _refusal(error) from None
 
-    async def _pre_start_container(self, request: PreStartContainerRequest) -> Empty:
+    async def _pre_start_container(self, request: PreStartContainerRequest) -> PreStartContainerResponse:
         began_s = time.perf_counter()
         result = REFUSED
         try:
-            await self._permit_start(request.device_ids)
+            await self._permit_start(request.devices_ids)
             result = DONE
         finally:
             self.counts.note_start(self.resource.name, result, time.perf_counter() - began_s)
-        return Empty()
+        return PreStartContainerResponse()
 
     async def _permit_start(self, ids: Sequence[str]) -> None:
         """Take the container's lease. The kubelet tries again to start a container that is refused."""
-        unknown = RpcError(StatusCode.UNAVAILABLE, "the daemon has not said yet which devices there are")
+        unknown = RpcError(Status.UNAVAILABLE, "the daemon has not said yet which devices there are")
         await within(_DAEMON_START_S, self.resource.known.wait(), unknown)
         try:
             lease: LeaseRecordJson = await self._leases.take(self.resource, ids)
@@ -209,7 +207,7 @@ class DevicePlugin:
             raise _refusal(error) from None
         if lease["pid"] is not None:
             text = f"{_named(ids)}: the previous container still runs (PID {lease['pid']})"
-            raise RpcError(StatusCode.FAILED_PRECONDITION, text)
+            raise RpcError(Status.FAILED_PRECONDITION, text)
         self._leases.permit(lease)
         log.info("%s: leased to a container, as %s", _named(lease["devices"]), lease["name"])
 
@@ -220,22 +218,8 @@ def _named(ids: Sequence[str]) -> str:
     return f"{named} and {count(more, 'other')}" if more > 0 else named
 
 
-def _plugin_device(name: str, offer: Offer) -> PluginDevice:
-    return PluginDevice(
-        id=name,
-        health=UNHEALTHY if offer.cause else HEALTHY,
-        topology=_topology(offer.numa_node),
-    )
-
-
-def _topology(numa_node: int | None) -> TopologyInfo | None:
-    if numa_node is None or numa_node < 0:
-        return None
-    return TopologyInfo((NumaNode(numa_node),))
-
-
 def _refusal(error: YunionError) -> RpcError:
-    status = StatusCode.FAILED_PRECONDITION
+    status = Status.FAILED_PRECONDITION
     if isinstance(error, UnreachableError):
-        status = StatusCode.UNAVAILABLE
+        status = Status.UNAVAILABLE
     return RpcError(status, printable(error.message_with_hint))

@@ -14,9 +14,10 @@ from yunion_mps.core.tasks import first_of
 from yunion_mps.host.files import FileVersion, version_of
 from yunion_mps.host.log import Failures
 from yunion_mps.kubernetes.device_plugin.plugin import OPTIONS, DevicePlugin
-from yunion_mps.kubernetes.kubelet import device_plugin_api, grpc
+from yunion_mps.kubernetes.kubelet import device_plugin_api
 from yunion_mps.kubernetes.kubelet.directory import DirectoryWatch
-from yunion_mps.kubernetes.kubelet.rpc import call_rpc
+from yunion_mps.kubernetes.kubelet.grpc import RpcError, RpcServer, call_rpc
+from yunion_mps.kubernetes.kubelet.protos.device_plugin_pb2 import RegisterRequest
 from yunion_mps.kubernetes.metrics import DONE, KUBELET, REFUSED
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Registration:
         self.resource = plugin.resource
         self._kubelet = os.path.join(paths.device_plugins, _KUBELET)
         self._endpoint = os.path.join(paths.device_plugins, self.resource.endpoint)
-        self._server = grpc.RpcServer(plugin.methods())
+        self._server = RpcServer(plugin.methods())
         self._watch = watch
         self._registered = registered
         self._counts = plugin.counts
@@ -70,7 +71,7 @@ class Registration:
             except OSError as error:
                 self._failures.report(f"{self._endpoint}: {error.strerror or error}")
                 await self._wait_for_start(kubelet, retry_s)
-            except grpc.RpcError as error:
+            except RpcError as error:
                 self._counts.registrations[self.resource.name, REFUSED] += 1
                 text = f"cannot register {self.resource.name} with the kubelet: {error.message}"
                 self._failures.report(text, KUBELET)
@@ -91,7 +92,7 @@ class Registration:
         """Register, and return when that has to be repeated; raises RpcError if the kubelet refuses."""
         kubelet = version_of(self._kubelet)
         name = self.resource.name
-        request = device_plugin_api.RegisterRequest(
+        request = RegisterRequest(
             version=device_plugin_api.VERSION,
             endpoint=self.resource.endpoint,
             resource_name=name,

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
+from grpclib.const import Status
+
 from yunion_mps.containers import Share, budget_variables
 from yunion_mps.core.addresses import physical_gpu
 from yunion_mps.core.enums import AVAILABLE, BINPACK, NOT_SHARED
@@ -26,7 +28,7 @@ from yunion_mps.kubernetes.device_plugin.lease_names import (
     resource_digest,
 )
 from yunion_mps.kubernetes.kubelet.device_plugin_api import HEALTHY, UNHEALTHY
-from yunion_mps.kubernetes.kubelet.grpc import RpcError, StatusCode
+from yunion_mps.kubernetes.kubelet.grpc import RpcError
 from yunion_mps.kubernetes.metrics import ResourceHealth
 from yunion_mps.kubernetes.offered import KnownDevice, unhealthy_cause
 from yunion_mps.kubernetes.options import PluginOptions
@@ -178,7 +180,7 @@ class ExtendedResource:
         if not ids or not self.offers.keys() >= set(ids):
             missing = [name for name in ids if name not in self.offers][:_MAX_NAMED]
             text = f"there are no such {self._noun}: {printable(', '.join(missing))}"
-            raise RpcError(StatusCode.INVALID_ARGUMENT, text)
+            raise RpcError(Status.INVALID_ARGUMENT, text)
 
     def lose(self, cause: str) -> None:
         """Offer nothing until the daemon answers again."""
@@ -234,19 +236,19 @@ class DeviceResource(ExtendedResource):
         missing = sorted(set(ids) - self.offers.keys())
         if missing:  # or of another kind: its pod was promised this one
             text = f"no longer devices of {self.name}: {', '.join(missing[:_MAX_NAMED])} (delete the pod)"
-            raise RpcError(StatusCode.FAILED_PRECONDITION, text)
+            raise RpcError(Status.FAILED_PRECONDITION, text)
         kinds = {_is_on_instance(name): name for name in sorted(ids, reverse=True)}
         if len(kinds) > 1:
             named = f"{kinds[False]}, {kinds[True]}"
             text = f"a process can use whole GPUs or MIG instances, but not both: {named}"
             hint = "request fewer devices, or set migStrategy: mixed, which counts them separately"
-            raise RpcError(StatusCode.FAILED_PRECONDITION, f"{text} ({hint})")
+            raise RpcError(Status.FAILED_PRECONDITION, f"{text} ({hint})")
         return {"devices": sorted(ids)}
 
     def refuse(self, ids: Sequence[str]) -> None:
         if len(ids) > 1 and self._options.fail_requests_greater_than_one:
             text = f"a container may have one device, not {len(ids)}: failRequestsGreaterThanOne is set"
-            raise RpcError(StatusCode.INVALID_ARGUMENT, text)
+            raise RpcError(Status.INVALID_ARGUMENT, text)
         super().refuse(ids)
 
     def budget(self, ids: Sequence[str]) -> dict[str, str]:
@@ -312,12 +314,12 @@ class MemoryResource(ExtendedResource):
         sources = {(match["gpu"], int(match["mib"])) for match in matches if match}
         if not sources or None in matches:
             text = f"there are no such units: {printable(', '.join(ids[:_MAX_NAMED]))}"
-            raise RpcError(StatusCode.INVALID_ARGUMENT, text)
+            raise RpcError(Status.INVALID_ARGUMENT, text)
         if len(sources) > 1:
             gpus = ", ".join(sorted({gpu for gpu, _ in sources}))
             text = f"no GPU has {count(len(ids), 'unit')} of {self.name} left: they would come from {gpus}"
             hint = "request less memory; the scheduler knows only the sum of all GPUs of a node"
-            raise RpcError(StatusCode.FAILED_PRECONDITION, f"{text} ({hint})")
+            raise RpcError(Status.FAILED_PRECONDITION, f"{text} ({hint})")
         return sources.pop()
 
 

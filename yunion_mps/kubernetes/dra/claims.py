@@ -167,8 +167,8 @@ class ClaimLeases:
         the API server has reserved the claim for a pod. If the API server does not answer, all are kept; a
         claim that cannot be read keeps its own lease, and one that cannot be ended does not keep the others.
 
-        Raises YunionError, RpcError and DecodeError if the daemon, the API server or the kubelet cannot be
-        asked, and the first error of a lease that cannot be ended.
+        Raises YunionError and RpcError if the daemon, the API server or the kubelet cannot be asked, and the
+        first error of a lease that cannot be ended.
         """
         leases = await self._leases_of_claims()
         if not leases:

@@ -28,19 +28,33 @@ from yunion_mps.kubernetes.dra.resource_objects import AllocatedDevice
 from yunion_mps.kubernetes.dra.slice_devices import DRIVER, OfferedDevice, requested_by
 from yunion_mps.kubernetes.dra.slices import INTERVAL_S, SlicePublisher
 from yunion_mps.kubernetes.features import GpuKind, labels_of
-from yunion_mps.kubernetes.kubelet import dra_api, grpc
+from yunion_mps.kubernetes.kubelet import dra_api
 from yunion_mps.kubernetes.kubelet.directory import KubeletDirectory
-from yunion_mps.kubernetes.kubelet.dra_api import (
-    ClaimReference,
+from yunion_mps.kubernetes.kubelet.grpc import Method, RpcError, RpcServer, answered_by, streamed_by
+from yunion_mps.kubernetes.kubelet.protos.dra_health_pb2 import (
+    HEALTHY,
+    UNHEALTHY,
     DeviceHealth,
     DeviceIdentifier,
-    NodePrepareResourceResponse,
-    NodeUnprepareResourceResponse,
-    PreparedDevice,
+    NodeWatchResourcesRequest,
+    NodeWatchResourcesResponse,
 )
-from yunion_mps.kubernetes.kubelet.grpc import Method, RpcServer
-from yunion_mps.kubernetes.kubelet.protobuf import DecodeError, Empty
-from yunion_mps.kubernetes.kubelet.rpc import answered_by
+from yunion_mps.kubernetes.kubelet.protos.dra_pb2 import (
+    Claim,
+    Device,
+    NodePrepareResourceResponse,
+    NodePrepareResourcesRequest,
+    NodePrepareResourcesResponse,
+    NodeUnprepareResourceResponse,
+    NodeUnprepareResourcesRequest,
+    NodeUnprepareResourcesResponse,
+)
+from yunion_mps.kubernetes.kubelet.protos.plugin_registration_pb2 import (
+    InfoRequest,
+    PluginInfo,
+    RegistrationStatus,
+    RegistrationStatusResponse,
+)
 from yunion_mps.kubernetes.metrics import API_SERVER, DAEMON, DONE, KUBELET, REFUSED, Counts, ResourceHealth
 
 log = logging.getLogger(__name__)
@@ -66,26 +80,23 @@ class DraDriver:
         self._pool = node
         self._counts = counts
 
-    def methods(self) -> dict[str, Method]:
-        """Return the driver's methods, by their paths: an older kubelet calls the older version of each."""
-        health = Method(self._watch_health, is_stream=True)
-        return {
-            dra_api.PREPARE.path: answered_by(dra_api.PREPARE, self._prepare),
-            dra_api.PREPARE_BETA.path: answered_by(dra_api.PREPARE_BETA, self._prepare),
-            dra_api.UNPREPARE.path: answered_by(dra_api.UNPREPARE, self._unprepare),
-            dra_api.UNPREPARE_BETA.path: answered_by(dra_api.UNPREPARE_BETA, self._unprepare),
-            dra_api.WATCH_HEALTH.path: health,
-            dra_api.WATCH_HEALTH_ALPHA.path: health,
-        }
+    def methods(self) -> list[Method]:
+        """Return the driver's methods: an older kubelet calls the older version of each."""
+        return [
+            answered_by(dra_api.PREPARE, self._prepare),
+            answered_by(dra_api.PREPARE_BETA, self._prepare),
+            answered_by(dra_api.UNPREPARE, self._unprepare),
+            answered_by(dra_api.UNPREPARE_BETA, self._unprepare),
+            streamed_by(dra_api.WATCH_HEALTH, self._watch_health),
+            streamed_by(dra_api.WATCH_HEALTH_ALPHA, self._watch_health),
+        ]
 
-    async def _prepare(
-        self, request: dra_api.NodePrepareResourcesRequest
-    ) -> dra_api.NodePrepareResourcesResponse:
+    async def _prepare(self, request: NodePrepareResourcesRequest) -> NodePrepareResourcesResponse:
         answers = await asyncio.gather(*map(self._prepare_claim, request.claims))
         uids = [claim.uid for claim in request.claims]
-        return dra_api.NodePrepareResourcesResponse(dict(zip(uids, answers)))
+        return NodePrepareResourcesResponse(claims=dict(zip(uids, answers)))
 
-    async def _prepare_claim(self, reference: ClaimReference) -> NodePrepareResourceResponse:
+    async def _prepare_claim(self, reference: Claim) -> NodePrepareResourceResponse:
         claim = ClaimName(reference.namespace, reference.name, reference.uid)
         began_s = time.perf_counter()
         result = REFUSED
@@ -104,33 +115,31 @@ class DraDriver:
         finally:
             self._counts.note_start(DRIVER, result, time.perf_counter() - began_s)
         log.info("%s: leased %s", claim.lease, ", ".join(lease["devices"]))
-        return NodePrepareResourceResponse(_prepared(allocated, f"{CDI_KIND}={lease['id']}"))
+        return NodePrepareResourceResponse(devices=_prepared(allocated, f"{CDI_KIND}={lease['id']}"))
 
-    async def _unprepare(
-        self, request: dra_api.NodeUnprepareResourcesRequest
-    ) -> dra_api.NodeUnprepareResourcesResponse:
+    async def _unprepare(self, request: NodeUnprepareResourcesRequest) -> NodeUnprepareResourcesResponse:
         answers = await asyncio.gather(*map(self._unprepare_claim, request.claims))
         uids = [claim.uid for claim in request.claims]
-        return dra_api.NodeUnprepareResourcesResponse(dict(zip(uids, answers)))
+        return NodeUnprepareResourcesResponse(claims=dict(zip(uids, answers)))
 
-    async def _unprepare_claim(self, reference: ClaimReference) -> NodeUnprepareResourceResponse:
+    async def _unprepare_claim(self, reference: Claim) -> NodeUnprepareResourceResponse:
         try:
             await self._claims.release(reference.uid)
         except YunionError as error:
             _count(error, self._counts)
-            return NodeUnprepareResourceResponse(_error_text(error))
+            return NodeUnprepareResourceResponse(error=_error_text(error))
         except Exception as error:  # as above
             log.exception("claim %s cannot be unprepared", reference.uid)
-            return NodeUnprepareResourceResponse(_error_text(_internal(error)))
+            return NodeUnprepareResourceResponse(error=_error_text(_internal(error)))
         return NodeUnprepareResourceResponse()
 
-    async def _watch_health(self, _: bytes) -> AsyncIterator[bytes]:
+    async def _watch_health(self, _: NodeWatchResourcesRequest) -> AsyncIterator[NodeWatchResourcesResponse]:
         while True:
             changed = self._host.changed
             if self._host.offered is not None:
                 now_s = int(time.time())
                 devices = [_health_of(device, self._pool, now_s) for device in self._host.offered]
-                yield dra_api.NodeWatchResourcesResponse(tuple(devices)).encode()
+                yield NodeWatchResourcesResponse(devices=devices)
             await first_of(changed.wait(), asyncio.sleep(_HEALTH_S))
 
 
@@ -184,10 +193,10 @@ class DraService:
         self._directories = (os.path.dirname(paths.dra_directory), paths.plugins_registry)
         self._driver = RpcServer(DraDriver(self._host, self._claims, node, counts).methods())
         self._registrar = RpcServer(
-            {
-                dra_api.GET_INFO.path: answered_by(dra_api.GET_INFO, self._get_info),
-                dra_api.NOTIFY.path: answered_by(dra_api.NOTIFY, self._notify),
-            }
+            [
+                answered_by(dra_api.GET_INFO, self._get_info),
+                answered_by(dra_api.NOTIFY, self._notify),
+            ]
         )
         self._failures = Failures(log, counts.errors)
 
@@ -272,26 +281,26 @@ class DraService:
             try:
                 await self._claims.reconcile()
                 failures.clear()
-            except (YunionError, grpc.RpcError, DecodeError) as error:
+            except (YunionError, RpcError) as error:
                 _count(error, self._counts)
                 failures.report(f"cannot compare leases with claims: {error}")
             await backoff.wait()
 
-    async def _get_info(self, _: Empty) -> dra_api.PluginInfo:
-        return dra_api.PluginInfo(
+    async def _get_info(self, _: InfoRequest) -> PluginInfo:
+        return PluginInfo(
             type=dra_api.PLUGIN_TYPE,
             name=DRIVER,
             endpoint=self._endpoint,
             supported_versions=dra_api.SERVICES,
         )
 
-    async def _notify(self, status: dra_api.RegistrationStatus) -> Empty:
+    async def _notify(self, status: RegistrationStatus) -> RegistrationStatusResponse:
         self._counts.registrations[DRIVER, DONE if status.plugin_registered else REFUSED] += 1
         if status.plugin_registered:
             log.info("the kubelet registered %s", DRIVER)
         else:
             log.warning("the kubelet refused to register %s: %s", DRIVER, status.error)
-        return Empty()
+        return RegistrationStatusResponse()
 
 
 def _check(directories: Iterable[KubeletDirectory]) -> None:
@@ -300,31 +309,31 @@ def _check(directories: Iterable[KubeletDirectory]) -> None:
             raise directory.replaced
 
 
-def _prepared(allocated: Sequence[AllocatedDevice], cdi: str) -> tuple[PreparedDevice, ...]:
+def _prepared(allocated: Sequence[AllocatedDevice], cdi: str) -> list[Device]:
     """Return the claim's devices.
 
     The CDI device is the first one's, which is for all requests, because a container has it once.
     """
     requests = [device["request"].partition("/")[0] for device in allocated]  # without a subrequest
-    devices: list[PreparedDevice] = []
+    devices: list[Device] = []
     for device, request in zip(allocated, requests):
         is_first = not devices
-        prepared = PreparedDevice(
-            request_names=tuple(dict.fromkeys(requests)) if is_first else (request,),
+        prepared = Device(
+            request_names=list(dict.fromkeys(requests)) if is_first else [request],
             pool_name=device["pool"],
             device_name=device["device"],
-            cdi_device_ids=(cdi,) if is_first else (),
+            cdi_device_ids=[cdi] if is_first else [],
             share_id=device.get("shareID", ""),
         )
         devices.append(prepared)
-    return tuple(devices)
+    return devices
 
 
 def _health_of(device: OfferedDevice, pool: str, now_s: int) -> DeviceHealth:
     """Return the device's health as the kubelet is told; `now_s` are seconds since 1970."""
     return DeviceHealth(
-        device=DeviceIdentifier(pool, device.name),
-        health=dra_api.IS_HEALTHY if device.is_healthy else dra_api.IS_UNHEALTHY,
+        device=DeviceIdentifier(pool_name=pool, device_name=device.name),
+        health=HEALTHY if device.is_healthy else UNHEALTHY,
         last_updated_time=now_s,
         message=printable(device.reason)[:_MAX_MESSAGE],
     )
@@ -339,7 +348,7 @@ def _error_text(error: YunionError) -> str:
     return printable(f"{error.message_with_hint} [{error.code}]")
 
 
-def _count(error: YunionError | grpc.RpcError | DecodeError, counts: Counts) -> None:
+def _count(error: YunionError | RpcError, counts: Counts) -> None:
     """Count a failed request by the program that was asked; the daemon's refusals do not count."""
     if isinstance(error, ApiServerError):
         counts.errors[API_SERVER] += 1

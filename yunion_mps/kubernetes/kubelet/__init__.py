@@ -1,1 +1,1 @@
-"""The kubelet's APIs: gRPC over Unix sockets, protobuf messages, and the kubelet's directories."""
+"""The kubelet's APIs: gRPC over Unix sockets, their messages, and the kubelet's directories."""
