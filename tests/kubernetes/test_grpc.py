@@ -448,6 +448,13 @@ def test_more_connections_than_a_kubelet_makes_are_closed(client: grpc.Channel, 
     eventually(lambda: ask(client, "Echo", b"x") == b"x", "room for others")
 
 
+def test_our_client_and_our_server_agree(loop: Loop, path: Path) -> None:
+    assert asked(path, "Echo", b"x") == b"x"
+    refused = failure(path, "Refuse")
+    assert (refused.status, refused.message) == (Status.FAILED_PRECONDITION, REASON)
+    assert failure(path, "Nothing").status is Status.UNIMPLEMENTED
+
+
 def test_a_request_of_another_content_type_is_refused(loop: Loop, path: Path) -> None:
     request = _request(1, "Echo", {"content-type": "application/json"})
     assert _status(path, request) == Status.UNKNOWN.value

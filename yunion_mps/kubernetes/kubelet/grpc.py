@@ -265,11 +265,25 @@ async def _send(stream: Stream[Any, Any], answers: AsyncIterator[Message]) -> No
         await stream.send_message(answer)
 
 
+async def _refuse(_: Stream[Any, Any]) -> None:
+    raise RpcError(Status.UNIMPLEMENTED, "there is no such gRPC method")
+
+
+class _Methods(dict[str, Handler]):
+    """Methods by their paths; any other path has one that refuses, with all headers that gRPC-Go needs."""
+
+    _UNKNOWN = Handler(_refuse, Cardinality.UNARY_UNARY, Message, Message)
+
+    def get(self, path: str, _: object = None) -> Handler:
+        return super().get(path, self._UNKNOWN)
+
+
 class _Server(Server):
     """A server of grpclib's, of whose connections we know."""
 
     def __init__(self, service: _Service) -> None:
         super().__init__([service], config=_CONFIGURATION)
+        self._mapping = _Methods(self._mapping)
         self.connections: set[_ServerConnection] = set()
 
     def _protocol_factory(self) -> H2Protocol:
