@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -295,3 +296,13 @@ def test_a_pipeline_ends_as_its_commands_do(shared_daemon: Daemon) -> None:
     pipeline = "set -o pipefail; seq 5 | yunion-mps run -- sh -c 'cat; exit 3' | yunion-mps run tail -n 1"
     done = shared_daemon.host.run(["bash", "-c", pipeline])
     assert (done.returncode, done.stdout) == (3, "5\n")
+
+
+@pytest.mark.parametrize("command", [["list"], ["status"], ["run", "true"], ["lease", "list"]], ids=" ".join)
+def test_no_command_waits_for_libraries_of_the_daemon(shared_daemon: Daemon, command: list[str]) -> None:
+    start = "from yunion_mps.cli import main; main()"
+    result = shared_daemon.host.run([sys.executable, "-X", "importtime", "-c", start, *command])
+    assert result.returncode == 0
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "click" in imported
+    assert imported & {"google.protobuf", "grpclib", "prometheus_client", "psutil", "sdnotify"} == set()

@@ -39,7 +39,8 @@ from yunion_mps.doctor.checks import (
     warning,
 )
 from yunion_mps.doctor.cuda_client import DeviceProbe, Failure
-from yunion_mps.host.proc import uid_of, user_name
+from yunion_mps.host.proc import user_name
+from yunion_mps.host.process_info import uid_of
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.mps.processes import server_pids
 

@@ -34,7 +34,8 @@ from yunion_mps.doctor.checks import (
 )
 from yunion_mps.doctor.driver import library_version
 from yunion_mps.host.files import read_text
-from yunion_mps.host.proc import command_of, describe_process, environment_of, process_name, uid_of
+from yunion_mps.host.proc import command_of, environment_of, process_name
+from yunion_mps.host.process_info import describe_process, uid_of
 from yunion_mps.mps.processes import DEFAULT_PIPE_DIRECTORY, is_server
 from yunion_mps.planning.environment import DEVICE_VARIABLE
 

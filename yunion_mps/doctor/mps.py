@@ -35,7 +35,8 @@ from yunion_mps.doctor.checks import (
     warning,
 )
 from yunion_mps.host.files import open_regular, read_text
-from yunion_mps.host.proc import all_pids, describe_process, environment_of, program_name, uid_of, user_name
+from yunion_mps.host.proc import all_pids, environment_of, program_name, user_name
+from yunion_mps.host.process_info import describe_process, uid_of
 from yunion_mps.host.processes import readable
 from yunion_mps.mps.control_daemon import find
 from yunion_mps.mps.conversation import Probe, UnresponsiveError, connections, diagnose, front_end_at, peer_of

@@ -1,6 +1,8 @@
-"""What the kernel reports about processes, in proc(5).
+"""What the kernel tells of processes in proc(5), where psutil does not serve us (see `process_info`).
 
-For a process that has ended, functions return an empty value: "", 0, [] or None.
+For a process that has ended, functions return an empty value: "", 0, [] or None. Each function says why it
+is ours. One reason holds for what commands need, too: importing psutil takes 16 ms, and users wait for
+commands. docs/decisions/0024-psutil-and-sdnotify.md has the figures.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ def _has_running_thread(pid: int, stat: Sequence[str], proc: str) -> bool:
 def started_ticks(pid: int) -> int | None:
     """Return the process's start time in clock ticks since boot; None also for a zombie.
 
-    PID and start time together identify a process, because PIDs are reused.
+    PID and start time together identify a process, because PIDs are reused. psutil's `create_time` is no such
+    identity: it changes when the clock is set.
     """
     stat = _stat_fields(pid)
     return None if _has_ended(pid, stat) else int(stat[_STARTED])
@@ -123,14 +126,17 @@ def group_leaders_of(pid: int) -> tuple[int, ...]:
     """Return the PIDs of those that made the process's group and its session; empty if it has ended.
 
     They may have ended, but no other process gets these PIDs as long as the process is in the group and the
-    session (credentials(7)).
+    session (credentials(7)). psutil tells neither groups nor sessions.
     """
     stat = _stat_fields(pid)
     return () if _has_ended(pid, stat) else (int(stat[_GROUP]), int(stat[_SESSION]))
 
 
 def started_s(pid: int) -> float | None:
-    """Return when the process started, in s since 1970, the same at every call; None also for a zombie."""
+    """Return when the process started, in s since 1970, the same at every call; None also for a zombie.
+
+    psutil's `create_time` changes when the clock is set.
+    """
     ticks = started_ticks(pid)
     return None if ticks is None else _booted_s() + ticks / os.sysconf("SC_CLK_TCK")
 
@@ -142,7 +148,10 @@ def _booted_s() -> float:
 
 
 def is_gone(pid: int) -> bool:
-    """Return whether no process has this PID, not even a zombie; works without free descriptors."""
+    """Return whether no process has this PID, not even a zombie.
+
+    Works without free descriptors, which psutil's `pid_exists` needs.
+    """
     try:
         os.stat(f"/proc/{pid}")
     except FileNotFoundError:
@@ -155,7 +164,7 @@ def is_gone(pid: int) -> bool:
 def is_exiting(pid: int, proc: str = "/proc") -> bool:
     """Return whether the process is exiting, is a zombie or is gone.
 
-    An exit can take seconds if much memory is to be freed.
+    An exit can take seconds if much memory is to be freed. psutil tells of zombies only.
     """
     stat = _stat_fields(pid, proc)
     if len(stat) <= _STARTED:
@@ -169,7 +178,7 @@ def job_unit_of(pid: int, proc: str = "/proc", mounts: str = MOUNTS) -> str | No
     systemd creates a control group for each unit, and no job can leave its own. A group of that name that
     root did not make is no unit. Returns "" if the process is in no job unit, there are no control groups, or
     the process is in a PID namespace that is not visible here (PID 0). Unknown if the process is exiting or
-    gone: control groups of version 1 then report `/`.
+    gone: control groups of version 1 then report `/`. psutil does not tell control groups.
     """
     try:
         with open(f"{proc}/{pid}/cgroup", encoding="utf-8", errors="replace") as file:
@@ -188,12 +197,16 @@ def job_unit_of(pid: int, proc: str = "/proc", mounts: str = MOUNTS) -> str | No
 
 
 def is_kernel_thread(pid: int, proc: str = "/proc") -> bool:
+    """Return whether the process is a thread of the kernel, which psutil does not tell."""
     fields = _stat_fields(pid, proc)
     return len(fields) > 6 and bool(int(fields[6]) & _PF_KTHREAD)
 
 
 def is_in_inner_pid_namespace(pid: int, proc: str = "/proc") -> bool:
-    """Return whether the process is in a PID namespace below ours, and so knows other PIDs than we do."""
+    """Return whether the process is in a PID namespace below ours, and so knows other PIDs than we do.
+
+    psutil does not tell namespaces.
+    """
     return len(_status_row(pid, b"NSpid:", proc)) > 1
 
 
@@ -206,14 +219,9 @@ def _status_row(pid: int, name: bytes, proc: str = "/proc") -> list[bytes]:
 
 
 def parent_of(pid: int, proc: str = "/proc") -> int:
-    """Return the PID of the process's parent; 0 if it is not visible here."""
+    """Return the PID of the process's parent; 0 if it is not visible here. Commands need it, too."""
     fields = _stat_fields(pid, proc)
     return int(fields[1]) if len(fields) > 1 else 0
-
-
-def is_stopped(pid: int) -> bool:
-    """Return whether the process was stopped by a signal or a debugger."""
-    return _stat_fields(pid)[:1] in (["T"], ["t"])
 
 
 def dies_of(pid: int, number: int) -> bool:
@@ -221,7 +229,7 @@ def dies_of(pid: int, number: int) -> bool:
 
     It may catch it, ignore it, or wait for it (sigwait(3), signalfd(2)). In the last case, its main thread
     blocks it. Other threads show nothing: those of libraries often block all signals, and one that waits
-    blocks none.
+    blocks none. psutil does not tell what a process does with signals.
     """
     for line in _read(pid, "status").splitlines():
         if line.startswith((b"SigCgt:", b"SigIgn:", b"SigBlk:")):
@@ -232,20 +240,30 @@ def dies_of(pid: int, number: int) -> bool:
 
 
 def process_name(pid: int) -> str:
-    """Return the kernel's name of the process, at most 15 characters unescaped; "" also for a zombie."""
+    """Return the kernel's name of the process, at most 15 characters unescaped; "" also for a zombie.
+
+    psutil's `name` reads the whole command line if the name has 15 characters: see `command_of`.
+    """
     if _has_ended(pid, _stat_fields(pid)):
         return ""
     return decode_line(_read(pid, "comm").removesuffix(b"\n"))
 
 
 def command_of(pid: int, most: int = 100) -> str:
-    """Return the beginning of the process's command line, quoted as for a shell; at most so many letters."""
+    """Return the beginning of the process's command line, quoted as for a shell; at most so many letters.
+
+    psutil's `cmdline` reads it whole. Any user can declare any of a process's memory to be its command line
+    (prctl(2), PR_SET_MM): a daemon that read 512 MiB of it took 1 GiB and 4 s.
+    """
     words = _read(pid, "cmdline", 4 * most).decode(errors="replace").rstrip("\0").split("\0")
     return command_line(words).strip()[:most]
 
 
 def program_of(pid: int) -> str:
-    """Return the path of the process's executable; "" also if access is denied. Needs no descriptor."""
+    """Return the path of the process's executable; "" also if access is denied.
+
+    Needs no descriptor. psutil's `exe` reads the command line where access is denied: see `command_of`.
+    """
     try:
         return os.readlink(f"/proc/{pid}/exe").removesuffix(" (deleted)")
     except OSError:
@@ -258,7 +276,7 @@ def program_name(pid: int) -> str:
 
 
 def credentials_of(pid: int) -> Credentials | None:
-    """Return the users and groups of the process."""
+    """Return the users and groups of the process; psutil does not tell supplementary groups."""
     ids: dict[bytes, tuple[int, ...]] = {}
     for line in _read(pid, "status").splitlines():
         name, _, numbers = line.partition(b":")
@@ -267,15 +285,6 @@ def credentials_of(pid: int) -> Credentials | None:
     if len(ids) < 3:
         return None
     return Credentials(uids=ids[b"Uid"], gids=ids[b"Gid"], groups=ids[b"Groups"])
-
-
-def uid_of(pid: int) -> int | None:
-    """Return the effective user id.
-
-    The owner of /proc/PID is no substitute: it is root if the process is not dumpable (proc(5)).
-    """
-    credentials = credentials_of(pid)
-    return credentials.uids[1] if credentials else None
 
 
 def users_of(pid: int) -> frozenset[int]:
@@ -317,15 +326,10 @@ def user_name(uid: int) -> str:
         return f"uid {uid}"
 
 
-def describe_process(pid: int) -> str:
-    """Return for example `PID 4711 (python3, alice)`, without what is no longer known."""
-    uid = uid_of(pid)
-    details = [process_name(pid), "" if uid is None else user_name(uid)]
-    return f"PID {pid} ({', '.join(filter(None, details))})"
-
-
 def children_of(pid: int) -> list[int]:
-    """Return the PIDs of the process's children.
+    """Return the PIDs of the process's children, as the kernel lists them.
+
+    psutil's `children` reads the parent of every process of the host, which takes 100 times as long.
 
     Raises ShortageError if they cannot be read because no descriptor is left; [] would be wrong then.
     """
@@ -351,7 +355,7 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def all_pids() -> list[int]:
-    """Return all PIDs in descending order.
+    """Return all PIDs in descending order. Commands need them, too.
 
     Raises ShortageError if they cannot be listed.
     """
@@ -362,7 +366,10 @@ def all_pids() -> list[int]:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return the environment the process was started with; empty also if access is denied."""
+    """Return the environment the process was started with; empty also if access is denied.
+
+    psutil's `environ` reads all that a process declares to be its environment, without a bound.
+    """
     environment: dict[str, str] = {}
     for entry in _read(pid, "environ").decode(errors="replace").split("\0"):
         name, equals, value = entry.partition("=")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import time
+
+from sdnotify import SystemdNotifier
 
 from yunion_mps.core.text import printable
 
@@ -15,15 +15,9 @@ class Notifier:
 
     def __init__(self) -> None:
         self._last_status = ""
-        self._socket: socket.socket | None = None
-        address = os.environ.get("NOTIFY_SOCKET", "")
-        if address:  # connected now, because later no descriptor may be left
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            try:
-                connection.connect(f"\0{address[1:]}" if address.startswith("@") else address)
-                self._socket = connection
-            except OSError:
-                connection.close()
+        self._systemd: SystemdNotifier | None = None
+        if os.environ.get("NOTIFY_SOCKET"):  # connected now, because later no descriptor may be left
+            self._systemd = SystemdNotifier()
 
     def ready(self, status: str) -> None:
         """Report the end of a start or reload; by then `systemctl status` shows this status."""
@@ -52,9 +46,11 @@ class Notifier:
 
     def _send(self, *assignments: str) -> None:
         """Send one line for each assignment: text quoted in a status cannot add another assignment."""
-        if self._socket:
-            with contextlib.suppress(OSError):
-                self._socket.sendall("\n".join(map(printable, assignments)).encode())
+        if self._systemd is None:
+            return
+        message = "\n".join([printable(assignment) for assignment in assignments])
+        # It encodes text as Latin-1 and drops what does not fit. So it gets a letter for each byte of UTF-8.
+        self._systemd.notify(message.encode().decode("latin-1"))
 
 
 def watchdog_interval_s() -> float | None:

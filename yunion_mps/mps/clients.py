@@ -17,7 +17,7 @@ from typing import NamedTuple
 from yunion_mps.core.errors import ControlError
 from yunion_mps.core.models import DomainPlan
 from yunion_mps.core.reasons import SERVER_BUSY, hint_of
-from yunion_mps.host.proc import is_stopped, uid_of
+from yunion_mps.host.process_info import is_stopped, uid_of
 from yunion_mps.host.processes import readable
 from yunion_mps.mps.conversation import (
     ANSWER_TIMEOUT_S,

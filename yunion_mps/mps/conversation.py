@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from yunion_mps.core.errors import ControlError, HostError, ShortageError, YunionError
 from yunion_mps.core.reasons import CONTROL_DAEMON_BUSY, CONTROL_DAEMON_SILENT, NO_REASON, Reason
 from yunion_mps.core.text import decode_line
-from yunion_mps.host.proc import all_pids, describe_process, is_stopped, parent_of, program_name, uid_of
+from yunion_mps.host.proc import all_pids, parent_of, program_name
+from yunion_mps.host.process_info import describe_process, is_stopped, uid_of
 from yunion_mps.host.processes import Process, spawn
 from yunion_mps.host.sockets import Peer, connected_inodes, count_open, peer_credentials, socket_holders
 from yunion_mps.mps.directories import locate

@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from yunion_mps.core.errors import ShortageError
-from yunion_mps.host.proc import is_gone, is_stopped, uid_of
+from yunion_mps.host.proc import is_gone
+from yunion_mps.host.process_info import is_stopped, uid_of
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask
 from yunion_mps.mps.conversation import COMMAND_RETRY_S, PING, Conversation
 from yunion_mps.mps.limits import parse_client_lists

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from yunion_mps.core import reasons
 from yunion_mps.core.errors import ControlError, ShortageError
-from yunion_mps.host.proc import is_stopped
+from yunion_mps.host.process_info import is_stopped
 from yunion_mps.mps.control_daemon import ControlDaemon, ControlTask
 from yunion_mps.mps.conversation import COMMAND_RETRY_S, Conversation, OccupiedError
 from yunion_mps.mps.limits import (

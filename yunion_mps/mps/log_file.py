@@ -20,7 +20,8 @@ from yunion_mps.core.errors import HostError
 from yunion_mps.core.models import DomainPlan, Event
 from yunion_mps.core.reasons import Reason
 from yunion_mps.core.text import decode_line
-from yunion_mps.host.proc import uid_of, user_name
+from yunion_mps.host.proc import user_name
+from yunion_mps.host.process_info import uid_of
 from yunion_mps.mps import directories
 from yunion_mps.mps.log_lines import (
     CLIENT_WAITS,

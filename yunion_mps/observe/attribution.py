@@ -19,10 +19,10 @@ from yunion_mps.host.proc import (
     job_unit_of,
     parent_of,
     started_ticks,
-    uid_of,
     users_of,
     variable_of,
 )
+from yunion_mps.host.process_info import uid_of
 
 #: How many ancestors of a process are searched for the holder of a lease.
 _MAX_ANCESTORS = 256

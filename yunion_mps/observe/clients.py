@@ -11,7 +11,8 @@ from yunion_mps.core.enums import SERVER_FAULT
 from yunion_mps.core.errors import YunionError
 from yunion_mps.core.models import Event
 from yunion_mps.core.paths import Paths
-from yunion_mps.host.proc import command_of, uid_of, user_name
+from yunion_mps.host.proc import command_of, user_name
+from yunion_mps.host.process_info import uid_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.gpu_events import processes_of_xids
 from yunion_mps.observe.observer import Observer

@@ -15,7 +15,8 @@ from yunion_mps.core.enums import SERVER_FAULT
 from yunion_mps.core.errors import YunionError
 from yunion_mps.core.models import Gpu, Lease
 from yunion_mps.core.paths import Paths
-from yunion_mps.host.proc import started_s, started_ticks, uid_of
+from yunion_mps.host.proc import started_s, started_ticks
+from yunion_mps.host.process_info import uid_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.leases.ledger import Ledger

@@ -11,7 +11,8 @@ from yunion_mps.core.errors import YunionError
 from yunion_mps.core.models import DomainPlan, Gpu, Lease, PlannedGpu
 from yunion_mps.core.text import printable
 from yunion_mps.core.units import rfc3339
-from yunion_mps.host.proc import command_of, process_name, started_s, uid_of, user_name, variable_of
+from yunion_mps.host.proc import command_of, process_name, started_s, user_name, variable_of
+from yunion_mps.host.process_info import uid_of
 from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.mps.clients import BusyServerError, clients_of, server_state, waiting_clients
 from yunion_mps.mps.processes import find_control_program, is_server, server_pids

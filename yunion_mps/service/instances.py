@@ -12,7 +12,8 @@ from yunion_mps.core.errors import HostError, YunionError
 from yunion_mps.core.models import Device, Lease
 from yunion_mps.core.reasons import NO_REASON, PROCESS_WITHOUT_LEASE, Reason
 from yunion_mps.core.tasks import within
-from yunion_mps.host.proc import is_exiting, process_name, uid_of, user_name
+from yunion_mps.host.proc import is_exiting, process_name, user_name
+from yunion_mps.host.process_info import uid_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.inventory.scan import INSTANCE_GONE
 from yunion_mps.service.queries import Queries

@@ -10,7 +10,8 @@ from yunion_mps.containers.lookup import Containers
 from yunion_mps.core.errors import NotAllowedError, NotFoundError
 from yunion_mps.core.models import Holder, Lease, Owner
 from yunion_mps.host.control_groups import ControlGroup
-from yunion_mps.host.proc import is_in_inner_pid_namespace, job_unit_of, started_ticks, uid_of
+from yunion_mps.host.proc import is_in_inner_pid_namespace, job_unit_of, started_ticks
+from yunion_mps.host.process_info import uid_of
 from yunion_mps.leases.request import find_lease, owner_name
 
 

@@ -27,7 +27,8 @@ from yunion_mps.core.units import rfc3339
 from yunion_mps.core.waits import AT_ONCE, describe_servers
 from yunion_mps.gpus.mig_layout import Losses, effect_of
 from yunion_mps.gpus.reconciler import observe
-from yunion_mps.host.proc import command_of, is_gone, process_name, started_s, uid_of, user_name
+from yunion_mps.host.proc import command_of, is_gone, process_name, started_s, user_name
+from yunion_mps.host.process_info import uid_of
 from yunion_mps.host.processes import outcome_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.leases.holders import describe_holder

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from yunion_mps.core.errors import DriverError, HostError, ShortageError, YunionError
 from yunion_mps.core.models import Lease, ServedUser
 from yunion_mps.core.tasks import within
-from yunion_mps.host.proc import started_s, uid_of
+from yunion_mps.host.proc import started_s
+from yunion_mps.host.process_info import uid_of
 from yunion_mps.host.threads import on_thread
 from yunion_mps.mps.clients import BusyServerError, clients_of
 from yunion_mps.mps.domain import Domain

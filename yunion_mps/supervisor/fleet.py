@@ -17,7 +17,8 @@ from yunion_mps.core.enums import ANSWERING, BACKOFF, FAILED, STOPPED, WEDGED
 from yunion_mps.core.errors import HostError, UnsafePathError, YunionError
 from yunion_mps.core.models import DomainPlan, Event, Plan
 from yunion_mps.gpus.blockers import blocks
-from yunion_mps.host.proc import command_of, started_ticks, uid_of, user_name
+from yunion_mps.host.proc import command_of, started_ticks, user_name
+from yunion_mps.host.process_info import uid_of
 from yunion_mps.host.processes import Watchable, earliest, refuse_if_no_process_can_start
 from yunion_mps.host.store import Store
 from yunion_mps.mps.control_daemon import start_error

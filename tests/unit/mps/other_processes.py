@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import pytest
 from yunion_mps.core.models import DomainPlan
-from yunion_mps.host.proc import is_stopped
+from yunion_mps.host.process_info import is_stopped
 from yunion_mps.mps.conversation import Conversation, peer_of
 from yunion_mps.mps.processes import our_processes
 

@@ -17,7 +17,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from yunion_mps.core.enums import APPLYING, READY, STOPPED, STOPPING
-from yunion_mps.host.proc import all_pids, environment_of, is_stopped, parent_of, program_of
+from yunion_mps.host.proc import all_pids, environment_of, parent_of, program_of
+from yunion_mps.host.process_info import is_stopped
 from yunion_mps.mps import limits
 from yunion_mps.mps.conversation import Conversation, UnresponsiveError
 

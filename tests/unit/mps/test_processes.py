@@ -19,7 +19,8 @@ from yunion_mps.core.enums import APPLYING, READY, STARTING, STOPPED, WEDGED
 from yunion_mps.core.errors import HostError
 from yunion_mps.core.models import DomainPlan, PlannedGpu, Pool, Slice
 from yunion_mps.core.paths import ROOT_VARIABLE, Paths
-from yunion_mps.host.proc import children_of, environment_of, program_name, uid_of
+from yunion_mps.host.proc import children_of, environment_of, program_name
+from yunion_mps.host.process_info import uid_of
 from yunion_mps.mps import processes
 from yunion_mps.mps.control_daemon import find, start
 from yunion_mps.mps.conversation import peer_of
