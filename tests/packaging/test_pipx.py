@@ -19,7 +19,21 @@ from .conftest import ROOT, Built, run
 
 #: What the wheel depends on, and pip, which pipx brings up to date.
 NEEDED = (
-    *("click", "h11", "nvidia-ml-py", "prometheus-client", "protobuf", "PyYAML", "pip"),
+    "click",
+    "grpclib",
+    "h11",
+    "h2",
+    "hpack",
+    "hyperframe",
+    "multidict",
+    "nvidia-ml-py",
+    "prometheus-client",
+    "protobuf",
+    "psutil",
+    "PyYAML",
+    "sdnotify",
+    "pip",
+),
     *("grpclib", "h2", "hpack", "hyperframe", "multidict", "typing_extensions"),
 )
 

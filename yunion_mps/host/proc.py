@@ -2,7 +2,7 @@
 
 For a process that has ended, functions return an empty value: "", 0, [] or None. Each function says why it
 is ours. One reason holds for what commands need, too: importing psutil takes 16 ms, and users wait for
-commands. docs/decisions/0024-psutil-and-sdnotify.md has the figures.
+commands. docs/decisions/0025-psutil-and-sdnotify.md has the figures.
 """
 
 from __future__ import annotations
