@@ -32,9 +32,8 @@ NEEDED = (
     "psutil",
     "PyYAML",
     "sdnotify",
+    "typing_extensions",
     "pip",
-),
-    *("grpclib", "h2", "hpack", "hyperframe", "multidict", "typing_extensions"),
 )
 
 
