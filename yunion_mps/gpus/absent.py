@@ -50,8 +50,8 @@ def report_absent(not_restored: Mapping[str, Mapping[str, YunionError]], gpus: C
         cause = error.message
         if not any(gpu.uuid == uuid for gpu in gpus):
             cause += _candidates(gpus)
-        what = f"its {list_of(labels[uuid])} cannot be restored now: {cause}"
-        log.warning("%s: %s; %s", gpu_label(uuid, gpus), what, once_back(error.code, uuid))
+        problem = f"its {list_of(labels[uuid])} cannot be restored now: {cause}"
+        log.warning("%s: %s; %s", gpu_label(uuid, gpus), problem, once_back(error.code, uuid))
 
 
 def _candidates(gpus: Iterable[Gpu]) -> str:

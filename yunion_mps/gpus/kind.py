@@ -118,11 +118,11 @@ class Kind(Protocol):
         address, step = outcome.gpu.address, outcome.step
         if step.restores or outcome.error:  # a refusal is a condition
             return None
-        what = f"{self.label} {step.target}"
+        setting = f"{self.label} {step.target}"
         if outcome.was_compared:
             cause, code = "another program had changed it", self.changed_code
-            return Event("warning", "gpu", address, what, cause, code=code)
-        return Event("info", "gpu", address, what, outcome.cause)
+            return Event("warning", "gpu", address, setting, cause, code=code)
+        return Event("info", "gpu", address, setting, outcome.cause)
 
     def warning(self, outcome: StepOutcome) -> Reason:
         """Return what the status says while the driver refuses the step; empty for nothing."""
@@ -131,18 +131,18 @@ class Kind(Protocol):
             return NO_REASON
         again = "" if isinstance(error, UnsupportedError) else f"; {TRIED_AGAIN}"
         if outcome.step.restores:
-            what = f"its original {self.label} {target} cannot be restored: {error.message}"
-            return Reason(f"{what}{again}", SETTING_NOT_RESTORED)
-        what = f"the {self.label} {target} cannot be set: {error.message}"
-        return Reason(f"{what}; {_KEEPS}{again}", self.refused_code)
+            problem = f"its original {self.label} {target} cannot be restored: {error.message}"
+            return Reason(f"{problem}{again}", SETTING_NOT_RESTORED)
+        problem = f"the {self.label} {target} cannot be set: {error.message}"
+        return Reason(f"{problem}; {_KEEPS}{again}", self.refused_code)
 
-    def with_values(self, plan: Plan, refused: frozenset[str], kept: Mapping[str, str]) -> Plan:
+    def with_values(self, plan: Plan, refused: frozenset[str], unrestored_values: Mapping[str, str]) -> Plan:
         """Return the plan in effect.
 
         refused: the GPUs (UUIDs) that have refused the value that the plan has for them
-        kept: the values (by GPU UUID) that the plan no longer has, and that are not restored yet
+        unrestored_values: the values (by GPU UUID) that the plan no longer has, and that are not restored yet
         """
-        del refused, kept
+        del refused, unrestored_values
         return plan
 
 

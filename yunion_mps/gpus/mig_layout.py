@@ -159,7 +159,7 @@ def find_layout(look: LayoutLook, mig: Mig, originals: Originals) -> FoundLayout
 
 def decide(
     look: LayoutLook,
-    found: FoundLayout,
+    found_layout: FoundLayout,
     blockers: Blockers | None,
     offered: Collection[str] = (),
 ) -> LayoutStep:
@@ -168,22 +168,22 @@ def decide(
     blockers: what keeps GPUs and MIG devices; None if the leases are not known, so that nothing is removed
     offered: the GPUs and MIG devices (UUIDs) that can be leased while the layout is brought into effect
     """
-    return _Choice(look, found, blockers, offered).step()
+    return _Choice(look, found_layout, blockers, offered).step()
 
 
 def losses_of(
     look: LayoutLook,
-    found: FoundLayout,
+    found_layout: FoundLayout,
     blockers: Blockers | None,
     offered: Collection[str] = (),
 ) -> Losses:
     """Return what the layout removes once no process uses its GPU, if it does not wait for leases."""
-    if look.layout.enabled and not found.mode.enabled:
+    if look.layout.enabled and not found_layout.mode.enabled:
         return Losses(frozenset({look.uuid}))
-    uuids = frozenset(instance.uuid for instance in found.instances)
-    asks = look._replace(confirmed=Losses(uuids, found.instances))
-    choice = _Choice(asks, found._replace(by_instance={}), blockers, offered)
-    removed = choice.change().destroy if look.layout.enabled else found.instances
+    uuids = frozenset(instance.uuid for instance in found_layout.instances)
+    asks = look._replace(confirmed=Losses(uuids, found_layout.instances))
+    choice = _Choice(asks, found_layout._replace(by_instance={}), blockers, offered)
+    removed = choice.change().destroy if look.layout.enabled else found_layout.instances
     others = tuple(instance for instance in removed if not choice.is_ours(instance))
     return Losses(frozenset(instance.uuid for instance in removed if instance.uuid), others)
 
@@ -217,15 +217,15 @@ class _Choice:
     def __init__(
         self,
         look: LayoutLook,
-        found: FoundLayout,
+        found_layout: FoundLayout,
         blockers: Blockers | None,
         offered: Collection[str],
     ) -> None:
         self._look = look
         self._layout = look.layout
-        self._found = found
-        self._existing = found.instances
-        self._record = noted(found.record, found.instances)
+        self._found = found_layout
+        self._existing = found_layout.instances
+        self._record = noted(found_layout.record, found_layout.instances)
         if look.is_configured and self._record.before is not None:
             self._record = self._record._replace(restores=look.layout.restore)
         self._blockers = blockers
@@ -378,8 +378,9 @@ class _Choice:
             if its_users.processes and self._look.places is not None:
                 continue  # the process has to end before the operator can destroy the instance by hand
             use = f" and {its_users} use{'' if len(its_users.processes) > 1 else 's'}" if its_users else ""
-            what = f"{_name(instance)}, which another program {_what_was_done(instance)}{use}, is in the way"
-            return Reason(f"{what} of its MIG layout", reasons.MIG_FOREIGN_INSTANCE)
+            relation = f"which another program {_what_was_done(instance)}{use}"
+            obstacle = f"{_name(instance)}, {relation}, is in the way of its MIG layout"
+            return Reason(obstacle, reasons.MIG_FOREIGN_INSTANCE)
         if self._blockers is None and not any(users.values()):
             return Reason(f"{_LAYOUT} waits until the leases are known", reasons.MIG_PENDING)
         used = []
@@ -388,10 +389,10 @@ class _Choice:
         text = self._in_use(_LAYOUT, ", ".join(used))
         return Wait(text, text.code, all_of(users.values()))
 
-    def _in_use(self, what: str, users: Users | str) -> Reason:
+    def _in_use(self, waiting_change: str, users: Users | str) -> Reason:
         if self._look.places is not None:
             return Reason(f"that would end {users}", reasons.MIG_IN_USE)
-        return wait_reason(what, users, reasons.MIG_IN_USE)
+        return wait_reason(waiting_change, users, reasons.MIG_IN_USE)
 
 
 def _what_was_done(instance: MigInstance) -> str:

@@ -61,8 +61,8 @@ class MigRecord(NamedTuple):
                 restores=bool(value.get("restores", False)),  # which earlier versions do not record
             )
         except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
-            what = "the record of which MIG instances the daemon created and found cannot be read"
-            raise HostError(what, hint_of(MIG_RECORD_DAMAGED), MIG_RECORD_DAMAGED) from None
+            message = "the record of which MIG instances the daemon created and found cannot be read"
+            raise HostError(message, hint_of(MIG_RECORD_DAMAGED), MIG_RECORD_DAMAGED) from None
 
     def to_text(self) -> str:
         """Return the record as the state file has it.

@@ -85,12 +85,12 @@ def _look_at(layout: MigLayout, gpu: Gpu, record: MigRecord, *, is_kept: bool) -
     if record.before is None:
         return None
     if gpu.reason.code in (reasons.GPU_GONE, reasons.GPU_OTHER_DRIVER):
-        what = f"its MIG layout cannot be restored now: {gpu.reason}"
-        log.warning("GPU %s: %s; %s", gpu.address, what, once_back(gpu.reason.code, layout.gpu_uuid))
+        message = f"its MIG layout cannot be restored now: {gpu.reason}"
+        log.warning("GPU %s: %s; %s", gpu.address, message, once_back(gpu.reason.code, layout.gpu_uuid))
         return None
     if is_kept:
-        what = f"MIG mode will be {'on' if layout.enabled else 'off'} after its next reset, as configured"
-        log.info("GPU %s: %s; cancel this: yunion-mps-daemon --restore", gpu.address, what)
+        message = f"MIG mode will be {'on' if layout.enabled else 'off'} after its next reset, as configured"
+        log.info("GPU %s: %s; cancel this: yunion-mps-daemon --restore", gpu.address, message)
         return None
     former = MigLayout(layout.gpu_uuid, record.enabled_before)
     return LayoutLook(former, gpu, places=_places(record, gpu))
@@ -102,10 +102,11 @@ def former_layouts(layouts: Iterable[MigLayout], originals: Originals) -> list[M
     What an entry said of the restoration when it had a layout still counts.
     """
     configured = {layout.gpu_uuid for layout in layouts}
-    return [
-        MigLayout(uuid, originals.layout(uuid).enabled_before, restore=True)
-        for uuid in sorted(originals.layouts_to_restore() - configured)
-    ]
+    former = []
+    for uuid in sorted(originals.layouts_to_restore() - configured):
+        was_enabled = originals.layout(uuid).enabled_before
+        former.append(MigLayout(uuid, was_enabled, restore=True))
+    return former
 
 
 def _forget_restored(
@@ -119,8 +120,8 @@ def _forget_restored(
     for uuid, why in result.reasons.items():
         look, record = looks[uuid], originals.layout(uuid)
         if why:
-            what = f"the MIG layout of GPU {look.gpu.address} is not restored: {why}"
-            log.error("%s; %s", what, how_to_restore(why, look.gpu, holds))
+            problem = f"the MIG layout of GPU {look.gpu.address} is not restored: {why}"
+            log.error("%s; %s", problem, how_to_restore(why, look.gpu, holds))
             continue
         if record.compute_mode and look.layout.enabled != look.gpu.mig_enabled:
             _restore_compute_mode(nvml, look.gpu, record.compute_mode)
@@ -139,8 +140,9 @@ def _damaged(
     for layout in layouts:
         error = errors.get(layout.gpu_uuid)
         if error:
-            what = f"the MIG layout of GPU {gpus[layout.gpu_uuid].address} is not restored: {error.message}"
-            log.error("%s; %s", what, error.hint)
+            address = gpus[layout.gpu_uuid].address
+            problem = f"the MIG layout of GPU {address} is not restored: {error.message}"
+            log.error("%s; %s", problem, error.hint)
             damaged[layout.gpu_uuid] = error.reason
     return damaged
 
@@ -150,8 +152,8 @@ def _restore_compute_mode(nvml: Nvml, gpu: Gpu, mode: str) -> None:
     try:
         nvml.restore_compute_mode(str(gpu.uuid), mode)
     except DriverError as error:
-        what = f"GPU {gpu.address}: compute mode {mode} cannot be restored"
-        log.error("%s: %s; %s", what, error.message, error.hint)
+        problem = f"GPU {gpu.address}: compute mode {mode} cannot be restored"
+        log.error("%s: %s; %s", problem, error.message, error.hint)
 
 
 def withdrawn(

@@ -47,14 +47,14 @@ class LayoutResult(NamedTuple):
 
 def observe_layouts(looks: Iterable[LayoutLook], mig: Mig, originals: Originals) -> LayoutObservation:
     """Return what the GPUs have, by driver calls that may be slow."""
-    found: dict[str, FoundLayout] = {}
+    found_layouts: dict[str, FoundLayout] = {}
     refused: dict[str, Reason] = {}
     for look in looks:
         try:
-            found[look.uuid] = find_layout(look, mig, originals)
+            found_layouts[look.uuid] = find_layout(look, mig, originals)
         except YunionError as error:
             refused[look.uuid] = _refusal(error)
-    return LayoutObservation(found, refused)
+    return LayoutObservation(found_layouts, refused)
 
 
 def decide_layouts(
@@ -195,16 +195,16 @@ class _StepAtWork:
             self.done.append(f"switched MIG mode {shown}")
             return NO_REASON
         if in_effect.in_use:
-            what = f"MIG mode cannot be switched {shown} while a process uses the GPU"
-            return Reason(what, reasons.MIG_IN_USE)
-        what = f"MIG mode will be {shown} after the next reset of the GPU"
-        return Reason(what, reasons.MIG_RESET_REQUIRED)
+            text = f"MIG mode cannot be switched {shown} while a process uses the GPU"
+            return Reason(text, reasons.MIG_IN_USE)
+        text = f"MIG mode will be {shown} after the next reset of the GPU"
+        return Reason(text, reasons.MIG_RESET_REQUIRED)
 
     def _destroy(self, instance: MigInstance) -> None:
         self._begin_step()
-        kept = tuple(created for created in self._record.created if created.id != instance.id)
+        remaining = tuple(created for created in self._record.created if created.id != instance.id)
         self._mig.destroy(self._uuid, instance.id)
-        self._write(self._record._replace(created=kept))
+        self._write(self._record._replace(created=remaining))
         self.done.append(f"destroyed g{instance.id} ({instance.profile})")
 
     def _create(self, place: Placement) -> None:
@@ -242,8 +242,8 @@ class _StepAtWork:
     def _read_back(self) -> None:
         """Note what the GPU has now, and record our instances with their UUIDs."""
         step = self._step
-        kept = [instance for instance in step.found.instances if instance not in step.destroy]
-        self.settled = (*kept, *self._created)
+        remaining = [instance for instance in step.found.instances if instance not in step.destroy]
+        self.settled = (*remaining, *self._created)
         if self.done and step.look.layout.enabled:
             existing = self._instances()
             self._write(noted(self._record, existing))
@@ -253,11 +253,11 @@ class _StepAtWork:
 
     def _remember_before(self) -> None:
         if self._record.before is None:
-            look, found = self._step.look, self._step.found
+            look, found_layout = self._step.look, self._step.found
             self._write(
                 self._record._replace(
-                    enabled_before=found.mode.enabled,
-                    before=found.instances,
+                    enabled_before=found_layout.mode.enabled,
+                    before=found_layout.instances,
                     compute_mode=look.gpu.compute_mode or "",
                     restores=look.layout.restore,
                 )

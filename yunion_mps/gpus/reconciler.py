@@ -413,11 +413,11 @@ class Reconciler:
         unrestored = {look.key for look in self.pending if look.restores}
         unrestored.update(refusal.attempt.key for refusal in self.refusals if refusal.attempt.restores)
         for kind in self.kinds:
-            kept = {}
+            unrestored_values = {}
             for key in unrestored & self._found.keys():
                 if key[0] == kind.name:
-                    kept[key[1]] = self._found[key]
-            plan = kind.with_values(plan, frozenset(self.refusals.to_set(kind.name)), kept)
+                    unrestored_values[key[1]] = self._found[key]
+            plan = kind.with_values(plan, frozenset(self.refusals.to_set(kind.name)), unrestored_values)
         return plan
 
     def waiting_for_servers(self) -> set[str]:
@@ -734,21 +734,21 @@ class _StepsAtWork:
         """Log the error, unless it was before, or the GPU is not there: `report_absent` tells that."""
         name, kind = gpu_label(look.uuid, self._gpus), look.kind
         hint = error.hint
-        what = f"{kind.label} cannot be set"
+        problem = f"{kind.label} cannot be set"
         if look.restores:
-            what = f"{kind.label} {look.target} cannot be restored"
+            problem = f"{kind.label} {look.target} cannot be restored"
             if error.code != BUSY:
                 hint = kind.hint_if_not_restored(look.uuid) or error.hint
         self._errors[look] = error
         is_told = error.message == look.last_error or (look.restores and error.code in GPU_ABSENT)
         if not is_told:
-            text = f"{name}: {what}: {error.message}; {hint}"
+            text = f"{name}: {problem}: {error.message}; {hint}"
             log.log(_LEVELS.get(error.code, logging.ERROR), "%s", text)
 
     def _forget(self, look: Look) -> None:
         try:
             self._originals.forget(look.kind.name, look.uuid)
         except HostError as error:
-            what = f"{gpu_label(look.uuid, self._gpus)}: {look.kind.label} {look.target}"
+            setting = f"{gpu_label(look.uuid, self._gpus)}: {look.kind.label} {look.target}"
             means = "its record could not be deleted, so the next start restores it again"
-            log.warning("%s was restored, but %s: %s", what, means, error.message)
+            log.warning("%s was restored, but %s: %s", setting, means, error.message)

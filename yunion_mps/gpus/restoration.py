@@ -82,7 +82,7 @@ def restore_originals(
         restoration = reconciler.restore(originals, [*gpus], nvml, blockers, limit)
     unknown = originals.of_other_kinds([kind.name for kind in reconciler.kinds])
     for original in unknown:
-        what = f"{gpu_label(original.gpu_uuid, gpus)}: {original.kind} {original.value} is not restored"
+        problem = f"{gpu_label(original.gpu_uuid, gpus)}: {original.kind} {original.value} is not restored"
         why = "a later version has changed it, and this one does not know it"
-        log.error("%s: %s; run with that version: yunion-mps-daemon --restore", what, why)
+        log.error("%s: %s; run with that version: yunion-mps-daemon --restore", problem, why)
     return Restored(result, restoration, has_unknown=bool(unknown))

@@ -55,8 +55,8 @@ class TimeSlice(Kind):
         see = f"nvidia-smi compute-policy -i {uuid} --list"
         return f"see why: {see}; then run: yunion-mps-daemon --restore"
 
-    def with_values(self, plan: Plan, refused: frozenset[str], kept: Mapping[str, str]) -> Plan:
-        slices = dict(kept)
+    def with_values(self, plan: Plan, refused: frozenset[str], unrestored_values: Mapping[str, str]) -> Plan:
+        slices = dict(unrestored_values)
         for gpu in plan.direct:
             if gpu.uuid in plan.time_slices and gpu.uuid not in refused:
                 slices[gpu.uuid] = plan.time_slices[gpu.uuid]
