@@ -98,10 +98,10 @@ def _run(uuid: str, *options: str) -> str:
         raise _hang(f"nvidia-smi did not answer within {TIMEOUT_S:g} s")
     NVIDIA_SMI.note_answer()
     if status:
-        what = f"nvidia-smi: {_first_error(text) or f'exit status {status}'}"
+        message = f"nvidia-smi: {_first_error(text) or f'exit status {status}'}"
         if status == _UNSUPPORTED:
-            raise UnsupportedError(what, _HINT, TIME_SLICE_REFUSED)
-        raise _error(what)
+            raise UnsupportedError(message, _HINT, TIME_SLICE_REFUSED)
+        raise _error(message)
     return text
 
 
