@@ -368,8 +368,9 @@ class _Exchange:
         OF_PROCESS.release(self._held_bytes)
         self._held_bytes = 0
         if not OF_PROCESS.hold(size_bytes):
-            what = f"{self._access.authority}: too much is received at the same time: it is asked again later"
-            raise ApiServerError(what)
+            authority = self._access.authority
+            message = f"{authority}: too much is received at the same time: it is asked again later"
+            raise ApiServerError(message)
         self._held_bytes = size_bytes
 
     def close(self) -> None:
@@ -393,8 +394,8 @@ def _failures(access: Access) -> Iterator[None]:
     try:
         yield
     except (OSError, h11.ProtocolError) as error:
-        what = getattr(error, "strerror", None) or error
-        raise ApiServerError(f"the API server {access.authority} cannot be reached: {what}") from None
+        cause = getattr(error, "strerror", None) or error
+        raise ApiServerError(f"the API server {access.authority} cannot be reached: {cause}") from None
 
 
 async def _within(timeout_s: float, coroutine: Coroutine[Any, Any, T]) -> T:

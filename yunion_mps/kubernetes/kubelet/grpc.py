@@ -110,11 +110,11 @@ class _Received(Buffer):
     async def read(self, size: int) -> bytes:
         """Return so many bytes; raises RpcError if that is too much."""
         if size > MAX_MESSAGE_BYTES:
-            what = f"a message is larger than {MAX_MESSAGE_BYTES} bytes"
-            raise RpcError(Status.RESOURCE_EXHAUSTED, what)
+            message = f"a message is larger than {MAX_MESSAGE_BYTES} bytes"
+            raise RpcError(Status.RESOURCE_EXHAUSTED, message)
         if not OF_PROCESS.hold(size):
-            what = "too much is received at the same time: try again later"
-            raise RpcError(Status.RESOURCE_EXHAUSTED, what)
+            message = "too much is received at the same time: try again later"
+            raise RpcError(Status.RESOURCE_EXHAUSTED, message)
         self._held_bytes += size
         return await super().read(size)
 
@@ -161,8 +161,8 @@ class _Processor(EventsProcessor):
 class _Connection(H2Protocol):
     """A connection of either side, in place of one that grpclib has made."""
 
-    def __init__(self, made: H2Protocol) -> None:
-        super().__init__(made.handler, made.config, made.h2_config)
+    def __init__(self, protocol: H2Protocol) -> None:
+        super().__init__(protocol.handler, protocol.config, protocol.h2_config)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -183,8 +183,8 @@ class _Connection(H2Protocol):
 class _ServerConnection(_Connection):
     """A connection of a server, which has `connections`; one too many is closed."""
 
-    def __init__(self, made: H2Protocol, connections: set[_ServerConnection]) -> None:
-        super().__init__(made)
+    def __init__(self, protocol: H2Protocol, connections: set[_ServerConnection]) -> None:
+        super().__init__(protocol)
         self._connections = connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -246,8 +246,8 @@ async def _receive(stream: Stream[Any, Any]) -> Any:
         request = await stream.recv_message()
         surplus = await stream.recv_message()
     except DecodeError as error:
-        what = f"the request cannot be decoded: {error}"
-        raise RpcError(Status.INVALID_ARGUMENT, what) from None
+        message = f"the request cannot be decoded: {error}"
+        raise RpcError(Status.INVALID_ARGUMENT, message) from None
     except NotImplementedError:
         raise RpcError(Status.UNIMPLEMENTED, "compressed messages are not supported") from None
     except AssertionError:  # less data than the length says
@@ -364,8 +364,8 @@ async def call_rpc(
     except GRPCError as error:
         raise RpcError(error.status, error.message or "") from None
     except asyncio.TimeoutError:
-        what = f"{socket_path}: no answer within {timeout_s:g} s"
-        raise RpcError(Status.DEADLINE_EXCEEDED, what) from None
+        message = f"{socket_path}: no answer within {timeout_s:g} s"
+        raise RpcError(Status.DEADLINE_EXCEEDED, message) from None
     except OSError as error:
         raise RpcError(Status.UNAVAILABLE, f"{socket_path}: {error.strerror or error}") from None
     except StreamTerminatedError as error:
