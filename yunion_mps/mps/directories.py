@@ -122,8 +122,8 @@ def set_access(directory: int, path: str, group: str, record: DirectoryRecord = 
         if info.st_gid == gid and mode & (_ALL_ENTER | _OTHERS_WRITE) == _GROUP_MODE & _ALL_ENTER:
             return
         if not is_ours:
-            what = f"{path} was not created by yunion-mps, and is not limited to the group {group}"
-            raise HostError(what, limit_hint(path, group, _GROUP_MODE))
+            message = f"{path} was not created by yunion-mps, and is not limited to the group {group}"
+            raise HostError(message, limit_hint(path, group, _GROUP_MODE))
         os.fchown(directory, -1, gid)
         os.fchmod(directory, _GROUP_MODE)
     elif is_ours and mode == _GROUP_MODE:  # as we left it while a group was set
@@ -309,14 +309,15 @@ def _open_child(
     except OSError as error:
         parent = os.fstat(directory)
         if error.errno in _CLOSED and parent.st_mode & _OTHERS_WRITE:
-            what = f"cannot be opened, even by root ({error.strerror})"
-            raise unsafe_path(path, what, _replace_command(path, parent, last=last), look="ls -ld") from None
+            message = f"cannot be opened, even by root ({error.strerror})"
+            command = _replace_command(path, parent, last=last)
+            raise unsafe_path(path, message, command, look="ls -ld") from None
         if not make:
             raise
         raise _host_error(error, f"{path} cannot be created or opened") from None
-    what = "is created and removed again and again by another user"
+    message = "is created and removed again and again by another user"
     command = _replace_command(path, os.fstat(directory), last=last)
-    raise unsafe_path(path, what, command, look="ls -ld")
+    raise unsafe_path(path, message, command, look="ls -ld")
 
 
 def _locate_child(directory: int, name: str) -> int:
@@ -355,8 +356,8 @@ def _check_mount(descriptor: int, parent_mount: str, path: str) -> str:
         if uid is None:
             raise unsafe_path(path, "is mounted and unmounted again and again", look="findmnt")
         if uid not in (0, os.geteuid()):
-            what = f"is a file system that another user ({user_name(uid)}) has mounted"
-            raise unsafe_path(path, what, look="findmnt")
+            message = f"is a file system that another user ({user_name(uid)}) has mounted"
+            raise unsafe_path(path, message, look="findmnt")
     return mount
 
 
@@ -393,20 +394,20 @@ def _no_directory(info: os.stat_result, parent: os.stat_result, path: str, *, la
 
     A user can make a hard link to a file of root (proc(5), fs.protected_hardlinks).
     """
-    what = "is not a directory"
+    message = "is not a directory"
     if is_foreign(info):
-        what = f"is not a directory, and belongs to {user_name(info.st_uid)}"
+        message = f"is not a directory, and belongs to {user_name(info.st_uid)}"
     elif not parent.st_mode & _OTHERS_WRITE:
-        return HostError(f"{path} {what}", f"check it (ls -ld {shell_word(path)}), and {CHOOSE_ANOTHER}")
-    return unsafe_path(path, what, _replace_command(path, parent, last=last))
+        return HostError(f"{path} {message}", f"check it (ls -ld {shell_word(path)}), and {CHOOSE_ANOTHER}")
+    return unsafe_path(path, message, _replace_command(path, parent, last=last))
 
 
 def _check_directory(info: os.stat_result, parent: os.stat_result, path: str, *, last: bool) -> None:
     if is_foreign(info):
         raise unsafe_path(path, _belongs_to(info), _replace_command(path, parent, last=last))
     if is_writable_by_others(info, last=last):
-        what = f"is writable by other users (mode {stat.S_IMODE(info.st_mode):o})"
-        raise unsafe_path(path, what, close_command(path))
+        message = f"is writable by other users (mode {stat.S_IMODE(info.st_mode):o})"
+        raise unsafe_path(path, message, close_command(path))
 
 
 def _check_space(directory: int, path: str) -> None:
@@ -467,8 +468,8 @@ def _belongs_to(info: os.stat_result) -> str:
 
 
 def _symlink_error(link: os.stat_result, path: str, command: str) -> UnsafePathError:
-    what = f"is a symlink of {user_name(link.st_uid)}, which is not followed"
-    return unsafe_path(path, what, command, look="ls -ld")
+    message = f"is a symlink of {user_name(link.st_uid)}, which is not followed"
+    return unsafe_path(path, message, command, look="ls -ld")
 
 
 def open_log(directory: int, path: str, name: str) -> int:
@@ -479,21 +480,21 @@ def open_log(directory: int, path: str, name: str) -> int:
     except OSError as error:
         if error.errno in _FULL:
             raise _host_error(error, f"{path}/{name} cannot be created") from None
-        what = f"{path}/{name} cannot be written: {error.strerror}"
-        raise HostError(what, f"check it: ls -l {shell_word(path)}") from None
+        message = f"{path}/{name} cannot be written: {error.strerror}"
+        raise HostError(message, f"check it: ls -l {shell_word(path)}") from None
     info = os.fstat(log)
     if not stat.S_ISREG(info.st_mode) or is_foreign(info):
         os.close(log)
-        what = f"{path}/{name} was not created by yunion-mps"
-        raise HostError(what, f"check it (ls -l {shell_word(path)}), and {CHOOSE_ANOTHER}")
+        message = f"{path}/{name} was not created by yunion-mps"
+        raise HostError(message, f"check it (ls -l {shell_word(path)}), and {CHOOSE_ANOTHER}")
     return log
 
 
-def _host_error(error: OSError, what: str) -> HostError:
+def _host_error(error: OSError, problem: str) -> HostError:
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return ShortageError(f"{what}: {error.strerror}")
+        return ShortageError(f"{problem}: {error.strerror}")
     if error.errno in _FULL:
-        return UnsafePathError(f"{what}: {error.strerror}", _FREE_SPACE)
+        return UnsafePathError(f"{problem}: {error.strerror}", _FREE_SPACE)
     hint = "run as root; check with mount whether the file system is read-only"
     if error.errno == errno.EROFS:
         hint = (
@@ -501,4 +502,4 @@ def _host_error(error: OSError, what: str) -> HostError:
             "writing to /usr, /etc, /boot, /home and /root, and file systems mounted read-only cannot be "
             "written"
         )
-    return HostError(f"{what}: {error.strerror}", hint)
+    return HostError(f"{problem}: {error.strerror}", hint)
