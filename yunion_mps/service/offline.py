@@ -175,8 +175,8 @@ def _restore_gpus(
         for uuid, value in values.get(kind.name, {}).items():
             if uuid not in impossible.get(kind.label, {}):
                 is_complete = False
-                what = f"the {kind.label} of {gpu_label(uuid, gpus)} differs from the original"
-                log.error("%s; %s", what, _how_to_restore(kind, uuid, value, restoration))
+                problem = f"the {kind.label} of {gpu_label(uuid, gpus)} differs from the original"
+                log.error("%s; %s", problem, _how_to_restore(kind, uuid, value, restoration))
     return _RestoredGpus(is_complete, bool(impossible))
 
 
@@ -261,8 +261,8 @@ class _Layouts:
         if cause:
             unknown = changed - self._known(preflight)
         for uuid in unknown:
-            what = f"whether the MIG layout of {gpu_label(uuid, gpus)} is to be restored"
-            log.error("it is not known %s, because %s", what, cause)
+            question = f"whether the MIG layout of {gpu_label(uuid, gpus)} is to be restored"
+            log.error("it is not known %s, because %s", question, cause)
         return is_cancelled and not unknown and not (changed & self._to_restore)
 
     def _known(self, preflight: Preflight) -> set[str]:
@@ -382,8 +382,8 @@ def _adoption_order(paths: Paths, pid: int, preflight: Preflight) -> AdoptionOrd
         raise HostError(f"PID {pid} is not the control daemon of {domain.pipe_directory}: {serves}", hint)
     environment = environment_of(pid)
     if not could_be_ours(peer.pid) or not environment:
-        what = f"PID {pid} (uid {peer.uid}) is not {PROGRAM}, or does not run as root"
-        raise HostError(what, f"check it: ls -l /proc/{pid}/exe")
+        message = f"PID {pid} (uid {peer.uid}) is not {PROGRAM}, or does not run as root"
+        raise HostError(message, f"check it: ls -l /proc/{pid}/exe")
     if MARK in environment:
         raise HostError(
             f"the control daemon (PID {pid}) is already managed by yunion-mps", "nothing needs to be done"

@@ -372,14 +372,14 @@ class Reloader:
         self._control.tick()
         while fleet.is_forcing(loop.time()):  # noqa: ASYNC110 - ticks bring it about
             await asyncio.sleep(0.005)
-        kept: list[UnconfirmedClients] = []
+        still_running: list[UnconfirmedClients] = []
         ended: list[str] = []
         for clients in fleet.take_unconfirmed():
             if clients.has_ended:
                 ended.append(self._record_unconfirmed_end(clients))
             else:
-                kept.append(clients)
-        return _Unconfirmed(_not_forced(kept) if kept else None, ended)
+                still_running.append(clients)
+        return _Unconfirmed(_not_forced(still_running) if still_running else None, ended)
 
     def _record_unconfirmed_end(self, clients: UnconfirmedClients) -> str:
         """Record that clients may have ended with their MPS servers, which was not confirmed; return that."""
@@ -403,9 +403,9 @@ class Reloader:
 
     def _record_losses(self, requester: str, losses: ReloadLosses) -> None:
         """Record what the operator has agreed to lose, because its holders will ask."""
-        for what in losses.described().values():
+        for loss in losses.described().values():
             cause = f"confirmed with reload --now (requested by {requester})"
-            event = Event("info", "configuration", "reload", f"ends or removes {what}", cause)
+            event = Event("info", "configuration", "reload", f"ends or removes {loss}", cause)
             self._supervisor.event_log.record(event)
 
     async def _losses_of_clients(self, changes: Sequence[Change]) -> ReloadLosses:
@@ -453,7 +453,7 @@ class Reloader:
             snapshot=self._supervisor.snapshot(),
             plan=plan,
             lease_waits=self._ledger.lease_waits(self._supervisor.snapshot().plan.devices),
-            kept=self._supervisor.desired.plan.pending.keys(),
+            shared_as_before=self._supervisor.desired.plan.pending.keys(),
             leases_on=self._ledger.leases_on,
         )
         return {
@@ -475,12 +475,12 @@ class Reloader:
         except OSError as error:
             raise ShortageError(f"{command[0]} cannot be run: {error.strerror}") from None
         if status is None:
-            what = f"the new program did not finish its check within {_CHECK_TIMEOUT_S:g} s"
-            raise HostError(what, "see: nvidia-smi")
+            message = f"the new program did not finish its check within {_CHECK_TIMEOUT_S:g} s"
+            raise HostError(message, "see: nvidia-smi")
         if status:
             lines = [decode_line(line.lstrip(b"<0123456789>")) for line in output.splitlines()]
-            what = "the new program cannot start: " + "; ".join(lines[-4:])
-            raise HostError(what, "correct this; the running daemon continues unchanged")
+            message = "the new program cannot start: " + "; ".join(lines[-4:])
+            raise HostError(message, "correct this; the running daemon continues unchanged")
 
 
 def _with(changes: Sequence[Change], others: Iterable[Change]) -> list[Change]:

@@ -67,7 +67,8 @@ def conditions_with_leases(
     instance.
     """
     gpus = {gpu.address: gpu for gpu in snapshot.inventory.gpus}
-    of_gpus = [one for one in snapshot.conditions if one.kind in (ABOUT_GPU, ABOUT_MIG_LAYOUT)]
+    gpu_kinds = (ABOUT_GPU, ABOUT_MIG_LAYOUT)
+    of_gpus = [condition for condition in snapshot.conditions if condition.kind in gpu_kinds]
     divisions = [_unless_of_layout(division, of_gpus) for division in _pending_devices(devices)]
     causes = {division.gpu: division.follows_from or division.identifier for division in divisions}
     for condition in of_gpus:

@@ -29,14 +29,14 @@ def pending_rows(
     snapshot: Snapshot,
     plan: Plan,
     lease_waits: Mapping[str, LeaseWait],
-    kept: Collection[str],
+    shared_as_before: Collection[str],
     leases_on: Callable[[str], Sequence[str]],
 ) -> list[answers.PendingJson]:
     """Return what is pending, and the GPUs and entries of the `plan` that an operator has to repair.
 
     plan: the plan after the reload, which the snapshot may not have yet
     lease_waits: the devices that wait for leases of a previous division, by GPU UUID
-    kept: the GPUs (UUIDs) that are shared as before until their leases have ended
+    shared_as_before: the GPUs (UUIDs) that are shared as before until their leases have ended
     leases_on: returns the ids of the leases of a GPU (UUID)
     """
     uuids = {gpu.address: str(gpu.uuid) for gpu in snapshot.inventory.gpus}
@@ -47,7 +47,7 @@ def pending_rows(
     for condition in snapshot.conditions:
         uuid = uuids.get(condition.subject, "")
         if condition.kind == ABOUT_WAY_OF_SHARING:
-            leases = leases_on(uuid) if uuid in kept else []
+            leases = leases_on(uuid) if uuid in shared_as_before else []
             rows.append(_row(condition.text, names.get(uuid, ""), leases))
         elif condition.kind == ABOUT_MIG_LAYOUT:
             layouts.append(_row(condition.text))
