@@ -297,7 +297,7 @@ class Store:
         """Return the recorded texts by their key; of this boot, if a record is valid only in its boot."""
         query = f"SELECT {table.key}, {table.value} FROM {table.name}"
         if table.has_boot_id:
-            return dict(self.read(f"{query} WHERE boot_id = ?", self.boot_id))
+            return dict(self.read(f"{query} WHERE boot_id = ?", (self.boot_id,)))
         return dict(self.read(f"{query} ORDER BY 1"))
 
     def record(self, table: Table, texts: Mapping[str, str], *, keeps_first: bool = False) -> None:
@@ -446,14 +446,14 @@ class Store:
             connection.close()
             raise
         if set_aside:
-            what = f"the state file could not be read and was set aside as {set_aside}"
-            self._note_rebuilt(Rebuilt(what, cause, copied.is_complete))
+            problem = f"the state file could not be read and was set aside as {set_aside}"
+            self._note_rebuilt(Rebuilt(problem, cause, copied.is_complete))
         elif is_new and (copied.exists or os.path.exists(self._events_copy)):
-            what = f"the state file was {'empty' if was_there else 'missing'}"
-            self._note_rebuilt(Rebuilt(what, _REMOVED, copied.exists and copied.is_complete))
+            problem = f"the state file was {'empty' if was_there else 'missing'}"
+            self._note_rebuilt(Rebuilt(problem, _REMOVED, copied.exists and copied.is_complete))
         elif copied.differs:
-            what = f"records in the state file differed from their copies ({', '.join(copied.differs)})"
-            self._note_rebuilt(Rebuilt(what, _REPLACED, copied.is_complete))
+            problem = f"records in the state file differed from their copies ({', '.join(copied.differs)})"
+            self._note_rebuilt(Rebuilt(problem, _REPLACED, copied.is_complete))
         self._identity = _identity_of(self._file)
         return connection
 
@@ -567,7 +567,7 @@ class Store:
 
     # -- reads and writes
 
-    def read(self, query: str, *values: object) -> list[Any]:
+    def read(self, query: str, values: tuple[object, ...] = ()) -> list[Any]:
         return self._retry_if_locked("read", lambda: self._connection.execute(query, values).fetchall())
 
     def write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
@@ -587,7 +587,7 @@ class Store:
         self._connection.execute("COMMIT")
         return []
 
-    def _retry_if_locked(self, what: str, work: Callable[[], list[Any]]) -> list[Any]:
+    def _retry_if_locked(self, access: str, work: Callable[[], list[Any]]) -> list[Any]:
         """Do the work, and wait for other processes' locks, except on the event loop's thread.
 
         While it waits, other threads can use this object: the event loop is not blocked by them.
@@ -597,7 +597,7 @@ class Store:
                 is_within_another = self._depth > 0
                 self._depth += 1
                 try:
-                    return self._retry_if_damaged(what, work)
+                    return self._retry_if_damaged(access, work)
                 except LockedError as error:
                     if is_within_another or not self.may_wait or not error.is_brief:
                         raise
@@ -605,7 +605,7 @@ class Store:
                     self._depth -= 1
             self._sleep(_RETRY_S)
 
-    def _retry_if_damaged(self, what: str, work: Callable[[], list[Any]]) -> list[Any]:
+    def _retry_if_damaged(self, access: str, work: Callable[[], list[Any]]) -> list[Any]:
         with self._lock:
             try:
                 try:
@@ -618,10 +618,10 @@ class Store:
                     self._connection = self._recreate(str(error))
                     rows = work()
             except MemoryError:
-                raise ShortageError(f"the state file cannot be {what}: out of memory") from None
+                raise ShortageError(f"the state file cannot be {access}: out of memory") from None
             except (OSError, sqlite3.Error) as error:
-                raise self._error(what, error) from None
-            if what == "written":  # most locks let others read
+                raise self._error(access, error) from None
+            if access == "written":  # most locks let others read
                 self._lock_deadline_s = None
             return rows
 
@@ -632,10 +632,10 @@ class Store:
             self._identity = _NO_FILE
             self._connection = self._open()
 
-    def _error(self, what: str, error: Exception) -> HostError:
+    def _error(self, access: str, error: Exception) -> HostError:
         code = _result_code(error)
         hint = "free disk space: df" if code == _FULL else _HINT
-        message = f"the state file {self._file} cannot be {what}: {error}"
+        message = f"the state file {self._file} cannot be {access}: {error}"
         if self._note_lock(error):
             hint = f"end the other process that has locked it, and keep the file: lslocks | grep {self._file}"
             return LockedError(message, hint, is_brief=self._is_brief)

@@ -471,24 +471,24 @@ class EventTable:
             order = f"{RANK}, {order}"
         values.append(limit)
         query = f"{_SELECT} WHERE {_NEWEST} ORDER BY {order} LIMIT ?"
-        return _records(sorted(self._store.read(query, *values)))
+        return _records(sorted(self._store.read(query, tuple(values))))
 
     def count_from(self, first: int, since_s: float, kind: str, before: int) -> int:
         """Return how many events `newest` can choose from that do not precede the id `first`."""
         query = f"""SELECT COUNT(*) FROM event LEFT JOIN event_repeat ON event = id
             WHERE id >= ? AND {_NEWEST}"""
         values = (first, before, since_s, kind, kind)
-        return int(self._store.read(query, *values)[0][0])
+        return int(self._store.read(query, values)[0][0])
 
     def after(self, last: int, limit: int, kind: str = "") -> list[EventRecord]:
         """Return the oldest `limit` events with an id above `last`, oldest first."""
         query = f"{_SELECT} WHERE id > ? AND (? = '' OR kind = ?) ORDER BY id LIMIT ?"
-        return _records(self._store.read(query, last, kind, kind, limit))
+        return _records(self._store.read(query, (last, kind, kind, limit)))
 
     def with_id(self, number: int, kind: str = "") -> list[EventRecord]:
         """Return the event with this id, if it is there and of this kind."""
         query = f"{_SELECT} WHERE id = ? AND (? = '' OR kind = ?)"
-        return _records(self._store.read(query, number, kind, kind))
+        return _records(self._store.read(query, (number, kind, kind)))
 
     def times(self, kind: str) -> tuple[float, dict[str, float]]:
         """Return the times of the oldest event of this kind and of the newest by subject, in s since 1970.
@@ -497,10 +497,10 @@ class EventTable:
         """
         query = """SELECT COALESCE((SELECT MIN(time_s) FROM event WHERE kind = ?),
             (SELECT MIN(time_s) FROM event), 0)"""
-        (oldest,) = self._store.read(query, kind)
+        (oldest,) = self._store.read(query, (kind,))
         query = """SELECT subject, MAX(COALESCE(last_s, time_s)) FROM event
             LEFT JOIN event_repeat ON event = id WHERE kind = ? GROUP BY subject"""
-        return oldest[0], dict(self._store.read(query, kind))
+        return oldest[0], dict(self._store.read(query, (kind,)))
 
     def _prune_if_due(self, before: int) -> None:
         """Prune each time that so many ids have been used; `before` is what the last id was until now."""
