@@ -241,13 +241,13 @@ class Supervisor:
             ledger = recorded_ledger(store)
             left = left_running(store, leased=ledger.ways_kept().keys())
         except ShortageError as error:
-            what = "compute modes are not restored, because a job may still need them"
-            log.error("%s: %s; %s", what, error.message, "restore them: yunion-mps-daemon --restore")
+            problem = "compute modes are not restored, because a job may still need them"
+            log.error("%s: %s; %s", problem, error.message, "restore them: yunion-mps-daemon --restore")
             self.release()
             return False
         except HostError as error:
-            what = "compute modes, time slices and MIG layouts are not restored"
-            log.error("%s: %s; %s", what, error.message, error.hint)
+            problem = "compute modes, time slices and MIG layouts are not restored"
+            log.error("%s: %s; %s", problem, error.message, error.hint)
             self.release()
             return False
         if self.nvml:
@@ -269,8 +269,8 @@ class Supervisor:
             originals.of(kind.name)
         restored = {layout.gpu_uuid for layout in self.desired.plan.layouts if layout.restore}
         if store.has_lost_records and restored:
-            what = "MIG layouts from before the state file was damaged are unknown, so they are not restored"
-            log.error("%s; %s", what, "see and change them by hand: nvidia-smi mig -lgi")
+            text = "MIG layouts from before the state file was damaged are unknown, so they are not restored"
+            log.error("%s; %s", text, "see and change them by hand: nvidia-smi mig -lgi")
             return False
         return restored.isdisjoint(originals.unreadable_layouts())
 
@@ -325,21 +325,21 @@ class Supervisor:
         yield from self.settings.conditions()
         yield from self.reconciliation.conditions()
         if not self._gpus.is_saved:
-            what = f"which GPUs the entries mean cannot be recorded in {self._paths.served_gpus}; "
-            what += "if render nodes have other numbers after a reboot, other GPUs would be divided"
-            yield Condition(ABOUT_RECORD, "GPUs", IMPAIRED, Reason(what, reasons.RECORD_DAMAGED))
+            text = f"which GPUs the entries mean cannot be recorded in {self._paths.served_gpus}; "
+            text += "if render nodes have other numbers after a reboot, other GPUs would be divided"
+            yield Condition(ABOUT_RECORD, "GPUs", IMPAIRED, Reason(text, reasons.RECORD_DAMAGED))
         store = self.state_file.opened
         if store and store.has_lost_records:
-            what = f"the state file was damaged; {RECORDS_LOST}"
-            yield Condition(ABOUT_RECORD, "state file", IMPAIRED, Reason(what, reasons.STATE_FILE_DAMAGED))
+            text = f"the state file was damaged; {RECORDS_LOST}"
+            yield Condition(ABOUT_RECORD, "state file", IMPAIRED, Reason(text, reasons.STATE_FILE_DAMAGED))
         for uuid, error in self._damaged.items():
             if uuid not in self.layouts.pending:
-                what = f"{gpu_label(uuid, gpus)}: {error.message}"
-                yield Condition(ABOUT_RECORD, uuid, IMPAIRED, Reason(what, error.code))
+                text = f"{gpu_label(uuid, gpus)}: {error.message}"
+                yield Condition(ABOUT_RECORD, uuid, IMPAIRED, Reason(text, error.code))
         if self.event_log.write_error:
             means = "events are kept in a temporary copy for now, and changes are refused"
-            what = f"{self.event_log.write_error}; {means}"
-            yield Condition(ABOUT_EVENT_LOG, "", IMPAIRED, Reason(what, reasons.EVENTS_NOT_WRITTEN))
+            text = f"{self.event_log.write_error}; {means}"
+            yield Condition(ABOUT_EVENT_LOG, "", IMPAIRED, Reason(text, reasons.EVENTS_NOT_WRITTEN))
 
     # -- GPUs
 

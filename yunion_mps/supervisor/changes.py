@@ -106,7 +106,7 @@ def changes_to(
             changes.append(Change("budget", gpu.address, old_budget, new_budget, effect))
         if is_there:
             facts = settings or SettingFacts(keepers)
-            changes += _settings(plan, before, after, gpu, keepers, facts)
+            changes += _settings(plan, before, after, gpu, keepers=keepers, facts=facts)
             changes += _layout(plan, before, after, gpu)
         changes += _reservation(plan, before, gpu)
         changes += _over_budget(plan, before, gpu)

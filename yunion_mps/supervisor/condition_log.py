@@ -156,14 +156,14 @@ def _gpu_begins(condition: Condition) -> Event:
 def _gpu_ends(condition: Condition, snapshot: Snapshot) -> Event:
     gpu = _find_gpu(condition, snapshot)
     if gpu is None or gpu.reason or not snapshot.plan.divides(gpu):
-        what, consequence = "no longer configured", ""
+        state, consequence = "no longer configured", ""
     else:
-        what, consequence = "available", "it can be used again"
+        state, consequence = "available", "it can be used again"
     return Event(
         severity="info",
         kind="gpu",
         subject=condition.subject,
-        what=what,
+        what=state,
         cause=f"previously unavailable: {condition.reason}",
         consequence=consequence,
     )

@@ -138,14 +138,14 @@ class DesiredState:
 
     def _leases_that_keep(self, plan: Plan) -> dict[str, Users]:
         """Return the leases that keep GPUs (UUIDs) as they are, which this plan would change."""
-        kept = {layout.gpu_uuid for layout in plan.layouts}
-        kept.update(self._keep_leased(plan).pending)
+        to_change = {layout.gpu_uuid for layout in plan.layouts}
+        to_change.update(self._keep_leased(plan).pending)
         for uuid, way in self.ledger.ways_kept().items():
             if way == NOT_SHARED and uuid not in plan.offered:  # the plan removes it, but it stays leased
-                kept.add(uuid)
+                to_change.add(uuid)
         keeping: dict[str, Users] = {}
         for uuid, users in self.ledger.users_by_gpu().items():
-            if uuid in kept:
+            if uuid in to_change:
                 keeping[uuid] = users
         return keeping
 

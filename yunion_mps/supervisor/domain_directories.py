@@ -119,11 +119,11 @@ class DomainDirectories:
         is_held: whether a lease or a job needs the control daemon of this pipe directory (below the root)
         """
         for configured, decision in self._decisions.items():
-            kept = decision.kept
-            if kept is None:
+            current = decision.kept
+            if current is None:
                 continue
-            is_mended = decision.new.replaced < kept.replaced
-            is_left = is_mended and not is_held(self._paths.under(kept.pipe.used))
+            is_mended = decision.new.replaced < current.replaced
+            is_left = is_mended and not is_held(self._paths.under(current.pipe.used))
             self._decisions[configured] = decision._replace(is_left=is_left)
 
     def refuse(self, domain: DomainPlan) -> bool:
@@ -152,9 +152,9 @@ class DomainDirectories:
                         place = (choice.obstacle.message, choice.obstacle.hint)
                     replaced.setdefault(place, []).append(choice)
         warnings = []
-        for (what, hint), replacements in replaced.items():
+        for (message, hint), replacements in replaced.items():
             uses = ", and ".join(self._describe(replacements))
-            warnings.append(Reason(f"{what}: the daemon uses {uses}; {hint}", reasons.DIRECTORY_TAKEN))
+            warnings.append(Reason(f"{message}: the daemon uses {uses}; {hint}", reasons.DIRECTORY_TAKEN))
         return tuple(warnings)
 
     def in_use(self, config: Config) -> Config:

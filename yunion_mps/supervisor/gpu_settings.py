@@ -54,14 +54,14 @@ def _reason_of_wait(look: Look, kept_by: KeptBy) -> Reason:
     Its code says whether `reload --drain` waits for it: leases and MPS servers end, but other processes, such
     as a display server, and control daemons of an earlier run may never do so.
     """
-    what = f"its {look.kind.label} {look.target}"
+    change = f"its {look.kind.label} {look.target}"
     if look.restores:
-        what = f"the restoration of {what}"
+        change = f"the restoration of {change}"
     users: Users | str = kept_by.users
     if not kept_by.users:
         users = "its control daemon" if kept_by.control_daemon else "a control daemon of an earlier run"
     ends = kept_by.users.leases or kept_by.users.servers or kept_by.control_daemon
-    return wait_reason(what, users, SETTING_PENDING if ends else SETTING_IN_USE)
+    return wait_reason(change, users, SETTING_PENDING if ends else SETTING_IN_USE)
 
 
 class GpuSettings:
@@ -150,9 +150,9 @@ class GpuSettings:
     def check_again(self) -> None:
         """Compare all values, and try refused ones again at once, because the configuration was reloaded."""
         self.reconciler.check_again()
-        plan, gpus, kinds = self._desired.plan, self._gpus.inventory.gpus, self.reconciler.kinds
+        plan, gpus = self._desired.plan, self._gpus.inventory.gpus
         looks = self.reconciler.looks(plan, gpus, self.original_values())
-        self.reconciler.due(looks, kinds, 0.0)
+        self.reconciler.due(looks, self.reconciler.kinds, 0.0)
 
     def to_set(self, originals: OriginalValues) -> Due | None:
         """Return the settings that may have to be set, without those to restore."""
@@ -259,9 +259,9 @@ class GpuSettings:
         gpus = self._gpus.inventory.gpus
         for look, kept_by in restoration.pending.items():
             if not kept_by.left:
-                what = f"{gpu_label(look.uuid, gpus)} keeps its {look.kind.label}"
+                problem = f"{gpu_label(look.uuid, gpus)} keeps its {look.kind.label}"
                 how = "once they have ended: yunion-mps-daemon --restore"
-                log.warning("%s, because jobs without MPS use it; %s", what, how)
+                log.warning("%s, because jobs without MPS use it; %s", problem, how)
         report_absent(restoration.results.not_restored(), gpus)
         cause = "the original value was restored"
         self._note(restoration.looks, restoration.pending.keys(), restoration.results, now_s, cause)
@@ -276,7 +276,8 @@ class GpuSettings:
     ) -> list[Change]:
         gpus = self._gpus.inventory.gpus
         before = self._refused()
-        for event in self.reconciler.note(looks, pending, results, gpus, now_s, cause):
+        events = self.reconciler.note(looks, pending, results, gpus=gpus, now_s=now_s, cause=cause)
+        for event in events:
             self._emit(event)
         are_new_usable = self._gpus.note_modes(results.of(COMPUTE_MODE), results.refused(COMPUTE_MODE))
         if results.steps or self._refused() != before:

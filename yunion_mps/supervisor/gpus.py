@@ -82,8 +82,9 @@ class Gpus:
         gpus = {gpu.pci_address: self._with_reason(gpu, plan) for gpu in gpus_found}
         served = tuple(sorted({*self.inventory.served, *inventory.served}))
         uuids = {gpu.uuid for gpu in gpus.values()} | identities(gpus.values())
-        kept = {*served, *(gpu.parent for gpu in before.values() if gpu.uuid in served)}
-        lost = {gpu.pci_address for gpu in before.values() if gpu.uuid in kept} & set(plan.unavailable)
+        served_or_parents = {*served, *(gpu.parent for gpu in before.values() if gpu.uuid in served)}
+        lost = {gpu.pci_address for gpu in before.values() if gpu.uuid in served_or_parents}
+        lost.intersection_update(plan.unavailable)
         for address in (_serving(self.inventory, plan) | lost) - set(gpus):
             if not {before[address].uuid, before[address].identity} & uuids:  # otherwise it has moved
                 gpus[address] = gone(before[address], gpus)
@@ -175,8 +176,8 @@ class Gpus:
         errors = self._mode_errors()
         if divided and all(gpu.uuid in errors for gpu in divided):
             first = next(iter(errors.values()))
-            what = f"no GPU's compute mode can be set: {first.message}"
-            raise DriverError(what, first.hint, reasons.COMPUTE_MODE_REFUSED)
+            message = f"no GPU's compute mode can be set: {first.message}"
+            raise DriverError(message, first.hint, reasons.COMPUTE_MODE_REFUSED)
 
     def clear_faults(self) -> None:
         """Consider every GPU healthy, as the operator asks by a reload."""
@@ -226,14 +227,14 @@ class Gpus:
     def save(self, plan: Plan) -> None:
         """Record what the entries mean, and the GPUs that will serve, before anything of them changes."""
         planned = self._planned(plan)
-        kept = tuple(gpu for gpu in self.inventory.gpus if gpu.uuid in planned)
+        planned_gpus = tuple(gpu for gpu in self.inventory.gpus if gpu.uuid in planned)
         self.inventory = self.inventory._replace(meant=plan.meant)
-        record = ({(gpu.uuid, gpu.pci_address) for gpu in kept}, dict(plan.meant))
-        if not (kept or plan.meant):
+        record = ({(gpu.uuid, gpu.pci_address) for gpu in planned_gpus}, dict(plan.meant))
+        if not (planned_gpus or plan.meant):
             return
         if record == self._saved and os.path.exists(self._paths.served_gpus):
             return
-        self.is_saved = save_served(self._paths, kept, plan.meant)
+        self.is_saved = save_served(self._paths, planned_gpus, plan.meant)
         if self.is_saved:
             self._saved = record
 
@@ -281,8 +282,8 @@ class Gpus:
         error = self._mode_errors().get(uuid)
         if error is None or gpu.reason:
             return gpu
-        what = f"its compute mode cannot be set: {error.message}; {TRIED_AGAIN}"
-        return gpu._replace(reason=Reason(what, reasons.COMPUTE_MODE_REFUSED))
+        text = f"its compute mode cannot be set: {error.message}; {TRIED_AGAIN}"
+        return gpu._replace(reason=Reason(text, reasons.COMPUTE_MODE_REFUSED))
 
     def _mode_errors(self) -> dict[str, DriverError]:
         """Return why compute modes cannot be set, by GPU UUID.

@@ -242,13 +242,13 @@ def _budgets_and_modes(facts: ConditionFacts) -> Iterator[Condition]:
             yield _impaired(ABOUT_COMPUTE_MODE, gpu, _unsupported_mode(gpu), REFUSED)
         planned = facts.plan.compute_modes.get(gpu.uuid or "")
         if planned and gpu.compute_mode != planned:
-            what = f"its compute mode is {gpu.compute_mode}, not {planned}; {_UNLIMITED}"
+            text = f"its compute mode is {gpu.compute_mode}, not {planned}; {_UNLIMITED}"
             status = IMPAIRED
             if gpu.compute_mode == PROHIBITED:
-                what, status = _PROHIBITED, BROKEN
+                text, status = _PROHIBITED, BROKEN
             elif gpu.uuid in waiting:
                 continue  # no other program has changed it
-            yield _impaired(ABOUT_COMPUTE_MODE, gpu, Reason(what, reasons.COMPUTE_MODE_CHANGED), status)
+            yield _impaired(ABOUT_COMPUTE_MODE, gpu, Reason(text, reasons.COMPUTE_MODE_CHANGED), status)
 
 
 _PROHIBITED = "its compute mode is Prohibited: no CUDA program can use it"
@@ -261,12 +261,12 @@ def _impaired(kind: str, gpu: Gpu, reason: Reason, status: str = IMPAIRED) -> Co
 
 
 def _unenforced_budgets(gpu: Gpu) -> Reason:
-    what = "budgets are not enforced because it is older than Volta; "
-    what += "its clients can use all of its memory and threads"
+    text = "budgets are not enforced because it is older than Volta; "
+    text += "its clients can use all of its memory and threads"
     if gpu.compute_capability is None:
-        what = "its budgets may not be enforced, because the driver does not report its compute capability; "
-        what += "if it is older than Volta, its clients can use all of its memory and threads"
-    return Reason(what, reasons.BUDGET_NOT_ENFORCED)
+        text = "its budgets may not be enforced, because the driver does not report its compute capability; "
+        text += "if it is older than Volta, its clients can use all of its memory and threads"
+    return Reason(text, reasons.BUDGET_NOT_ENFORCED)
 
 
 def _lacks_mode(gpu: Gpu, plan: Plan) -> bool:
@@ -276,10 +276,10 @@ def _lacks_mode(gpu: Gpu, plan: Plan) -> bool:
 
 
 def _unsupported_mode(gpu: Gpu) -> Reason:
-    what = f"its compute mode stays {gpu.compute_mode}, because the driver does not support changing it"
+    text = f"its compute mode stays {gpu.compute_mode}, because the driver does not support changing it"
     if gpu.compute_mode is None:
-        what = "its compute mode is not changed, because the driver does not report it"
-    return Reason(f"{what}; {_UNLIMITED}", reasons.COMPUTE_MODE_UNSUPPORTED)
+        text = "its compute mode is not changed, because the driver does not report it"
+    return Reason(f"{text}; {_UNLIMITED}", reasons.COMPUTE_MODE_UNSUPPORTED)
 
 
 def _pending_sharing(facts: ConditionFacts) -> Iterator[Condition]:

@@ -54,19 +54,19 @@ def _leaving(
     stay: set[str] = set()
     for plan in (*desired.domains, *desired.parked):
         stay.update(plan.gpu_uuids)
-    what: dict[str, str] = {}
+    changes: dict[str, str] = {}
     addresses: dict[str | None, str] = {}
     for gpu in gpus:
         addresses[gpu.uuid] = gpu.address
         if desired.has_layout(gpu):
-            what[str(gpu.uuid)] = "its MIG layout"
+            changes[str(gpu.uuid)] = "its MIG layout"
     for direct in desired.direct:
-        what[direct.uuid] = f"the change to {direct.sharing}"
+        changes[direct.uuid] = f"the change to {direct.sharing}"
     for domain in domains:
         users = servers_of(domain) or "its control daemon"
         for uuid in domain.in_effect.gpu_uuids:
             if uuid not in stay:
-                change = what.get(uuid, "the removal of its devices")
+                change = changes.get(uuid, "the removal of its devices")
                 yield uuid, wait_reason(change, users, reasons.LIMITS_PENDING)
             elif domain.is_draining and (other := waiting.get(uuid)):
                 why = f"a pending change to GPU {addresses.get(other, other)}: {desired.pending[other]}"

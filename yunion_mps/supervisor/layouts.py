@@ -252,8 +252,8 @@ class MigLayouts:
             self._use(results.inventory, now_s)
         addresses = {gpu.uuid: gpu.address for gpu in self._gpus.inventory.gpus}
         changes = []
-        for uuid, what in results.changes.items():
-            changes.append(Change("MIG layout", addresses.get(uuid, uuid), "", what, AT_ONCE))
+        for uuid, description in results.changes.items():
+            changes.append(Change("MIG layout", addresses.get(uuid, uuid), "", description, AT_ONCE))
         return changes
 
     def _note(
@@ -261,10 +261,10 @@ class MigLayouts:
     ) -> None:
         gpus = {gpu.uuid: gpu for gpu in (result.inventory or self._gpus.inventory).gpus}
         configured = {layout.gpu_uuid for layout in self._desired.plan.layouts}
-        for uuid, what in result.changes.items():
+        for uuid, description in result.changes.items():
             address = gpus[uuid].address if uuid in gpus else uuid
             removed = "the configuration no longer has a MIG layout for this GPU"
-            self._emit(Event("info", "mig", address, what, cause if uuid in configured else removed))
+            self._emit(Event("info", "mig", address, description, cause if uuid in configured else removed))
         for layout in self._desired.plan.layouts:
             if layout.gpu_uuid not in result.reasons or layout.gpu_uuid not in gpus:
                 continue
@@ -329,15 +329,15 @@ class MigLayouts:
         del self._settled[state.layout.gpu_uuid]
         if settled.enabled == state.enabled and set(settled.instances) <= set(state.instances):
             return  # another program created an instance beside ours
-        what = f"{settled} -> {state}"
+        difference = f"{settled} -> {state}"
         if str(settled) == str(state):
-            what = "; ".join(_instance_changes(settled.instances, state.instances))
+            difference = "; ".join(_instance_changes(settled.instances, state.instances))
         self._emit(
             Event(
                 severity="warning",
                 kind="mig",
                 subject=gpu.address,
-                what=what,
+                what=difference,
                 cause="another program changed it",
                 consequence="the layout is brought into effect again, unless something uses the GPU",
                 code=reasons.MIG_CHANGED,

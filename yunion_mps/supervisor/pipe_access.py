@@ -37,8 +37,8 @@ class PipeAccess:
             if domain.control.pid is None:
                 continue  # before it starts, its directory may not exist
             with contextlib.suppress(OSError):  # the directory is gone, which the domain itself notices
-                for what, hint in find_access_problems(self._root, plan.pipe_directory, plan.pipe_group):
-                    reason = Reason(what, PIPE_DIRECTORY)
+                for problem, hint in find_access_problems(self._root, plan.pipe_directory, plan.pipe_group):
+                    reason = Reason(problem, PIPE_DIRECTORY)
                     condition = Condition(ABOUT_PIPE_DIRECTORY, plan.name, BROKEN, reason, hint)
                     by_reason.setdefault(reason, condition)
         return tuple(by_reason.values())

@@ -226,8 +226,8 @@ def _plan_host(
         inventory = inventory._replace(gpus=tuple(lost), driver_reason=reason)
     plan, problems = make_plan(config, inventory, machine)
     addresses = {gpu.pci_address for gpu in scan.inventory.gpus} | plan.unavailable.keys()
-    kept = [gpu for gpu in inventory.gpus if gpu.pci_address in addresses]
-    inventory = inventory._replace(gpus=tuple(kept))
+    gpus = [gpu for gpu in inventory.gpus if gpu.pci_address in addresses]
+    inventory = inventory._replace(gpus=tuple(gpus))
     return _PlannedHost(scan._replace(inventory=inventory), plan, problems)
 
 
@@ -346,15 +346,15 @@ def find_leftovers(store: Store | None, planned: Sequence[DomainPlan]) -> Leftov
         if recorded and recorded.plan.gpu_uuids == process.gpu_uuids:
             leftovers.known.append(recorded)
             continue
-        what = f"a control daemon (PID {process.pid}) from an earlier run still serves {directory}"
+        message = f"a control daemon (PID {process.pid}) from an earlier run still serves {directory}"
         hint = (
             f"once its jobs have ended: echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {PROGRAM}; "
             f"{RESTORED_LATER}"
         )
         if needed & set(process.gpu_uuids):
-            raise HostError(what, hint)
-        log.error("%s; %s", what, hint)
-        leftovers = leftovers._replace(notice=f"{what}; {hint}")
+            raise HostError(message, hint)
+        log.error("%s; %s", message, hint)
+        leftovers = leftovers._replace(notice=f"{message}; {hint}")
     return leftovers
 
 
@@ -374,7 +374,7 @@ def with_leased_domains(
     can_start = usable if config.enable_cuda_mps else set()
     running = {process.pipe_directory for process in left_running(store, leased=leased)}
     domains: list[DomainPlan] = []
-    kept: set[str] = set()
+    continued: set[str] = set()
     for directory in sorted(store.recorded_domains(), key=lambda directory: directory not in running):
         recorded = LimitsInEffect.from_json(store.recorded_limits(directory))
         if recorded is None:
@@ -384,19 +384,19 @@ def with_leased_domains(
         if uuids:
             domains.append(without_root(recorded.plan.for_gpus(uuids), paths))
             missing.difference_update(uuids)
-            kept.update(uuids)
-    modes = _modes_of_leased(kept, gpus, plan, config, store)
+            continued.update(uuids)
+    modes = _modes_of_leased(continued, gpus, plan, config, store)
     return plan._replace(domains=(*plan.domains, *domains), compute_modes={**plan.compute_modes, **modes})
 
 
 def _modes_of_leased(
-    kept: Collection[str], gpus: Iterable[Gpu], plan: Plan, config: Config, store: Store
+    leased: Collection[str], gpus: Iterable[Gpu], plan: Plan, config: Config, store: Store
 ) -> dict[str, str]:
-    """Return the compute modes that the `kept` GPUs and instances (UUIDs) need for MPS, by GPU UUID."""
+    """Return the compute modes that the `leased` GPUs and instances (UUIDs) need for MPS, by GPU UUID."""
     former = Originals(store).of(COMPUTE_MODE.name).keys()
-    modes = dict.fromkeys(former & set(kept), EXCLUSIVE_PROCESS)
+    modes = dict.fromkeys(former & set(leased), EXCLUSIVE_PROCESS)
     for gpu in gpus:
-        if gpu.uuid not in kept:
+        if gpu.uuid not in leased:
             continue
         is_kept = config.cuda_mps_compute_mode == KEEP
         if gpu.pci_address in plan.sharing:

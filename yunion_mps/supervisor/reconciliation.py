@@ -271,13 +271,13 @@ class Reconciliation:
     def conditions(self) -> Iterator[Condition]:
         """Yield what keeps stages from being run at all."""
         for label, error in self._errors.items():
-            what = f"{label} cannot be changed: {error.message}; {TRIED_AGAIN}"
-            yield Condition(ABOUT_RECORD, label, IMPAIRED, Reason(what, error.code), error.hint)
+            text = f"{label} cannot be changed: {error.message}; {TRIED_AGAIN}"
+            yield Condition(ABOUT_RECORD, label, IMPAIRED, Reason(text, error.code), error.hint)
         unreadable = self._settings.reconciler.unreadable
         if unreadable:
-            what = f"what GPUs had before the daemon's first change cannot be read: {unreadable.message}"
+            text = f"what GPUs had before the daemon's first change cannot be read: {unreadable.message}"
             yield Condition(
-                ABOUT_RECORD, "originals", IMPAIRED, Reason(what, unreadable.code), unreadable.hint
+                ABOUT_RECORD, "originals", IMPAIRED, Reason(text, unreadable.code), unreadable.hint
             )
 
     def _run_here(

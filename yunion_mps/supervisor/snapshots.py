@@ -98,8 +98,8 @@ class Snapshots:
             return NO_REASON
         at = config.sources["enable_cuda_mps"]
         file = next(iter(config.files), "host.conf") if at.line is None else at.file
-        what = f"MPS is disabled: enable_cuda_mps is false in {file}{config.also_disabled}"
-        return Reason(what, reasons.DISABLED)
+        text = f"MPS is disabled: enable_cuda_mps is false in {file}{config.also_disabled}"
+        return Reason(text, reasons.DISABLED)
 
 
 def _statuses(

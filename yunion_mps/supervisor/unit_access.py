@@ -88,10 +88,10 @@ def _problem(directory: _Directory, sandbox: Sandbox, paths: Paths, config: Conf
     path = paths.under(directory.path)
     created_by = sandbox.creates(directory.path)
     if created_by and os.path.islink(path):
-        what = f"is a symlink, so systemd does not start {UNIT} ({created_by})"
+        message = f"is a symlink, so systemd does not start {UNIT} ({created_by})"
         target = os.path.realpath(path)
         hint = f"replace it by a directory, and mount its contents there: mount --bind {target} {path}"
-        return Problem(path, None, what, hint)
+        return Problem(path, None, message, hint)
     rule = sandbox.rule_for(directory.path)
     if rule is None or (rule.mode == PRIVATE and not directory.is_shared):
         return None
