@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from yunion_mps.client.overview import HostAnswers, HostOverview, page
 from yunion_mps.core import reasons
 from yunion_mps.core.conditions import Condition, shown
 from yunion_mps.core.enums import (
@@ -64,6 +63,7 @@ from yunion_mps.service.queries import Queries
 from yunion_mps.slurm.gres_conf import why_no_jobs
 from yunion_mps.supervisor.condition_log import ConditionLog
 from yunion_mps.supervisor.host_conditions import PendingSetting
+from yunion_mps.views.overview import HostAnswers, HostOverview, page
 from yunion_mps.views.reload_rows import pending_rows
 
 from unit import builders

@@ -18,7 +18,6 @@ from yunion_mps.cli.output import (
     wrapped,
 )
 from yunion_mps.cli.root import SuggestingGroup
-from yunion_mps.client.overview import way_of
 from yunion_mps.core.addresses import is_part
 from yunion_mps.core.enums import ENTRY_TYPES, MIG, MPS, TIME_SLICING
 from yunion_mps.core.errors import ConfigError
@@ -26,6 +25,7 @@ from yunion_mps.core.mig import DISABLED
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.reasons import NO_REASON, RECORD_HIDDEN, hint_of
 from yunion_mps.core.text import count
+from yunion_mps.views.overview import way_of
 
 if TYPE_CHECKING:
     from yunion_mps.core.models import DomainPlan, Gpu, MissingGpu, Plan

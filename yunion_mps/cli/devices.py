@@ -23,12 +23,12 @@ from yunion_mps.cli.output import (
     wide_output_option,
     wrapped,
 )
-from yunion_mps.client.overview import way_of
 from yunion_mps.core.addresses import gpu_of, is_part
 from yunion_mps.core.enums import FREE, MIG, TIME_SLICING, WHY_UNENFORCED
 from yunion_mps.host.proc import user_name
 from yunion_mps.http.operations import GET_DEVICE, GET_DEVICES, GET_GPUS, MAX_LIMIT, MAX_NUMBER
 from yunion_mps.observe.holdings import ID_LENGTH
+from yunion_mps.views.overview import way_of
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DeviceDetailsJson, DeviceJson, DeviceListJson, GpuJson, PcieLinkJson

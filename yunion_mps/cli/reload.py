@@ -13,8 +13,6 @@ from yunion_mps.cli.calls import blocking_transport, call_daemon
 from yunion_mps.cli.options import Duration, confirm, refuse_unattended
 from yunion_mps.cli.output import Column, hint_text, output_option, print_notice, show, table, wrapped
 from yunion_mps.cli.who import clients_table
-from yunion_mps.client.overview import REEXEC as REEXEC_HINT
-from yunion_mps.client.overview import version_mismatch
 from yunion_mps.core.enums import NOTICE, PROBLEM
 from yunion_mps.core.errors import NotFoundError, YunionError
 from yunion_mps.core.reasons import (
@@ -46,6 +44,8 @@ from yunion_mps.http.operations import (
 )
 from yunion_mps.http.transport import Retrier, run_blocking
 from yunion_mps.observe.holdings import ID_LENGTH
+from yunion_mps.views.overview import REEXEC as REEXEC_HINT
+from yunion_mps.views.overview import version_mismatch
 
 if TYPE_CHECKING:
     from yunion_mps.answers import (

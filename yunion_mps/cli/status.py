@@ -22,12 +22,12 @@ from yunion_mps.cli.output import (
     terminal_size,
     wrapped,
 )
-from yunion_mps.client.overview import HostAnswers, HostOverview, fold_problems, way_of, with_hints
 from yunion_mps.core.addresses import physical_gpu
 from yunion_mps.core.enums import MPS, NOT_SHARED
 from yunion_mps.core.text import count
 from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS
 from yunion_mps.observe.holdings import Holding, is_memory_unknown
+from yunion_mps.views.overview import HostAnswers, HostOverview, fold_problems, way_of, with_hints
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DomainJson, GpuJson, StatusJson

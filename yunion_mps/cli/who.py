@@ -20,7 +20,6 @@ from yunion_mps.cli.output import (
     wide_output_option,
     wrapped,
 )
-from yunion_mps.client.overview import fold_problems, with_hints
 from yunion_mps.core.enums import SERVER_FAULT, UNAVAILABLE
 from yunion_mps.core.reasons import (
     CLIENT_WAITING,
@@ -42,6 +41,7 @@ from yunion_mps.observe.holdings import (
     in_container,
     reasons_by_gpu,
 )
+from yunion_mps.views.overview import fold_problems, with_hints
 
 if TYPE_CHECKING:
     from yunion_mps.answers import (

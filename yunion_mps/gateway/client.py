@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from yunion_mps.client.overview import HostAnswers, HostOverview, page
 from yunion_mps.core.errors import NotAllowedError, UnreachableError, YunionError
 from yunion_mps.core.paths import Paths
 from yunion_mps.core.units import rfc3339
@@ -18,6 +17,7 @@ from yunion_mps.http.messages import Response, encode
 from yunion_mps.http.operation import EncodedRequest, Operation
 from yunion_mps.http.operations import GET_CLIENTS, GET_DEVICES, GET_EVENTS, GET_GPUS, GET_LEASES, GET_STATUS
 from yunion_mps.http.parameters import Value
+from yunion_mps.views.overview import HostAnswers, HostOverview, page
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DeviceJson

@@ -12,11 +12,11 @@ from yunion_mps import __version__
 from yunion_mps.cli.output import display_width
 from yunion_mps.cli.top.frame import VIEWS, Outage, ViewState, bar, clock, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene, sort_devices
-from yunion_mps.client.overview import HostAnswers, ShownProblem
 from yunion_mps.core.models import Event, Snapshot
 from yunion_mps.core.units import rfc3339
 from yunion_mps.observe.holdings import NO_CLIENTS
 from yunion_mps.service.queries import Queries
+from yunion_mps.views.overview import HostAnswers, ShownProblem
 
 from unit.cli.busy_host import OUTSIDE_MPS, OVER_BUDGET, TWO_DEVICES, hold_leases
 from unit.cli.conftest import Cli

@@ -23,7 +23,7 @@ ELSEWHERE = (
     "yunion_mps.gateway.client",
     "yunion_mps.gateway.server",
     "yunion_mps.host.malloc",
-    "yunion_mps.client.overview",
+    "yunion_mps.views.overview",
     "yunion_mps.service.offline",
     "yunion_mps.core.program",
     "yunion_mps.frameworks",

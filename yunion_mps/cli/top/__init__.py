@@ -19,10 +19,10 @@ from yunion_mps.cli.output import hint_text, incomplete_note, is_utf8, terminal_
 from yunion_mps.cli.top.frame import HINT, VIEWS, WHOLE, Outage, ViewState, frame
 from yunion_mps.cli.top.rows import ORDERS, Poll, Scene, scene
 from yunion_mps.cli.top.terminal import STOP_SIGNALS, SignalWakeup, Terminal
-from yunion_mps.client.overview import HostAnswers
 from yunion_mps.core.errors import YunionError
 from yunion_mps.host import threads
 from yunion_mps.http.operations import GET_CLIENTS, GET_GPUS, GET_LEASES, GET_STATUS
+from yunion_mps.views.overview import HostAnswers
 
 if TYPE_CHECKING:
     from yunion_mps.answers import DeviceJson, GpuJson

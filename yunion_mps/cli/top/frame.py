@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from yunion_mps.cli.output import age, cell, display_width, fit, hidden_columns
 from yunion_mps.cli.top.rows import ORDERS, Row, Scene, sort_devices, sort_gpus
-from yunion_mps.client.overview import with_hints
 from yunion_mps.core.enums import NOTICE, PROBLEM
 from yunion_mps.core.text import count
 from yunion_mps.core.units import seconds
+from yunion_mps.views.overview import with_hints
 
 #: Text with a style; "" is the terminal's own style.
 Line = list[tuple[str, str]]

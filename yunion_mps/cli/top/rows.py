@@ -6,7 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from yunion_mps.client.overview import (
+from yunion_mps.core.addresses import physical_gpu
+from yunion_mps.core.enums import FREE, RESERVED, UNAVAILABLE
+from yunion_mps.core.units import seconds
+from yunion_mps.observe.holdings import Holding, distribute, is_memory_unknown
+from yunion_mps.views.overview import (
     HostAnswers,
     HostOverview,
     ShownProblem,
@@ -14,10 +18,6 @@ from yunion_mps.client.overview import (
     notable_way,
     short_name,
 )
-from yunion_mps.core.addresses import physical_gpu
-from yunion_mps.core.enums import FREE, RESERVED, UNAVAILABLE
-from yunion_mps.core.units import seconds
-from yunion_mps.observe.holdings import Holding, distribute, is_memory_unknown
 
 if TYPE_CHECKING:
     from yunion_mps.answers import EventJson, GpuJson

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from yunion_mps.client.overview import HostAnswers, HostOverview, page
 from yunion_mps.core.enums import FAILED
 from yunion_mps.core.models import Gpu
 from yunion_mps.core.reasons import GPU_LOST, Reason
 from yunion_mps.service.queries import Queries
+from yunion_mps.views.overview import HostAnswers, HostOverview, page
 
 from unit.cli.busy_host import OUTSIDE_MPS, OVER_BUDGET, TWO_DEVICES
 from unit.http import fake_services

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from yunion_mps import __version__
 from yunion_mps.answers import StatusProblemJson
-from yunion_mps.client.overview import fold_problems, problems_of, version_mismatch, with_hints
 from yunion_mps.core.conditions import Condition
 from yunion_mps.core.enums import ABOUT_EVENT_LOG, IMPAIRED
 from yunion_mps.core.reasons import (
@@ -24,6 +23,7 @@ from yunion_mps.core.reasons import (
     hint_of,
 )
 from yunion_mps.service.queries import Queries
+from yunion_mps.views.overview import fold_problems, problems_of, version_mismatch, with_hints
 
 from unit.http import snapshots
 from unit.http.fake_services import status_of
