@@ -299,7 +299,9 @@ def test_a_pipeline_ends_as_its_commands_do(shared_daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("command", [["list"], ["status"], ["run", "true"], ["lease", "list"]], ids=" ".join)
-def test_no_command_waits_for_modules_that_it_does_not_need(shared_daemon: Daemon, command: list[str]) -> None:
+def test_no_command_waits_for_modules_that_it_does_not_need(
+    shared_daemon: Daemon, command: list[str]
+) -> None:
     start = "from yunion_mps.cli import main; main()"
     result = shared_daemon.host.run([sys.executable, "-X", "importtime", "-c", start, *command])
     assert result.returncode == 0

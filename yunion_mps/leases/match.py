@@ -185,7 +185,7 @@ def select(request: LeaseRequest, candidates: Candidates) -> Selection:
             if candidates.why_not_combinable(group):
                 uncombinable.add(group[0].gpu_uuid)
         devices = [candidate for candidate in devices if candidate.device.gpu_uuid not in uncombinable]
-    if request.memory_mib or request.number > 1:
+    if request.memory_mib or (request.number > 1 and not request.across):
         devices.sort(key=lambda candidate: needs_mib(candidate.device))
     pools = candidates.matching_pools(request)
     return Selection(request=request, candidates=candidates, devices=devices, pools=pools, groups=groups)

@@ -16,6 +16,7 @@ from yunion_mps.core.settings import Config
 from yunion_mps.core.text import count
 from yunion_mps.core.waits import AT_ONCE, LeaseWait, Users, all_of
 from yunion_mps.gpus.blockers import Blockers, blocks, servers_of
+from yunion_mps.gpus.kind import Step
 from yunion_mps.gpus.kinds import KINDS
 from yunion_mps.mps.domain import Domain
 from yunion_mps.planning.division import describe_division
@@ -159,12 +160,12 @@ def _settings(
             continue
         target = facts.originals.get(kind.name, {}).get(uuid, "") if new is None else new
         step = kind.step(kind.polled(gpu) or old or "", target, restores=new is None)
-        users = keepers.leases([uuid])
+        # Without a step, too: the GPU or its instances may be shared as before until their leases end.
+        needs = kind.needs(step or Step(old or "", target, restores=new is None))
+        ends_servers = needs.servers or needs.control_daemons
+        users = keepers.with_instances(uuid) if ends_servers else keepers.leases([uuid])
         if step:
-            needs = kind.needs(step)
-            ends_servers = needs.servers or needs.control_daemons
-            replaced = keepers.with_instances(uuid) if ends_servers else users
-            users = all_of([replaced, facts.blockers.against(uuid, needs).users])
+            users = all_of([users, facts.blockers.against(uuid, needs).users])
         yield Change(kind.label, gpu.address, old or "original", new or "original", users.effect)
 
 
