@@ -338,19 +338,17 @@ def test_both_parsers_read_the_same_metrics_of_any_host(given: Facts) -> None:
 
 
 @pytest.mark.processes
-def test_only_what_makes_text_is_loaded_and_only_when_it_is_needed() -> None:
-    """prometheus_client as a whole brings HTTP servers and OpenSSL along."""
+def test_prometheus_client_is_loaded_only_when_it_is_needed() -> None:
+    """A daemon without metrics does not pay for its HTTP servers and OpenSSL."""
     code = """
 import sys
 from yunion_mps.metrics import exporter
-print(any(name.startswith("prometheus_client") for name in sys.modules))
+print("prometheus_client" in sys.modules)
 exporter.exposition_of([], "a", openmetrics=True)
-print(sorted({"http.server", "urllib.request", "prometheus_client"} & set(sys.modules)))
-import prometheus_client
-print(prometheus_client.Counter.__name__)
+print("prometheus_client" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["False", "[]", "Counter"]
+    assert done.stdout.splitlines() == ["False", "True"]
 
 
 def test_an_unknown_amount_of_memory_has_no_sample() -> None:
