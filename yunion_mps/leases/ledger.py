@@ -60,7 +60,8 @@ class Amounts(NamedTuple):
 
     def covers(self, other: Amounts) -> bool:
         """Return whether this is at least as much as `other` of everything."""
-        return all(amount >= needed for amount, needed in zip(self, other))
+        has_memory = self.memory_mib >= other.memory_mib
+        return has_memory and self.thread_tenths >= other.thread_tenths and self.clients >= other.clients
 
 
 NOTHING = Amounts(memory_mib=0, thread_tenths=0, clients=0)
@@ -198,19 +199,33 @@ class Ledger:
         reserved_mib: the memory that is left out, by GPU UUID.
         """
         free: dict[str, list[Device]] = {}
-        left_mib: dict[str, int] = {}
-        for device in devices:
-            if device.id in reserved or device.id in self.lease_of:
-                continue
-            gpu = device.gpu_uuid
-            if device.memory_total_mib is None:  # unknown, so only the number of devices is counted
-                free.setdefault(gpu, []).append(device)
-                continue
-            if gpu not in left_mib:
-                left_mib[gpu] = self.left_mib(gpu, device.memory_total_mib) - reserved_mib.get(gpu, 0)
-            if needs_mib(device) <= left_mib[gpu]:
-                left_mib[gpu] -= needs_mib(device)
-                free.setdefault(gpu, []).append(device)
+        for uuid, of_gpu in group_by_gpu(devices).items():
+            free_of_gpu = self.free_of_gpu(of_gpu, reserved, reserved_mib.get(uuid, 0))
+            if free_of_gpu:
+                free[uuid] = free_of_gpu
+        return free
+
+    def free_of_gpu(
+        self, devices: Sequence[Device], reserved: Collection[str] = (), reserved_mib: int = 0
+    ) -> list[Device]:
+        """Return the devices of one GPU that can be leased together: as many as fit into its memory.
+
+        devices: devices of the GPU, at least one.
+        reserved: ids of devices that are left out.
+        reserved_mib: the memory of the GPU that is left out.
+        """
+        lease_of = self.lease_of
+        unleased = [device for device in devices if device.id not in lease_of and device.id not in reserved]
+        total_mib = devices[0].memory_total_mib
+        if total_mib is None:  # unknown, so only the number of devices is counted
+            return unleased
+        left_mib = self.left_mib(devices[0].gpu_uuid, total_mib) - reserved_mib
+        free: list[Device] = []
+        for device in unleased:
+            needed_mib = needs_mib(device)
+            if needed_mib <= left_mib:
+                left_mib -= needed_mib
+                free.append(device)
         return free
 
     def used_shares(self, devices: Iterable[Device]) -> dict[str, float]:
@@ -299,6 +314,10 @@ class Ledger:
             hint = hint_of(LEASE_UNREADABLE, lease=min(self.unknown))
             raise HostError(message, hint, LEASE_UNREADABLE)
 
+    def has_leases_on(self, gpu_uuid: str) -> bool:
+        """Return whether a lease has a device of the GPU."""
+        return self._clients.get(gpu_uuid, 0) > 0
+
     def leases_on(self, gpu_uuid: str) -> list[str]:
         """Return the ids of the leases with devices of the GPU."""
         ids: list[str] = []
@@ -340,13 +359,14 @@ class Ledger:
         """Return how many tenths of a percent of the threads more clients can get."""
         return max(0, thread_tenths(pool) - self._thread_tenths[pool.gpu_uuid])
 
-    def left_of(self, pool: Pool) -> Amounts:
-        """Return what the leases leave of the pool; never less than nothing."""
+    def left_of(self, pool: Pool, reserved: Amounts = NOTHING) -> Amounts:
+        """Return what the leases leave of the pool beside what is reserved; never less than nothing."""
         uuid = pool.gpu_uuid
+        left_mib = self.left_mib(uuid, pool.memory_total_mib) - reserved.memory_mib
+        left_tenths = thread_tenths(pool) - self._thread_tenths.get(uuid, 0) - reserved.thread_tenths
+        left_clients = pool.clients - self._clients.get(uuid, 0) - reserved.clients
         return Amounts(
-            memory_mib=max(0, self.left_mib(uuid, pool.memory_total_mib)),
-            thread_tenths=self.free_tenths(pool),
-            clients=max(0, pool.clients - self._clients[uuid]),
+            memory_mib=max(0, left_mib), thread_tenths=max(0, left_tenths), clients=max(0, left_clients)
         )
 
     def lease_waits(self, devices: Sequence[Device]) -> Mapping[str, LeaseWait]:

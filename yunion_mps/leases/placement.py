@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from yunion_mps.core.addresses import physical_gpu
 from yunion_mps.core.enums import SPREAD
 from yunion_mps.core.models import Device
-from yunion_mps.leases.ledger import Ledger, groups_across
-from yunion_mps.leases.match import Match, PoolRoom, Selection, match_now
-from yunion_mps.leases.request import Candidate, PoolCandidate, devices_of_candidates
+from yunion_mps.leases.ledger import Ledger, groups_across, needs_mib
+from yunion_mps.leases.match import GpuDevices, Match, PoolRoom, Selection, match_now
+from yunion_mps.leases.request import PoolCandidate, devices_of_candidates
 
 
 def choose_devices(match: Match) -> tuple[Device, ...]:
@@ -35,7 +35,7 @@ def choose_from_pools(match: Match) -> tuple[Device, ...]:
     if request.across:
         fits = _rooms_across(fits, request.number)
     devices: list[Device] = []
-    for room in fits[: selection.gpus]:
+    for room in fits[: selection.gpus_needed]:
         devices += _create_devices(room, selection.devices_each, match.ledger)
     if not request.thread_percentage:
         return tuple(devices)
@@ -81,6 +81,8 @@ def choose_existing(match: Match) -> tuple[Device, ...]:
             return ()
         return tuple(free)
     fits = [devices for devices in match.free.values() if len(devices) >= selection.devices_each]
+    if len(fits) < selection.gpus_needed:
+        return ()
     if len(fits) > 1:
         fits = _in_order(fits, match)
     if request.across:
@@ -101,9 +103,10 @@ def _in_order(fits: Iterable[Sequence[Device]], match: Match) -> list[Sequence[D
     used = match.ledger.used_shares(devices_of_candidates(selection.candidates.devices))
     sign = -1 if selection.request.placement == SPREAD else 1
 
-    def order(devices: Sequence[Device]) -> tuple[bool, float, int]:
+    def order(devices: Sequence[Device]) -> tuple[bool, float, int, int]:
         share = used.get(physical_gpu(devices[0].addr), 0.0)
-        return not devices[0].budget_enforced, -sign * share, sign * len(devices)
+        smallest_mib = needs_mib(devices[0]) if selection.prefers_small else 0
+        return not devices[0].budget_enforced, -sign * share, sign * len(devices), smallest_mib
 
     return sorted(fits, key=order)
 
@@ -117,16 +120,16 @@ def _flat(groups: Iterable[Sequence[Device]]) -> list[Device]:
 
 def satisfying_domains(selection: Selection) -> set[str]:
     """Return the names of the domains that could satisfy the request now if nothing of them were leased."""
-    devices: dict[str, list[Candidate]] = {}
+    gpus: dict[str, list[GpuDevices]] = {}
     pools: dict[str, list[PoolCandidate]] = {}
-    for candidate in selection.devices:
-        devices.setdefault(candidate.device.domain, []).append(candidate)
+    for gpu in selection.gpus:
+        gpus.setdefault(gpu.domain, []).append(gpu)
     for pool in selection.pools:
         pools.setdefault(pool.pool.domain, []).append(pool)
     unleased = Ledger()
     satisfying: set[str] = set()
-    for name in {*devices, *pools}:
-        of_domain = selection._replace(devices=devices.get(name, []), pools=pools.get(name, []))
+    for name in {*gpus, *pools}:
+        of_domain = selection._replace(gpus=gpus.get(name, []), pools=pools.get(name, []))
         if choose_devices(match_now(of_domain, unleased)):
             satisfying.add(name)
     return satisfying

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.leases.match import Match, Reservation, Selection, match_now, no_reservation
 from yunion_mps.leases.placement import choose_devices, satisfying_domains
 from yunion_mps.leases.refusals import why_waiting
-from yunion_mps.leases.request import Candidates, LeaseRequest, QueuedRequest
+from yunion_mps.leases.request import Candidates, LeaseRequest, PoolCandidate, QueuedRequest
 from yunion_mps.leases.targets import Target, best_target
 
 #: The largest number of distinct requests whose reason is determined.
@@ -137,7 +137,7 @@ class Queue:
         is yielded as long as nothing more is reserved.
         """
         turns = _Turns(self._allocator, candidates, reserved)
-        owned = self._leases_by_owner()
+        own_leases = _OwnLeases(self._allocator.ledger)
         held_by_own: dict[tuple[LeaseRequest, Owner], bool] = {}
         for queued in self.requests:
             if queued is before:
@@ -147,21 +147,16 @@ class Queue:
             since_s = self._reserving_since_s(queued)
             if since_s is None:
                 continue
+            needed = turns.needed(queued, since_s)
+            if not any(needed):
+                continue
             request = queued.request
             owner = queued.holder.owner
             if (request, owner) not in held_by_own:
-                own = owned.get(owner, ())
+                own = own_leases.of(owner)
                 held_by_own[request, owner] = self._is_held_by_own(request, candidates, own)
             if not held_by_own[request, owner]:
-                turns.reserve(queued, since_s)
-
-    def _leases_by_owner(self) -> dict[Owner, list[Lease]]:
-        """Return the leases of each owner but root, who takes leases for all users."""
-        owned: dict[Owner, list[Lease]] = {}
-        for lease in self._allocator.ledger.leases.values():
-            if lease.holder.uid != 0:
-                owned.setdefault(lease.holder.owner, []).append(lease)
-        return owned
+                turns.reserve(needed)
 
     def _reserving_since_s(self, queued: QueuedRequest) -> float | None:
         """Return when the request began to reserve, in s since 1970; None while it lets later ones pass."""
@@ -170,12 +165,12 @@ class Queue:
         lets_others_pass = periods % 2 == 1
         return None if lets_others_pass else queued.since_s + periods * RESERVES_S
 
-    def _is_held_by_own(self, request: LeaseRequest, candidates: Candidates, own: Collection[Lease]) -> bool:
+    def _is_held_by_own(self, request: LeaseRequest, candidates: Candidates, own: Ledger) -> bool:
         """Return whether the leases of the request's owner, if there were no others, would make it wait."""
-        if not own:
+        if not own.leases:
             return False
         selection = self._allocator.select(request, candidates)
-        return _fits_beside((), selection) and not _fits_beside(own, selection)
+        return not _fits_beside(own, selection) and _fits_beside(Ledger(), selection)
 
 
 class _Turns:
@@ -185,15 +180,19 @@ class _Turns:
         self._allocator = allocator
         self._candidates = candidates
         self.reserved = reserved
-        self._later = _LaterLeases(allocator.ledger.leases.values())
+        self._later = _LaterLeases(allocator.ledger)
         lease_of = allocator.ledger.lease_of
+        #: The devices that are neither leased nor reserved, and the pools with memory for another client.
         self._unleased: list[Device] = []
         for candidate in candidates.devices:
             if not candidate.reason and candidate.device.id not in lease_of:
                 self._unleased.append(candidate.device)
+        self._pools = self._pools_with_memory(candidates.pools)
         #: As long as nothing more is reserved, by request and user (uid).
         self._matches: dict[tuple[LeaseRequest, int | None], Match | None] = {}
         self._targets: dict[tuple[LeaseRequest, int | None, int], Target | None] = {}
+        #: The domains (names) that can be promised to each user (uid), as long as no other one is promised.
+        self._contested: dict[int, set[str]] = {}
         #: The domains that could satisfy a request.
         self._domains_of: dict[LeaseRequest, set[str]] = {}
 
@@ -206,26 +205,51 @@ class _Turns:
         request = queued.request
         uid = queued.holder.user_uid
         match = None
-        if _may_use(request, self._unleased, self.reserved):
+        if self._may_use(request):
             match = self._allocator.match(request, self._candidates, self.reserved, uid)
         self._matches[request, uid] = match
         return match
 
-    def reserve(self, queued: QueuedRequest, since_s: float) -> None:
-        """Reserve what is free of the request's target, and the domains that are to serve its user next.
+    def needed(self, queued: QueuedRequest, since_s: float) -> Reservation:
+        """Return what is free of the request's target, and the domains that are to serve its user next.
 
         since_s: when the request began to reserve.
         """
         target = self._target(queued, since_s)
-        needed = target.reservation if target else no_reservation()
+        needed = no_reservation()
+        if target:
+            needed.add(target.reservation)
         uid = queued.holder.user_uid
         if uid is not None:
             domains = self._domains_to_promise(queued.request, uid, target)
             needed.users.update(dict.fromkeys(domains, (uid,)))
-        if any(needed):
-            self.reserved.add(needed)
-            self._matches.clear()
-            self._targets.clear()
+        return needed
+
+    def reserve(self, needed: Reservation) -> None:
+        """Reserve this, too."""
+        self.reserved.add(needed)
+        self._matches.clear()
+        self._targets.clear()
+        if needed.devices:
+            self._unleased = [device for device in self._unleased if device.id not in needed.devices]
+        if needed.memory_mib or needed.clients:
+            self._pools = self._pools_with_memory(self._pools)
+        if needed.users:
+            self._contested.clear()
+
+    def _pools_with_memory(self, pools: Iterable[PoolCandidate]) -> list[PoolCandidate]:
+        ledger = self._allocator.ledger
+        with_memory: list[PoolCandidate] = []
+        for candidate in pools:
+            if ledger.free_mib(candidate.pool, self.reserved.of_pool(candidate.pool)):
+                with_memory.append(candidate)
+        return with_memory
+
+    def _may_use(self, request: LeaseRequest) -> bool:
+        """Return whether the request needs anything of what is neither leased nor reserved."""
+        if request.memory_mib and self._pools:
+            return True
+        return any(request.matches(device) for device in self._unleased)
 
     def _target(self, queued: QueuedRequest, since_s: float) -> Target | None:
         uid = queued.holder.user_uid
@@ -246,48 +270,64 @@ class _Turns:
         users come after their turns, and are kept from the later requests of these users as well. One that
         cannot start a server of this user is not kept from others.
         """
-        contested = self._candidates.domains_not_of(uid, self.reserved.users)
-        contested -= self._candidates.domains_failing(uid)
-        contested -= {name for name, uids in self.reserved.users.items() if uid in uids}
+        contested = self._contested_domains(uid)
         if not contested:
             return contested
-        withheld = self._candidates.domains_withheld(uid, self.reserved.users)
-        is_withheld = target and not target.domains.isdisjoint(withheld)
-        if target and any(target.reservation) and not is_withheld:
+        if target and target.is_free_in_part:
             return contested & target.domains
         if request not in self._domains_of:
             selection = self._allocator.select(request, self._candidates)
             self._domains_of[request] = satisfying_domains(selection)
         return contested & self._domains_of[request]
 
+    def _contested_domains(self, uid: int) -> set[str]:
+        """Return the domains (names) that can be promised to this user."""
+        if uid not in self._contested:
+            contested = self._candidates.domains_not_of(uid, self.reserved.users)
+            contested -= self._candidates.domains_failing(uid)
+            contested -= {name for name, uids in self.reserved.users.items() if uid in uids}
+            self._contested[uid] = contested
+        return self._contested[uid]
+
 
 class _LaterLeases:
     """The leases of requests that began to wait after a moment, as a ledger for each moment."""
 
-    def __init__(self, leases: Iterable[Lease]) -> None:
-        self._leases = sorted(leases, key=lambda lease: lease.requested_s)
-        self._requested_s = [lease.requested_s for lease in self._leases]
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._leases: list[Lease] = []
+        self._requested_s: list[float] = []
         self._ledgers: dict[int, Ledger] = {}
 
     def after(self, time_s: float) -> Ledger:
         """Return the leases of requests that began to wait after this, in s since 1970."""
+        if not self._ledgers:  # made only if needed, because there may be thousands of leases
+            self._leases = sorted(self._ledger.leases.values(), key=lambda lease: lease.requested_s)
+            self._requested_s = [lease.requested_s for lease in self._leases]
         first = bisect_right(self._requested_s, time_s)
         if first not in self._ledgers:
             self._ledgers[first] = Ledger(self._leases[first:])
         return self._ledgers[first]
 
 
-def _fits_beside(leases: Iterable[Lease], selection: Selection) -> bool:
+class _OwnLeases:
+    """The leases of each owner but root, who takes leases for all users, as a ledger for each."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._leases: dict[Owner, list[Lease]] = {}
+        self._ledgers: dict[Owner, Ledger] = {}
+
+    def of(self, owner: Owner) -> Ledger:
+        if not self._ledgers:  # made only if needed, as in `_LaterLeases`
+            for lease in self._ledger.leases.values():
+                if lease.holder.uid != 0:
+                    self._leases.setdefault(lease.holder.owner, []).append(lease)
+        if owner not in self._ledgers:
+            self._ledgers[owner] = Ledger(self._leases.get(owner, ()))
+        return self._ledgers[owner]
+
+
+def _fits_beside(leases: Ledger, selection: Selection) -> bool:
     """Return whether the request could be granted if these were the only leases."""
-    return bool(choose_devices(match_now(selection, Ledger(leases))))
-
-
-def _may_use(request: LeaseRequest, unleased: Iterable[Device], reserved: Reservation) -> bool:
-    """Return whether a device that is neither leased nor reserved is one that the request needs.
-
-    The memory of pools is not checked.
-    """
-    if request.memory_mib:
-        return True
-    unreserved = (device for device in unleased if device.id not in reserved.devices)
-    return any(request.matches(device) for device in unreserved)
+    return bool(choose_devices(match_now(selection, leases)))

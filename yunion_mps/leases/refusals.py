@@ -31,12 +31,13 @@ _MAX_NAMED = 4
 def why_waiting(match: Match) -> NothingFreeError:
     """Return why a request gets nothing of its match, as an error."""
     selection = match.selection
-    if not selection.devices and not selection.pools:
+    if selection.is_empty:
         return _nothing_matches(selection)
     held = count_held(match)
+    number_fitting = len(selection.devices)
     parts = [_describe_left(room) for room in match.rooms]
     if held.leased:
-        parts.append(f"{held.leased} of {len(selection.devices)} leased")
+        parts.append(f"{held.leased} of {number_fitting} leased")
     for number, reason in held.pending[:_MAX_NAMED]:
         parts.append(f"{number} pending ({reason})")
     if held.reserved:
@@ -46,7 +47,7 @@ def why_waiting(match: Match) -> NothingFreeError:
         parts.append(f"{sum(numbers)} free, at most {max(numbers)} on one GPU")
     parts += _describe_unserved(held.unserved)
     message = f"{selection.request} cannot be allocated now: {'; '.join(parts)}"
-    if len(held.unserved) < len(selection.devices) + len(selection.pools):
+    if len(held.unserved) < number_fitting + len(selection.pools):
         return NothingFreeError(message, "see who holds the devices: yunion-mps who", NOTHING_FREE)
     code = _common_code({unserved.reason.code for unserved in held.unserved})
     if code == NOTHING_FREE:
@@ -122,7 +123,7 @@ def refuse_infeasible(selection: Selection) -> None:
         return
     request = selection.request
     candidates = selection.candidates
-    if_unreserved = _why_infeasible(select(request, candidates._replace(reserved={})))
+    if_unreserved = _why_infeasible(select(request, candidates._replace(reserved={}), selection.divided))
     if if_unreserved and if_unreserved.code != BUDGET_NOT_ENFORCED:
         raise if_unreserved
     if refusal.code == BUDGET_NOT_ENFORCED:  # GPUs that are not reserved could satisfy it
@@ -142,7 +143,9 @@ def _why_infeasible(selection: Selection) -> InfeasibleError | HostError | None:
     uncombinable = _why_uncombinable(selection)
     if selection.request.allow_unlimited:
         return uncombinable or _never(selection)
-    anywhere = select(selection.request._replace(allow_unlimited=True), selection.candidates)
+    anywhere = select(
+        selection.request._replace(allow_unlimited=True), selection.candidates, selection.divided
+    )
     if _is_feasible(anywhere):
         hint = "to use it anyway, set allow_unlimited"
         return HostError(_describe_unenforced(anywhere), hint, BUDGET_NOT_ENFORCED)
@@ -205,7 +208,7 @@ def _describe_places(selection: Selection) -> str:
 
     Each MIG instance counts by itself unless different GPUs are requested.
     """
-    devices = devices_of_candidates(selection.devices)
+    devices = selection.devices
     if selection.request.across:
         return count(len(of_different_gpus(devices)), "GPU")
     gpus: set[str] = set()
@@ -247,7 +250,7 @@ def _hint_for_memory(selection: Selection) -> str:
 
 
 def _describe_unenforced(selection: Selection) -> str:
-    uuids = {candidate.device.gpu_uuid for candidate in selection.devices}
+    uuids = {gpu.gpu_uuid for gpu in selection.gpus}
     for candidate in selection.candidates.usable_pools(selection.request):
         uuids.add(candidate.pool.gpu_uuid)
     by_cause: dict[str, list[str]] = {}

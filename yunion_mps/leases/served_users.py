@@ -23,16 +23,19 @@ def served_users(
 ) -> dict[str, list[ServedUser]]:
     """Return the users whom each control daemon serves, by domain name, those with leases first.
 
-    Domains that serve nobody, or all users at once, are left out. A lease whose user is not known, such as a
-    pod's, counts once its jobs have begun.
+    A user is listed with the first of their leases. Domains that serve nobody, or all users at once, are
+    left out. A lease whose user is not known, such as a pod's, counts once its jobs have begun.
 
     jobs: the users with jobs on the MPS servers of each domain.
     """
     served: dict[str, list[ServedUser]] = {}
+    with_lease: set[tuple[str, int]] = set()
     for lease in leases:
         domain = lease.devices[0].domain
-        if domain and lease.holder.user_uid is not None:
-            served.setdefault(domain, []).append(ServedUser(lease.holder.user_uid, lease.since_s, lease))
+        uid = lease.holder.user_uid
+        if domain and uid is not None and (domain, uid) not in with_lease:
+            with_lease.add((domain, uid))
+            served.setdefault(domain, []).append(ServedUser(uid, lease.since_s, lease))
     for domain, users in jobs.items():
         served.setdefault(domain, []).extend(users)
     return {name: users for name, users in served.items() if name in domains and not domains[name].multiuser}

@@ -293,16 +293,40 @@ def test_threads_are_reserved_on_the_gpu_that_lacks_the_fewest() -> None:
     assert Allocator(ledger).choose(LeaseRequest(memory_mib=100, thread_percentage=10), one, kept)
 
 
+@given(
+    requests(
+        number=st.integers(1, 3),
+        memory_mib=st.sampled_from([0, 100, 300, 500]),
+        thread_percentage=st.sampled_from([0, 25, 50]),
+        gpu=st.sampled_from(["", "GPU-0", "00:00.0"]),
+    )
+)
+def test_devices_are_selected_as_if_each_was_looked_at(request_: LeaseRequest) -> None:
+    """Though those of a GPU with equal budgets are looked at once."""
+    there: list[Candidate] = []
+    for gpu in range(2):
+        for slot, mib in enumerate((300, 600, 300)):
+            part = device(gpu, slot)._replace(memory_limit_mib=mib, thread_percentage=mib / 12)
+            there.append(Candidate(part, is_slice=gpu == 0))
+    found = Candidates(there)
+    selected = Allocator(Ledger()).select(request_._replace(across=True), found).devices
+    suitable = [candidate.device for candidate in found.suitable(request_)]
+    assert sorted(selected) == sorted(suitable)
+    if request_.number > 1:
+        of_first = [part for part in selected if part.gpu_uuid == "GPU-0"]
+        assert of_first == sorted(of_first, key=needs_mib)
+
+
 def test_what_fits_a_request_is_kept_until_a_device_changes() -> None:
     allocator = Allocator(Ledger())
     there = candidates(2)
     first = allocator.select(LeaseRequest(), there)
     served = there._replace(users={"host": [ServedUser(1001, 0.0)]})
     again = allocator.select(LeaseRequest(), served)
-    assert again.devices is first.devices
+    assert again.gpus is first.gpus
     assert again.candidates is served
     lost = allocator.select(LeaseRequest(), candidates(2, reason=LOST))
-    assert {candidate.reason for candidate in lost.devices} == {LOST}
+    assert {gpu.reason for gpu in lost.gpus} == {LOST}
 
 
 def test_what_fits_many_different_requests_is_not_all_kept() -> None:
@@ -311,7 +335,7 @@ def test_what_fits_many_different_requests_is_not_all_kept() -> None:
     first = allocator.select(LeaseRequest(), there)
     for number in range(2, 1500):
         allocator.select(LeaseRequest(number), there)
-    assert allocator.select(LeaseRequest(), there).devices is not first.devices
+    assert allocator.select(LeaseRequest(), there).gpus is not first.gpus
 
 
 GPU_NAMES = st.sampled_from(["", "GPU-0", "01:00.0"])

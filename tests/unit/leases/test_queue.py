@@ -233,12 +233,14 @@ def test_hundreds_of_different_requests_do_not_cost_a_search_each() -> None:
     assert allocator.searches == [LeaseRequest(gpu="GPU-1")]
 
 
-def test_hundreds_of_requests_for_leased_memory_cost_one_search() -> None:
-    full = pool(0)
-    allocator = Watched(lease("a", full.make(12, 0)))
+@pytest.mark.parametrize(("leased_units", "searches"), [(12, 0), (10, 1)])
+def test_hundreds_of_requests_for_leased_memory_cost_one_search(leased_units: int, searches: int) -> None:
+    """None if all is leased. What is left of it is reserved for the first, and then nothing is left."""
+    there = pool(0)
+    allocator = Watched(lease("a", there.make(leased_units, 0)))
     waiting = queue(allocator, *[LeaseRequest(memory_mib=300)] * 100)
-    assert waiting.next(Candidates((), [full])) is None
-    assert len(allocator.searches) == 1
+    assert waiting.next(Candidates((), [there])) is None
+    assert len(allocator.searches) == searches
 
 
 @given(

@@ -329,3 +329,15 @@ def test_a_server_that_ends_for_another_user_serves_nobody_new() -> None:
     assert f"now uid {ALICE} (jobs on the MPS server (PID 77)" in str(host.why_waiting(of_next))
     host.jobs = {}
     assert host.serve() == [own]
+
+
+def test_a_user_is_listed_with_the_first_of_their_leases() -> None:
+    """Thousands of leases are not looked through for each request."""
+    domains = {"host": DomainPlan("host", "/host", "/log", (), 100.0)}
+    leases = [lease(str(slot), device(0, slot)) for slot in range(3)]
+    bobs = lease("3", device(0, 3))._replace(holder=Holder("process", BOB, 1))
+    (users,) = served_users([*leases, bobs], {}, domains).values()
+    assert [user.because_of for user in users] == [
+        ServedUser(leases[0].holder.uid, leases[0].since_s, leases[0]).because_of,
+        ServedUser(BOB, bobs.since_s, bobs).because_of,
+    ]
