@@ -95,13 +95,13 @@ class _Outlook(NamedTuple):
 
     def ranks(self, gpu: GpuDevices) -> list[int]:
         """Return when each of the GPU's devices is free."""
-        now = _ids(self.match.free.get(gpu.gpu_uuid, ()))
+        free_ids = _ids(self.match.free.get(gpu.gpu_uuid, ()))
         then: set[str] = set()
         if gpu.domain not in self.later_domains:
             then = self.later.free_devices(gpu.devices)
         ranks: list[int] = []
         for device in gpu.devices:
-            if device.id in now:
+            if device.id in free_ids:
                 ranks.append(_NOW)
             else:
                 ranks.append(_THEN if device.id in then else _LATER)
