@@ -155,18 +155,15 @@ NOTHING_DONE = Results()
 
 
 class TimeLimit:
-    """How long a stop begins to restore something: at most half of it is for reading what GPUs have.
-
-    What has begun is not interrupted.
-    """
+    """How long a stop begins to restore something; what has begun is not interrupted."""
 
     def __init__(self, most_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._half_s = clock() + most_s / 2
         self._end_s = clock() + most_s
 
-    def is_half_over(self) -> bool:
-        return self._clock() >= self._half_s
+    def half_of_rest(self) -> TimeLimit:
+        """Return the limit of what may take at most half of the time that is left."""
+        return TimeLimit((self._end_s - self._clock()) / 2, self._clock)
 
     def is_over(self) -> bool:
         return self._clock() >= self._end_s
@@ -496,7 +493,7 @@ class Reconciler:
         with self.gate.lock:
             values = self.original_values(originals)
             looks = self.looks(NOTHING_DESIRED, gpus, values, sets=False, every=True)
-            observed = observe(looks, nvml, limit.is_half_over)
+            observed = observe(looks, nvml, limit.half_of_rest().is_over)
             decision = self.decide(looks, observed, blockers.with_processes(observed.processes))
             results = self._make_steps(decision, nvml, originals, gpus, limit.is_over)
         return Restoration(tuple(looks), results, decision.pending)

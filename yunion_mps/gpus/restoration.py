@@ -62,9 +62,9 @@ def restore_originals(
     keeps_requests: whether a change of the MIG mode that waits for the GPU's next reset is not cancelled
     most_s: how long steps are begun; what is not restored then stays recorded
     """
-    for kind in reconciler.kinds:
-        kind.try_again()
     with reconciler.gate.lock:
+        for kind in reconciler.kinds:
+            kind.try_again()  # only now: the step that has just ended may have hung
         limit = TimeLimit(most_s)
         result = restore_layouts(
             layouts,

@@ -418,6 +418,17 @@ def test_a_stop_keeps_the_record_of_what_it_has_no_time_to_restore(
     assert set(fans.kind.speeds.values()) == {"low"}
 
 
+def test_a_stop_restores_settings_after_layouts_that_took_most_of_its_time(fans: Fans) -> None:
+    """Reading takes half of what is left then."""
+    fans.apply(a="high", b="high")
+    driver = SlowDriver(fans.kind, 4.0)
+    fans.reconciler.gate.end()
+    limit = TimeLimit(120.0, lambda: driver.now_s)
+    driver.now_s = 90.0
+    fans.restore(limit=limit)
+    assert fans.kind.speeds == {"GPU-1": "low", "GPU-2": "low"}
+
+
 class SlowDriver:
     """Lets each call of a fan's driver take so many seconds, of which a clock tells."""
 
