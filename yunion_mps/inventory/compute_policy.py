@@ -86,7 +86,7 @@ def _run(uuid: str, *options: str) -> str:
     While it is known to hang, it is not run.
     """
     if NVIDIA_SMI.is_pausing:
-        raise _hang("nvidia-smi does not answer, so it was not run for this GPU")
+        raise _hang()
     try:
         program = find_program("nvidia-smi", "install the driver's programs (nvidia-smi)")
         status, output = outcome_of([program, "compute-policy", "-i", uuid, *options], TIMEOUT_S)
@@ -95,7 +95,7 @@ def _run(uuid: str, *options: str) -> str:
     text = output.decode(errors="replace")
     if status is None:
         NVIDIA_SMI.note_hang()
-        raise _hang(f"nvidia-smi did not answer within {TIMEOUT_S:g} s")
+        raise _hang()
     NVIDIA_SMI.note_answer()
     if status:
         message = f"nvidia-smi: {_first_error(text) or f'exit status {status}'}"
@@ -119,5 +119,7 @@ def _error(message: str) -> DriverError:
     return DriverError(message, _HINT, TIME_SLICE_REFUSED)
 
 
-def _hang(message: str) -> DriverError:
+def _hang() -> DriverError:
+    """Return the same error while it is not run: another one would be told each time that it is run again."""
+    message = f"nvidia-smi did not answer within {TIMEOUT_S:g} s"
     return DriverError(message, hint_of(DRIVER_HUNG), DRIVER_HUNG)

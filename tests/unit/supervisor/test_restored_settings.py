@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from yunion_mps.core.reasons import TIME_SLICE_REFUSED
 from yunion_mps.inventory import compute_policy
 from yunion_mps.inventory.compute_policy import NVIDIA_SMI
 from yunion_mps.inventory.gpu_events import EventWatch
@@ -170,6 +171,24 @@ def test_nvidia_smi_that_hangs_is_run_once_for_all_gpus_and_polls(
     made.stop()
     assert [gpu.time_slice for gpu in host.gpus] == ["default"] * 3, "a stop tries it again"
     assert not NVIDIA_SMI.is_pausing
+
+
+def test_nvidia_smi_that_hangs_again_and_again_is_one_event_for_each_gpu(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, made = begin(TWO, SHARED, SHARED)
+    monkeypatch.setattr(compute_policy, "TIMEOUT_S", 0.5)
+    hang_nvidia_smi(monkeypatch, tmp_path)
+    host.divide(*[f"{SHARED}; time_slice: long"] * 2)
+    made.reload()
+    for _ in range(2):
+        made.poll_later()  # nvidia-smi is not run
+        NVIDIA_SMI.try_again()
+        made.poll_later()
+    NVIDIA_SMI.note_answer()
+    events = [event.subject for event in made.events if event.code == TIME_SLICE_REFUSED]
+    assert events == ["00:06.0", "00:07.0"]
+    assert caplog.text.count("time slice cannot be set: nvidia-smi did not answer within 0.5 s") == 2
 
 
 def hang_nvidia_smi(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
