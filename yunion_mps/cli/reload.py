@@ -26,6 +26,7 @@ from yunion_mps.core.reasons import (
     NOT_CONFIRMED,
     SETTING_IN_USE,
     SETTING_PENDING,
+    SETTING_REFUSED,
     SETTLING,
     hint_of,
 )
@@ -84,7 +85,7 @@ _RELOADED = "the configuration was reloaded, and the jobs that were listed befor
 _MAX_LISTINGS = 5
 #: What ends by itself, as leases and jobs do, is awaited, unlike what lasts until the operator acts.
 _AWAITED = {LIMITS_PENDING, LEASES_PENDING, SETTING_PENDING, *LAYOUT_WAITS}
-_NEEDS = {*LAYOUT_NEEDS, DRIVER_HUNG}
+_NEEDS = {*LAYOUT_NEEDS, *SETTING_REFUSED, DRIVER_HUNG}
 _REST = "everything else is in effect"
 #: States in which a domain does not serve for a reason.
 _NOT_SERVING = ("degraded", "failed", "backoff", "wedged")
@@ -175,7 +176,8 @@ def reload(drain: bool, now: bool, timeout: int | None, yes: bool, output: str) 
     reload waits for its jobs. With --now, its jobs are ended as by yunion-mps terminate, and then the server.
     With either, reload also waits for the leases that delay a change; jobs without MPS are not ended. A
     compute mode or time slice that waits only for processes without lease and MPS is shown as pending, and
-    not waited for. The changes are printed at the end.
+    not waited for. If the driver refuses a setting, reload says so and, with either option, exits with 1. The
+    changes are printed at the end.
 
     A new MIG layout waits until no lease and no process uses what it removes. With --drain, reload waits for
     that. With --now, the layout does not wait for leases, and it replaces unused instances of other programs;
@@ -373,7 +375,7 @@ def _texts(problems: Iterable[StatusProblemJson]) -> str:
 
 
 def _refuse_if_still_pending(status: StatusJson) -> None:
-    """Raise YunionError if the operator has to act before all is in effect."""
+    """Raise YunionError if the operator may have to act before all is in effect."""
     lasting = _pending(status, _NEEDS)
     if lasting:
         message = f"still pending: {_texts(lasting)}; {_REST}"

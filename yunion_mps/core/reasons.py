@@ -204,6 +204,8 @@ SETTING_NOT_RESTORED = _code("setting_not_restored",
     "The driver refuses to restore what a setting of a GPU, such as its compute mode, was before the "
     "daemon's first change.",
     "if it lasts, restore it with nvidia-smi, which the daemon notices")
+#: Codes of settings that the driver refuses, so that the daemon tries them again.
+SETTING_REFUSED = frozenset({TIME_SLICE_REFUSED, COMPUTE_MODE_REFUSED, SETTING_NOT_RESTORED})
 COMPUTE_MODE_UNSUPPORTED = _code("compute_mode_unsupported",
     "The driver does not support changing the GPU's compute mode, as on a vGPU; the GPU serves in the mode "
     "that it has.",

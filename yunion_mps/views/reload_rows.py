@@ -15,7 +15,7 @@ from yunion_mps.core.enums import (
     STARTING,
 )
 from yunion_mps.core.models import Plan, Snapshot
-from yunion_mps.core.reasons import GPU_NEEDS, MODE_NEEDS, SETTING_NOT_RESTORED
+from yunion_mps.core.reasons import GPU_NEEDS, MODE_NEEDS, SETTING_REFUSED
 from yunion_mps.core.waits import LeaseWait
 from yunion_mps.supervisor.host_conditions import conditions_of_entries, conditions_of_gpus
 from yunion_mps.supervisor.serving import domain_names
@@ -88,12 +88,12 @@ def _divisions_by_gpu(snapshot: Snapshot, lease_waits: Mapping[str, LeaseWait]) 
 
 
 def _settings(snapshot: Snapshot, lease_waits: Mapping[str, LeaseWait]) -> Iterator[answers.PendingJson]:
-    """Yield the settings of GPUs that wait, if no other row names their wait, or cannot be restored."""
+    """Yield the settings of GPUs that wait, if no other row names their wait, or are refused."""
     divisions = _divisions_by_gpu(snapshot, lease_waits).values()
     for condition in snapshot.conditions:
         if is_pending_setting(condition) and not unless_awaited(condition, divisions).follows_from:
             yield _row(condition.text)
-        elif condition.reason.code == SETTING_NOT_RESTORED:
+        elif condition.reason.code in SETTING_REFUSED and not condition.follows_from:
             yield _row(f"{condition.text}; {condition.hint}")
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from yunion_mps import __version__
-from yunion_mps.core.enums import ABOUT_TIME_SLICE
+from yunion_mps.core.conditions import Condition
+from yunion_mps.core.enums import ABOUT_TIME_SLICE, REFUSED
 from yunion_mps.core.errors import ConfigError, Problem
 from yunion_mps.core.models import Event, Snapshot
 from yunion_mps.core.reasons import (
@@ -24,6 +25,7 @@ from yunion_mps.core.reasons import (
     MIG_IN_USE,
     SETTING_IN_USE,
     SETTING_PENDING,
+    SETTING_REFUSED,
     Reason,
 )
 from yunion_mps.core.waits import Users, wait_reason
@@ -382,6 +384,18 @@ def test_a_reload_does_not_wait_for_what_needs_the_operator(own_cli: Cli, code: 
     why = "GPU 81:00.0: it needs a reset"
     assert done.code == 1
     assert done.err.startswith(f"yunion-mps: still pending: {why}; {REST} [{code}]\n")
+
+
+@pytest.mark.parametrize("options", [["--drain"], ["--now", "--yes"]])
+@pytest.mark.parametrize("code", sorted(SETTING_REFUSED))
+def test_a_reload_that_waits_fails_if_the_driver_refuses_a_setting(
+    own_cli: Cli, options: list[str], code: str
+) -> None:
+    why = Reason("the driver refuses its time slice", code)
+    refused = Condition(ABOUT_TIME_SLICE, "00:06.0", REFUSED, why, advice="see why", name="GPU 00:06.0")
+    own_cli.host.snapshot = snapshots.with_conditions(snapshots.reference(), reported=[refused])
+    told = f"yunion-mps: still pending: {refused.text}; {REST} [{code}]\nyunion-mps: see why\n"
+    assert own_cli("reload", *options) == (1, SAME, told)
 
 
 LOOK = "see: journalctl -u yunion-mps-daemon"
