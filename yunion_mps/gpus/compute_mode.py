@@ -68,6 +68,9 @@ class ComputeMode(Kind):
     def command(self, uuid: str, value: str) -> str:
         return f"nvidia-smi -i {uuid} -c {value.upper()}"
 
+    def hint_if_not_restored(self, uuid: str) -> str:
+        return f"see why: nvidia-smi -i {uuid} -q; then run: yunion-mps-daemon --restore"
+
     def event(self, outcome: StepOutcome) -> Event | None:
         """Return the event of a mode that was set; a refusal is a condition."""
         gpu, target = outcome.gpu, outcome.step.target

@@ -9,7 +9,14 @@ from typing import NamedTuple
 from yunion_mps.core.conditions import Condition
 from yunion_mps.core.enums import REFUSED
 from yunion_mps.core.models import Event, Gpu, Plan
-from yunion_mps.core.reasons import SETTING_IN_USE, SETTING_PENDING, Reason, hint_of
+from yunion_mps.core.reasons import (
+    GPU_ABSENT,
+    SETTING_IN_USE,
+    SETTING_NOT_RESTORED,
+    SETTING_PENDING,
+    Reason,
+    hint_of,
+)
 from yunion_mps.core.waits import AT_ONCE, Users, wait_reason
 from yunion_mps.gpus.absent import gpu_label, report_absent
 from yunion_mps.gpus.blockers import KeptBy, gpus_of
@@ -255,7 +262,7 @@ class GpuSettings:
         return changes
 
     def note_restored(self, restoration: Restoration, now_s: float) -> None:
-        """Record the original values that a stop has restored, and log which it has not."""
+        """Record the original values that a stop has restored, and those that it has not."""
         gpus = self._gpus.inventory.gpus
         for look, kept_by in restoration.pending.items():
             if not kept_by.left:
@@ -265,6 +272,18 @@ class GpuSettings:
         report_absent(restoration.results.not_restored(), gpus)
         cause = "the original value was restored"
         self._note(restoration.looks, restoration.pending.keys(), restoration.results, now_s, cause)
+        addresses = {gpu.uuid: gpu.address for gpu in gpus}
+        for look, error in restoration.results.errors.items():
+            if error.code not in GPU_ABSENT:  # which another event says
+                event = Event(
+                    severity="warning",
+                    kind="compute_mode" if look.kind is COMPUTE_MODE else "gpu",
+                    subject=addresses.get(look.uuid, look.uuid),
+                    what=f"the original {look.kind.label} {look.target} was not restored",
+                    cause=error.message,
+                    code=SETTING_NOT_RESTORED,
+                )
+                self._emit(event)
 
     def _note(
         self,

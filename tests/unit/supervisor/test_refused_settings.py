@@ -18,7 +18,7 @@ from yunion_mps.core.enums import (
     WARNING,
 )
 from yunion_mps.core.models import Holder, Lease
-from yunion_mps.core.reasons import COMPUTE_MODE_REFUSED, SETTING_NOT_RESTORED
+from yunion_mps.core.reasons import COMPUTE_MODE_REFUSED, SETTING_NOT_RESTORED, TIME_SLICE_REFUSED
 from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.views.reload_rows import pending_rows
 
@@ -140,6 +140,34 @@ def test_a_time_slice_that_could_not_be_set_once_is_set_soon(
     assert told(made, "00:06.0")[-1].startswith("no longer: the time slice long cannot be set")
 
 
+def test_a_reload_names_a_mode_that_the_driver_refuses(begin: Begin) -> None:
+    host, made = begin(TWO, 4)
+    host.fail(SET, "unknown", gpu=1)
+    host.divide(4, 4)
+    made.reload()
+    check_that_it_is_pending(made, COMPUTE_MODE_REFUSED)
+    host.clear()
+
+
+def test_a_reload_names_a_time_slice_that_the_driver_refuses(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, made = begin([{"kind": "v100"}], SHARED)
+    host.divide(LONG)
+    with monkeypatch.context() as without_program:
+        without_program.setenv("PATH", "/nowhere")
+        made.reload()
+    check_that_it_is_pending(made, TIME_SLICE_REFUSED)
+
+
+def check_that_it_is_pending(made: Supervised, code: str) -> None:
+    """The answer to a reload has one row of what is pending, about the only condition."""
+    (refused,) = [condition for condition in made.snapshot.conditions if not condition.follows_from]
+    assert refused.reason.code == code
+    (row,) = pending_rows(made.snapshot, made.supervisor.desired.plan, {}, (), lambda _: [])
+    assert row["pending"] == f"{refused.text}; {refused.hint}"
+
+
 # -- original values
 
 
@@ -165,6 +193,22 @@ def test_a_mode_that_cannot_be_restored_is_a_condition_until_it_is(begin: Begin)
     made.poll_later()
     assert (modes(host), made.snapshot.conditions) == (["exclusive_process", "default"], ())
     assert told(made, "00:07.0")[-1] == f"no longer: {refused.reason}"
+
+
+def test_a_stop_records_which_mode_it_cannot_restore_and_says_what_to_run(
+    begin: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, made = begin(TWO, 4, 4)
+    host.fail(SET, "unknown", gpu=1)
+    made.stop()
+    problem = "GPU 00:07.0: compute mode Default cannot be restored: NVML error: Unknown Error"
+    hint = f"see why: nvidia-smi -i {host.gpus[1].uuid} -q; then run: yunion-mps-daemon --restore"
+    assert f"{problem}; {hint}" in caplog.text
+    event = made.events[-1]
+    assert (event.severity, event.kind, event.subject) == ("warning", "compute_mode", "00:07.0")
+    assert event.what == "the original compute mode Default was not restored"
+    assert (event.cause, event.code) == ("NVML error: Unknown Error", SETTING_NOT_RESTORED)
+    host.clear()
 
 
 def test_a_mode_that_is_restored_by_hand_ends_its_refusal(begin: Begin) -> None:
