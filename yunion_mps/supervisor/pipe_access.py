@@ -13,7 +13,7 @@ from yunion_mps.supervisor.fleet import Fleet
 
 
 class PipeAccess:
-    """Checks the pipe directories of the running domains, at the start and at each poll of the GPUs."""
+    """Checks the pipe directories of domains that have served, at the start and at each poll of the GPUs."""
 
     def __init__(self, fleet: Fleet, root: str, changed: Callable[[], None]) -> None:
         """`root` is that of the host; `changed` is called when the conditions change."""
@@ -34,8 +34,8 @@ class PipeAccess:
         by_reason: dict[Reason, Condition] = {}
         for domain in self._fleet.domains:
             plan = domain.in_effect
-            if domain.control.pid is None:
-                continue  # before it starts, its directory may not exist
+            if domain.control.pid is None or not domain.control.has_served:
+                continue  # its directory may not exist yet, nor its socket be open to other users
             with contextlib.suppress(OSError):  # the directory is gone, which the domain itself notices
                 for problem, hint in find_access_problems(self._root, plan.pipe_directory, plan.pipe_group):
                     reason = Reason(problem, PIPE_DIRECTORY)

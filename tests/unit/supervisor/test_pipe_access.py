@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
+from yunion_mps.core.enums import READY
 from yunion_mps.core.models import Event
 from yunion_mps.doctor.checks import Host
 from yunion_mps.service.queries import Queries
@@ -59,3 +61,20 @@ def test_status_and_doctor_say_the_same_of_a_closed_directory(made: Supervised) 
         (finding.what, finding.hint) for finding in check_findings(Host(made.paths, 30), "pipe directory")
     }
     assert findings == {(problem["text"], problem["hint"])}
+
+
+def test_no_directory_is_checked_before_its_control_daemon_serves(
+    make_host: MakeHost, supervise: Supervise
+) -> None:
+    """NVIDIA's program creates its socket before it opens it to other users."""
+    made = supervise(make_host([{"kind": "v100"}]))
+    made.supervisor.start(time.monotonic())
+    (domain,) = made.supervisor.domains
+    assert domain.control.pid
+    Path(made.paths.under("/tmp/nvidia-mps")).chmod(0o700)
+    access = made.supervisor.pipe_access
+    access.check()
+    assert [condition.subject for condition in access.conditions] == []
+    made.until(lambda: domain.state == READY)
+    access.check()
+    assert [condition.subject for condition in access.conditions] == [domain.in_effect.name]
