@@ -149,6 +149,9 @@ class Monitor:
 
     async def _make_steps(self) -> None:
         """Begin what is due, unless earlier steps are still at work, and wait for it for a moment."""
+        if self._steps and self._steps.done():  # since the last poll, which did not wait any longer
+            ended, self._steps = self._steps, None
+            ended.result()
         steps = self._steps or asyncio.ensure_future(self._bring_about())
         self._steps = steps
         await asyncio.wait({steps}, timeout=STEPS_WITHIN_S)

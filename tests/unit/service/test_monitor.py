@@ -202,6 +202,32 @@ def test_a_gpu_that_is_lost_is_noticed_while_a_step_is_at_work(
     asyncio.run(follow())
 
 
+def test_a_poll_begins_steps_once_the_slow_ones_before_have_ended(
+    slow: SlowSetting, make_host: MakeHost, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "STEPS_WITHIN_S", 0.01)
+    host = make_host(TWO)
+    host.divide(4, 4)
+    made = supervise(host).start()
+    slow.may_end.clear()
+    made.supervisor.settings.reconciler.check_again()
+
+    async def follow() -> None:
+        polled = asyncio.Event()
+        made_monitor = monitor_of(made, asyncio.Event(), polled)
+        await made_monitor.poll()
+        polled.clear()
+        slow.may_end.set()
+        await asyncio.wait_for(polled.wait(), PATIENCE_S)  # the steps request a tick at their end
+        await asyncio.sleep(0)
+        monkeypatch.setattr(monitor, "STEPS_WITHIN_S", PATIENCE_S)
+        host.gpus[0].compute_mode = "default"
+        await made_monitor.poll()
+
+    asyncio.run(follow())
+    assert host.gpus[0].compute_mode == "exclusive_process"
+
+
 def test_the_load_is_known_at_the_start_and_0_for_idle_processes(
     make_host: MakeHost, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
