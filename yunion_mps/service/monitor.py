@@ -209,7 +209,12 @@ class Monitor:
             supervisor.jobs.update(polled.processes, began_s)
             supervisor.settings.note_processes(polled.processes)
             during_steps = supervisor.reconciliation.has_run_since(ended_runs)
-            supervisor.update_gpus(polled.inventory, loop.time(), during_steps=during_steps)
+            supervisor.update_gpus(
+                polled.inventory,
+                loop.time(),
+                during_steps=during_steps,
+                changing_mig=supervisor.reconciliation.gpus_changing_mig_since(ended_runs),
+            )
             self._usage.record(polled.processes, polled.load, began_s)
             self._instances.note(polled.processes)
             self._renew_events(polled.inventory)

@@ -343,14 +343,23 @@ class Supervisor:
 
     # -- GPUs
 
-    def update_gpus(self, inventory: Inventory, now_s: float, *, during_steps: bool = False) -> None:
+    def update_gpus(
+        self,
+        inventory: Inventory,
+        now_s: float,
+        *,
+        during_steps: bool = False,
+        changing_mig: Collection[str] = (),
+    ) -> None:
         """Apply the result of a poll; a GPU that has become usable gets its place in the plan.
 
         during_steps: whether steps changed settings of GPUs while these were read, so that only which GPUs
             answer is used
+        changing_mig: the GPUs (UUIDs) whose MIG mode or instances these steps changed; of them, nothing that
+            was read is used
         """
         if during_steps:
-            inventory = self._gpus.with_known_settings(inventory)
+            inventory = self._gpus.with_known_settings(inventory, changing_mig)
         self.keep_record()
         self._check_damaged()
         if self.desired.plan.pending:

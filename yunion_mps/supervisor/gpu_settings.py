@@ -247,6 +247,11 @@ class GpuSettings:
         """Whether a value is set or restored."""
         return bool(steps.steps)
 
+    def gpus_changing_mig(self, steps: Decision) -> tuple[str, ...]:
+        """Return nothing: no setting changes the MIG mode or instances of a GPU."""
+        del steps
+        return ()
+
     def carry_out(self, steps: Decision, nvml: Nvml | None) -> Results:
         """Make the steps, unless a stop has begun; run it on a thread. Raises HostError."""
         if steps.is_empty:

@@ -102,15 +102,22 @@ class Gpus:
                 events.append(_arrival(gpu))
         return events
 
-    def with_known_settings(self, inventory: Inventory) -> Inventory:
+    def with_known_settings(self, inventory: Inventory, changing_mig: Collection[str] = ()) -> Inventory:
         """Return what a poll has found while steps change GPUs: only which GPUs answer is used.
 
         Working GPUs keep the compute mode, MIG mode and instances that are known.
+
+        changing_mig: the GPUs (UUIDs) that keep all that is known of them and of their instances, because
+            their instances come and go while they are read. One that is lost is noticed by the scan that
+            follows the steps.
         """
         before = {gpu.pci_address: gpu for gpu in self.inventory.gpus}
-        gpus = []
+        known_gpus = [gpu for gpu in self.inventory.gpus if {gpu.uuid, gpu.parent} & {*changing_mig}]
+        kept_addresses = {gpu.physical_address for gpu in known_gpus}
+        scanned = [gpu for gpu in inventory.gpus if gpu.physical_address not in kept_addresses]
+        gpus = [*known_gpus]
         working: set[str] = set()
-        for gpu in inventory.gpus:
+        for gpu in scanned:
             known = before.get(gpu.pci_address)
             if gpu.is_instance or gpu.reason or known is None or known.uuid != gpu.uuid:
                 continue
@@ -125,7 +132,7 @@ class Gpus:
                     mig_instances=known.mig_instances,
                 )
             )
-        gpus += [gpu for gpu in inventory.gpus if not {gpu.uuid, gpu.parent} & working]
+        gpus += [gpu for gpu in scanned if not {gpu.uuid, gpu.parent} & working]
         gpus += [gpu for gpu in self.inventory.gpus if gpu.parent in working]
         return inventory._replace(gpus=in_order(gpus))
 

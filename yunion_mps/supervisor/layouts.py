@@ -222,7 +222,11 @@ class MigLayouts:
 
     def changes_gpus(self, steps: LayoutSteps) -> bool:
         """Whether MIG modes or instances change, so that compute modes and domains may have to follow."""
-        return any(step.changes_layout or step.complete for step in steps.steps)
+        return bool(self.gpus_changing_mig(steps))
+
+    def gpus_changing_mig(self, steps: LayoutSteps) -> set[str]:
+        """Return the GPUs (UUIDs) whose MIG mode or instances the steps change."""
+        return {step.look.uuid for step in steps.steps if step.changes_layout or step.complete}
 
     def carry_out(self, steps: LayoutSteps, nvml: Nvml | None) -> LayoutResult:
         """Make the steps until a stop begins, and scan the GPUs; run it on a thread. Raises HostError."""

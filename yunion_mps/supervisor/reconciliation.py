@@ -70,6 +70,10 @@ class Stage(Protocol[DueT, ObservedT, StepsT, ResultsT]):
         """Whether the steps change anything on a GPU."""
         ...
 
+    def gpus_changing_mig(self, steps: StepsT) -> Collection[str]:
+        """Return the GPUs (UUIDs) whose MIG mode or instances the steps change."""
+        ...
+
     def carry_out(self, steps: StepsT, nvml: Nvml | None) -> ResultsT:
         """Make the steps, on a thread; raises HostError if they cannot be recorded."""
         ...
@@ -117,6 +121,8 @@ class Reconciliation:
         #: How many runs of a stage have begun, and how many have ended.
         self._begun = 0
         self.ended_runs = 0
+        #: The number of the last run that changed the MIG mode or instances of a GPU (UUID).
+        self._mig_runs: dict[str, int] = {}
 
     def has_run_since(self, ended_runs: int) -> bool:
         """Whether a stage has been at work since so many runs had ended.
@@ -124,6 +130,13 @@ class Reconciliation:
         Settings that were read meanwhile may be those of a step half-way, or older than its result.
         """
         return self._begun > ended_runs
+
+    def gpus_changing_mig_since(self, ended_runs: int) -> set[str]:
+        """Return the GPUs (UUIDs) with a MIG step at work since so many runs had ended.
+
+        A call for such a GPU may have failed because an instance came or went between two calls.
+        """
+        return {uuid for uuid, run in self._mig_runs.items() if run > ended_runs}
 
     # -- what is due
 
@@ -249,6 +262,7 @@ class Reconciliation:
             observed = await on_thread(functools.partial(stage.observe, due, nvml))
             steps = stage.decide(due, observed)
             tried = stage.changes_gpus(steps)
+            self._mig_runs.update(dict.fromkeys(stage.gpus_changing_mig(steps), self._begun))
             results = await on_thread(functools.partial(stage.carry_out, steps, nvml))
             return _StageRun(tried, stage.note(due, steps, results, self._clock()))
         except YunionError as error:

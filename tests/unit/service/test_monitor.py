@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 
 import pytest
@@ -29,6 +29,7 @@ from yunion_mps.service.monitor import Monitor
 from yunion_mps.service.publisher import CdiPublisher
 from yunion_mps.service.reload import LoopControl
 from yunion_mps.service.services import Services
+from yunion_mps.supervisor.preflight import run_preflight
 
 from unit.supervised import MakeHost, Supervise, Supervised
 
@@ -226,6 +227,54 @@ def test_a_poll_begins_steps_once_the_slow_ones_before_have_ended(
 
     asyncio.run(follow())
     assert host.gpus[0].compute_mode == "exclusive_process"
+
+
+def test_polls_beside_a_mig_step_tell_nothing_of_its_gpu(
+    make_host: MakeHost, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "POLL_S", 0.01)
+    monkeypatch.setattr(monitor, "FAST_POLL_S", 0.01)
+    monkeypatch.setattr(monitor, "STEPS_WITHIN_S", 0.01)
+    host = make_host([{"kind": "h100"}, {"kind": "v100"}])
+    host.divide("type: NVIDIA_GPU_SHARE; mig: [3g.40gb, 3g.40gb]", 4)
+    made = supervise(host).start()
+    made.bring_about()
+    before = made.snapshot.inventory.gpus
+    assert len(before) == 4
+    host.divide("type: NVIDIA_GPU_SHARE; mig: [3g.40gb, 2g.20gb]", 4)
+    made.supervisor.accept(run_preflight(made.paths, made.supervisor.nvml))
+    host.fail("nvmlGpuInstanceDestroy", "success", delay_ms=3_600_000)
+
+    async def follow() -> None:
+        polled = asyncio.Event()
+
+        async def until(is_so: Callable[[], bool]) -> None:
+            end_s = time.monotonic() + PATIENCE_S
+            while not is_so():
+                assert time.monotonic() < end_s, made.snapshot.inventory
+                await asyncio.wait_for(polled.wait(), PATIENCE_S)
+                polled.clear()
+
+        async def poll_again() -> None:
+            for _ in range(3):  # the first may have begun before
+                polled.clear()
+                await asyncio.wait_for(polled.wait(), PATIENCE_S)
+
+        task = asyncio.create_task(monitor_of(made, asyncio.Event(), polled).run())
+        await until(lambda: len(host.gpus[0].mig_devices()) == 1)
+        host.fail("nvmlDeviceGetGpuInstances", "invalid_argument")
+        await poll_again()
+        assert made.snapshot.inventory.gpus == before
+        host.gpus[0].lose(xid=None)
+        host.gpus[1].lose(xid=None)
+        await until(lambda: made.snapshot.inventory.gpus[3].reason.code == GPU_LOST)
+        await poll_again()
+        assert made.snapshot.inventory.gpus[:3] == before[:3]
+        host.clear()
+        await until(lambda: made.snapshot.inventory.gpus[0].reason.code == GPU_LOST)
+        await cancel([task])
+
+    asyncio.run(follow())
 
 
 def test_the_load_is_known_at_the_start_and_0_for_idle_processes(
