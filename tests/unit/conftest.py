@@ -10,9 +10,9 @@ from hypothesis import settings
 from yunion_mps.core.paths import Paths
 
 from unit.mig_host import mig_host
-from unit.supervised import begin, make_host, put_to_work, stand_ins, supervise
+from unit.supervised import make_host, stand_ins, start_supervised, start_with_job, supervise
 
-__all__ = ["begin", "make_host", "mig_host", "put_to_work", "stand_ins", "supervise"]
+__all__ = ["make_host", "mig_host", "stand_ins", "start_supervised", "start_with_job", "supervise"]
 
 # The same examples in every run, so that a change is blamed for what it broke; `search` looks for new ones.
 settings.register_profile("unit", derandomize=True, database=None, deadline=None, max_examples=50)

@@ -190,7 +190,7 @@ def supervise() -> Iterator[Supervise]:
 
 
 @pytest.fixture
-def begin(make_host: MakeHost, supervise: Supervise) -> Begin:
+def start_supervised(make_host: MakeHost, supervise: Supervise) -> StartSupervised:
     """Start a supervisor on a host with these GPUs and keys, the first divided into so many devices each."""
 
     def make(description: Description, *numbers: int, **keys: str) -> tuple[SimHost, Supervised]:
@@ -230,7 +230,7 @@ class AtWork(NamedTuple):
 
 
 @pytest.fixture
-def put_to_work(make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns) -> PutToWork:
+def start_with_job(make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns) -> StartWithJob:
     """Make a host with a job, its first GPUs divided into so many devices each, or all of them by four.
 
     What is asked for last ends first: the job, or the stop of the supervisor would wait for it.
@@ -269,7 +269,7 @@ def modes(host: SimHost) -> list[str]:
     return [gpu.compute_mode for gpu in host.gpus]
 
 
-Begin = Callable[..., tuple[SimHost, Supervised]]
+StartSupervised = Callable[..., tuple[SimHost, Supervised]]
 Supervise = Callable[[SimHost], Supervised]
 MakeStandIns = Callable[[SimHost], StandIns]
-PutToWork = Callable[..., AtWork]
+StartWithJob = Callable[..., AtWork]

@@ -8,7 +8,7 @@ from yunion_mps.core.reasons import DRIVER_HUNG, DRIVER_NOT_LOADED
 from yunion_mps.service import offline
 from yunion_mps.supervisor.preflight import run_preflight
 
-from unit.supervised import Begin, MakeHost, Supervise, configure
+from unit.supervised import MakeHost, StartSupervised, Supervise, configure
 
 pytestmark = pytest.mark.processes  # the control daemon is real
 
@@ -33,8 +33,10 @@ def test_a_missing_driver_is_no_reason_not_to_start_unless_it_is_required(
         offline.check(made.paths)
 
 
-def test_what_a_reexec_may_do_without_is_a_driver_that_this_program_lacks(begin: Begin) -> None:
-    host, made = begin(TWO)
+def test_what_a_reexec_may_do_without_is_a_driver_that_this_program_lacks(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = start_supervised(TWO)
     supervisor = made.supervisor
     assert not supervisor.lacks_driver
     supervisor.driver_failed(DriverError("it does not answer", code=DRIVER_HUNG), 0.0)

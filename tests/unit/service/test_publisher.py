@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from yunion_mps.host import threads
 from yunion_mps.service.publisher import DEVICES_FILE, CdiPublisher, SpecDirectory, lease_file
 
-from unit.supervised import Begin
+from unit.supervised import StartSupervised
 
 SPECS = st.dictionaries(st.text(max_size=10), st.text(max_size=200), max_size=20)
 
@@ -102,8 +102,10 @@ def test_only_our_files_are_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_shortage_of_threads_is_reported_in_words(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, made = begin([{"kind": "v100"}], 4)
+def test_a_shortage_of_threads_is_reported_in_words(
+    start_supervised: StartSupervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, made = start_supervised([{"kind": "v100"}], 4)
 
     def told() -> list[str]:
         return [condition.text for condition in made.snapshot.conditions]

@@ -25,7 +25,7 @@ from integration.daemon_host import is_running
 from simhost.host import SHARED
 from simhost.mps import CONTROL
 from unit.mps.other_processes import no_descriptor_left
-from unit.supervised import Begin, PutToWork, Supervised, attach
+from unit.supervised import StartSupervised, StartWithJob, Supervised, attach
 
 pytestmark = pytest.mark.processes  # the control daemon is real
 
@@ -71,8 +71,8 @@ def answer_of_reload(made: Supervised, *, now: bool = False) -> ChangeListJson:
     return asyncio.run(answer())
 
 
-def test_a_compute_mode_that_the_driver_refused_is_no_change(begin: Begin) -> None:
-    host, made = begin(TWO, 4)
+def test_a_compute_mode_that_the_driver_refused_is_no_change(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 4)
     host.fail("nvmlDeviceSetComputeMode", "not_supported")
     host.divide(4, 4)
     assert reload(made) == [("budget", "00:07.0"), ("control daemon", "host"), ("control daemon", "host")]
@@ -80,8 +80,8 @@ def test_a_compute_mode_that_the_driver_refused_is_no_change(begin: Begin) -> No
     assert "compute mode 00:07.0" not in {event.subject for event in made.events}
 
 
-def test_a_gpu_that_cannot_be_used_in_its_mode_changes_nothing(begin: Begin) -> None:
-    host, made = begin(TWO, 4)
+def test_a_gpu_that_cannot_be_used_in_its_mode_changes_nothing(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 4)
     host.fail("nvmlDeviceSetComputeMode", "not_supported")
     host.gpus[1].compute_mode = "prohibited"
     made.rescan()
@@ -92,8 +92,8 @@ def test_a_gpu_that_cannot_be_used_in_its_mode_changes_nothing(begin: Begin) -> 
     assert reason.code == COMPUTE_MODE_FIXED
 
 
-def test_devices_have_the_reason_of_their_gpu_before_the_next_poll(begin: Begin) -> None:
-    host, made = begin(TWO, 4, 4)
+def test_devices_have_the_reason_of_their_gpu_before_the_next_poll(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 4, 4)
     host.fail("nvmlDeviceSetComputeMode", "not_supported")
     host.gpus[1].compute_mode = "prohibited"
     made.rescan()
@@ -102,14 +102,16 @@ def test_devices_have_the_reason_of_their_gpu_before_the_next_poll(begin: Begin)
     assert {one["reason_code"] for one in devices} == {COMPUTE_MODE_FIXED}
 
 
-def test_a_time_slice_that_was_refused_is_no_change(begin: Begin) -> None:
-    host, made = begin([{"kind": "tesla-m60"}, {"kind": "v100"}], f"{SHARED[:-1]}2", 4)
+def test_a_time_slice_that_was_refused_is_no_change(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised([{"kind": "tesla-m60"}, {"kind": "v100"}], f"{SHARED[:-1]}2", 4)
     host.divide(f"{SHARED[:-1]}2; time_slice: long", 4)
     assert reload(made) == []
 
 
-def test_nothing_of_a_gpu_that_is_not_there_changes_but_its_removal(begin: Begin) -> None:
-    host, made = begin(TWO, 4, 4)
+def test_nothing_of_a_gpu_that_is_not_there_changes_but_its_removal(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = start_supervised(TWO, 4, 4)
     host.gpus[0].bind("vfio-pci")
     made.rescan()
     host.divide(f"{SHARED[:-1]}2; time_slice: long", 4)
@@ -130,9 +132,11 @@ def once_applied(made: Supervised, act: Callable[[], object]) -> None:
     made.supervisor.event_log.listen(act_at_new_limits)
 
 
-def test_now_ends_no_server_if_a_job_began_after_the_reload_was_accepted(put_to_work: PutToWork) -> None:
+def test_now_ends_no_server_if_a_job_began_after_the_reload_was_accepted(
+    start_with_job: StartWithJob,
+) -> None:
     """All else is in effect; the operator is told, and can list the jobs again."""
-    host, jobs, made, job = put_to_work(V100, 4)
+    host, jobs, made, job = start_with_job(V100, 4)
     later = []
     once_applied(made, lambda: later.append(attach(jobs, host)))
     host.divide(2)
@@ -149,9 +153,9 @@ def test_now_ends_no_server_if_a_job_began_after_the_reload_was_accepted(put_to_
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
-def test_now_forces_no_server_whose_clients_have_ended(put_to_work: PutToWork, has_ended: bool) -> None:
+def test_now_forces_no_server_whose_clients_have_ended(start_with_job: StartWithJob, has_ended: bool) -> None:
     """A job that attaches just then continues."""
-    host, _, made, job = put_to_work(V100, 4)
+    host, _, made, job = start_with_job(V100, 4)
     end_servers = made.supervisor.fleet.end_servers
     orders = []
 
@@ -169,9 +173,9 @@ def test_now_forces_no_server_whose_clients_have_ended(put_to_work: PutToWork, h
     assert (order.with_all_clients, order.with_clients) == (set(), forced)
 
 
-def test_now_ends_no_job_that_attached_after_the_last_look(put_to_work: PutToWork) -> None:
+def test_now_ends_no_job_that_attached_after_the_last_look(start_with_job: StartWithJob) -> None:
     """Nor by a raw client, which has no lease that could be seen before."""
-    host, jobs, made, job = put_to_work(V100, 4)
+    host, jobs, made, job = start_with_job(V100, 4)
     end_servers = made.supervisor.fleet.end_servers
     later = []
 
@@ -190,9 +194,9 @@ def test_now_ends_no_job_that_attached_after_the_last_look(put_to_work: PutToWor
     assert (is_running(job.pid), is_running(later[0].pid), jobs.servers()) == (True, True, [server])
 
 
-def test_a_job_that_may_have_ended_without_a_confirmation_is_told(put_to_work: PutToWork) -> None:
+def test_a_job_that_may_have_ended_without_a_confirmation_is_told(start_with_job: StartWithJob) -> None:
     """Here, its line in the log is another user's, written between the last look and the end."""
-    host, jobs, made, job = put_to_work(V100, 4)
+    host, jobs, made, job = start_with_job(V100, 4)
     end_servers = made.supervisor.fleet.end_servers
     (server,) = jobs.servers()
     (domain,) = made.supervisor.domains

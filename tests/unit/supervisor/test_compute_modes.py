@@ -14,15 +14,17 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.mps.processes import our_processes
 from yunion_mps.views.devices import devices_json
 
-from unit.supervised import Begin, MakeHost, Supervise, modes
+from unit.supervised import MakeHost, StartSupervised, Supervise, modes
 
 V100 = [{"kind": "v100"}]
 TWO = [{"kind": "v100"}, {"kind": "a100", "compute_mode": "prohibited"}]
 FIRST = "0000:00:06.0"
 
 
-def test_the_mode_of_a_gpu_no_longer_configured_is_restored_at_a_start(begin: Begin) -> None:
-    host, first = begin(TWO)
+def test_the_mode_of_a_gpu_no_longer_configured_is_restored_at_a_start(
+    start_supervised: StartSupervised,
+) -> None:
+    host, first = start_supervised(TWO)
     first.stop(restore=False)
     host.divide(2)
     made = first.start_next()
@@ -31,9 +33,9 @@ def test_the_mode_of_a_gpu_no_longer_configured_is_restored_at_a_start(begin: Be
     assert modes(host) == ["default", "prohibited"]
 
 
-def test_keep_changes_no_mode_and_notes_none(begin: Begin) -> None:
+def test_keep_changes_no_mode_and_notes_none(start_supervised: StartSupervised) -> None:
     two = [*V100, {"kind": "v100", "compute_mode": "exclusive_process"}]
-    host, made = begin(two, cuda_mps_compute_mode="keep")
+    host, made = start_supervised(two, cuda_mps_compute_mode="keep")
     assert made.available == 8
     assert modes(host) == ["default", "exclusive_process"]
     made.stop()
@@ -53,8 +55,8 @@ def test_a_gpu_whose_mode_is_right_already_is_not_touched(make_host: MakeHost, s
     assert modes(host) == ["exclusive_process"]
 
 
-def test_a_mode_that_is_already_set_is_recorded_as_the_original(begin: Begin) -> None:
-    host, made = begin([{"kind": "v100", "compute_mode": "exclusive_process"}])
+def test_a_mode_that_is_already_set_is_recorded_as_the_original(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised([{"kind": "v100", "compute_mode": "exclusive_process"}])
     host.gpus[0].compute_mode = "default"
     made.rescan()
     made.reconcile()
@@ -62,9 +64,9 @@ def test_a_mode_that_is_already_set_is_recorded_as_the_original(begin: Begin) ->
     assert modes(host) == ["exclusive_process"]
 
 
-def test_a_gpu_with_its_original_mode_is_given_up_without_a_change(begin: Begin) -> None:
+def test_a_gpu_with_its_original_mode_is_given_up_without_a_change(start_supervised: StartSupervised) -> None:
     two = [*V100, {"kind": "v100", "compute_mode": "exclusive_process"}]
-    host, made = begin(two)
+    host, made = start_supervised(two)
     host.divide(2)
     made.reload()
     assert Originals(made.supervisor.store()).of("compute_mode").keys() == {host.gpus[0].uuid}
@@ -154,8 +156,8 @@ def test_a_gpu_that_does_not_report_its_mode_serves_and_keeps_it(
     assert "is not changed, because the driver does not report it" in warning.text
 
 
-def test_keep_in_an_entry_leaves_only_that_gpu_alone(begin: Begin) -> None:
-    host, made = begin(VGPU, KEEPS, 2)
+def test_keep_in_an_entry_leaves_only_that_gpu_alone(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(VGPU, KEEPS, 2)
     assert modes(host) == ["default", "exclusive_process"]
     assert made.available == 4
     assert made.warnings == []
@@ -167,8 +169,10 @@ def test_keep_in_an_entry_leaves_only_that_gpu_alone(begin: Begin) -> None:
     }
 
 
-def test_keep_in_an_entry_silences_the_warning_of_an_unsupported_mode(begin: Begin) -> None:
-    host, made = begin(VGPU, KEEPS, 2)
+def test_keep_in_an_entry_silences_the_warning_of_an_unsupported_mode(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = start_supervised(VGPU, KEEPS, 2)
     host.fail("nvmlDeviceSetComputeMode", "not_supported", gpu=0)
     assert made.start_next().warnings == []
 
@@ -196,8 +200,10 @@ def test_a_gpu_that_is_prohibited_for_good_is_unavailable(make_host: MakeHost, s
     assert "Prohibited, and the driver does not support changing it" in reason
 
 
-def test_the_mode_of_a_gpu_that_is_not_there_waits(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
-    host, made = begin(TWO, 4, 4)
+def test_the_mode_of_a_gpu_that_is_not_there_waits(
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, made = start_supervised(TWO, 4, 4)
     host.gpus[1].bind("vfio-pci")
     host.divide(4)
     made.rescan()
@@ -219,8 +225,8 @@ def test_when_no_gpus_mode_can_be_set_nothing_is_started(make_host: MakeHost, su
     assert modes(host) == ["default", "prohibited"]
 
 
-def test_a_mode_that_another_program_changes_is_warned_of(begin: Begin) -> None:
-    host, made = begin(TWO)
+def test_a_mode_that_another_program_changes_is_warned_of(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO)
     assert made.warnings == []
     host.gpus[0].compute_mode = "default"
     made.rescan()
@@ -232,9 +238,9 @@ def test_a_mode_that_another_program_changes_is_warned_of(begin: Begin) -> None:
 
 
 def test_a_gpu_that_is_lost_at_the_stop_is_restored_by_the_next_daemon(
-    begin: Begin, caplog: pytest.LogCaptureFixture
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, made = begin(TWO)
+    host, made = start_supervised(TWO)
     host.gpus[1].lose()
     made.stop()
     assert "GPU 00:07.0: its compute mode cannot be restored now" in caplog.text
@@ -244,9 +250,9 @@ def test_a_gpu_that_is_lost_at_the_stop_is_restored_by_the_next_daemon(
     assert modes(host) == ["default", "prohibited"]
 
 
-def test_no_mode_is_set_after_a_stop_has_begun(begin: Begin) -> None:
+def test_no_mode_is_set_after_a_stop_has_begun(start_supervised: StartSupervised) -> None:
     """A poll of the GPUs may be under way on a thread, and come to its end after the modes were restored."""
-    host, made = begin(V100)
+    host, made = start_supervised(V100)
     host.gpus[0].compute_mode = "default"
     made.rescan()
     settings, nvml = made.supervisor.settings, made.supervisor.nvml

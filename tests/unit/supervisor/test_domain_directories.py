@@ -23,7 +23,7 @@ from unit.as_user import needs_root
 from unit.file_systems import file_system_of, fill, hung_mount
 from unit.http.server_host import NOBODY
 from unit.leases.lease_builders import leases_on
-from unit.supervised import Begin, MakeHost, PutToWork, Supervised, configure, pid
+from unit.supervised import MakeHost, StartSupervised, StartWithJob, Supervised, configure, pid
 
 pytestmark = [needs_root, pytest.mark.processes]
 
@@ -170,8 +170,10 @@ def test_a_file_system_that_users_have_filled_is_not_used(make_host: MakeHost) -
 # -- what is running
 
 
-def test_a_running_control_daemon_keeps_both_directories_at_a_reload(begin: Begin) -> None:
-    _, made = begin([{"kind": "v100"}])
+def test_a_running_control_daemon_keeps_both_directories_at_a_reload(
+    start_supervised: StartSupervised,
+) -> None:
+    _, made = start_supervised([{"kind": "v100"}])
     before = pid(made)
     open_to_all(made)
     for _ in range(2):
@@ -180,8 +182,10 @@ def test_a_running_control_daemon_keeps_both_directories_at_a_reload(begin: Begi
     assert codes(made) == []
 
 
-def test_an_unsafe_log_directory_moves_it_once_and_not_at_each_reload(begin: Begin) -> None:
-    host, made = begin([{"kind": "v100"}])
+def test_an_unsafe_log_directory_moves_it_once_and_not_at_each_reload(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = start_supervised([{"kind": "v100"}])
     made.stop()
     put_strangers_file(host.root / "tmp/nvidia-mps/log")
     again = made.start_next()
@@ -191,8 +195,8 @@ def test_an_unsafe_log_directory_moves_it_once_and_not_at_each_reload(begin: Beg
     assert (in_effect(again), pid(again)) == ([(READY, "/tmp/nvidia-mps/pipe")], before)
 
 
-def test_a_job_on_an_unsafe_directory_survives_a_reload(put_to_work: PutToWork) -> None:
-    work = put_to_work([{"kind": "v100"}])
+def test_a_job_on_an_unsafe_directory_survives_a_reload(start_with_job: StartWithJob) -> None:
+    work = start_with_job([{"kind": "v100"}])
     before = pid(work.made)
     open_to_all(work.made)
     assert work.made.reload() == []
@@ -201,9 +205,9 @@ def test_a_job_on_an_unsafe_directory_survives_a_reload(put_to_work: PutToWork) 
     work.end()
 
 
-def test_a_reload_that_needs_another_control_daemon_does_not_fail(begin: Begin) -> None:
+def test_a_reload_that_needs_another_control_daemon_does_not_fail(start_supervised: StartSupervised) -> None:
     """It cannot start where the former one served, because others can write there."""
-    host, made = begin(TWO, 2)
+    host, made = start_supervised(TWO, 2)
     open_to_all(made)
     host.divide(2, 2)
     made.reload()
@@ -212,8 +216,8 @@ def test_a_reload_that_needs_another_control_daemon_does_not_fail(begin: Begin) 
     assert codes(made) == [DIRECTORY_TAKEN]
 
 
-def test_a_serving_gpu_does_not_keep_another_from_its_directory(begin: Begin) -> None:
-    host, made = begin(TWO, 2, cuda_mps_scope="gpu")
+def test_a_serving_gpu_does_not_keep_another_from_its_directory(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 2, cuda_mps_scope="gpu")
     before = pid(made)
     first, second = (gpu.uuid for gpu in host.gpus)
     put_strangers_file(host.root / f"tmp/nvidia-mps/pipe/{second}")
@@ -235,8 +239,10 @@ def take(directory: Path) -> None:
     os.chown(directory, NOBODY, NOBODY)
 
 
-def test_a_control_daemon_is_started_elsewhere_if_its_directory_is_taken(begin: Begin) -> None:
-    host, made = begin([{"kind": "v100"}])
+def test_a_control_daemon_is_started_elsewhere_if_its_directory_is_taken(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = start_supervised([{"kind": "v100"}])
     take(host.root / "tmp/nvidia-mps")
     os.kill(pid(made) or 0, signal.SIGKILL)
     made.until(lambda: in_effect(made) == [(READY, "/run/nvidia-mps/pipe")])
@@ -244,8 +250,8 @@ def test_a_control_daemon_is_started_elsewhere_if_its_directory_is_taken(begin: 
     assert made.available == 4
 
 
-def test_a_hung_mount_blocks_neither_the_service_nor_a_reload(begin: Begin) -> None:
-    host, made = begin([{"kind": "v100"}], cuda_mps_stop_timeout_s="0")
+def test_a_hung_mount_blocks_neither_the_service_nor_a_reload(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised([{"kind": "v100"}], cuda_mps_stop_timeout_s="0")
     taken = host.root / "tmp/nvidia-mps"
     take(taken)
     with hung_mount(taken, NOBODY):
@@ -255,9 +261,9 @@ def test_a_hung_mount_blocks_neither_the_service_nor_a_reload(begin: Begin) -> N
         made.until(lambda: in_effect(made) == [(READY, "/run/nvidia-mps/pipe")])
 
 
-def test_a_control_daemon_that_nobody_reaches_keeps_no_directory(begin: Begin) -> None:
+def test_a_control_daemon_that_nobody_reaches_keeps_no_directory(start_supervised: StartSupervised) -> None:
     """Another user has taken its directory: what needs it still runs on, but a new one serves elsewhere."""
-    host, _ = begin([{"kind": "v100"}])
+    host, _ = start_supervised([{"kind": "v100"}])
     take(host.root / "tmp/nvidia-mps")
     (domain,) = domains_of(host)
     assert (domain.pipe_directory, domain.log_directory) == OURS
@@ -266,9 +272,9 @@ def test_a_control_daemon_that_nobody_reaches_keeps_no_directory(begin: Begin) -
 # -- a directory that is safe again
 
 
-def begin_elsewhere(begin: Begin) -> tuple[SimHost, Supervised]:
+def begin_elsewhere(start_supervised: StartSupervised) -> tuple[SimHost, Supervised]:
     """Begin while the configured directory is another user's, who then removes it."""
-    host, made = begin([{"kind": "v100"}])
+    host, made = start_supervised([{"kind": "v100"}])
     made.stop()
     taken = host.root / "tmp/nvidia-mps"
     shutil.rmtree(taken)
@@ -297,8 +303,8 @@ def check_it_returns(made: Supervised) -> None:
     assert codes(made) == []
 
 
-def test_a_mended_directory_is_used_again_after_a_reload(begin: Begin) -> None:
-    host, made = begin(TWO, 2)
+def test_a_mended_directory_is_used_again_after_a_reload(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 2)
     open_to_all(made)
     host.divide(2, 2)
     made.reload()
@@ -310,17 +316,17 @@ def test_a_mended_directory_is_used_again_after_a_reload(begin: Begin) -> None:
     assert codes(made) == []
 
 
-def test_a_control_daemon_stays_in_our_directories_at_a_restart(begin: Begin) -> None:
+def test_a_control_daemon_stays_in_our_directories_at_a_restart(start_supervised: StartSupervised) -> None:
     """Leases know them, and those of the earlier daemon may not be restored yet."""
-    _, made = begin_elsewhere(begin)
+    _, made = begin_elsewhere(start_supervised)
     before = pid(made)
     again = made.start_next()
     check_it_stays(again, before)
     check_it_returns(again)
 
 
-def test_a_lease_keeps_the_control_daemon_in_our_directories(begin: Begin) -> None:
-    host, made = begin_elsewhere(begin)
+def test_a_lease_keeps_the_control_daemon_in_our_directories(start_supervised: StartSupervised) -> None:
+    host, made = begin_elsewhere(start_supervised)
     before = pid(made)
     made.hold(leases_on(host.gpus[0].uuid, sharing=MPS))
     assert made.reload() == []
@@ -329,8 +335,10 @@ def test_a_lease_keeps_the_control_daemon_in_our_directories(begin: Begin) -> No
     check_it_returns(made)
 
 
-def test_another_directory_in_the_configuration_is_used_after_leases(begin: Begin) -> None:
-    host, made = begin_elsewhere(begin)
+def test_another_directory_in_the_configuration_is_used_after_leases(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = begin_elsewhere(start_supervised)
     made.hold(leases_on(host.gpus[0].uuid, sharing=MPS))
     configure(host, cuda_mps_pipe_directory="/srv/mps/pipe")
     made.reload()
@@ -340,9 +348,9 @@ def test_another_directory_in_the_configuration_is_used_after_leases(begin: Begi
 # -- their record
 
 
-def test_what_a_start_and_a_reload_create_is_recorded(begin: Begin) -> None:
+def test_what_a_start_and_a_reload_create_is_recorded(start_supervised: StartSupervised) -> None:
     """A purge of the package removes what is recorded, and nothing else."""
-    host, made = begin(TWO, 4)
+    host, made = start_supervised(TWO, 4)
     root = str(host.root)
     record = Path(made.paths.directory_record)
     assert [line.replace(root, "") for line in record.read_text().splitlines()] == [

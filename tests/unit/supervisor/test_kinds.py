@@ -25,7 +25,7 @@ from yunion_mps.inventory.nvml import Nvml
 from yunion_mps.service import offline
 
 from simhost import SimHost
-from unit.supervised import Begin, Supervised
+from unit.supervised import StartSupervised, Supervised
 
 TWO = [{"kind": "v100"}, {"kind": "v100"}]
 
@@ -97,8 +97,10 @@ def recorded(made: Supervised) -> dict[str, str]:
     return made.supervisor.state_file.originals().of("power_limit")
 
 
-def test_a_start_sets_it_a_reload_follows_and_a_stop_restores_it(limit: PowerLimit, begin: Begin) -> None:
-    host, made = begin(TWO, 4, 4)
+def test_a_start_sets_it_a_reload_follows_and_a_stop_restores_it(
+    limit: PowerLimit, start_supervised: StartSupervised
+) -> None:
+    host, made = start_supervised(TWO, 4, 4)
     assert watts(limit, host) == ["200", "200"]
     assert recorded(made) == {gpu.uuid: "300" for gpu in host.gpus}
     assert ("gpu", "power limit 200") in [(event.kind, event.what) for event in made.events]
@@ -118,8 +120,10 @@ def test_a_start_sets_it_a_reload_follows_and_a_stop_restores_it(limit: PowerLim
     assert watts(limit, host) == ["300", "300"]
 
 
-def test_a_restart_restores_what_is_no_longer_configured(limit: PowerLimit, begin: Begin) -> None:
-    host, first = begin(TWO, 4, 4)
+def test_a_restart_restores_what_is_no_longer_configured(
+    limit: PowerLimit, start_supervised: StartSupervised
+) -> None:
+    host, first = start_supervised(TWO, 4, 4)
     first.stop(restore=False)
     host.divide(4)
     made = first.start_next()
@@ -127,8 +131,10 @@ def test_a_restart_restores_what_is_no_longer_configured(limit: PowerLimit, begi
     assert recorded(made) == {host.gpus[0].uuid: "300"}
 
 
-def test_restore_after_a_kill_sets_what_it_was_before(limit: PowerLimit, begin: Begin) -> None:
-    host, made = begin(TWO, 4, 4)
+def test_restore_after_a_kill_sets_what_it_was_before(
+    limit: PowerLimit, start_supervised: StartSupervised
+) -> None:
+    host, made = start_supervised(TWO, 4, 4)
     made.stop(restore=False)
     made.supervisor.release()
     assert offline.restore(made.paths) == 0
@@ -136,9 +142,9 @@ def test_restore_after_a_kill_sets_what_it_was_before(limit: PowerLimit, begin: 
 
 
 def test_what_keeps_it_is_named_and_restore_says_how(
-    limit: PowerLimit, begin: Begin, caplog: pytest.LogCaptureFixture
+    limit: PowerLimit, start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, made = begin(TWO, 4, 4)
+    host, made = start_supervised(TWO, 4, 4)
     host.gpus[1].add_process(os.getpid(), 100)
     host.divide(4)
     made.reload()
@@ -158,9 +164,11 @@ def test_what_keeps_it_is_named_and_restore_says_how(
     assert watts(limit, host) == ["300", "300"]
 
 
-def test_a_refused_value_is_a_warning_and_the_gpus_serve(limit: PowerLimit, begin: Begin) -> None:
+def test_a_refused_value_is_a_warning_and_the_gpus_serve(
+    limit: PowerLimit, start_supervised: StartSupervised
+) -> None:
     limit.refuses = True
-    host, made = begin(TWO, 4, 4)
+    host, made = start_supervised(TWO, 4, 4)
     assert watts(limit, host) == ["300", "300"]
     refused = [condition for condition in made.snapshot.conditions if condition.kind == ABOUT_SETTING]
     assert [condition.subject for condition in refused] == ["00:06.0", "00:07.0"]
@@ -170,10 +178,10 @@ def test_a_refused_value_is_a_warning_and_the_gpus_serve(limit: PowerLimit, begi
 
 @pytest.mark.parametrize("code", [COMPUTE_MODE_REFUSED, DRIVER_HUNG])
 def test_a_refused_value_is_told_once_and_set_when_the_driver_lets_it(
-    limit: PowerLimit, begin: Begin, code: str
+    limit: PowerLimit, start_supervised: StartSupervised, code: str
 ) -> None:
     limit.refuses, limit.refusal = True, code
-    host, made = begin(TWO, 4)
+    host, made = start_supervised(TWO, 4)
     host.divide(4, 4)
     made.reload()
     for _ in range(4):
@@ -186,8 +194,10 @@ def test_a_refused_value_is_told_once_and_set_when_the_driver_lets_it(
     assert (watts(limit, host), of_settings(made)) == (["200", "200"], [])
 
 
-def test_a_restoration_that_is_refused_is_told_once_and_tried_again(limit: PowerLimit, begin: Begin) -> None:
-    host, made = begin(TWO, 4, 4)
+def test_a_restoration_that_is_refused_is_told_once_and_tried_again(
+    limit: PowerLimit, start_supervised: StartSupervised
+) -> None:
+    host, made = start_supervised(TWO, 4, 4)
     limit.refuses = True
     give_up_the_second(made)
     for _ in range(3):
@@ -200,10 +210,12 @@ def test_a_restoration_that_is_refused_is_told_once_and_tried_again(limit: Power
     assert (watts(limit, host), of_settings(made)) == (["200", "300"], [])
 
 
-def test_a_value_that_needs_an_idle_gpu_waits_for_processes(limit: PowerLimit, begin: Begin) -> None:
+def test_a_value_that_needs_an_idle_gpu_waits_for_processes(
+    limit: PowerLimit, start_supervised: StartSupervised
+) -> None:
     """Also for one that began after the last poll."""
     limit.needs_to_set = Needs(processes=True)
-    host, made = begin(TWO, 4)
+    host, made = start_supervised(TWO, 4)
     host.gpus[1].add_process(os.getpid(), 100)
     host.divide(4, 4)
     made.reload()
@@ -214,8 +226,10 @@ def test_a_value_that_needs_an_idle_gpu_waits_for_processes(limit: PowerLimit, b
     assert (watts(limit, host), of_settings(made)) == (["200", "200"], [])
 
 
-def test_a_value_that_needs_a_free_gpu_waits_for_leases(limit: PowerLimit, begin: Begin) -> None:
-    host, made = begin(TWO, 4, 4)
+def test_a_value_that_needs_a_free_gpu_waits_for_leases(
+    limit: PowerLimit, start_supervised: StartSupervised
+) -> None:
+    host, made = start_supervised(TWO, 4, 4)
     limit.needs_to_set = Needs(leases=frozenset({MPS}))
     leased = made.snapshot.plan.devices[-1]
     made.hold([Lease("0" * 36, (leased,), Holder("name", 0, name="job"), time.time())])
@@ -230,8 +244,10 @@ def test_a_value_that_needs_a_free_gpu_waits_for_leases(limit: PowerLimit, begin
 
 
 @pytest.mark.parametrize("limit", [PowerLimit], indirect=True)
-def test_another_programs_change_is_corrected_at_the_next_comparison(limit: PowerLimit, begin: Begin) -> None:
-    host, made = begin(TWO, 4, 4)
+def test_another_programs_change_is_corrected_at_the_next_comparison(
+    limit: PowerLimit, start_supervised: StartSupervised
+) -> None:
+    host, made = start_supervised(TWO, 4, 4)
     limit.watts[host.gpus[0].uuid] = "250"
     made.reconcile()
     assert watts(limit, host) == ["250", "200"]
@@ -242,13 +258,13 @@ def test_another_programs_change_is_corrected_at_the_next_comparison(limit: Powe
 
 
 def test_restore_names_and_keeps_the_original_of_an_unknown_kind(
-    begin: Begin, caplog: pytest.LogCaptureFixture
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As after a downgrade."""
     later = PowerLimit()
     kinds.KINDS.append(later)
     try:
-        host, made = begin(TWO, 4)
+        host, made = start_supervised(TWO, 4)
         made.stop(restore=False)
         made.supervisor.release()
     finally:
@@ -265,8 +281,10 @@ def test_restore_names_and_keeps_the_original_of_an_unknown_kind(
         kinds.KINDS.remove(later)
 
 
-def test_a_stop_names_the_original_of_an_unknown_kind(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
-    host, made = begin(TWO, 4)
+def test_a_stop_names_the_original_of_an_unknown_kind(
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, made = start_supervised(TWO, 4)
     originals = made.supervisor.state_file.originals()
     originals.remember("power_limit", {host.gpus[0].uuid: "300"})
     made.stop()

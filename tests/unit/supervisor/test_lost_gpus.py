@@ -15,7 +15,7 @@ from yunion_mps.leases.ledger import Ledger
 from yunion_mps.views.devices import devices_json
 
 from simhost import SimHost
-from unit.supervised import Begin, MakeHost, PutToWork, Supervise, Supervised, configure, modes
+from unit.supervised import MakeHost, StartSupervised, StartWithJob, Supervise, Supervised, configure, modes
 
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
 LOST = "the GPU has fallen off the bus or is otherwise inaccessible (GPU is lost)"
@@ -98,8 +98,8 @@ def test_a_lost_gpu_keeps_its_devices_and_serves_them_on_return(
     assert modes(host) == ["exclusive_process"] * 2
 
 
-def test_a_lost_gpus_running_control_daemon_is_kept(put_to_work: PutToWork) -> None:
-    host, _, first, _ = put_to_work(TWO)
+def test_a_lost_gpus_running_control_daemon_is_kept(start_with_job: StartWithJob) -> None:
+    host, _, first, _ = start_with_job(TWO)
     ids, pid = list(shown(first)), first.snapshot.domains[0].pid
     host.gpus[1].lose()
     made = first.start_next()
@@ -108,8 +108,8 @@ def test_a_lost_gpus_running_control_daemon_is_kept(put_to_work: PutToWork) -> N
     assert made.snapshot.domains[0].pending == ""
 
 
-def test_a_gpu_that_fails_every_call_is_listed(begin: Begin) -> None:
-    host, first = begin(TWO)
+def test_a_gpu_that_fails_every_call_is_listed(start_supervised: StartSupervised) -> None:
+    host, first = start_supervised(TWO)
     first.stop()
     host.fail("nvmlDeviceGetUUID", "unknown", gpu=0)
     made = first.start_next()
@@ -117,8 +117,8 @@ def test_a_gpu_that_fails_every_call_is_listed(begin: Begin) -> None:
     assert reasons(made) == ["NVML error: Unknown Error"] * 4 + [""] * 4
 
 
-def test_a_gpu_switched_to_mig_mode_is_listed(begin: Begin) -> None:
-    host, first = begin(TWO)
+def test_a_gpu_switched_to_mig_mode_is_listed(start_supervised: StartSupervised) -> None:
+    host, first = start_supervised(TWO)
     first.stop()
     host.gpus[1].mig = True
     made = first.start_next()
@@ -138,8 +138,8 @@ def test_a_gpu_that_never_could_serve_has_no_devices(make_host: MakeHost, superv
         made.stop()
 
 
-def test_the_start_is_refused_if_the_only_gpu_refuses_its_mode(begin: Begin) -> None:
-    host, made = begin(TWO)
+def test_the_start_is_refused_if_the_only_gpu_refuses_its_mode(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO)
     made.stop()
     host.gpus[1].lose()
     host.fail("nvmlDeviceSetComputeMode", "no_permission")
@@ -147,8 +147,8 @@ def test_the_start_is_refused_if_the_only_gpu_refuses_its_mode(begin: Begin) -> 
         made.start_next()
 
 
-def test_if_all_are_lost_all_devices_are_listed(begin: Begin) -> None:
-    host, first = begin(TWO)
+def test_if_all_are_lost_all_devices_are_listed(start_supervised: StartSupervised) -> None:
+    host, first = start_supervised(TWO)
     first.stop()
     for gpu in host.gpus:
         gpu.lose()
@@ -158,8 +158,8 @@ def test_if_all_are_lost_all_devices_are_listed(begin: Begin) -> None:
         assert LOST in made.snapshot.notice
 
 
-def test_a_gpu_removed_from_the_file_is_not_listed(begin: Begin) -> None:
-    host, first = begin(TWO, 4, 4)
+def test_a_gpu_removed_from_the_file_is_not_listed(start_supervised: StartSupervised) -> None:
+    host, first = start_supervised(TWO, 4, 4)
     first.stop()
     host.gpus[1].remove()
     made = first.start_next()
@@ -174,8 +174,8 @@ def test_a_gpu_removed_from_the_file_is_not_listed(begin: Begin) -> None:
     assert reasons(made.start_next()) == [""] * 4
 
 
-def test_a_gpu_removed_while_the_daemon_was_stopped_is_not_listed(begin: Begin) -> None:
-    host, first = begin(TWO, 4, 4)
+def test_a_gpu_removed_while_the_daemon_was_stopped_is_not_listed(start_supervised: StartSupervised) -> None:
+    host, first = start_supervised(TWO, 4, 4)
     first.stop()
     host.gpus[1].remove()
     host.divide(4)
@@ -184,8 +184,8 @@ def test_a_gpu_removed_while_the_daemon_was_stopped_is_not_listed(begin: Begin) 
     assert [gpu.uuid for gpu in made.snapshot.inventory.gpus] == [host.gpus[0].uuid]
 
 
-def test_disabling_mps_for_a_while_forgets_no_gpu(begin: Begin) -> None:
-    host, made = begin(TWO)
+def test_disabling_mps_for_a_while_forgets_no_gpu(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO)
     configure(host, enable_cuda_mps="false")
     made.reload()
     made.stop()
@@ -204,8 +204,10 @@ def test_disabling_mps_for_a_while_forgets_no_gpu(begin: Begin) -> None:
     ],
     ids=["another in its place", "at another place now", "a lost one of another model"],
 )
-def test_a_replaced_gpu_is_forgotten(begin: Begin, field: str, before: str, lost: bool, count: int) -> None:
-    host, first = begin(TWO)
+def test_a_replaced_gpu_is_forgotten(
+    start_supervised: StartSupervised, field: str, before: str, lost: bool, count: int
+) -> None:
+    host, first = start_supervised(TWO)
     first.stop()
     name(host, by_address(host, 0), by_address(host, 1))
     served = kept(host)
@@ -218,8 +220,10 @@ def test_a_replaced_gpu_is_forgotten(begin: Begin, field: str, before: str, lost
     assert len(made.snapshot.inventory.gpus) == 2
 
 
-def test_after_a_reboot_a_gone_gpu_is_listed_only_if_the_file_names_it(begin: Begin) -> None:
-    host, first = begin(TWO, 4, 4)
+def test_after_a_reboot_a_gone_gpu_is_listed_only_if_the_file_names_it(
+    start_supervised: StartSupervised,
+) -> None:
+    host, first = start_supervised(TWO, 4, 4)
     first.stop()
     host.gpus[1].remove()
     reboot(host)
@@ -231,8 +235,10 @@ def test_after_a_reboot_a_gone_gpu_is_listed_only_if_the_file_names_it(begin: Be
     assert len(shown(made.start_next())) == 10, "cuda_mps_replicas of the one that is there"
 
 
-def test_an_absent_gpu_that_never_served_is_missing_and_the_others_serve(begin: Begin) -> None:
-    host, made = begin(TWO, 4)
+def test_an_absent_gpu_that_never_served_is_missing_and_the_others_serve(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = start_supervised(TWO, 4)
     made.stop()
     host.gpus[1].remove()
     name(host, by_uuid(host, 0), by_uuid(host, 1))
@@ -246,9 +252,9 @@ def test_an_absent_gpu_that_never_served_is_missing_and_the_others_serve(begin: 
 
 
 def test_an_original_mode_is_restored_once_it_is_back_and_not_before(
-    begin: Begin, caplog: pytest.LogCaptureFixture
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, first = begin(TWO)
+    host, first = start_supervised(TWO)
     first.stop(restore=False)
     host.gpus[1].lose()
     made = first.start_next()
@@ -262,8 +268,8 @@ def test_an_original_mode_is_restored_once_it_is_back_and_not_before(
     assert modes(host) == ["default"] * 2
 
 
-def test_a_gpu_lost_while_the_daemon_runs_is_remembered(begin: Begin) -> None:
-    host, made = begin(TWO)
+def test_a_gpu_lost_while_the_daemon_runs_is_remembered(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO)
     host.gpus[0].lose()
     made.rescan()
     made.supervisor.apply(time.monotonic())
@@ -274,8 +280,10 @@ def test_a_gpu_lost_while_the_daemon_runs_is_remembered(begin: Begin) -> None:
 # -- an entry keeps its meaning
 
 
-def test_what_the_entries_mean_is_recorded_before_a_compute_mode_is_set(begin: Begin) -> None:
-    host, made = begin(TWO)
+def test_what_the_entries_mean_is_recorded_before_a_compute_mode_is_set(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = start_supervised(TWO)
     records = kept(host)["entries"]
     assert {key: row["uuid"] for key, row in records.items()} == {
         by_render_node(host, slot): host.gpus[slot].uuid for slot in (0, 1)
@@ -288,8 +296,10 @@ def test_what_the_entries_mean_is_recorded_before_a_compute_mode_is_set(begin: B
     assert kept(host)["entries"] == records
 
 
-def test_a_record_that_was_removed_is_written_again_at_the_next_poll(begin: Begin) -> None:
-    host, made = begin(TWO)
+def test_a_record_that_was_removed_is_written_again_at_the_next_poll(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = start_supervised(TWO)
     name(host, by_render_node(host, 0))
     made.reload()
     before = kept(host)["entries"]
@@ -298,8 +308,10 @@ def test_a_record_that_was_removed_is_written_again_at_the_next_poll(begin: Begi
     assert kept(host)["entries"] == before
 
 
-def test_after_a_reboot_with_other_render_nodes_no_other_gpu_is_touched(begin: Begin) -> None:
-    host, made = begin([*TWO, {"kind": "a10"}])
+def test_after_a_reboot_with_other_render_nodes_no_other_gpu_is_touched(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = start_supervised([*TWO, {"kind": "a10"}])
     name(host, by_render_node(host, 0), by_render_node(host, 1))
     made.reload()
     made.end()
@@ -312,8 +324,10 @@ def test_after_a_reboot_with_other_render_nodes_no_other_gpu_is_touched(begin: B
     assert modes(host)[1:] == ["exclusive_process", "default"], "a reload confirms no renumbering"
 
 
-def test_a_replaced_card_behind_a_render_node_serves_after_a_reload(begin: Begin) -> None:
-    host, made = begin(TWO)
+def test_a_replaced_card_behind_a_render_node_serves_after_a_reload(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = start_supervised(TWO)
     made.end()
     host.gpus[1].replace()
     again = made.start_next()
@@ -325,8 +339,8 @@ def test_a_replaced_card_behind_a_render_node_serves_after_a_reload(begin: Begin
     assert again.snapshot.plan.missing == ()
 
 
-def test_a_missing_gpu_is_recorded_once_and_so_is_its_return(begin: Begin) -> None:
-    host, made = begin(TWO)
+def test_a_missing_gpu_is_recorded_once_and_so_is_its_return(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO)
     made.end()
     host.gpus[1].remove()
     served_file(host).unlink()
@@ -344,8 +358,10 @@ def test_a_missing_gpu_is_recorded_once_and_so_is_its_return(begin: Begin) -> No
     again.until(lambda: again.available == 8)
 
 
-def test_an_entry_that_does_not_fit_keeps_only_its_gpu_from_serving(begin: Begin) -> None:
-    host, made = begin(TWO)
+def test_an_entry_that_does_not_fit_keeps_only_its_gpu_from_serving(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = start_supervised(TWO)
     made.stop()
     file = host.root / "etc/yunion/host_container_device.yml"
     file.write_text(file.read_text().replace("virtual_number: 4", "virtual_number: 49", 1))

@@ -46,11 +46,11 @@ def apply_layouts(made: Supervised, leased: set[str] | None = None, *, now: bool
 MIG = "type: NVIDIA_MPS; mig: all-balanced"
 
 
-Begun = Callable[..., "tuple[SimHost, Supervised]"]
+StartWork = Callable[..., "tuple[SimHost, Supervised]"]
 
 
 @pytest.fixture
-def begun(make_host: MakeHost, supervise: Supervise) -> Begun:
+def begun(make_host: MakeHost, supervise: Supervise) -> StartWork:
     """Start a supervisor on a host with these entries, and bring the layouts into effect."""
 
     def make(*entries: str, description: Description = H100, **keys: str) -> tuple[SimHost, Supervised]:
@@ -72,7 +72,7 @@ def waits(made: Supervised) -> Reason:
     return made.snapshot.faults.get("00:06.0", NO_REASON)
 
 
-def test_each_instance_is_a_device(begun: Begun) -> None:
+def test_each_instance_is_a_device(begun: StartWork) -> None:
     host, made = begun(MIG)
     found = devices(made)
     by_id = {one.gpu_instance: one for one in host.gpus[0].mig_devices()}
@@ -90,7 +90,7 @@ def test_each_instance_is_a_device(begun: Begun) -> None:
     assert made.snapshot.domains == ()
 
 
-def test_a_process_sees_only_its_instance(begun: Begun) -> None:
+def test_a_process_sees_only_its_instance(begun: StartWork) -> None:
     _, made = begun(MIG)
     one = devices(made)[0]
     assert client_environment([one], None) == {
@@ -100,7 +100,7 @@ def test_a_process_sees_only_its_instance(begun: Begun) -> None:
     }
 
 
-def test_each_instance_with_mps_has_a_control_daemon(begun: Begun) -> None:
+def test_each_instance_with_mps_has_a_control_daemon(begun: StartWork) -> None:
     host, made = begun("type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2")
     assert [status.state for status in made.snapshot.domains] == ["ready", "ready"]
     assert [status.plan.gpu_uuids for status in made.snapshot.domains] == [
@@ -115,7 +115,7 @@ def test_each_instance_with_mps_has_a_control_daemon(begun: Begun) -> None:
     assert made.available == 4
 
 
-def test_each_instance_can_be_time_sliced(begun: Begun) -> None:
+def test_each_instance_can_be_time_sliced(begun: StartWork) -> None:
     _, made = begun("type: NVIDIA_GPU_SHARE; mig: all-3g.40gb; virtual_number: 3")
     assert len(devices(made)) == 6
     assert {(one.sharing, one.budget_enforced, one.memory_limit_mib) for one in devices(made)} == {
@@ -124,7 +124,7 @@ def test_each_instance_can_be_time_sliced(begun: Begun) -> None:
     assert made.snapshot.domains == ()
 
 
-def test_the_ways_of_sharing_stand_side_by_side(begun: Begun) -> None:
+def test_the_ways_of_sharing_stand_side_by_side(begun: StartWork) -> None:
     three = ["type: NVIDIA_MPS; virtual_number: 2", "type: NVIDIA_GPU_SHARE; virtual_number: 2"]
     host, made = begun(
         *three,
@@ -140,7 +140,7 @@ def test_the_ways_of_sharing_stand_side_by_side(begun: Begun) -> None:
     assert made.available == 8
 
 
-def test_ids_of_devices_stay_when_instances_are_made_again(begun: Begun) -> None:
+def test_ids_of_devices_stay_when_instances_are_made_again(begun: StartWork) -> None:
     host, made = begun(MIG)
     before = {one.id: one.gpu_uuid for one in devices(made)}
     host.reboot()
@@ -151,7 +151,7 @@ def test_ids_of_devices_stay_when_instances_are_made_again(begun: Begun) -> None
     assert made.available == 4
 
 
-def test_a_restarted_daemon_creates_what_a_reboot_took(begun: Begun) -> None:
+def test_a_restarted_daemon_creates_what_a_reboot_took(begun: StartWork) -> None:
     host, made = begun(MIG)
     before = {one.id for one in devices(made)}
     made.stop()
@@ -161,7 +161,7 @@ def test_a_restarted_daemon_creates_what_a_reboot_took(begun: Begun) -> None:
     assert again.available == 4, "at its start, before the first poll"
 
 
-def test_an_instance_that_is_destroyed_is_reported_and_made_again(begun: Begun) -> None:
+def test_an_instance_that_is_destroyed_is_reported_and_made_again(begun: StartWork) -> None:
     host, made = begun(MIG)
     gone = host.gpus[0].mig_devices()[0]
     host.gpus[0].end_instances(gone.gpu_instance)
@@ -175,7 +175,7 @@ def test_an_instance_that_is_destroyed_is_reported_and_made_again(begun: Begun) 
     assert (reasons.MIG_CHANGED, "00:06.0") in {(event.code, event.subject) for event in made.events}
 
 
-def test_an_event_names_the_compute_instance_that_was_destroyed(begun: Begun) -> None:
+def test_an_event_names_the_compute_instance_that_was_destroyed(begun: StartWork) -> None:
     host, made = begun("type: NVIDIA_MPS; mig: all-1g.10gb")
     host.run(["nvidia-smi", "mig", "-i", "0", "-dci", "-gi", "7"], check=True)
     apply_layouts(made)
@@ -188,7 +188,7 @@ def test_an_event_names_the_compute_instance_that_was_destroyed(begun: Begun) ->
     assert (made.available, waits(made)) == (1, NO_REASON), "the instance is still ours"
 
 
-def test_an_instance_that_was_divided_is_not_said_to_be_gone(begun: Begun) -> None:
+def test_an_instance_that_was_divided_is_not_said_to_be_gone(begun: StartWork) -> None:
     host, made = begun(MIG)
     number = host.gpus[0].mig_devices()[0].gpu_instance
     host.run(["nvidia-smi", "mig", "-i", "0", "-dci", "-gi", str(number)], check=True)
@@ -200,7 +200,7 @@ def test_an_instance_that_was_divided_is_not_said_to_be_gone(begun: Begun) -> No
     assert row["reason"].endswith("another program divided the MIG instance into compute instances")
 
 
-def test_a_mode_that_is_switched_off_is_switched_on_again(begun: Begun) -> None:
+def test_a_mode_that_is_switched_off_is_switched_on_again(begun: StartWork) -> None:
     host, made = begun("type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2")
     host.gpus[0].mig = False
     made.rescan()
@@ -210,7 +210,7 @@ def test_a_mode_that_is_switched_off_is_switched_on_again(begun: Begun) -> None:
     made.until(lambda: made.available == 4)
 
 
-def test_a_layout_that_waits_says_for_what(begun: Begun) -> None:
+def test_a_layout_that_waits_says_for_what(begun: StartWork) -> None:
     host, made = begun(MIG, description=[{"kind": "a100"}])
     why = waits(made)
     assert (why, why.code) == (
@@ -225,7 +225,7 @@ def test_a_layout_that_waits_says_for_what(begun: Begun) -> None:
     assert made.available == 4
 
 
-def test_a_reload_changes_the_layout_of_free_instances_only(begun: Begun) -> None:
+def test_a_reload_changes_the_layout_of_free_instances_only(begun: StartWork) -> None:
     host, made = begun(MIG)
     leased = devices(made)[0]
     configured(host, "type: NVIDIA_MPS; mig: all-1g.10gb")
@@ -238,7 +238,7 @@ def test_a_reload_changes_the_layout_of_free_instances_only(begun: Begun) -> Non
     assert made.available == 7
 
 
-def test_a_mode_that_another_program_switched_off_is_switched_on_again(begun: Begun) -> None:
+def test_a_mode_that_another_program_switched_off_is_switched_on_again(begun: StartWork) -> None:
     """Although an instance that was destroyed with it is leased: it is created again."""
     host, made = begun(MIG)
     made.hold(leases_on(devices(made)[0].gpu_uuid))
@@ -248,7 +248,7 @@ def test_a_mode_that_another_program_switched_off_is_switched_on_again(begun: Be
     assert len(host.gpus[0].mig_devices()) == 4
 
 
-def test_what_can_be_leased_meanwhile_is_never_destroyed(begun: Begun) -> None:
+def test_what_can_be_leased_meanwhile_is_never_destroyed(begun: StartWork) -> None:
     host, made = begun("type: NVIDIA_MPS; mig: all-1g.10gb")
     by_start = sorted(made.snapshot.inventory.gpus[0].mig_instances, key=lambda one: one.start)
     configured(host, "type: NVIDIA_MPS; mig: [3g.40gb, 1g.10gb]")
@@ -262,7 +262,7 @@ def test_what_can_be_leased_meanwhile_is_never_destroyed(begun: Begun) -> None:
     assert sorted(one.profile for one in host.gpus[0].mig_devices()) == ["1g.10gb", "3g.40gb"]
 
 
-def test_a_reload_that_does_not_wait_says_nothing_about_the_next(begun: Begun) -> None:
+def test_a_reload_that_does_not_wait_says_nothing_about_the_next(begun: StartWork) -> None:
     """Nor about the layouts of other GPUs, though one waits for its reset for days."""
     host, made = begun(MIG, MIG, description=[{"kind": "a100"}, {"kind": "h100"}])
     made.accept()
@@ -276,7 +276,7 @@ def test_a_reload_that_does_not_wait_says_nothing_about_the_next(begun: Begun) -
         assert waits(made).code == reasons.MIG_RESET_REQUIRED
 
 
-def test_a_removed_entry_leaves_the_instances_and_the_plan_says_so(begun: Begun) -> None:
+def test_a_removed_entry_leaves_the_instances_and_the_plan_says_so(begun: StartWork) -> None:
     host, made = begun(MIG, "type: NVIDIA_MPS; virtual_number: 2", description=[{"kind": "h100", "count": 2}])
     before = host.gpus[0].mig_devices()
     (host.root / "etc/yunion/host_container_device.yml").write_text(
@@ -288,14 +288,14 @@ def test_a_removed_entry_leaves_the_instances_and_the_plan_says_so(begun: Begun)
     assert host.gpus[0].mig_devices() == before
 
 
-def test_a_gpu_that_is_bound_to_another_driver_gets_no_other_layout(begun: Begun) -> None:
+def test_a_gpu_that_is_bound_to_another_driver_gets_no_other_layout(begun: StartWork) -> None:
     host, made = begun(MIG, description=[{"kind": "h100"}])
     host.gpus[0].bind("vfio-pci")
     made.rescan()
     assert [change for change in made.accept() if change.kind == "MIG layout"] == []
 
 
-def test_an_idle_control_daemon_ends_before_its_instance(begun: Begun) -> None:
+def test_an_idle_control_daemon_ends_before_its_instance(begun: StartWork) -> None:
     host, made = begun("type: NVIDIA_MPS; mig: all-3g.40gb; virtual_number: 2")
     configured(host, "type: NVIDIA_MPS; mig: all-1g.10gb; virtual_number: 2")
     made.reload()
@@ -304,7 +304,7 @@ def test_an_idle_control_daemon_ends_before_its_instance(begun: Begun) -> None:
     assert made.available == 14
 
 
-def test_mig_is_left_for_mps_on_the_whole_gpu_by_all_disabled(begun: Begun) -> None:
+def test_mig_is_left_for_mps_on_the_whole_gpu_by_all_disabled(begun: StartWork) -> None:
     host, made = begun(MIG)
     configured(host, "type: NVIDIA_MPS; mig: all-disabled; virtual_number: 2")
     made.reload()
@@ -313,7 +313,7 @@ def test_mig_is_left_for_mps_on_the_whole_gpu_by_all_disabled(begun: Begun) -> N
     assert made.available == 2
 
 
-def test_a_gpu_that_mps_serves_is_given_up_before_its_mig_mode_is_on(begun: Begun) -> None:
+def test_a_gpu_that_mps_serves_is_given_up_before_its_mig_mode_is_on(begun: StartWork) -> None:
     host, made = begun("type: NVIDIA_MPS; virtual_number: 2")
     configured(host, MIG)
     made.reload()
@@ -324,7 +324,7 @@ def test_a_gpu_that_mps_serves_is_given_up_before_its_mig_mode_is_on(begun: Begu
 
 @pytest.mark.parametrize(("restores", "after"), [("", True), ("; mig_restore: true", False)])
 def test_the_layout_stays_at_a_stop_unless_it_is_to_be_restored(
-    begun: Begun, restores: str, after: bool
+    begun: StartWork, restores: str, after: bool
 ) -> None:
     host, made = begun(MIG + restores)
     made.stop()
@@ -404,7 +404,7 @@ DIVISIONS = [
 @pytest.mark.parametrize(("entry", "number", "sharing"), DIVISIONS)
 @pytest.mark.parametrize("mig", [False, True])
 def test_a_check_counts_the_devices_that_a_layout_will_give(
-    begun: Begun, make_host: MakeHost, entry: str, number: int, sharing: str, mig: bool
+    begun: StartWork, make_host: MakeHost, entry: str, number: int, sharing: str, mig: bool
 ) -> None:
     host = make_host([{"kind": "h100", "mig": mig}])
     configured(host, entry)
@@ -421,7 +421,7 @@ def test_a_check_counts_the_devices_that_a_layout_will_give(
     assert made.available == number
 
 
-def test_a_layout_does_not_wait_for_a_compute_mode_that_cannot_be_set(begun: Begun) -> None:
+def test_a_layout_does_not_wait_for_a_compute_mode_that_cannot_be_set(begun: StartWork) -> None:
     host, made = begun("type: NVIDIA_MPS; virtual_number: 2")
     host.fail("nvmlDeviceSetComputeMode", "not_supported")
     configured(host, "type: NVIDIA_MPS; mig: all-3g.40gb")

@@ -18,7 +18,7 @@ from yunion_mps.inventory.scan import Scanner
 
 from integration.daemon_host import eventually
 from unit.mig_host import NOTHING_BUSY, MakeMigHost, MigHost
-from unit.supervisor.test_mig_devices import Begun, apply_layouts, begun, waits
+from unit.supervisor.test_mig_devices import StartWork, apply_layouts, begun, waits
 
 __all__ = ["begun"]
 
@@ -98,7 +98,7 @@ def test_a_layout_makes_no_step_once_a_stop_has_begun(mig_host: MakeMigHost) -> 
     assert host.has == "1 x 3g.40gb"
 
 
-def test_no_layout_is_changed_after_a_stop_has_begun(begun: Begun) -> None:
+def test_no_layout_is_changed_after_a_stop_has_begun(begun: StartWork) -> None:
     """A poll may be under way on a thread, and come to its end after the original layout was restored."""
     host, made = begun("type: NVIDIA_MPS; mig: 3g.40gb; mig_restore: true")
     host.reboot()
@@ -115,7 +115,7 @@ def test_no_layout_is_changed_after_a_stop_has_begun(begun: Begun) -> None:
     assert made.supervisor.state_file.originals().gpus() == set()
 
 
-def test_a_layout_that_hung_is_noted_although_the_scan_fails_too(begun: Begun) -> None:
+def test_a_layout_that_hung_is_noted_although_the_scan_fails_too(begun: StartWork) -> None:
     host, made = begun("type: NVIDIA_MPS; mig: all-disabled; virtual_number: 2")
     (host.root / "etc/yunion/host_container_device.yml").write_text(
         f"devices:\n- path: {host.gpus[0].uuid}\n  type: NVIDIA_MPS\n  mig: 3g.40gb\n"
@@ -139,7 +139,7 @@ def test_a_layout_that_hung_is_noted_although_the_scan_fails_too(begun: Begun) -
 
 
 @pytest.mark.parametrize("change", ["destroyed", "made again", "created"])
-def test_a_change_between_applying_and_the_scan_is_noticed(begun: Begun, change: str) -> None:
+def test_a_change_between_applying_and_the_scan_is_noticed(begun: StartWork, change: str) -> None:
     host, made = begun("type: NVIDIA_MPS; mig: [3g.40gb, 1g.10gb]")
     host.reboot()
     made.rescan()

@@ -20,7 +20,7 @@ from simhost import SimHost
 from simhost.tree import device_file
 from unit.mig_host import MakeMigHost, MigHost
 from unit.supervised import Supervised
-from unit.supervisor.test_mig_devices import Begun, apply_layouts, begun
+from unit.supervisor.test_mig_devices import StartWork, apply_layouts, begun
 
 __all__ = ["begun"]
 
@@ -81,7 +81,7 @@ def spoil(made: Supervised, text: str = "{}") -> None:
     shutil.rmtree(made.paths.run_directory)
 
 
-def test_a_damaged_record_is_a_warning_and_makes_the_stop_fail(begun: Begun) -> None:
+def test_a_damaged_record_is_a_warning_and_makes_the_stop_fail(begun: StartWork) -> None:
     host, made = begun(RESTORED)
     made.supervisor.release()
     spoil(made)
@@ -96,7 +96,7 @@ def test_a_damaged_record_is_a_warning_and_makes_the_stop_fail(begun: Begun) -> 
     assert restore_offline(again.paths) == 1
 
 
-def test_a_damaged_record_of_a_gpu_without_a_layout_is_a_warning(begun: Begun) -> None:
+def test_a_damaged_record_of_a_gpu_without_a_layout_is_a_warning(begun: StartWork) -> None:
     host, made = begun(RESTORED)
     made.supervisor.release()
     spoil(made)
@@ -107,7 +107,7 @@ def test_a_damaged_record_of_a_gpu_without_a_layout_is_a_warning(begun: Begun) -
 
 
 @pytest.mark.parametrize("way", ["removed", "truncated", "zeroed"])
-def test_a_layout_is_restored_although_the_file_was_lost(begun: Begun, way: str) -> None:
+def test_a_layout_is_restored_although_the_file_was_lost(begun: StartWork, way: str) -> None:
     host, made = begun(RESTORED)
     made.supervisor.release()
     file = Path(made.paths.store)
@@ -125,7 +125,7 @@ def test_a_layout_is_restored_although_the_file_was_lost(begun: Begun, way: str)
     assert not host.gpus[0].mig
 
 
-def test_records_lost_with_the_file_are_a_warning_and_fail_the_stop(begun: Begun) -> None:
+def test_records_lost_with_the_file_are_a_warning_and_fail_the_stop(begun: StartWork) -> None:
     """After a boot, there are no copies of what the damaged file had recorded."""
     host, made = begun(RESTORED)
     made.supervisor.release()
@@ -140,7 +140,7 @@ def test_records_lost_with_the_file_are_a_warning_and_fail_the_stop(begun: Begun
     assert host.gpus[0].mig
 
 
-def test_a_stop_fails_if_the_state_file_cannot_be_read(begun: Begun) -> None:
+def test_a_stop_fails_if_the_state_file_cannot_be_read(begun: StartWork) -> None:
     _, made = begun(RESTORED)
     made.stop(restore=False)
     shutil.rmtree(made.paths.state_directory)
@@ -159,7 +159,7 @@ def divide_without_layout(host: SimHost, *, is_divided: bool) -> None:
 
 
 @WITHOUT_LAYOUT
-def test_a_stop_restores_a_layout_that_the_entry_has_no_longer(begun: Begun, is_divided: bool) -> None:
+def test_a_stop_restores_a_layout_that_the_entry_has_no_longer(begun: StartWork, is_divided: bool) -> None:
     host, made = begun(RESTORED, description=TWO)
     divide_without_layout(host, is_divided=is_divided)
     made.reload()
@@ -169,7 +169,7 @@ def test_a_stop_restores_a_layout_that_the_entry_has_no_longer(begun: Begun, is_
 
 
 @WITHOUT_LAYOUT
-def test_restore_restores_a_layout_that_the_entry_has_no_longer(begun: Begun, is_divided: bool) -> None:
+def test_restore_restores_a_layout_that_the_entry_has_no_longer(begun: StartWork, is_divided: bool) -> None:
     host, made = begun(RESTORED, description=TWO)
     made.supervisor.release()
     divide_without_layout(host, is_divided=is_divided)
@@ -177,7 +177,7 @@ def test_restore_restores_a_layout_that_the_entry_has_no_longer(begun: Begun, is
     assert not host.gpus[0].mig
 
 
-def test_an_entry_that_keeps_its_layout_can_give_up_the_restoration(begun: Begun) -> None:
+def test_an_entry_that_keeps_its_layout_can_give_up_the_restoration(begun: StartWork) -> None:
     host, made = begun(RESTORED)
     host.divide("type: NVIDIA_MPS; mig: 3g.40gb")
     made.reload()
@@ -188,7 +188,7 @@ def test_an_entry_that_keeps_its_layout_can_give_up_the_restoration(begun: Begun
     assert host.gpus[0].mig
 
 
-def test_a_start_notes_whether_a_layout_of_an_earlier_version_is_restored(begun: Begun) -> None:
+def test_a_start_notes_whether_a_layout_of_an_earlier_version_is_restored(begun: StartWork) -> None:
     host, made = begun(RESTORED)
     made.supervisor.release()
     with closing(sqlite3.connect(made.paths.store)) as connection, connection:

@@ -7,7 +7,7 @@ from yunion_mps.core import reasons
 
 from simhost import SimHost
 from unit.supervised import Supervise
-from unit.supervisor.test_mig_devices import MIG, Begun, apply_layouts, begun, configured, waits
+from unit.supervisor.test_mig_devices import MIG, StartWork, apply_layouts, begun, configured, waits
 
 __all__ = ["begun"]
 
@@ -18,7 +18,7 @@ def requested(host: SimHost) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("was", [False, True])
-def test_without_its_entry_a_request_for_a_mode_is_cancelled(begun: Begun, was: bool) -> None:
+def test_without_its_entry_a_request_for_a_mode_is_cancelled(begun: StartWork, was: bool) -> None:
     asks = f"type: NVIDIA_MPS; mig: {'all-disabled; virtual_number: 4' if was else 'all-3g.20gb'}"
     host, made = begun(asks, description=[{"kind": "a100", "mig": was}])
     assert requested(host) == (was, not was)
@@ -37,7 +37,7 @@ def test_without_its_entry_a_request_for_a_mode_is_cancelled(begun: Begun, was: 
     assert requested(host) == (was, not was), "another program's request"
 
 
-def test_the_next_start_cancels_a_request_for_a_mode(begun: Begun, supervise: Supervise) -> None:
+def test_the_next_start_cancels_a_request_for_a_mode(begun: StartWork, supervise: Supervise) -> None:
     host, made = begun("type: NVIDIA_MPS; mig: all-3g.20gb", description=[{"kind": "a100"}])
     made.stop()
     configured(host, "type: NVIDIA_MPS; virtual_number: 4")
@@ -48,7 +48,7 @@ def test_the_next_start_cancels_a_request_for_a_mode(begun: Begun, supervise: Su
     assert made.available == 4
 
 
-def test_a_plan_without_mig_does_not_name_a_layout_that_waits(begun: Begun) -> None:
+def test_a_plan_without_mig_does_not_name_a_layout_that_waits(begun: StartWork) -> None:
     host, made = begun("type: NVIDIA_MPS; virtual_number: 2")
     configured(host, MIG)
     made.accept()

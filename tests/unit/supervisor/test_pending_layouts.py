@@ -74,11 +74,11 @@ class Work:
         return {one.device.addr for one in found.suitable(request) if not one.reason}
 
 
-Begun = Callable[..., Work]
+StartWork = Callable[..., Work]
 
 
 @pytest.fixture
-def begin(make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns) -> Begun:
+def start_supervised(make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns) -> StartWork:
     def make(*entries: str, description: Description = H100, **keys: str) -> Work:
         host = make_host(description, cuda_mps_pipe_directory="/run/mps", **keys)
         configured(host, *entries)
@@ -88,8 +88,8 @@ def begin(make_host: MakeHost, supervise: Supervise, stand_ins: MakeStandIns) ->
 
 
 @pytest.mark.parametrize(("before", "after"), [(TWO, MIG), (MIG, SMALLER), (MIG, TWO)])
-def test_what_has_to_go_is_not_leased_again(begin: Begun, before: str, after: str) -> None:
-    work = begin(before)
+def test_what_has_to_go_is_not_leased_again(start_supervised: StartWork, before: str, after: str) -> None:
+    work = start_supervised(before)
     first = work.made.snapshot.plan.devices[0].gpu_uuid
     of_first = {one.addr for one in work.made.snapshot.plan.devices if one.gpu_uuid == first}
     work.attach()
@@ -105,8 +105,8 @@ def test_what_has_to_go_is_not_leased_again(begin: Begun, before: str, after: st
     assert waits(work.made) == ""
 
 
-def test_a_layout_keeps_the_leased_instance_if_it_can(begin: Begun) -> None:
-    work = begin("type: NVIDIA_MPS; mig: all-1g.10gb")
+def test_a_layout_keeps_the_leased_instance_if_it_can(start_supervised: StartWork) -> None:
+    work = start_supervised("type: NVIDIA_MPS; mig: all-1g.10gb")
     gpu = work.made.snapshot.inventory.gpus[0]
     (leased,) = [f"{gpu.address}-g{one.id}" for one in gpu.mig_instances if one.start == 2]
     work.lease([one.addr for one in work.made.snapshot.plan.devices].index(leased))
@@ -118,9 +118,9 @@ def test_a_layout_keeps_the_leased_instance_if_it_can(begin: Begun) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(TWO, MIG), (MIG, SMALLER)])
 def test_a_leased_device_keeps_its_control_daemon_until_the_lease_ends(
-    begin: Begun, before: str, after: str
+    start_supervised: StartWork, before: str, after: str
 ) -> None:
-    work = begin(before)
+    work = start_supervised(before)
     address, count = work.lease(), len(work.made.snapshot.domains)
     mode = work.host.gpus[0].compute_mode
     pid = work.made.snapshot.domains[0].pid
@@ -140,17 +140,19 @@ def test_a_leased_device_keeps_its_control_daemon_until_the_lease_ends(
 
 
 @pytest.mark.parametrize(("before", "after"), [(TWO, MIG), (MIG, SMALLER)])
-def test_reload_now_does_not_wait_for_an_idle_lease(begin: Begun, before: str, after: str) -> None:
-    work = begin(before)
+def test_reload_now_does_not_wait_for_an_idle_lease(
+    start_supervised: StartWork, before: str, after: str
+) -> None:
+    work = start_supervised(before)
     work.lease()
     work.reload(after, now=True)
     work.apply()
     assert waits(work.made) == ""
 
 
-def test_reload_now_leaves_a_layout_in_effect_to_its_leases(begin: Begun) -> None:
+def test_reload_now_leaves_a_layout_in_effect_to_its_leases(start_supervised: StartWork) -> None:
     """Also later, when another program has taken one of its instances."""
-    work = begin(MIG, TWO, description=[{"kind": "h100", "count": 2}])
+    work = start_supervised(MIG, TWO, description=[{"kind": "h100", "count": 2}])
     address, leased = work.lease(), work.made.snapshot.plan.devices[0].gpu_uuid
     work.reload(f"{MIG_SLICED}; mig_restore: true", MIG, now=True)
     assert work.states()[address] == LEASED
@@ -163,8 +165,8 @@ def test_reload_now_leaves_a_layout_in_effect_to_its_leases(begin: Begun) -> Non
     assert others <= {one.uuid for one in work.host.gpus[0].mig_devices()}
 
 
-def test_a_plan_lists_no_losses_of_a_gpu_that_was_just_lost(begin: Begun) -> None:
-    work = begin(TWO, TWO, description=[{"kind": "h100", "count": 2}])
+def test_a_plan_lists_no_losses_of_a_gpu_that_was_just_lost(start_supervised: StartWork) -> None:
+    work = start_supervised(TWO, TWO, description=[{"kind": "h100", "count": 2}])
     supervisor = work.made.supervisor
     work.host.gpus[1].lose()  # since the last poll
     configured(work.host, MIG, MIG)
@@ -177,8 +179,8 @@ def test_a_plan_lists_no_losses_of_a_gpu_that_was_just_lost(begin: Begun) -> Non
     assert losses.keys() == {work.host.gpus[0].uuid}
 
 
-def test_a_drain_ends_also_the_server_of_a_client_that_waited(begin: Begun) -> None:
-    work = begin(MIG)
+def test_a_drain_ends_also_the_server_of_a_client_that_waited(start_supervised: StartWork) -> None:
+    work = start_supervised(MIG)
     first = work.attach()
     configured(work.host, SMALLER)
     work.made.reload()
@@ -194,8 +196,8 @@ def test_a_drain_ends_also_the_server_of_a_client_that_waited(begin: Begun) -> N
     work.made.until(lambda: domain not in work.made.supervisor.domains)
 
 
-def test_a_drain_of_a_control_daemon_that_is_replaced_has_no_new_leases(begin: Begun) -> None:
-    work = begin(TWO, TWO, description=[{"kind": "h100", "count": 2}])
+def test_a_drain_of_a_control_daemon_that_is_replaced_has_no_new_leases(start_supervised: StartWork) -> None:
+    work = start_supervised(TWO, TWO, description=[{"kind": "h100", "count": 2}])
     work.attach()
     work.reload(MIG, TWO)
     assert work.offered() == {"00:07.0-0", "00:07.0-1"}
@@ -208,9 +210,9 @@ def test_a_drain_of_a_control_daemon_that_is_replaced_has_no_new_leases(begin: B
     assert len(work.offered()) == 6
 
 
-def test_a_layout_names_the_server_of_another_gpu_that_it_waits_for(begin: Begun) -> None:
+def test_a_layout_names_the_server_of_another_gpu_that_it_waits_for(start_supervised: StartWork) -> None:
     """A server may open all GPUs that its control daemon sees."""
-    work = begin(TWO, TWO, description=[{"kind": "h100", "count": 2}])
+    work = start_supervised(TWO, TWO, description=[{"kind": "h100", "count": 2}])
     server = work.attach()
     work.reload(MIG, TWO)
     what = f"the MPS server (PID {server}) of GPUs 00:06.0, 00:07.0"
@@ -218,8 +220,8 @@ def test_a_layout_names_the_server_of_another_gpu_that_it_waits_for(begin: Begun
     assert work.made.snapshot.notice == ""
 
 
-def test_a_leased_time_sliced_gpu_that_has_to_go_is_no_failure(begin: Begun) -> None:
-    work = begin(SLICED)
+def test_a_leased_time_sliced_gpu_that_has_to_go_is_no_failure(start_supervised: StartWork) -> None:
+    work = start_supervised(SLICED)
     address = work.lease()
     work.reload(MIG)
     assert work.made.snapshot.notice == ""
@@ -227,8 +229,8 @@ def test_a_leased_time_sliced_gpu_that_has_to_go_is_no_failure(begin: Begun) -> 
     assert set(work.states().values()) == {LEASED, PENDING}
 
 
-def test_an_end_of_mps_is_no_change_of_the_compute_mode(begin: Begun) -> None:
-    work = begin(TWO)
+def test_an_end_of_mps_is_no_change_of_the_compute_mode(start_supervised: StartWork) -> None:
+    work = start_supervised(TWO)
     work.attach()
     work.reload(SLICED)
     assert work.made.supervisor.domains
@@ -236,8 +238,10 @@ def test_an_end_of_mps_is_no_change_of_the_compute_mode(begin: Begun) -> None:
 
 
 @pytest.mark.parametrize("leased", [False, True])
-def test_a_layout_names_leases_and_servers_rather_than_their_processes(begin: Begun, leased: bool) -> None:
-    work = begin(MIG)
+def test_a_layout_names_leases_and_servers_rather_than_their_processes(
+    start_supervised: StartWork, leased: bool
+) -> None:
+    work = start_supervised(MIG)
     if leased:
         work.lease()
     pid, (number, *_) = work.attach(), [one.id for one in work.made.snapshot.inventory.gpus[0].mig_instances]
@@ -250,8 +254,8 @@ def test_a_layout_names_leases_and_servers_rather_than_their_processes(begin: Be
     assert waits(work.made) == expected
 
 
-def test_a_layout_names_no_leases_where_there_are_none(begin: Begun) -> None:
-    work = begin(MIG)
+def test_a_layout_names_no_leases_where_there_are_none(start_supervised: StartWork) -> None:
+    work = start_supervised(MIG)
     configured(work.host, SMALLER)
     work.made.accept()
     work.ledger.set_unreadable({"a": ()})
@@ -261,8 +265,8 @@ def test_a_layout_names_no_leases_where_there_are_none(begin: Begun) -> None:
 
 
 @pytest.mark.parametrize("before", [MIG, f"{TWO}; mig: all-disabled", TWO])
-def test_a_withdrawn_layout_is_no_longer_pending(begin: Begun, before: str) -> None:
-    work = begin(before)
+def test_a_withdrawn_layout_is_no_longer_pending(start_supervised: StartWork, before: str) -> None:
+    work = start_supervised(before)
     work.lease()
     work.reload(SMALLER)
     assert waits(work.made).code == MIG_IN_USE
@@ -280,8 +284,8 @@ def test_a_withdrawn_layout_is_no_longer_pending(begin: Begun, before: str) -> N
 
 
 @pytest.mark.parametrize("before", [TWO, "type: NVIDIA_MPS; mig: all-3g.40gb"], ids=["gpu", "instance"])
-def test_processes_that_come_and_go_make_no_event_each(begin: Begun, before: str) -> None:
-    work = begin(before)
+def test_processes_that_come_and_go_make_no_event_each(start_supervised: StartWork, before: str) -> None:
+    work = start_supervised(before)
     on = None if before == TWO else (work.host.gpus[0].mig_devices()[0].gpu_instance, 0)
     gpu, made = work.host.gpus[0], work.made
     gpu.add_process(50001, 100, on=on)
@@ -297,8 +301,8 @@ def test_processes_that_come_and_go_make_no_event_each(begin: Begun, before: str
 
 
 @pytest.mark.parametrize("before", [TWO, SLICED, MIG, MIG_SLICED])
-def test_a_lease_that_a_layout_waits_for_is_shown_once(begin: Begun, before: str) -> None:
-    work = begin(before)
+def test_a_lease_that_a_layout_waits_for_is_shown_once(start_supervised: StartWork, before: str) -> None:
+    work = start_supervised(before)
     work.lease()
     work.reload(SMALLER)
     queries = Queries(lambda: work.made.snapshot, 0.0, 4200, ledger=work.ledger)

@@ -31,7 +31,7 @@ from simhost import SimHost
 from simhost.tree import device_file
 from unit.mig_host import MakeMigHost, MigHost
 from unit.mps.other_processes import no_descriptor_left
-from unit.supervised import Begin, MakeHost, PutToWork, Supervise, configure, modes
+from unit.supervised import MakeHost, StartSupervised, StartWithJob, Supervise, configure, modes
 
 pytestmark = pytest.mark.processes
 
@@ -41,9 +41,9 @@ MIG = "type: NVIDIA_MPS; mig: all-3g.40gb"
 WHOLE = "type: NVIDIA_MPS; mig: all-disabled; virtual_number: 2"
 
 
-def test_what_cannot_be_read_in_a_shortage_is_due_again(begin: Begin) -> None:
+def test_what_cannot_be_read_in_a_shortage_is_due_again(start_supervised: StartSupervised) -> None:
     """The original mode of a GPU that left the configuration is restored once no process of ours uses it."""
-    host, made = begin([{"kind": "v100"}, {"kind": "a100"}], 4, 4)
+    host, made = start_supervised([{"kind": "v100"}, {"kind": "a100"}], 4, 4)
     host.fail("nvmlDeviceSetComputeMode", "unknown", gpu=1)
     host.divide(4)
     made.reload()
@@ -56,9 +56,9 @@ def test_what_cannot_be_read_in_a_shortage_is_due_again(begin: Begin) -> None:
     asyncio.run(set_values())
 
 
-def test_without_the_driver_no_setting_is_said_to_wait(put_to_work: PutToWork) -> None:
+def test_without_the_driver_no_setting_is_said_to_wait(start_with_job: StartWithJob) -> None:
     """What it waited for may have ended since; the next poll that succeeds tells."""
-    host, _, made, job = put_to_work([{"kind": "v100"}], 4)
+    host, _, made, job = start_with_job([{"kind": "v100"}], 4)
     configure(host, cuda_mps_compute_mode="keep")
     made.reload()
     made.bring_about()
@@ -92,9 +92,11 @@ def test_a_start_goes_on_if_only_a_gpu_that_is_not_divided_refuses(
     made.next_supervisor().supervisor.start(time.monotonic())
 
 
-def test_a_mig_call_that_hangs_keeps_no_other_gpu_from_being_restored(begin: Begin) -> None:
+def test_a_mig_call_that_hangs_keeps_no_other_gpu_from_being_restored(
+    start_supervised: StartSupervised,
+) -> None:
     """While it hangs, all calls through the same NVML are refused."""
-    host, made = begin([{"kind": "h100"}, {"kind": "v100"}], f"{MIG}; mig_restore: true", 2)
+    host, made = start_supervised([{"kind": "h100"}, {"kind": "v100"}], f"{MIG}; mig_restore: true", 2)
     made.bring_about()
     assert host.gpus[1].compute_mode == "exclusive_process"
     assert made.supervisor.nvml
@@ -105,8 +107,8 @@ def test_a_mig_call_that_hangs_keeps_no_other_gpu_from_being_restored(begin: Beg
     host.clear()
 
 
-def test_a_stop_that_cannot_restore_a_layout_records_why(begin: Begin) -> None:
-    host, made = begin([{"kind": "h100"}], f"{MIG}; mig_restore: true")
+def test_a_stop_that_cannot_restore_a_layout_records_why(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised([{"kind": "h100"}], f"{MIG}; mig_restore: true")
     made.bring_about()
     host.fail("nvmlGpuInstanceDestroy", "no_permission")
     made.stop()
@@ -194,8 +196,10 @@ def fan_speed() -> Iterator[FanSpeed]:
     kinds.KINDS.remove(kind)
 
 
-def test_what_precedes_no_layout_is_set_after_the_layouts(fan_speed: FanSpeed, begin: Begin) -> None:
-    host, made = begin([{"kind": "v100"}, {"kind": "h100"}], 4)
+def test_what_precedes_no_layout_is_set_after_the_layouts(
+    fan_speed: FanSpeed, start_supervised: StartSupervised
+) -> None:
+    host, made = start_supervised([{"kind": "v100"}, {"kind": "h100"}], 4)
     fan_speed.host = host
     host.divide(4, MIG)
     made.supervisor.accept(run_preflight(made.paths, made.supervisor.nvml))
@@ -204,9 +208,9 @@ def test_what_precedes_no_layout_is_set_after_the_layouts(fan_speed: FanSpeed, b
     assert set(fan_speed.was_in_mig_mode) == {True}
 
 
-def test_a_compute_mode_is_set_after_a_layout_step_that_failed(begin: Begin) -> None:
+def test_a_compute_mode_is_set_after_a_layout_step_that_failed(start_supervised: StartSupervised) -> None:
     """The switch resets it, although the daemon cannot read back that the mode was switched."""
-    host, made = begin([{"kind": "h100"}], MIG)
+    host, made = start_supervised([{"kind": "h100"}], MIG)
     made.bring_about()
     host.gpus[0].end_instances()
     host.divide(WHOLE)
@@ -217,9 +221,9 @@ def test_a_compute_mode_is_set_after_a_layout_step_that_failed(begin: Begin) -> 
 
 
 def test_a_state_file_that_cannot_be_read_is_logged_once(
-    begin: Begin, caplog: pytest.LogCaptureFixture
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, made = begin([{"kind": "v100"}], 4)
+    _, made = start_supervised([{"kind": "v100"}], 4)
     made.bring_about()
     file = made.paths.store
     os.rename(file, f"{file}.away")

@@ -20,7 +20,7 @@ from yunion_mps.views.devices import devices_json
 from integration.daemon_host import eventually
 from simhost import SimHost
 from unit.mps.other_processes import full_queue
-from unit.supervised import Begin, MakeHost, PutToWork, Supervise, Supervised, configure, modes
+from unit.supervised import MakeHost, StartSupervised, StartWithJob, Supervise, Supervised, configure, modes
 
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
 
@@ -46,8 +46,10 @@ def end(host: SimHost) -> None:
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_modes_are_restored_if_mps_was_disabled_or_the_state_file_lost(begin: Begin, is_lost: bool) -> None:
-    host, made = begin(TWO)
+def test_modes_are_restored_if_mps_was_disabled_or_the_state_file_lost(
+    start_supervised: StartSupervised, is_lost: bool
+) -> None:
+    host, made = start_supervised(TWO)
     made.stop(restore=False)
     assert modes(host) == ["exclusive_process"] * 2
     if is_lost:
@@ -57,8 +59,8 @@ def test_modes_are_restored_if_mps_was_disabled_or_the_state_file_lost(begin: Be
     assert modes(host) == ["default"] * 2
 
 
-def test_disabling_mps_keeps_a_control_daemon_with_jobs(put_to_work: PutToWork) -> None:
-    at_work = put_to_work(TWO)
+def test_disabling_mps_keeps_a_control_daemon_with_jobs(start_with_job: StartWithJob) -> None:
+    at_work = start_with_job(TWO)
     host, pid = at_work.host, killed(at_work.made)
     configure(host, enable_cuda_mps="false")
     made = at_work.made.start_next()
@@ -81,10 +83,10 @@ def test_disabling_mps_keeps_a_control_daemon_with_jobs(put_to_work: PutToWork) 
     "change", [{"enable_cuda_mps": "false"}, {"cuda_mps_pipe_directory": "/tmp/elsewhere/pipe"}]
 )
 def test_a_hidden_control_daemon_is_found_by_every_later_configuration(
-    put_to_work: PutToWork, change: dict[str, str]
+    start_with_job: StartWithJob, change: dict[str, str]
 ) -> None:
     """Any user can fill its queue: it keeps its GPUs and their modes, and no second one serves them."""
-    at_work = put_to_work(TWO)
+    at_work = start_with_job(TWO)
     host, pid = at_work.host, killed(at_work.made)
     pipe = at_work.made.snapshot.domains[0].plan.pipe_directory
     configure(host, **change)
@@ -120,8 +122,8 @@ def test_a_control_daemon_that_never_served_does_not_block_the_next(
     assert modes(host) == ["default"] * 2
 
 
-def test_modes_stay_while_a_server_without_its_control_daemon_runs(put_to_work: PutToWork) -> None:
-    at_work = put_to_work(TWO)
+def test_modes_stay_while_a_server_without_its_control_daemon_runs(start_with_job: StartWithJob) -> None:
+    at_work = start_with_job(TWO)
     host, pid = at_work.host, killed(at_work.made)
     at_work.made.supervisor.release()
     os.kill(pid, signal.SIGKILL)
@@ -139,9 +141,11 @@ def test_modes_stay_while_a_server_without_its_control_daemon_runs(put_to_work: 
     made.until(are_restored)
 
 
-def test_an_unrecorded_control_daemon_is_reported(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unrecorded_control_daemon_is_reported(
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    host, first = begin(TWO)
+    host, first = start_supervised(TWO)
     pid = killed(first)
     forget(first)
     configure(host, enable_cuda_mps="false")
@@ -157,8 +161,10 @@ def test_an_unrecorded_control_daemon_is_reported(begin: Begin, caplog: pytest.L
     assert modes(host) == ["default"] * 2
 
 
-def test_modes_are_restored_at_the_stop_if_the_control_daemon_has_ended(begin: Begin) -> None:
-    host, first = begin(TWO)
+def test_modes_are_restored_at_the_stop_if_the_control_daemon_has_ended(
+    start_supervised: StartSupervised,
+) -> None:
+    host, first = start_supervised(TWO)
     configure(host, enable_cuda_mps="false")
     made = first.start_next()
     end(host)
@@ -166,8 +172,10 @@ def test_modes_are_restored_at_the_stop_if_the_control_daemon_has_ended(begin: B
     assert modes(host) == ["default"] * 2
 
 
-def test_with_scope_gpu_a_lost_gpus_control_daemon_ends_after_its_jobs(begin: Begin) -> None:
-    host, first = begin(TWO, cuda_mps_scope="gpu")
+def test_with_scope_gpu_a_lost_gpus_control_daemon_ends_after_its_jobs(
+    start_supervised: StartSupervised,
+) -> None:
+    host, first = start_supervised(TWO, cuda_mps_scope="gpu")
     pids = [domain.pid for domain in first.snapshot.domains]
     host.gpus[0].lose()
     made = first.start_next()
@@ -193,9 +201,9 @@ def test_a_gpu_that_returns_is_served_once_the_survivor_has_no_jobs(
     assert made.snapshot.domains[0].pid != pid
 
 
-def test_a_gpu_whose_control_daemon_has_jobs_gets_no_second_one(put_to_work: PutToWork) -> None:
+def test_a_gpu_whose_control_daemon_has_jobs_gets_no_second_one(start_with_job: StartWithJob) -> None:
     """As after a reload that waits for the jobs: nothing needs a human, and no client loses its device."""
-    at_work = put_to_work(TWO)
+    at_work = start_with_job(TWO)
     host, pid = at_work.host, killed(at_work.made)
     configure(host, cuda_mps_scope="gpu")
     made = at_work.made.start_next()
@@ -208,9 +216,9 @@ def test_a_gpu_whose_control_daemon_has_jobs_gets_no_second_one(put_to_work: Put
 
 
 def test_an_unrecorded_control_daemon_in_our_directory_stops_the_start(
-    begin: Begin, supervise: Supervise
+    start_supervised: StartSupervised, supervise: Supervise
 ) -> None:
-    host, first = begin(TWO)
+    host, first = start_supervised(TWO)
     pid = killed(first)
     forget(first)
     configure(host, cuda_mps_scope="gpu")
@@ -227,9 +235,9 @@ def test_an_unrecorded_control_daemon_in_our_directory_stops_the_start(
 
 
 def test_a_stranger_on_the_directory_is_reported_before_any_change(
-    begin: Begin, supervise: Supervise
+    start_supervised: StartSupervised, supervise: Supervise
 ) -> None:
-    host, first = begin(TWO)
+    host, first = start_supervised(TWO)
     pipe = first.snapshot.domains[0].plan.pipe_directory
     first.stop()
     stranger = host.popen([PROGRAM, "-f"], env={**host.env, "CUDA_MPS_PIPE_DIRECTORY": pipe})
@@ -247,8 +255,8 @@ def test_a_stranger_on_the_directory_is_reported_before_any_change(
     assert modes(host) == ["default"] * 2
 
 
-def test_a_lost_gpu_that_returns_after_a_restart_leaves_nothing_pending(put_to_work: PutToWork) -> None:
-    at_work = put_to_work(TWO)
+def test_a_lost_gpu_that_returns_after_a_restart_leaves_nothing_pending(start_with_job: StartWithJob) -> None:
+    at_work = start_with_job(TWO)
     host, pid = at_work.host, killed(at_work.made)
     host.gpus[1].lose()
     made = at_work.made.start_next()
@@ -259,8 +267,8 @@ def test_a_lost_gpu_that_returns_after_a_restart_leaves_nothing_pending(put_to_w
     assert (made.snapshot.domains[0].pid, made.snapshot.domains[0].pending) == (pid, "")
 
 
-def test_a_gpu_removed_from_the_file_is_dropped_after_a_restart_too(put_to_work: PutToWork) -> None:
-    at_work = put_to_work(TWO, 4, 4)
+def test_a_gpu_removed_from_the_file_is_dropped_after_a_restart_too(start_with_job: StartWithJob) -> None:
+    at_work = start_with_job(TWO, 4, 4)
     host, pid = at_work.host, killed(at_work.made)
     host.divide(4)
     made = at_work.made.start_next()
@@ -273,8 +281,8 @@ def test_a_gpu_removed_from_the_file_is_dropped_after_a_restart_too(put_to_work:
     assert modes(host) == ["exclusive_process", "default"]
 
 
-def test_restored_modes_are_logged_at_the_stop(begin: Begin) -> None:
-    _, made = begin(TWO)
+def test_restored_modes_are_logged_at_the_stop(start_supervised: StartSupervised) -> None:
+    _, made = start_supervised(TWO)
     made.stop()
     with closing(Store(made.paths)) as store:
         told = [one.event for one in EventTable(store).after(0, 100, "compute_mode")]

@@ -23,7 +23,7 @@ from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.views.reload_rows import pending_rows
 
 from simhost.host import SHARED
-from unit.supervised import Begin, MakeHost, Supervise, Supervised, modes
+from unit.supervised import MakeHost, StartSupervised, Supervise, Supervised, modes
 from unit.supervisor.test_mig_devices import apply_layouts, configured
 
 TWO = [{"kind": "v100"}, {"kind": "v100"}]
@@ -43,8 +43,8 @@ def told(made: Supervised, subject: str) -> list[str]:
 # -- desired values
 
 
-def test_a_mode_that_the_driver_refuses_once_is_set_soon(begin: Begin) -> None:
-    host, made = begin(TWO, 4, 4)
+def test_a_mode_that_the_driver_refuses_once_is_set_soon(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 4, 4)
     host.fail(SET, "unknown", gpu=0, times=1)
     host.gpus[0].compute_mode = "default"
     made.poll_later(0.0)
@@ -75,8 +75,10 @@ def test_a_mode_that_is_refused_at_the_start_is_set_soon(
     assert made.snapshot.conditions == ()
 
 
-def test_a_refused_mode_that_is_set_by_hand_ends_with_the_next_poll(begin: Begin) -> None:
-    host, made = begin(TWO, 4, 4)
+def test_a_refused_mode_that_is_set_by_hand_ends_with_the_next_poll(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = start_supervised(TWO, 4, 4)
     host.fail(SET, "no_permission", gpu=0)
     host.gpus[0].compute_mode = "default"
     made.poll_later(0.0)
@@ -87,9 +89,9 @@ def test_a_refused_mode_that_is_set_by_hand_ends_with_the_next_poll(begin: Begin
 
 
 def test_a_mode_that_is_refused_all_the_time_is_told_once(
-    begin: Begin, caplog: pytest.LogCaptureFixture
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, made = begin(TWO, 4, 4)
+    host, made = start_supervised(TWO, 4, 4)
     host.fail(SET, "unknown", gpu=0)
     host.gpus[0].compute_mode = "default"
     for _ in range(5):
@@ -98,8 +100,8 @@ def test_a_mode_that_is_refused_all_the_time_is_told_once(
     assert caplog.text.count("compute mode cannot be set") == 2, "the error, and that the GPU is unusable"
 
 
-def test_a_reload_that_keeps_the_modes_ends_a_refusal(begin: Begin) -> None:
-    host, made = begin(TWO, 4, 4)
+def test_a_reload_that_keeps_the_modes_ends_a_refusal(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 4, 4)
     host.fail(SET, "no_permission", gpu=0)
     host.gpus[0].compute_mode = "default"
     made.poll_later(0.0)
@@ -127,9 +129,9 @@ def test_a_layout_waits_no_longer_for_a_mode_that_was_refused_once(
 
 
 def test_a_time_slice_that_could_not_be_set_once_is_set_soon(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
+    start_supervised: StartSupervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, made = begin([{"kind": "v100"}], SHARED)
+    host, made = start_supervised([{"kind": "v100"}], SHARED)
     host.divide(LONG)
     with monkeypatch.context() as without_program:
         without_program.setenv("PATH", "/nowhere")
@@ -140,8 +142,8 @@ def test_a_time_slice_that_could_not_be_set_once_is_set_soon(
     assert told(made, "00:06.0")[-1].startswith("no longer: the time slice long cannot be set")
 
 
-def test_a_reload_names_a_mode_that_the_driver_refuses(begin: Begin) -> None:
-    host, made = begin(TWO, 4)
+def test_a_reload_names_a_mode_that_the_driver_refuses(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 4)
     host.fail(SET, "unknown", gpu=1)
     host.divide(4, 4)
     made.reload()
@@ -150,9 +152,9 @@ def test_a_reload_names_a_mode_that_the_driver_refuses(begin: Begin) -> None:
 
 
 def test_a_reload_names_a_time_slice_that_the_driver_refuses(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
+    start_supervised: StartSupervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, made = begin([{"kind": "v100"}], SHARED)
+    host, made = start_supervised([{"kind": "v100"}], SHARED)
     host.divide(LONG)
     with monkeypatch.context() as without_program:
         without_program.setenv("PATH", "/nowhere")
@@ -171,8 +173,8 @@ def check_that_it_is_pending(made: Supervised, code: str) -> None:
 # -- original values
 
 
-def test_a_mode_that_cannot_be_restored_is_a_condition_until_it_is(begin: Begin) -> None:
-    host, made = begin(TWO, 4, 4)
+def test_a_mode_that_cannot_be_restored_is_a_condition_until_it_is(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 4, 4)
     host.fail(SET, "unknown", gpu=1)
     host.divide(4)
     changes = made.reload()
@@ -196,9 +198,9 @@ def test_a_mode_that_cannot_be_restored_is_a_condition_until_it_is(begin: Begin)
 
 
 def test_a_stop_records_which_mode_it_cannot_restore_and_says_what_to_run(
-    begin: Begin, caplog: pytest.LogCaptureFixture
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, made = begin(TWO, 4, 4)
+    host, made = start_supervised(TWO, 4, 4)
     host.fail(SET, "unknown", gpu=1)
     made.stop()
     problem = "GPU 00:07.0: compute mode Default cannot be restored: NVML error: Unknown Error"
@@ -211,8 +213,8 @@ def test_a_stop_records_which_mode_it_cannot_restore_and_says_what_to_run(
     host.clear()
 
 
-def test_a_mode_that_is_restored_by_hand_ends_its_refusal(begin: Begin) -> None:
-    host, made = begin(TWO, 4, 4)
+def test_a_mode_that_is_restored_by_hand_ends_its_refusal(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 4, 4)
     host.fail(SET, "unknown", gpu=1)
     host.divide(4)
     made.reload()
@@ -224,8 +226,8 @@ def test_a_mode_that_is_restored_by_hand_ends_its_refusal(begin: Begin) -> None:
     assert made.snapshot.conditions == ()
 
 
-def test_a_stop_tries_a_refused_restoration_at_once(begin: Begin) -> None:
-    host, made = begin(TWO, 4, 4)
+def test_a_stop_tries_a_refused_restoration_at_once(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 4, 4)
     host.fail(SET, "unknown", gpu=1)
     host.divide(4)
     made.reload()
@@ -240,8 +242,8 @@ def test_a_stop_tries_a_refused_restoration_at_once(begin: Begin) -> None:
 
 
 @pytest.mark.parametrize("by_lease", [True, False])
-def test_the_plan_says_what_the_condition_says(begin: Begin, *, by_lease: bool) -> None:
-    host, made = begin(TWO, LONG, 4)
+def test_the_plan_says_what_the_condition_says(start_supervised: StartSupervised, *, by_lease: bool) -> None:
+    host, made = start_supervised(TWO, LONG, 4)
     if by_lease:
         device = made.snapshot.plan.devices[0]
         assert device.sharing == TIME_SLICING
@@ -272,10 +274,10 @@ def test_the_plan_says_what_the_condition_says(begin: Begin, *, by_lease: bool) 
 
 
 def test_what_cannot_be_recorded_is_a_condition_and_logged_once(
-    begin: Begin, caplog: pytest.LogCaptureFixture
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    host, made = begin(TWO, SHARED, 4)
+    host, made = start_supervised(TWO, SHARED, 4)
     refusing = "BEFORE INSERT ON former_time_slice BEGIN SELECT RAISE(ABORT, 'disk full'); END"
     run_sql(made, f"CREATE TRIGGER refusing {refusing}")
     host.divide(LONG, 4)

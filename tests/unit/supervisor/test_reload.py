@@ -12,21 +12,21 @@ from yunion_mps.mps.processes import our_processes
 from yunion_mps.supervisor.preflight import run_preflight
 from yunion_mps.views.devices import devices_json
 
-from unit.supervised import Begin, MakeHost, PutToWork, Supervise, budgets, configure, modes, pid
+from unit.supervised import MakeHost, StartSupervised, StartWithJob, Supervise, budgets, configure, modes, pid
 
 TWO = [{"kind": "v100"}, {"kind": "a100"}]
 A100_MIB = 40960
 
 
-def test_files_that_did_not_change_change_nothing(begin: Begin) -> None:
-    _, made = begin(TWO)
+def test_files_that_did_not_change_change_nothing(start_supervised: StartSupervised) -> None:
+    _, made = start_supervised(TWO)
     before, count = pid(made), len(made.events)
     assert made.reload() == []
     assert (pid(made), len(made.events)) == (before, count)
 
 
-def test_other_numbers_of_devices_take_effect_at_once_without_jobs(begin: Begin) -> None:
-    host, made = begin(TWO, 2, 4)
+def test_other_numbers_of_devices_take_effect_at_once_without_jobs(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 2, 4)
     before = pid(made)
     host.divide(4, 4)
     (change,) = made.reload()
@@ -53,8 +53,8 @@ def test_a_reload_retries_failed_domains_at_once(make_host: MakeHost, supervise:
     made.until(lambda: made.available == 8)
 
 
-def test_an_added_gpu_is_served_and_its_mode_set(begin: Begin) -> None:
-    host, made = begin(TWO, 2, cuda_mps_scope="gpu")
+def test_an_added_gpu_is_served_and_its_mode_set(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 2, cuda_mps_scope="gpu")
     before = pid(made)
     host.divide(2, 2)
     changes = made.reload()
@@ -68,8 +68,8 @@ def test_an_added_gpu_is_served_and_its_mode_set(begin: Begin) -> None:
     assert pid(made) == before, "that of the other GPU goes on"
 
 
-def test_a_removed_gpu_is_released_and_its_mode_restored(begin: Begin) -> None:
-    host, made = begin(TWO, 2, 2, cuda_mps_scope="gpu")
+def test_a_removed_gpu_is_released_and_its_mode_restored(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 2, 2, cuda_mps_scope="gpu")
     before = pid(made)
     host.divide(2)
     made.reload()
@@ -80,8 +80,8 @@ def test_a_removed_gpu_is_released_and_its_mode_restored(begin: Begin) -> None:
     assert [one.pid for one in our_processes()] == [before]
 
 
-def test_mps_can_be_turned_off_and_on_again(begin: Begin) -> None:
-    host, made = begin(TWO)
+def test_mps_can_be_turned_off_and_on_again(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO)
     configure(host, enable_cuda_mps="false")
     made.reload()
     made.until(lambda: not made.snapshot.domains)
@@ -100,16 +100,16 @@ def test_mps_can_be_turned_off_and_on_again(begin: Begin) -> None:
     assert (modes(host), made.available) == (["exclusive_process"] * 2, 8)
 
 
-def test_a_daemon_that_began_without_mps_serves_it_after_a_reload(begin: Begin) -> None:
-    host, made = begin(TWO, enable_cuda_mps="false")
+def test_a_daemon_that_began_without_mps_serves_it_after_a_reload(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, enable_cuda_mps="false")
     assert made.snapshot.domains == ()
     configure(host)
     made.reload()
     assert (modes(host), made.available) == (["exclusive_process"] * 2, 8)
 
 
-def test_another_directory_moves_the_control_daemon(begin: Begin) -> None:
-    host, made = begin([{"kind": "v100"}])
+def test_another_directory_moves_the_control_daemon(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised([{"kind": "v100"}])
     before = pid(made)
     configure(host, cuda_mps_pipe_directory="/run/mps/pipe")
     made.reload()
@@ -117,8 +117,8 @@ def test_another_directory_moves_the_control_daemon(begin: Begin) -> None:
     assert made.snapshot.domains[0].plan.pipe_directory == str(host.root / "run/mps/pipe")
 
 
-def test_keep_restores_the_modes_and_exclusive_sets_them_again(begin: Begin) -> None:
-    host, made = begin(TWO)
+def test_keep_restores_the_modes_and_exclusive_sets_them_again(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO)
     control = made.snapshot.domains[0].pid
     configure(host, cuda_mps_compute_mode="keep")
     gone = [("00:06.0", "Exclusive_Process", "original"), ("00:07.0", "Exclusive_Process", "original")]
@@ -130,8 +130,8 @@ def test_keep_restores_the_modes_and_exclusive_sets_them_again(begin: Begin) -> 
     assert made.snapshot.domains[0].pid == control
 
 
-def test_an_occupied_pipe_directory_is_refused_before_any_change(begin: Begin) -> None:
-    host, made = begin(TWO)
+def test_an_occupied_pipe_directory_is_refused_before_any_change(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO)
     before = pid(made)
     (host.root / "run/taken").write_text("")
     configure(host, cuda_mps_pipe_directory="/run/taken/pipe", cuda_mps_thread_percentage="none")
@@ -141,8 +141,8 @@ def test_an_occupied_pipe_directory_is_refused_before_any_change(begin: Begin) -
     assert made.snapshot.domains[0].pending == ""
 
 
-def test_a_gpu_that_is_lost_meanwhile_keeps_its_place(begin: Begin) -> None:
-    host, made = begin(TWO, 2, 2)
+def test_a_gpu_that_is_lost_meanwhile_keeps_its_place(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 2, 2)
     before = pid(made)
     host.gpus[1].lose()
     made.rescan()
@@ -155,8 +155,8 @@ def test_a_gpu_that_is_lost_meanwhile_keeps_its_place(begin: Begin) -> None:
     assert (pid(made), made.available) == (before, 6)
 
 
-def test_a_plan_shows_changes_without_applying_them(begin: Begin) -> None:
-    host, made = begin([{"kind": "v100"}], 2)
+def test_a_plan_shows_changes_without_applying_them(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised([{"kind": "v100"}], 2)
     before = made.snapshot
     host.divide(4)
     configure(host, cuda_mps_stop_timeout_s="60")
@@ -188,24 +188,24 @@ def test_a_plan_shows_changes_without_applying_them(begin: Begin) -> None:
     ],
 )
 def test_other_keys_are_shown_as_written(
-    begin: Begin, keys: dict[str, str], changes: list[tuple[str, ...]]
+    start_supervised: StartSupervised, keys: dict[str, str], changes: list[tuple[str, ...]]
 ) -> None:
-    host, made = begin([{"kind": "v100"}], 2)
+    host, made = start_supervised([{"kind": "v100"}], 2)
     configure(host, **keys)
     assert [change[:4] for change in made.reload()] == changes
     assert made.reload() == []
 
 
-def test_another_memory_unit_is_shown_as_written(begin: Begin) -> None:
-    host, made = begin([{"kind": "v100"}], 2)
+def test_another_memory_unit_is_shown_as_written(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised([{"kind": "v100"}], 2)
     devices = host.root / "etc/yunion/host_container_device.yml"
     devices.write_text(f"gpu_memory_unit: 128MiB\n{devices.read_text()}")
     assert [change[:4] for change in made.reload()] == [("setting", "gpu_memory_unit", "1GiB", "128MiB")]
     assert made.reload() == []
 
 
-def test_multiuser_is_omitted_if_the_program_does_not_support_it(begin: Begin) -> None:
-    host, made = begin([{"kind": "v100"}], cuda_mps_multiuser="true")
+def test_multiuser_is_omitted_if_the_program_does_not_support_it(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised([{"kind": "v100"}], cuda_mps_multiuser="true")
     (warning,) = made.warnings
     assert warning.text.startswith("cuda_mps_multiuser is true, but ")
     assert warning.text.endswith(" does not support it: only one user's jobs run at a time")
@@ -219,8 +219,8 @@ def test_multiuser_is_omitted_if_the_program_does_not_support_it(begin: Begin) -
 V100 = [{"kind": "v100"}]
 
 
-def test_a_budget_that_also_waits_for_leases_says_so(put_to_work: PutToWork) -> None:
-    host, jobs, made, _ = put_to_work(V100, 2)
+def test_a_budget_that_also_waits_for_leases_says_so(start_with_job: StartWithJob) -> None:
+    host, jobs, made, _ = start_with_job(V100, 2)
     (server,) = jobs.servers()
     device = made.snapshot.plan.devices[0]
     made.hold([Lease("a", (device,), Holder("name", 0, name="old"), 0.0)])
@@ -230,8 +230,8 @@ def test_a_budget_that_also_waits_for_leases_says_so(put_to_work: PutToWork) -> 
     assert change.effect == f"{ended}; 2 of 4 devices once lease old of root has ended"
 
 
-def test_a_pending_budget_is_still_pending_for_the_next_daemon(put_to_work: PutToWork) -> None:
-    host, jobs, first, client = put_to_work(V100, 2)
+def test_a_pending_budget_is_still_pending_for_the_next_daemon(start_with_job: StartWithJob) -> None:
+    host, jobs, first, client = start_with_job(V100, 2)
     host.divide(4)
     first.reload()
     again = first.start_next()
@@ -246,9 +246,9 @@ def test_a_pending_budget_is_still_pending_for_the_next_daemon(put_to_work: PutT
     assert [mib for _, mib in budgets(again)] == [4096] * 4
 
 
-def test_gpus_are_polled_more_often_while_a_change_waits_for_servers(put_to_work: PutToWork) -> None:
+def test_gpus_are_polled_more_often_while_a_change_waits_for_servers(start_with_job: StartWithJob) -> None:
     """A poll finds that a server has no job anymore; then it is ended, and the change takes effect."""
-    host, jobs, made, client = put_to_work(V100, 2)
+    host, jobs, made, client = start_with_job(V100, 2)
     assert not made.supervisor.is_urgent
     host.divide(4)
     made.reload()
@@ -260,8 +260,10 @@ def test_gpus_are_polled_more_often_while_a_change_waits_for_servers(put_to_work
     assert not made.supervisor.is_urgent
 
 
-def test_a_configuration_that_changed_while_no_daemon_ran_is_pending_too(put_to_work: PutToWork) -> None:
-    host, _, first, _ = put_to_work(V100, 2)
+def test_a_configuration_that_changed_while_no_daemon_ran_is_pending_too(
+    start_with_job: StartWithJob,
+) -> None:
+    host, _, first, _ = start_with_job(V100, 2)
     host.divide(4)
     again = first.start_next()
     assert again.snapshot.domains[0].state == "ready"
@@ -270,8 +272,8 @@ def test_a_configuration_that_changed_while_no_daemon_ran_is_pending_too(put_to_
     assert pid(again) == pid(first)
 
 
-def test_a_reverted_change_is_no_longer_pending(put_to_work: PutToWork) -> None:
-    host, _, made, _ = put_to_work(V100, 2)
+def test_a_reverted_change_is_no_longer_pending(start_with_job: StartWithJob) -> None:
+    host, _, made, _ = start_with_job(V100, 2)
     host.divide(4)
     made.reload()
     assert made.snapshot.domains[0].pending
@@ -285,8 +287,8 @@ def test_a_reverted_change_is_no_longer_pending(put_to_work: PutToWork) -> None:
     assert "the pending change was withdrawn" in [event.what for event in made.events]
 
 
-def test_a_change_reverted_while_no_daemon_runs_is_not_a_change(put_to_work: PutToWork) -> None:
-    host, _, first, _ = put_to_work(V100, 2)
+def test_a_change_reverted_while_no_daemon_runs_is_not_a_change(start_with_job: StartWithJob) -> None:
+    host, _, first, _ = start_with_job(V100, 2)
     host.divide(4)
     first.reload()
     host.divide(2)
@@ -295,8 +297,8 @@ def test_a_change_reverted_while_no_daemon_runs_is_not_a_change(put_to_work: Put
     assert [mib for _, mib in budgets(again)] == [8192] * 2
 
 
-def test_other_control_daemons_wait_for_the_jobs_on_those_that_run(put_to_work: PutToWork) -> None:
-    host, jobs, made, client = put_to_work(TWO)
+def test_other_control_daemons_wait_for_the_jobs_on_those_that_run(start_with_job: StartWithJob) -> None:
+    host, jobs, made, client = start_with_job(TWO)
     before, (server,) = pid(made), jobs.servers()
     configure(host, cuda_mps_scope="gpu")
     changes = made.accept()
@@ -318,8 +320,8 @@ def test_other_control_daemons_wait_for_the_jobs_on_those_that_run(put_to_work: 
     assert made.available == 8
 
 
-def test_a_server_without_jobs_does_not_hold_a_mode_forever(put_to_work: PutToWork) -> None:
-    host, jobs, made, client = put_to_work(V100, 4)
+def test_a_server_without_jobs_does_not_hold_a_mode_forever(start_with_job: StartWithJob) -> None:
+    host, jobs, made, client = start_with_job(V100, 4)
     (server,) = jobs.servers()
     configure(host, cuda_mps_compute_mode="keep")
     (change,) = made.reload()
@@ -338,8 +340,8 @@ def test_a_server_without_jobs_does_not_hold_a_mode_forever(put_to_work: PutToWo
     assert made.snapshot.domains[0].pending == ""
 
 
-def test_a_pending_mode_is_set_at_once_if_the_servers_must_end_now(put_to_work: PutToWork) -> None:
-    host, jobs, made, _ = put_to_work(V100, 4)
+def test_a_pending_mode_is_set_at_once_if_the_servers_must_end_now(start_with_job: StartWithJob) -> None:
+    host, jobs, made, _ = start_with_job(V100, 4)
     configure(host, cuda_mps_compute_mode="keep")
     made.reload()
     made.reconcile()

@@ -16,7 +16,7 @@ from yunion_mps.service import offline
 
 from simhost import SimHost
 from simhost.host import SHARED
-from unit.supervised import Begin, Supervised, modes
+from unit.supervised import StartSupervised, Supervised, modes
 
 TWO = [{"kind": "v100"}, {"kind": "v100"}]
 VFIO = "the GPU is bound to the driver vfio-pci, so the NVIDIA driver cannot use it"
@@ -44,9 +44,9 @@ def share_the_first(host: SimHost, made: Supervised) -> None:
 
 @pytest.mark.parametrize("is_polled", [True, False])
 def test_a_stop_says_which_driver_has_a_gpu_that_it_cannot_restore(
-    begin: Begin, caplog: pytest.LogCaptureFixture, is_polled: bool
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture, is_polled: bool
 ) -> None:
-    host, made = begin(TWO, 4, 4)
+    host, made = start_supervised(TWO, 4, 4)
     host.gpus[0].bind("vfio-pci")
     if is_polled:
         made.rescan()
@@ -56,8 +56,10 @@ def test_a_stop_says_which_driver_has_a_gpu_that_it_cannot_restore(
 
 
 @pytest.mark.parametrize("is_watched", [True, False])
-def test_a_stop_restores_a_gpu_that_has_just_come_back(begin: Begin, is_watched: bool) -> None:
-    host, made = begin(TWO, 4, 4)
+def test_a_stop_restores_a_gpu_that_has_just_come_back(
+    start_supervised: StartSupervised, is_watched: bool
+) -> None:
+    host, made = start_supervised(TWO, 4, 4)
     assert made.supervisor.nvml
     if is_watched:  # as in the daemon: the thread that waits in NVML ends meanwhile
         watch = EventWatch(made.supervisor.nvml, lambda _: None, wait_s=0.2)
@@ -71,9 +73,9 @@ def test_a_stop_restores_a_gpu_that_has_just_come_back(begin: Begin, is_watched:
 
 
 def test_a_gpu_that_is_not_there_has_one_line_for_all_its_settings(
-    begin: Begin, caplog: pytest.LogCaptureFixture
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, made = begin([{"kind": "v100", "compute_mode": "exclusive_process"}, {"kind": "v100"}])
+    host, made = start_supervised([{"kind": "v100", "compute_mode": "exclusive_process"}, {"kind": "v100"}])
     share_the_first(host, made)
     assert host.gpus[0].time_slice == "long"
     host.gpus[0].bind("vfio-pci")
@@ -93,8 +95,10 @@ def test_a_gpu_that_is_not_there_has_one_line_for_all_its_settings(
     assert (modes(host), host.gpus[0].time_slice) == (["exclusive_process", "default"], "default")
 
 
-def test_restore_tells_lost_gpus_from_missing_ones(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
-    host, made = begin([{"kind": "v100", "compute_mode": "exclusive_process"}, {"kind": "v100"}])
+def test_restore_tells_lost_gpus_from_missing_ones(
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, made = start_supervised([{"kind": "v100", "compute_mode": "exclusive_process"}, {"kind": "v100"}])
     share_the_first(host, made)
     host.gpus[0].lose()
     made.end()
@@ -113,9 +117,9 @@ def test_restore_tells_lost_gpus_from_missing_ones(begin: Begin, caplog: pytest.
 
 
 def test_without_the_driver_restore_still_names_the_other_driver(
-    begin: Begin, caplog: pytest.LogCaptureFixture
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, made = begin(TWO[:1], 4)
+    host, made = start_supervised(TWO[:1], 4)
     made.stop(restore=False)
     made.supervisor.release()
     made.preflight.close()
@@ -127,9 +131,9 @@ def test_without_the_driver_restore_still_names_the_other_driver(
 
 
 def test_a_gpu_that_nothing_names_may_be_the_one_that_another_driver_has(
-    begin: Begin, caplog: pytest.LogCaptureFixture
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, made = begin(TWO)
+    host, made = start_supervised(TWO)
     host.gpus[0].bind("vfio-pci")
     made.end()
     os.unlink(made.paths.served_gpus)
@@ -140,9 +144,9 @@ def test_a_gpu_that_nothing_names_may_be_the_one_that_another_driver_has(
 
 
 def test_the_time_slice_of_a_missing_gpu_is_not_tried_at_each_poll(
-    begin: Begin, caplog: pytest.LogCaptureFixture
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, made = begin(TWO)
+    host, made = start_supervised(TWO)
     share_the_first(host, made)
     host.gpus[0].bind("vfio-pci")
     made.rescan()
@@ -154,9 +158,9 @@ def test_the_time_slice_of_a_missing_gpu_is_not_tried_at_each_poll(
 
 
 def test_nvidia_smi_that_hangs_is_run_once_for_all_gpus_and_polls(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    start_supervised: StartSupervised, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    host, made = begin([{"kind": "v100", "count": 3}])
+    host, made = start_supervised([{"kind": "v100", "count": 3}])
     host.divide(*[f"{SHARED}; time_slice: long"] * 3)
     made.reload()
     monkeypatch.setattr(compute_policy, "TIMEOUT_S", 0.5)
@@ -174,9 +178,12 @@ def test_nvidia_smi_that_hangs_is_run_once_for_all_gpus_and_polls(
 
 
 def test_nvidia_smi_that_hangs_again_and_again_is_one_event_for_each_gpu(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start_supervised: StartSupervised,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    host, made = begin(TWO, SHARED, SHARED)
+    host, made = start_supervised(TWO, SHARED, SHARED)
     monkeypatch.setattr(compute_policy, "TIMEOUT_S", 0.5)
     hang_nvidia_smi(monkeypatch, tmp_path)
     host.divide(*[f"{SHARED}; time_slice: long"] * 2)
@@ -202,9 +209,9 @@ def hang_nvidia_smi(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
 
 
 def test_a_stop_says_why_the_layout_of_a_missing_gpu_is_not_restored(
-    begin: Begin, caplog: pytest.LogCaptureFixture
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, made = begin([{"kind": "h100"}, {"kind": "v100"}])
+    host, made = start_supervised([{"kind": "h100"}, {"kind": "v100"}])
     host.divide("mig: all-1g.10gb; mig_restore: true", 2)
     made.reload()
     made.bring_about()

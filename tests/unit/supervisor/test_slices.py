@@ -11,7 +11,7 @@ from yunion_mps.mps.limits import LimitsInEffect
 from yunion_mps.service.queries import Queries
 
 from simhost import SimHost
-from unit.supervised import Begin, MakeHost, MakeStandIns, Supervise, attach
+from unit.supervised import MakeHost, MakeStandIns, StartSupervised, Supervise, attach
 
 V100 = [{"kind": "v100"}]
 V100_MIB = 16384
@@ -63,8 +63,8 @@ def test_a_gpu_that_is_lost_for_now_keeps_its_slices_or_its_pool() -> None:
         assert with_recorded_limits(known, PLAN) == PLAN
 
 
-def test_slices_take_effect_with_the_largest_as_the_limit(begin: Begin) -> None:
-    host, made = begin(V100, 4)
+def test_slices_take_effect_with_the_largest_as_the_limit(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(V100, 4)
     write(host, SLICES)
     (change,) = made.reload()
     after = "1 x 8192 MiB, 50 % + 1 x 4096 MiB, 25 %"
@@ -76,8 +76,8 @@ def test_slices_take_effect_with_the_largest_as_the_limit(begin: Begin) -> None:
     assert domain.pending == ""
 
 
-def test_a_pool_takes_effect_with_its_whole_memory_as_the_limit(begin: Begin) -> None:
-    host, made = begin(V100, 4)
+def test_a_pool_takes_effect_with_its_whole_memory_as_the_limit(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(V100, 4)
     write(host, "memory_unit: 128MiB")
     (change,) = made.reload()
     assert change[2:] == ("4 x 4096 MiB, 25 %", "128 units of 128 MiB", "at once")

@@ -15,7 +15,7 @@ from yunion_mps.mps.health import PROBE_S
 from yunion_mps.mps.rollover import SEARCH_AFTER_S
 from yunion_mps.views.devices import devices_json
 
-from unit.supervised import Begin, MakeHost, PutToWork, Supervise
+from unit.supervised import MakeHost, StartSupervised, StartWithJob, Supervise
 
 V100 = [{"kind": "v100"}]
 TWO = [{"kind": "v100"}, {"kind": "a100", "compute_mode": "prohibited"}]
@@ -23,10 +23,10 @@ FIRST, SECOND = "0000:00:06.0", "0000:00:07.0"
 
 
 def test_a_gpu_that_is_lost_and_back_while_running_shows_in_the_snapshot(
-    begin: Begin, caplog: pytest.LogCaptureFixture
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    host, made = begin(TWO)
+    host, made = start_supervised(TWO)
     before = made.snapshot
     assert made.rescan() is before, "nothing has changed"
     host.gpus[1].lose()
@@ -44,8 +44,10 @@ def test_a_gpu_that_is_lost_and_back_while_running_shows_in_the_snapshot(
     assert f"GPU 00:07.0 ({lost.inventory.gpus[1].name}): available" in caplog.messages
 
 
-def test_a_driver_that_stops_answering_makes_all_devices_unavailable(begin: Begin) -> None:
-    host, made = begin(TWO)
+def test_a_driver_that_stops_answering_makes_all_devices_unavailable(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = start_supervised(TWO)
     host.fail("nvmlSystemGetDriverVersion", "driver_not_loaded")
     with pytest.raises(DriverError) as caught:
         made.rescan()
@@ -59,8 +61,8 @@ def test_a_driver_that_stops_answering_makes_all_devices_unavailable(begin: Begi
     assert made.available == 8
 
 
-def test_unusable_gpus_are_reported_and_nothing_is_started(begin: Begin) -> None:
-    host, made = begin([{"kind": "a100", "mig": True}])
+def test_unusable_gpus_are_reported_and_nothing_is_started(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised([{"kind": "a100", "mig": True}])
     reason = made.snapshot.plan.unavailable[FIRST]
     assert reason.startswith("the GPU is in MIG mode")
     assert made.snapshot.notice == f"no GPU on this host can serve devices (00:06.0: {reason})"
@@ -68,8 +70,8 @@ def test_unusable_gpus_are_reported_and_nothing_is_started(begin: Begin) -> None
     assert not (host.root / "tmp/nvidia-mps").exists()
 
 
-def test_a_fatal_xid_makes_its_gpu_unavailable_until_a_reset(begin: Begin) -> None:
-    host, made = begin(TWO)
+def test_a_fatal_xid_makes_its_gpu_unavailable_until_a_reset(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO)
     made.supervisor.note_xid(SECOND, 48)
     assert made.available == 4
     assert made.rescan().inventory.gpus[1].reason == "Xid 48 (double bit ECC error)"
@@ -87,8 +89,8 @@ def test_a_fatal_xid_makes_its_gpu_unavailable_until_a_reset(begin: Begin) -> No
     ]
 
 
-def test_a_fatal_xid_outlasts_a_restart_until_a_reload(begin: Begin) -> None:
-    _, first = begin(TWO)
+def test_a_fatal_xid_outlasts_a_restart_until_a_reload(start_supervised: StartSupervised) -> None:
+    _, first = start_supervised(TWO)
     first.supervisor.note_xid(SECOND, 95)
     made = first.start_next()
     assert made.available == 4
@@ -98,8 +100,8 @@ def test_a_fatal_xid_outlasts_a_restart_until_a_reload(begin: Begin) -> None:
     assert made.start_next().available == 8
 
 
-def test_a_gpu_that_is_taken_out_keeps_its_devices_unavailable(begin: Begin) -> None:
-    _, made = begin(TWO)
+def test_a_gpu_that_is_taken_out_keeps_its_devices_unavailable(start_supervised: StartSupervised) -> None:
+    _, made = start_supervised(TWO)
     inventory = made.snapshot.inventory
     made.supervisor.update_gpus(inventory._replace(gpus=inventory.gpus[:1]), time.monotonic())
     assert [gpu.reason for gpu in made.snapshot.inventory.gpus] == ["", "the GPU is no longer present"]
@@ -109,8 +111,8 @@ def test_a_gpu_that_is_taken_out_keeps_its_devices_unavailable(begin: Begin) -> 
     assert [event.what for event in made.events if event.kind == "gpu"] == ["unavailable", "available"]
 
 
-def test_running_jobs_are_known_only_if_nvml_lists_the_servers(begin: Begin) -> None:
-    host, made = begin(V100)
+def test_running_jobs_are_known_only_if_nvml_lists_the_servers(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(V100)
     (domain,) = made.supervisor.domains
     uuid = host.gpus[0].uuid
     for processes, in_use in (({uuid: {1: 10}}, True), ({uuid: {}}, False), ({}, None)):
@@ -121,15 +123,17 @@ def test_running_jobs_are_known_only_if_nvml_lists_the_servers(begin: Begin) -> 
     assert domain.in_use is None
 
 
-def test_before_volta_it_is_unknown_whether_jobs_run(begin: Begin) -> None:
-    host, made = begin([{"kind": "tesla-p40"}])
+def test_before_volta_it_is_unknown_whether_jobs_run(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised([{"kind": "tesla-p40"}])
     made.supervisor.jobs.update({host.gpus[0].uuid: {}}, time.monotonic())
     assert made.supervisor.domains[0].in_use is None
 
 
-def test_another_poll_is_requested_once_as_soon_as_a_domain_is_wedged(begin: Begin) -> None:
+def test_another_poll_is_requested_once_as_soon_as_a_domain_is_wedged(
+    start_supervised: StartSupervised,
+) -> None:
     """A job may have come since the last one."""
-    _, made = begin(V100)
+    _, made = start_supervised(V100)
     (domain,) = made.supervisor.domains
     assert not made.supervisor.fleet.take_poll_request()
     os.unlink(f"{domain.in_effect.pipe_directory}/control")
@@ -140,8 +144,10 @@ def test_another_poll_is_requested_once_as_soon_as_a_domain_is_wedged(begin: Beg
 
 
 @pytest.mark.parametrize("call", ["nvmlDeviceGetComputeMode", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetUUID"])
-def test_a_gpu_that_is_lost_in_the_middle_of_a_poll_keeps_its_place(begin: Begin, call: str) -> None:
-    host, made = begin(TWO, cuda_mps_scope="gpu")
+def test_a_gpu_that_is_lost_in_the_middle_of_a_poll_keeps_its_place(
+    start_supervised: StartSupervised, call: str
+) -> None:
+    host, made = start_supervised(TWO, cuda_mps_scope="gpu")
     pids = [domain.pid for domain in made.snapshot.domains]
     host.fail(call, "gpu_is_lost", gpu=1)
     made.rescan()
@@ -154,9 +160,9 @@ def test_a_gpu_that_is_lost_in_the_middle_of_a_poll_keeps_its_place(begin: Begin
 
 
 def test_a_stop_names_the_jobs_that_it_awaits_and_those_that_were_late(
-    put_to_work: PutToWork, caplog: pytest.LogCaptureFixture
+    start_with_job: StartWithJob, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, _, made, client = put_to_work(V100, cuda_mps_stop_timeout_s="1")
+    host, _, made, client = start_with_job(V100, cuda_mps_stop_timeout_s="1")
     made.supervisor.jobs.update({host.gpus[0].uuid: {client.pid: 100}}, time.monotonic())
     made.stop(restore=False)
     made.supervisor.report_late_jobs()
@@ -168,7 +174,7 @@ def test_a_stop_names_the_jobs_that_it_awaits_and_those_that_were_late(
 
 
 def test_all_domains_share_one_search_for_orphaned_servers(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
+    start_supervised: StartSupervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each search lists the processes of the host."""
     listed: list[object] = []
@@ -178,7 +184,7 @@ def test_all_domains_share_one_search_for_orphaned_servers(
         listed.append(path)
         return really_list(path)
 
-    _, made = begin(TWO, cuda_mps_scope="gpu")
+    _, made = start_supervised(TWO, cuda_mps_scope="gpu")
     monkeypatch.setattr(os, "listdir", note_and_list)
     made.supervisor.tick(time.monotonic() + SEARCH_AFTER_S)
     assert listed.count("/proc") == 1

@@ -21,10 +21,10 @@ from simhost import SimHost
 from simhost.host import SHARED
 from unit.supervised import (
     AtWork,
-    Begin,
     MakeHost,
     MakeStandIns,
-    PutToWork,
+    StartSupervised,
+    StartWithJob,
     Supervise,
     Supervised,
     attach,
@@ -53,8 +53,8 @@ def lease(made: Supervised) -> Ledger:
     return made.hold([lease_of(made)])
 
 
-def test_a_time_sliced_gpu_serves_beside_one_with_a_control_daemon(begin: Begin) -> None:
-    host, made = begin(TWO, 4, SHARED)
+def test_a_time_sliced_gpu_serves_beside_one_with_a_control_daemon(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 4, SHARED)
     assert modes(host) == ["exclusive_process", "default"]
     assert [domain.plan.gpu_uuids for domain in made.snapshot.domains] == [(host.gpus[0].uuid,)]
     assert of_second(made) == [(TIME_SLICING, FREE)] * 3
@@ -74,8 +74,10 @@ def test_without_mps_no_control_program_is_needed(
     assert modes(host) == ["prohibited"]
 
 
-def test_a_mode_that_another_program_sets_makes_the_devices_unavailable(begin: Begin) -> None:
-    host, made = begin(TWO, 4, SHARED)
+def test_a_mode_that_another_program_sets_makes_the_devices_unavailable(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = start_supervised(TWO, 4, SHARED)
     host.gpus[1].compute_mode = "exclusive_process"
     made.rescan()
     assert of_second(made) == [(TIME_SLICING, UNAVAILABLE)] * 3
@@ -86,8 +88,8 @@ def test_a_mode_that_another_program_sets_makes_the_devices_unavailable(begin: B
     assert modes(host)[1] == "default", "the mode from before the daemon"
 
 
-def test_an_idle_gpu_changes_its_way_of_sharing_at_once_and_back(begin: Begin) -> None:
-    host, made = begin(TWO, 4, 4)
+def test_an_idle_gpu_changes_its_way_of_sharing_at_once_and_back(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 4, 4)
     host.divide(4, SHARED)
     made.reload()
     made.until(lambda: len(made.snapshot.domains[0].plan.gpu_uuids) == 1)
@@ -101,9 +103,9 @@ def test_an_idle_gpu_changes_its_way_of_sharing_at_once_and_back(begin: Begin) -
 
 @pytest.mark.parametrize(("before", "after"), [("4", SHARED), (SHARED, "4")])
 def test_a_leased_gpu_keeps_its_way_of_sharing_until_the_lease_ends(
-    begin: Begin, before: str, after: str
+    start_supervised: StartSupervised, before: str, after: str
 ) -> None:
-    host, made = begin(TWO, 4, before)
+    host, made = start_supervised(TWO, 4, before)
     ledger, mode, way = lease(made), modes(host)[1], made.snapshot.plan.devices[-1].sharing
     count = len(of_second(made))
     host.divide(4, after)
@@ -127,8 +129,8 @@ def test_a_leased_gpu_keeps_its_way_of_sharing_until_the_lease_ends(
     assert not made.supervisor.is_urgent
 
 
-def test_a_plan_names_the_lease_that_a_change_waits_for(begin: Begin) -> None:
-    host, made = begin([{"kind": "h100"}] * 2, 4, SHARED, cuda_mps_pipe_directory="/run/mps")
+def test_a_plan_names_the_lease_that_a_change_waits_for(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised([{"kind": "h100"}] * 2, 4, SHARED, cuda_mps_pipe_directory="/run/mps")
     lease(made)
     host.divide(4, 4)
     effects = {(change.kind, change.subject): change.effect for change in made.accept()}
@@ -139,9 +141,9 @@ def test_a_plan_names_the_lease_that_a_change_waits_for(begin: Begin) -> None:
     assert modes(host) == ["exclusive_process", "default"]
 
 
-def test_a_change_to_mps_names_the_server_of_the_other_gpu(put_to_work: PutToWork) -> None:
+def test_a_change_to_mps_names_the_server_of_the_other_gpu(start_with_job: StartWithJob) -> None:
     """Its control daemon has to be started again with both GPUs."""
-    host, jobs, made, job = put_to_work(TWO, 4, SHARED)
+    host, jobs, made, job = start_with_job(TWO, 4, SHARED)
     (server,), ledger = jobs.servers(), lease(made)
     host.divide(4, 4)
     effects = {(change.kind, change.subject): change.effect for change in made.accept()}
@@ -164,8 +166,8 @@ def test_a_change_to_mps_names_the_server_of_the_other_gpu(put_to_work: PutToWor
     made.until(lambda: made.available == 8)
 
 
-def test_a_drain_for_a_change_to_mps_lasts_until_it_is_in_effect(put_to_work: PutToWork) -> None:
-    host, jobs, made, job = put_to_work(TWO, 4, SHARED)
+def test_a_drain_for_a_change_to_mps_lasts_until_it_is_in_effect(start_with_job: StartWithJob) -> None:
+    host, jobs, made, job = start_with_job(TWO, 4, SHARED)
     ledger = lease(made)
     host.divide(4, 4)
     made.accept()
@@ -195,8 +197,8 @@ def test_a_pending_change_names_a_server_that_started_later(
     AtWork(host=host, jobs=jobs, made=made, job=job).end()  # or the stop of the supervisor would wait for it
 
 
-def test_a_restart_finds_leases_that_no_control_daemon_serves(begin: Begin) -> None:
-    host, first = begin(TWO, 4, SHARED)
+def test_a_restart_finds_leases_that_no_control_daemon_serves(start_supervised: StartSupervised) -> None:
+    host, first = start_supervised(TWO, 4, SHARED)
     store = Store(first.paths)
     LeaseStorage(store).write(lease_of(first))
     store.close()
@@ -211,8 +213,10 @@ def test_a_restart_finds_leases_that_no_control_daemon_serves(begin: Begin) -> N
     assert modes(host) == ["exclusive_process"] * 2
 
 
-def test_the_control_daemon_of_running_jobs_ends_before_the_mode_changes(put_to_work: PutToWork) -> None:
-    work = put_to_work([{"kind": "v100"}], 4)
+def test_the_control_daemon_of_running_jobs_ends_before_the_mode_changes(
+    start_with_job: StartWithJob,
+) -> None:
+    work = start_with_job([{"kind": "v100"}], 4)
     work.host.divide(SHARED)
     work.made.accept()
     work.made.reconcile()
@@ -237,8 +241,8 @@ def slices(host: SimHost) -> list[str]:
     return [line.split()[3].lower() for line in output.splitlines() if "Timeslice" in line]
 
 
-def test_a_time_slice_is_set_read_back_and_restored(begin: Begin) -> None:
-    host, made = begin(TWO, shared("short"), shared("long"))
+def test_a_time_slice_is_set_read_back_and_restored(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, shared("short"), shared("long"))
     assert slices(host) == ["short", "long"]
     events = [event.what for event in made.events if event.kind == "gpu"]
     assert events == ["time slice short", "time slice long"]
@@ -247,8 +251,10 @@ def test_a_time_slice_is_set_read_back_and_restored(begin: Begin) -> None:
     assert slices(host) == ["default", "default"]
 
 
-def test_a_reload_changes_and_restores_time_slices_and_names_the_change(begin: Begin) -> None:
-    host, made = begin(TWO, shared("short"), shared("long"))
+def test_a_reload_changes_and_restores_time_slices_and_names_the_change(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = start_supervised(TWO, shared("short"), shared("long"))
     host.divide(SHARED, shared("medium"))
     changes = [(change.before, change.after) for change in made.reload() if change.kind == "time slice"]
     assert changes == [("short", "original"), ("long", "medium")]
@@ -256,9 +262,11 @@ def test_a_reload_changes_and_restores_time_slices_and_names_the_change(begin: B
 
 
 @pytest.mark.parametrize("after", ["4", "4\n  mig: all-balanced"])
-def test_a_leased_gpu_keeps_its_time_slice_until_the_lease_ends(begin: Begin, after: str) -> None:
+def test_a_leased_gpu_keeps_its_time_slice_until_the_lease_ends(
+    start_supervised: StartSupervised, after: str
+) -> None:
     gpus = [{"kind": "h100"}, {"kind": "h100"}]
-    host, made = begin(gpus, 4, shared("long"), cuda_mps_pipe_directory="/run/mps")
+    host, made = start_supervised(gpus, 4, shared("long"), cuda_mps_pipe_directory="/run/mps")
     ledger, storage = lease(made), LeaseStorage(made.supervisor.store())
     storage.write(ledger.leases["0" * 36])
     host.divide(4, f"virtual_number: {after}")
@@ -275,8 +283,8 @@ def test_a_leased_gpu_keeps_its_time_slice_until_the_lease_ends(begin: Begin, af
     assert slices(host)[1] == "default"
 
 
-def test_a_process_that_is_not_leased_keeps_its_time_slice(begin: Begin) -> None:
-    host, made = begin(TWO, 4, shared("long"))
+def test_a_process_that_is_not_leased_keeps_its_time_slice(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, 4, shared("long"))
     host.gpus[1].add_process(os.getpid(), 100)
     host.divide(4)
     made.reload()
@@ -286,8 +294,8 @@ def test_a_process_that_is_not_leased_keeps_its_time_slice(begin: Begin) -> None
     assert slices(host)[1] == "default"
 
 
-def test_a_time_slice_that_another_program_changed_is_set_again(begin: Begin) -> None:
-    host, made = begin(TWO, shared("short"), shared("long"))
+def test_a_time_slice_that_another_program_changed_is_set_again(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, shared("short"), shared("long"))
     for changed in (False, True, False):
         if changed:
             host.gpus[0].time_slice = "medium"
@@ -298,8 +306,8 @@ def test_a_time_slice_that_another_program_changed_is_set_again(begin: Begin) ->
     assert reported == [("00:06.0", "time slice short")]
 
 
-def test_a_time_slice_that_cannot_be_read_now_is_compared_later(begin: Begin) -> None:
-    host, made = begin(TWO, shared("short"), SHARED)
+def test_a_time_slice_that_cannot_be_read_now_is_compared_later(start_supervised: StartSupervised) -> None:
+    host, made = start_supervised(TWO, shared("short"), SHARED)
     host.fail("nvmlInit*", "driver_not_loaded")
     made.supervisor.settings.reconciler.compare()
     made.reconcile()
@@ -311,8 +319,10 @@ def test_a_time_slice_that_cannot_be_read_now_is_compared_later(begin: Begin) ->
     assert slices(host) == ["short", "default"]
 
 
-def test_a_time_slice_that_is_already_set_is_recorded_as_the_original(begin: Begin) -> None:
-    host, made = begin(TWO, shared("default"), SHARED)
+def test_a_time_slice_that_is_already_set_is_recorded_as_the_original(
+    start_supervised: StartSupervised,
+) -> None:
+    host, made = start_supervised(TWO, shared("default"), SHARED)
     assert "gpu" not in {event.kind for event in made.events}, "it is not set"
     store = Store(made.paths)
     assert Originals(store).of("time_slice") == {host.gpus[0].uuid: "default"}
@@ -325,9 +335,9 @@ def test_a_time_slice_that_is_already_set_is_recorded_as_the_original(begin: Beg
 
 
 def test_a_stop_does_not_report_an_original_time_slice(
-    begin: Begin, caplog: pytest.LogCaptureFixture
+    start_supervised: StartSupervised, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, made = begin(TWO, 4, shared("default"))
+    host, made = start_supervised(TWO, 4, shared("default"))
     host.gpus[1].add_process(os.getpid(), 100)
     made.stop()
     host.gpus[1].remove_process(os.getpid())
@@ -337,8 +347,8 @@ def test_a_stop_does_not_report_an_original_time_slice(
     store.close()
 
 
-def test_after_a_daemon_that_was_killed_the_original_is_restored(begin: Begin) -> None:
-    host, first = begin(TWO, shared("short"), SHARED)
+def test_after_a_daemon_that_was_killed_the_original_is_restored(start_supervised: StartSupervised) -> None:
+    host, first = start_supervised(TWO, shared("short"), SHARED)
     first.stop(restore=False)
     made = first.start_next()
     made.stop()
