@@ -2,8 +2,8 @@
 
 A `Selection` is what could satisfy the request, free or not; it stays the same as long as the candidates do.
 A `Match` is a selection at one moment, with what leases, served users and earlier requests leave of it. The
-choice and the reservation (`placement`), the reason why a request waits and the error of one that never fits
-(`refusals`) are made of these alone. No I/O, no waiting.
+choice (`placement`), the reservation (`targets`), the reason why a request waits and the error of one that
+never fits (`refusals`) are made of these alone. No I/O, no waiting.
 """
 
 from __future__ import annotations

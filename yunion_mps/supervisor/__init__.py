@@ -228,10 +228,10 @@ class Supervisor:
             self.event_log.record(event)
 
     def close(self) -> bool:
-        """Restore the compute modes from before we first changed them; return whether these are known.
+        """Restore what GPUs had before our first change; return whether that is known.
 
-        If a control daemon of ours is left running, its GPUs keep their modes and the modes' records, for the
-        daemon that adopts it or starts after its end.
+        These are compute modes, time slices and MIG layouts. What a control daemon of ours that is left
+        running or a stored lease needs stays as it is, with its records, for the next daemon.
         """
         store = self.state_file.opened
         if store is None:
