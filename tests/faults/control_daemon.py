@@ -27,7 +27,6 @@ def stopped(scene: Scene) -> None:
     old = scene.control
     scene.inject(lambda: stop_process(old))
     scene.expect_report("does not serve")
-    scene.recovery += "; "
     scene.serves_again(lambda: scene.control == old)
 
 
@@ -39,7 +38,6 @@ def kept_stopped(scene: Scene) -> None:
     with_tracer = Tracer(old)
     scene.inject(with_tracer.attach)
     scene.expect_report("does not serve")
-    scene.recovery += "; "
     scene.another_serves(old)
     with_tracer.close()
 

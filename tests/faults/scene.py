@@ -175,7 +175,7 @@ class Scene(Closes):
 
     def repair(self, action: Callable[[], object], what: str) -> None:
         """Do what the operator has to do, and measure again from then on."""
-        self.recovery += f"; after {what}: "
+        self.note_recovery(f"after {what}: ")
         self._fault_s = time.monotonic()
         action()
 
@@ -212,6 +212,9 @@ class Scene(Closes):
         return next((shown(line, self.host) for line in readable(self.daemon) if text in line), "")
 
     def note_recovery(self, what: str = "serves throughout") -> None:
+        """Add to the recovery in the table; `what` ends with a space if the next note continues it."""
+        if self.recovery and not self.recovery.endswith(" "):
+            self.recovery += "; "
         self.recovery += what
 
     def all_available(self, also: Callable[[], object] = lambda: True) -> None:
@@ -272,7 +275,7 @@ class Scene(Closes):
         return 0 < devices["total"] == devices["available"] + devices["pending"]
 
     def note(self, words: str) -> None:
-        self.recovery += words.format(shown_s(self.elapsed_s))
+        self.note_recovery(words.format(shown_s(self.elapsed_s)))
 
 
 def _is_control_daemon(pid: int) -> bool:

@@ -188,7 +188,6 @@ def instance_destroyed(scene: Scene) -> None:
     gone = _instance(scene, "2g.20gb").gpu_instance
     scene.inject(lambda: scene.host.gpus[0].end_instances(gone))
     scene.expect_report("another program changed it")
-    scene.note_recovery("; ")
     scene.serves_again(lambda: _is_balanced(scene))
 
 
@@ -197,7 +196,6 @@ def mode_switched_off(scene: Scene) -> None:
     _serve(scene, "mig: all-balanced", lease="3g.40gb")
     scene.inject(lambda: setattr(scene.host.gpus[0], "mig", False))
     scene.expect_report("another program changed it")
-    scene.note_recovery("; ")
     scene.serves_again(lambda: _is_balanced(scene))
 
 

@@ -46,7 +46,7 @@ def test_a_stop_without_memory_to_spare_restores_every_compute_mode(daemon: Daem
         daemon.get("/v1/devices")
     sizes = Path(f"/proc/{daemon.pid}/statm").read_text().split()
     most = int(sizes[0]) * resource.getpagesize()
-    daemon.signal(signal.SIGSTOP)  # a shortage before the stop may end the daemon, for the next one to adopt
+    daemon.signal(signal.SIGSTOP)  # without memory, it may end before it handles SIGTERM
     resource.prlimit(daemon.pid, resource.RLIMIT_AS, (most, most))
     daemon.signal(signal.SIGTERM)
     daemon.signal(signal.SIGCONT)

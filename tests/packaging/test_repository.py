@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from package_build.repository import write_repository
 
 from .conftest import ARCHITECTURES, ROOT, Built, run
 
@@ -47,12 +49,14 @@ def test_the_lists_for_dnf_have_each_rpm(repository: Path) -> None:
     assert sorted(listed) == sorted(sha256_of(rpm) for rpm in rpms)
 
 
-def test_a_key_that_gpg_does_not_have_is_an_error(
-    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_that_gpg_does_not_have_is_an_error_before_the_build(tmp_path: Path) -> None:
     (tmp_path / "gnupg").mkdir(mode=0o700)
-    monkeypatch.setenv("GNUPGHOME", str(tmp_path / "gnupg"))
-    key, target = "nobody@yunion.example", str(tmp_path / "new")
-    with pytest.raises(SystemExit, match=rf"gpg has no key {key}; list its keys"):
-        write_repository([str(built.deb)], target, 0, str(ROOT / ".packager"), key)
-    assert not (tmp_path / "new").exists()
+    environment = {**os.environ, "GNUPGHOME": str(tmp_path / "gnupg"), "PYTHONPATH": "scripts/lib"}
+    command = [sys.executable, "-m", "package_build", "--output", str(tmp_path / "dist")]
+    result = subprocess.run(
+        [*command, "--sign", "nobody@yunion.example"],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    message = "package: --sign: gpg has no key nobody@yunion.example; list its keys: gpg --list-secret-keys\n"
+    assert (result.returncode, result.stderr) == (1, message)
+    assert not (tmp_path / "dist").exists()

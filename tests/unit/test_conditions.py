@@ -132,7 +132,7 @@ def healthy_host(**more: Any) -> Host:
 
 
 def host_reporting(kind: str, status: str, code: str, subject: str = "") -> Callable[[], Host]:
-    """What another part of the daemon has found."""
+    """What another part of the daemon has found; integration/test_noticed_problems makes it happen."""
     return partial(healthy_host, reported=[Condition(kind, subject, status, Reason(WHY, code))])
 
 

@@ -57,7 +57,7 @@ class Paths:
     state_directory = _PathBelowRoot("/var/lib/yunion-mps")
     #: The SQLite file in the state directory.
     store = _PathBelowRoot("/var/lib/yunion-mps/state.db")
-    #: The directories that the daemon uses, for a purge of the package.
+    #: Lists the directories that the daemon uses, so that a purge of the package can remove them.
     directory_record = _PathBelowRoot("/var/lib/yunion-mps/directories")
     #: The GPUs that have served devices.
     served_gpus = _PathBelowRoot("/var/lib/yunion-mps/served-gpus.json")

@@ -43,7 +43,7 @@ class Reservation(NamedTuple):
     thread_tenths: Counter[str]
     #: How many clients of pools, by GPU UUID.
     clients: Counter[str]
-    #: The users (uids) whom control daemons serve next, one after the other, by domain.
+    #: The users (uids) that each domain will serve next, in their order.
     users: dict[str, tuple[int, ...]]
 
     def add(self, other: Reservation) -> None:
@@ -353,7 +353,7 @@ def match_now(
     reserved: Reservation = NO_RESERVATION,
     uid: int | None = None,
 ) -> Match:
-    """Return what of the selection is free beside the leases and reservations, for the user `uid`.
+    """Return which devices and pools of the selection the user `uid` could get now.
 
     reserved: what requests that are earlier in the queue will need
     """

@@ -1,4 +1,4 @@
-"""The record of the directories that the daemon uses, for a purge of the package.
+"""Records which directories the daemon uses, so that a purge of the package can remove them.
 
 It is read by packaging/scriptlets/purge.sh.
 Each line is one of these: `made DIRECTORY`, `used DIRECTORY` if it existed before, `theirs FILE` for a file

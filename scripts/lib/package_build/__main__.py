@@ -12,7 +12,7 @@ import tempfile
 
 from package_build import sbom
 from package_build.bundle import ARCHITECTURES
-from package_build.repository import write_repository
+from package_build.repository import Signer, write_repository
 from package_build.source import Source, take_source
 from package_build.stage import PACKAGES, documents, maintainer, stage
 
@@ -31,6 +31,8 @@ def main() -> None:
     parser.add_argument("--cache", default=".cache/package", help=argparse.SUPPRESS)
     parser.add_argument("--packager", default=".packager", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.sign:  # an unknown key is an error before all is built
+        Signer(options.sign).public_key()
     os.umask(0o022)
     output, cache, packager = (
         os.path.abspath(path) for path in (options.output, options.cache, options.packager)

@@ -123,7 +123,7 @@ class GivenObserver(Observer):
 
 
 class RecordingTerminator(Terminator):
-    """Records which clients it is told to terminate, for the user of the lease; results are given by hand."""
+    """Records which clients it is told to terminate for the lease's user; each test sets the results."""
 
     def __init__(self, listed: Callable[[], Any], uid: Callable[[], int | None]) -> None:
         # Without super().__init__(), which needs the clients of control daemons.
