@@ -65,7 +65,7 @@ def keep_events_from_being_written(daemon: Daemon) -> None:
     start(daemon)
     with closing(sqlite3.connect(Paths(str(daemon.host.root)).store)) as file, file:
         file.execute("CREATE TRIGGER refuse BEFORE INSERT ON event BEGIN SELECT RAISE(ABORT, 'full'); END")
-    daemon.polls()
+    daemon.ask("POST", "/v1/leases", "holder.name=a&holder.ttl_s=600")  # its grant is an event
 
 
 def put_a_file_in_the_place_of_cdi_s_directory(daemon: Daemon) -> None:
